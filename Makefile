@@ -1,0 +1,35 @@
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+READY  := $(VENV)/.ready
+
+.PHONY: test test-full lint types setup format clean
+
+setup: $(READY)
+
+# torch goes in first and pinned: without the pin, resolving a later package could pull another build of it.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --constraint constraints.txt torch
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+lint: $(READY)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+types: $(READY)
+	$(PY) -m mypy
+
+test: lint types
+	$(PY) -m pytest -q
+
+test-full: lint types
+	$(PY) -m pytest -q --full
+
+format: $(READY)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
