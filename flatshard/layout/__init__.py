@@ -1,0 +1,36 @@
+"""Where tensors lie in a flat buffer. Pure integers: no process group, no device."""
+
+from flatshard.layout.placement import (
+    Block,
+    Flat,
+    Partial,
+    Placement,
+    Replicate,
+    Transition,
+    Whole,
+    is_sharded,
+    transition,
+)
+from flatshard.layout.planner import Layout, Segment, Slot, plan
+from flatshard.layout.ranges import Holding, Range, holding, local_ranges, rectangles
+
+__all__ = [
+    "Block",
+    "Flat",
+    "Holding",
+    "Layout",
+    "Partial",
+    "Placement",
+    "Range",
+    "Replicate",
+    "Segment",
+    "Slot",
+    "Transition",
+    "Whole",
+    "holding",
+    "is_sharded",
+    "local_ranges",
+    "plan",
+    "rectangles",
+    "transition",
+]

@@ -1,0 +1,304 @@
+"""From shapes to a layout: segments, offsets, shard length, waste.
+
+A layout cuts a group's tensors over N shards. It is a list of segments; each is a contiguous run of N equal pieces,
+and shard ``s`` is piece ``s`` of every segment. Two tensors of rows 6x2 and 2x2 over N = 4 shards:
+
+    layout "tensor": one segment per tensor                      piece
+        segment 0   |a0 a1|a2 a3|a4 a5|  pad  |                    4 elements
+        segment 1   |b0|b1|pad|pad|                                2
+    layout "flat": one segment for both
+        segment 0   |a0 a1|a2 a3|a4 a5|b0 b1|                      4
+        shard 0: a0 a1      shard 3: b0 b1                         (offsets not rounded, to keep the picture small)
+
+A buffer stores the pieces that it holds segment after segment, each segment's run starting at a multiple of ``ALIGN``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Literal, TypeAlias, get_args
+
+from flatshard.layout.placement import Block, Flat, Placement, Whole, is_sharded
+
+LayoutName: TypeAlias = Literal["tensor", "flat", "auto"]
+Shape: TypeAlias = tuple[int, ...]
+
+# In elements. 16 bytes is what vectorised kernels load at once; 16 elements give that down to one-byte dtypes.
+ALIGN = 16
+# Below this many elements per tensor on average, the launch cost of one more segment (about 2 microseconds) exceeds
+# the time its bytes take on a fast wire, and `auto` chooses `flat`.
+AUTO_FLAT_BELOW = 1 << 18
+# `flat` takes fewer segments as long as that pads no more than this part of the payload beyond the tightest choice.
+FEWER_SEGMENTS_WORTH = 0.002
+# A piece is rounded up to a multiple of ALIGN where that lengthens it by no more than this part.
+ALIGNED_PIECE_WORTH = 0.01
+# All partitions of the row classes are tried up to this many classes (Bell(5) = 52); past it, neighbours are merged.
+EXHAUSTIVE_CLASSES = 5
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of equal pieces, ``piece`` elements each."""
+
+    piece: int
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one tensor lies: ``numel`` elements from ``offset`` of the run of segment ``segment``."""
+
+    segment: int
+    offset: int
+    shape: Shape
+    row: int  # elements of one row
+    atom: int  # elements that are never split: a row, a block of rows, or the whole tensor
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tensors of one group cut over ``num_shards``. Made by `plan`; equal layouts describe equal bytes."""
+
+    slots: tuple[Slot, ...]
+    segments: tuple[Segment, ...]
+    num_shards: int
+    placement: Placement
+    _starts: dict[int, tuple[tuple[int, ...], int]] = field(default_factory=dict, compare=False, repr=False)
+
+    def run_starts(self, pieces: int) -> tuple[int, ...]:
+        """Offset of each segment's run in a buffer that holds ``pieces`` consecutive pieces of every segment."""
+        return self._runs(pieces)[0]
+
+    def buffer_numel(self, pieces: int) -> int:
+        """Elements of a buffer that holds ``pieces`` consecutive pieces of every segment."""
+        return self._runs(pieces)[1]
+
+    def _runs(self, pieces: int) -> tuple[tuple[int, ...], int]:
+        if pieces not in self._starts:
+            starts, end = [], 0
+            for segment in self.segments:
+                starts.append(end)
+                end = _round_up(end + pieces * segment.piece, ALIGN)
+            self._starts[pieces] = tuple(starts), end
+        return self._starts[pieces]
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements that one rank stores."""
+        return self.buffer_numel(1)
+
+    @cached_property
+    def payload(self) -> int:
+        """Elements of all tensors."""
+        return sum(slot.numel for slot in self.slots)
+
+    @property
+    def waste(self) -> float:
+        """Padding as a part of the payload: 0.02 means that all ranks together store 2% more than the tensors need."""
+        return (self.num_shards * self.shard_numel - self.payload) / self.payload if self.payload else 0.0
+
+
+def plan(
+    shapes: Sequence[Sequence[int]],
+    num_shards: int,
+    *,
+    layout: LayoutName = "tensor",
+    placement: Placement | None = None,
+) -> Layout:
+    """Cut tensors of these shapes over ``num_shards``.
+
+    Promises, for every layout: no atom (row, block, tensor) is split between shards; tensors do not overlap and each
+    is contiguous in the run of its segment; all pieces of a segment have equal length. ``tensor`` with `Flat` gives
+    each shard the rows that ``torch.chunk(tensor, num_shards)`` gives it. Tensors without dims count as one row of one
+    element; empty tensors occupy nothing.
+
+    `Whole` packs all tensors into one segment under either layout: a segment per tensor would pad every one of them
+    ``num_shards``-fold.
+    """
+    placement = Flat() if placement is None else placement
+    if num_shards < 1:
+        raise ValueError(f"num_shards is {num_shards}; it must be at least 1")
+    if layout not in get_args(LayoutName):
+        raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(get_args(LayoutName))}")
+    if not is_sharded(placement):
+        raise ValueError(f"placement is {placement}; a layout is cut by Flat(), Block(rows) or Whole()")
+    frozen = tuple(tuple(int(n) for n in shape) for shape in shapes)
+    for shape in frozen:
+        if any(n < 0 for n in shape):
+            raise ValueError(f"shape {shape} has a negative size")
+    return _plan(frozen, num_shards, layout, placement)
+
+
+@lru_cache(maxsize=4096)
+def _plan(shapes: tuple[Shape, ...], num_shards: int, layout: LayoutName, placement: Placement) -> Layout:
+    if layout == "auto":
+        mean = sum(math.prod(shape) for shape in shapes) / max(len(shapes), 1)
+        layout = "flat" if mean < AUTO_FLAT_BELOW else "tensor"
+    bare = [Slot(0, 0, shape, _row(shape), _atom(shape, placement)) for shape in shapes]
+    if isinstance(placement, Whole):
+        runs = [_pack_whole(bare, num_shards)]
+    elif layout == "tensor":
+        runs = [_chunk(slot, index, num_shards) for index, slot in enumerate(bare)]
+    else:
+        runs = _tightest(bare, num_shards)
+    slots: list[Slot | None] = [None] * len(bare)
+    for number, run in enumerate(runs):
+        for index, offset in run.offsets.items():
+            slot = bare[index]
+            slots[index] = Slot(number, offset, slot.shape, slot.row, slot.atom)
+    segments = tuple(Segment(run.piece) for run in runs)
+    return Layout(tuple(slot for slot in slots if slot is not None), segments, num_shards, placement)
+
+
+def _row(shape: Shape) -> int:
+    return math.prod(shape[1:])
+
+
+def _atom(shape: Shape, placement: Placement) -> int:
+    if isinstance(placement, Whole):
+        return math.prod(shape)
+    return _row(shape) * (placement.rows if isinstance(placement, Block) else 1)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass
+class _Run:
+    """One segment being planned: its piece, and the offset of each tensor (by index) in it."""
+
+    piece: int
+    offsets: dict[int, int]
+
+
+def _chunk(slot: Slot, index: int, num_shards: int) -> _Run:
+    """One tensor, its atoms dealt out as torch.chunk deals rows."""
+    atoms = -(-slot.numel // slot.atom) if slot.atom else 0
+    return _Run(-(-atoms // num_shards) * slot.atom, {index: 0})
+
+
+def _pack_whole(slots: Sequence[Slot], num_shards: int) -> _Run:
+    """Whole tensors into equal pieces: the largest first, each into the piece that is least full."""
+    fill = [0] * num_shards
+    place: list[tuple[int, int, int]] = []  # (tensor, piece, offset in it)
+    for index in sorted(range(len(slots)), key=lambda i: -slots[i].numel):
+        target = fill.index(min(fill))
+        place.append((index, target, fill[target]))
+        fill[target] += _round_up(slots[index].numel, ALIGN)
+    piece = max(fill)
+    return _Run(piece, {index: target * piece + offset for index, target, offset in place})
+
+
+def _tightest(slots: Sequence[Slot], num_shards: int) -> list[_Run]:
+    """Pack tensors into runs by the size of their atoms, so that the runs pad little and are few.
+
+    Where a contiguous tensor crosses piece boundaries, the piece must be a multiple of its atom. One run for all
+    therefore has a piece that is a multiple of the lcm of all atoms, which can pad a lot; a run per atom size pads
+    each run by less than one atom per shard. What is best depends on the shapes and on the number of shards.
+    """
+    classes = _classes(slots)
+    if not classes:
+        return [_Run(0, dict.fromkeys(range(len(slots)), 0))]
+    partitions = _partitions(classes) if len(classes) <= EXHAUSTIVE_CLASSES else _merges(classes)
+    best = [
+        [_pack_rows(slots, [index for members in part for index in members], num_shards) for part in partition]
+        for partition in partitions
+    ]
+    payload = sum(slot.numel for slot in slots)
+    tight = min(_padded(runs, num_shards) for runs in best)
+    good = [runs for runs in best if _padded(runs, num_shards) <= tight + FEWER_SEGMENTS_WORTH * payload]
+    return min(good, key=lambda runs: (len(runs), _padded(runs, num_shards)))
+
+
+def _padded(runs: Sequence[_Run], num_shards: int) -> int:
+    return num_shards * sum(_round_up(run.piece, ALIGN) for run in runs)
+
+
+def _classes(slots: Sequence[Slot]) -> list[list[int]]:
+    """Tensors by the size of their atoms, largest first; empty tensors ride along with the first class.
+
+    Where there are many sizes, a class whose atom divides another's joins it: that asks nothing more of the piece.
+    """
+    by_atom: dict[int, list[int]] = {}
+    for index in sorted(range(len(slots)), key=lambda i: -slots[i].atom):
+        if slots[index].numel:
+            by_atom.setdefault(slots[index].atom, []).append(index)
+    if len(by_atom) > EXHAUSTIVE_CLASSES:
+        for atom in sorted(by_atom):
+            host = next((other for other in sorted(by_atom) if other > atom and other % atom == 0), None)
+            if host is not None:
+                by_atom[host] += by_atom.pop(atom)
+    classes = list(by_atom.values())
+    if classes:
+        classes[0].extend(index for index, slot in enumerate(slots) if not slot.numel)
+    return classes
+
+
+def _partitions(items: list[list[int]]) -> Iterator[list[list[list[int]]]]:
+    """All ways to divide ``items`` into groups."""
+    if not items:
+        yield []
+        return
+    first, rest = items[0], items[1:]
+    for parts in _partitions(rest):
+        yield [[first], *parts]
+        for at in range(len(parts)):
+            yield [*parts[:at], [first, *parts[at]], *parts[at + 1 :]]
+
+
+def _merges(items: list[list[int]]) -> Iterator[list[list[list[int]]]]:
+    """Every item alone, all in one, and each pair of neighbours merged."""
+    alone = [[item] for item in items]
+    yield alone
+    yield [items]
+    for at in range(len(items) - 1):
+        yield [*alone[:at], items[at : at + 2], *alone[at + 2 :]]
+
+
+def _pack_rows(slots: Sequence[Slot], members: list[int], num_shards: int) -> _Run:
+    """One run: tensors one after another, largest atom first, the piece grown until no boundary splits an atom.
+
+    A piece that is a multiple of ``ALIGN`` starts every local view aligned; odd row sizes may make that too dear.
+    """
+    order = sorted(members, key=lambda i: (-slots[i].atom, i))
+    step = math.lcm(*(slots[i].atom for i in order if slots[i].numel))
+    tight, aligned = (_fit(slots, order, num_shards, s) for s in (step, math.lcm(step, ALIGN)))
+    return aligned if aligned.piece <= tight.piece * (1 + ALIGNED_PIECE_WORTH) else tight
+
+
+def _fit(slots: Sequence[Slot], order: Sequence[int], num_shards: int, step: int) -> _Run:
+    """The run with the shortest piece that is a multiple of ``step``."""
+    piece = _round_up(-(-sum(slots[i].numel for i in order) // num_shards), step)
+    while True:
+        offsets, end = _lay(slots, order, piece)
+        if end <= num_shards * piece:
+            return _Run(piece, offsets)
+        piece += step
+
+
+def _lay(slots: Sequence[Slot], order: Sequence[int], piece: int) -> tuple[dict[int, int], int]:
+    """Offsets of the tensors in a run of pieces of this length, and where the last one ends."""
+    offsets: dict[int, int] = {}
+    end = 0
+    for index in order:
+        slot = slots[index]
+        if slot.numel == 0:
+            offsets[index] = 0
+            continue
+        offset = _round_up(end, ALIGN)
+        if offset // piece != (offset + slot.numel - 1) // piece:
+            offset = _round_up(end, math.lcm(slot.atom, ALIGN))
+        offsets[index] = offset
+        end = offset + slot.numel
+    return offsets, end

@@ -1,0 +1,106 @@
+"""Which elements of which tensor a rank holds: as flat ranges for copies, as rectangles for checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from flatshard.layout.planner import Layout
+
+
+@dataclass(frozen=True)
+class Holding:
+    """The consecutive pieces that a buffer holds of every segment: ``count`` of them from ``first``."""
+
+    first: int
+    count: int
+
+    def contains(self, other: Holding) -> bool:
+        return self.first <= other.first and other.first + other.count <= self.first + self.count
+
+
+@dataclass(frozen=True)
+class Range:
+    """Elements ``start`` to ``stop`` of tensor ``tensor`` (flat, in row-major order), at ``offset`` of the buffer."""
+
+    tensor: int
+    start: int
+    stop: int
+    offset: int
+
+
+def holding(num_shards: int, mesh_shape: Sequence[int], coordinate: Sequence[int], sharded: Sequence[bool]) -> Holding:
+    """The pieces of a layout over ``num_shards`` that the rank at ``coordinate`` of a mesh holds.
+
+    The last axis of the mesh cuts first (it is the major one), the axis before it cuts each of those parts again, and
+    so on until the product of the axes is ``num_shards``. So with axes (outer, inner) cut on both, the shard of inner
+    rank ``i`` is pieces ``i * outer`` to ``(i + 1) * outer``, and it contains the shard of every (outer, inner=i).
+
+    ``sharded`` says along which axes the buffer is cut. An axis can be cut only where all later ones are, because
+    otherwise the pieces would not be consecutive.
+    """
+    first, count = 0, num_shards
+    open_axis = -1
+    for axis in reversed(range(len(mesh_shape))):
+        if not sharded[axis]:
+            open_axis = max(open_axis, axis)
+            continue
+        if open_axis > axis:
+            raise ValueError(
+                f"axis {axis} of mesh {tuple(mesh_shape)} is sharded but axis {open_axis} is not: a buffer is sharded "
+                "over its last axes first"
+            )
+        if count % mesh_shape[axis]:
+            raise ValueError(
+                f"a layout over {num_shards} shards cannot be cut over axis {axis} of mesh {tuple(mesh_shape)}: "
+                f"{count} pieces are left for {mesh_shape[axis]} ranks"
+            )
+        count //= mesh_shape[axis]
+        first += coordinate[axis] * count
+    return Holding(first, count)
+
+
+def local_ranges(layout: Layout, held: Holding) -> Iterator[Range]:
+    """The non-empty tensor ranges in a buffer that holds ``held``, in the order of the tensors."""
+    starts = layout.run_starts(held.count)
+    for index, slot in enumerate(layout.slots):
+        piece = layout.segments[slot.segment].piece
+        low, high = held.first * piece, (held.first + held.count) * piece
+        begin, end = max(low, slot.offset), min(high, slot.stop)
+        if begin < end:
+            yield Range(index, begin - slot.offset, end - slot.offset, starts[slot.segment] + begin - low)
+
+
+def rectangles(shape: Sequence[int], start: int, stop: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Elements ``start`` to ``stop`` (row-major) of a tensor as few boxes: (offsets, sizes), in ascending order.
+
+    A range of whole rows is one box. A range that begins or ends inside a row of a tensor with n dims takes at most
+    2n - 1.
+    """
+    if start >= stop:
+        return []
+    if not shape:
+        return [((), ())]
+    if len(shape) == 1:
+        return [((start,), (stop - start,))]
+    row = math.prod(shape[1:])
+    first, last = start // row, (stop - 1) // row
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
+    def inside(index: int, begin: int, end: int) -> None:
+        for offsets, sizes in rectangles(shape[1:], begin, end):
+            boxes.append(((index, *offsets), (1, *sizes)))
+
+    if first == last and stop - start < row:
+        inside(first, start - first * row, stop - first * row)
+        return boxes
+    body_first = first if start == first * row else first + 1
+    body_stop = last + 1 if stop == (last + 1) * row else last
+    if body_first > first:
+        inside(first, start - first * row, row)
+    if body_stop > body_first:
+        boxes.append(((body_first, *(0 for _ in shape[1:])), (body_stop - body_first, *shape[1:])))
+    if body_stop <= last:
+        inside(last, 0, stop - last * row)
+    return boxes

@@ -1,0 +1,46 @@
+"""The table of transitions: what is legal, and what it sends."""
+
+import pytest
+
+from flatshard.layout import Block, Flat, Partial, Replicate, Transition, Whole, transition
+
+SHARDED = [Flat(), Block(4), Whole()]
+
+
+@pytest.mark.parametrize("target", SHARDED, ids=str)
+def test_sharded_axes_gather_reduce_and_scatter(target):
+    assert transition(target, Replicate()) is Transition.ALL_GATHER
+    assert transition(Replicate(), target) is Transition.SCATTER
+    assert transition(Partial(), target) is Transition.REDUCE_SCATTER
+    assert transition(target, target) is Transition.NONE
+
+
+def test_sharded_axes_that_differ_need_an_all_to_all():
+    assert transition(Flat(), Whole()) is Transition.ALL_TO_ALL
+    assert transition(Block(2), Block(4)) is Transition.ALL_TO_ALL
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [(Replicate(), Partial()), (Flat(), Partial("avg")), (Partial("sum"), Partial("avg"))],
+    ids=str,
+)
+def test_nothing_becomes_partial(source, target):
+    with pytest.raises(ValueError, match="cannot go from"):
+        transition(source, target)
+
+
+def test_wire_bytes():
+    assert Transition.ALL_GATHER.wire_bytes(800, 8) == 700
+    assert Transition.REDUCE_SCATTER.wire_bytes(800, 8) == 700
+    assert Transition.ALL_REDUCE.wire_bytes(800, 8) == 1400
+    assert Transition.ALL_TO_ALL.wire_bytes(800, 8) == 87.5
+    assert Transition.SCATTER.wire_bytes(800, 8) == 0
+    assert all(kind.wire_bytes(800, 1) == 0 for kind in Transition)
+
+
+def test_bad_placements_are_refused():
+    with pytest.raises(ValueError, match="rows"):
+        Block(0)
+    with pytest.raises(ValueError, match="op"):
+        Partial("max")  # type: ignore[arg-type]

@@ -1,0 +1,148 @@
+"""What `plan` promises, over random shapes, placements and numbers of shards."""
+
+import math
+import time
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.layout_waste import LAYERS, layer
+from flatshard.layout import Block, Flat, Holding, Replicate, Whole, holding, local_ranges, plan
+from flatshard.layout.planner import ALIGN, _plan
+
+dims = st.one_of(st.integers(0, 5), st.sampled_from([7, 16, 31, 64, 97, 127, 1009, 4096, 11008, 128256]))
+shapes = st.lists(st.lists(dims, min_size=0, max_size=4).map(tuple), min_size=0, max_size=8)
+placements = st.one_of(st.just(Flat()), st.integers(1, 130).map(Block), st.just(Whole()))
+shard_counts = st.one_of(st.integers(1, 9), st.sampled_from([16, 63, 64, 255, 1000, 1024, 4096]))
+layouts = st.sampled_from(["tensor", "flat", "auto"])
+
+
+@settings(max_examples=400, deadline=None)
+@given(shapes, placements, layouts, shard_counts)
+def test_no_atom_is_split_and_no_tensors_overlap(shapes, placement, layout, num_shards):
+    planned = plan(shapes, num_shards, layout=layout, placement=placement)
+    taken: dict[int, list[tuple[int, int]]] = {}
+    assert [slot.shape for slot in planned.slots] == shapes
+    for slot in planned.slots:
+        piece = planned.segments[slot.segment].piece
+        assert slot.offset % ALIGN == 0
+        assert slot.stop <= piece * num_shards or slot.numel == 0
+        if slot.numel:
+            taken.setdefault(slot.segment, []).append((slot.offset, slot.stop))
+            first = slot.offset // piece + 1  # the first boundary after the start
+            for boundary in {first, min(first + 1, (slot.stop - 1) // piece), (slot.stop - 1) // piece}:
+                inside = boundary * piece - slot.offset
+                assert inside <= 0 or inside >= slot.numel or inside % slot.atom == 0
+    for ranges in taken.values():
+        ranges.sort()
+        assert all(before[1] <= after[0] for before, after in pairwise(ranges))
+
+
+@settings(max_examples=200, deadline=None)
+@given(shapes, placements, layouts, st.integers(1, 12))
+def test_ranges_of_all_ranks_are_every_element_once(shapes, placement, layout, num_shards):
+    planned = plan(shapes, num_shards, layout=layout, placement=placement)
+    found: list[list[tuple[int, int]]] = [[] for _ in shapes]
+    for rank in range(num_shards):
+        end = 0
+        for part in sorted(local_ranges(planned, Holding(rank, 1)), key=lambda part: part.offset):
+            assert part.offset >= end
+            end = part.offset + part.stop - part.start
+            found[part.tensor].append((part.start, part.stop))
+        assert end <= planned.shard_numel
+    for shape, ranges in zip(shapes, found):
+        ranges.sort()
+        assert [stop for _, stop in ranges[:-1]] == [start for start, _ in ranges[1:]]
+        assert (ranges[0][0], ranges[-1][1]) == (0, math.prod(shape)) if ranges else math.prod(shape) == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple), st.integers(1, 50))
+def test_layout_tensor_gives_the_shards_of_torch_chunk(shape, num_shards):
+    tensor = torch.arange(math.prod(shape)).reshape(shape)
+    chunks = list(torch.chunk(tensor, num_shards)) if tensor.numel() else []
+    planned = plan([shape], num_shards)
+    for rank in range(num_shards):
+        ranges = list(local_ranges(planned, Holding(rank, 1)))
+        held = tensor.flatten()[ranges[0].start : ranges[0].stop] if ranges else torch.empty(0, dtype=tensor.dtype)
+        expected = chunks[rank].flatten() if rank < len(chunks) else torch.empty(0, dtype=tensor.dtype)
+        assert torch.equal(held, expected)
+
+
+@settings(max_examples=100, deadline=None)
+@given(shapes, layouts, st.integers(1, 4), st.integers(1, 4))
+def test_on_two_axes_the_inner_shard_contains_the_outer_inner_shard(shapes, layout, outer, inner):
+    planned = plan(shapes, outer * inner, layout=layout)
+    pieces = []
+    for o in range(outer):
+        for i in range(inner):
+            both = holding(planned.num_shards, (outer, inner), (o, i), (True, True))
+            inner_only = holding(planned.num_shards, (outer, inner), (o, i), (False, True))
+            assert inner_only.contains(both)
+            assert (inner_only.count, both.count) == (outer, 1)
+            pieces.append(both.first)
+    assert sorted(pieces) == list(range(outer * inner))
+    assert holding(planned.num_shards, (outer, inner), (0, 0), (False, False)) == Holding(0, outer * inner)
+
+
+def test_an_outer_axis_is_cut_only_where_the_inner_one_is():
+    with pytest.raises(ValueError, match="last axes first"):
+        holding(4, (2, 2), (0, 0), (True, False))
+    with pytest.raises(ValueError, match="cannot be cut"):
+        holding(3, (2, 2), (0, 0), (False, True))
+
+
+@pytest.mark.parametrize("model", LAYERS)
+def test_waste_of_flat_for_a_transformer_layer(model):
+    for num_shards in range(1, 257):
+        assert plan(LAYERS[model], num_shards, layout="flat").waste <= 0.02, num_shards
+    for num_shards in (512, 1024):
+        assert plan(LAYERS[model], num_shards, layout="flat").waste <= 0.06, num_shards
+
+
+def test_flat_takes_one_run_where_that_costs_little_and_row_classes_where_it_costs_much():
+    assert len(plan(layer(4096, 14336, 1024), 8, layout="flat").segments) == 1
+    wide = plan(LAYERS["Llama-7B"], 1024, layout="flat")
+    assert len(wide.segments) > 1
+    one_run = 2 * math.lcm(4096, 11008) * 1024  # what a single run would take: 78% of padding
+    assert wide.num_shards * wide.shard_numel < one_run / 1.7
+
+
+def test_whole_balances_tensors_over_the_shards():
+    planned = plan([(4, 4)] * 8, 4, layout="flat", placement=Whole())
+    assert planned.shard_numel == 32
+    assert planned.waste == 0
+
+
+def test_auto_is_flat_for_small_tensors_and_tensor_for_large_ones():
+    small, large = [(8, 8)] * 20, [(4096, 4096)] * 3
+    assert plan(small, 4, layout="auto") == plan(small, 4, layout="flat")
+    assert plan(large, 4, layout="auto") == plan(large, 4, layout="tensor")
+
+
+def test_planning_405b_parameters_for_4096_shards_takes_under_a_second():
+    """The one timed test of the suite: the bound is forty times what it takes."""
+    shapes = tuple(layer(16384, 53248, 1024))
+    begin = time.perf_counter()
+    for layout in ("tensor", "flat"):
+        for _ in range(126):
+            _plan.__wrapped__(shapes, 4096, layout, Flat())
+        _plan.__wrapped__(((128256, 16384),), 4096, layout, Flat())
+    assert time.perf_counter() - begin < 1
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"shapes": [(2, 2)], "num_shards": 0}, "num_shards"),
+        ({"shapes": [(2, -2)], "num_shards": 1}, "negative"),
+        ({"shapes": [(2, 2)], "num_shards": 1, "layout": "rows"}, "tensor, flat, auto"),
+        ({"shapes": [(2, 2)], "num_shards": 1, "placement": Replicate()}, "Flat"),
+    ],
+)
+def test_bad_input_is_refused(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        plan(**kwargs)
