@@ -1,0 +1,270 @@
+"""The process-group backend ``rehearsal``: this process is one rank of W and there are no others.
+
+A collective moves in local memory the bytes that a rank would read and write, with the values that it would see if
+every other rank were a twin of this one (:mod:`transfer`), and takes its modelled time on the link (:mod:`network`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flatshard.rehearsal.clock_cpu import CpuClock, CpuLink
+from flatshard.rehearsal.clock_cuda import CudaClock, CudaLink
+from flatshard.rehearsal.ledger import Ledger
+from flatshard.rehearsal.network import Kind, Network, wire_bytes
+from flatshard.rehearsal.torch_private import NEW_NAMES, ProcessGroup, premul_factor
+from flatshard.rehearsal.transfer import Clock, Transfer
+
+BACKEND = "rehearsal"
+_IDEMPOTENT = (dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.BAND, dist.ReduceOp.BOR)
+
+Tensors = Sequence[torch.Tensor]
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Medium:
+    """What all groups of one rehearsal share: the network, its links on every device, and the ledger."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.ledger = Ledger()
+        self._cpu_links = {"inside": CpuLink(), "between": CpuLink()}
+        self._cuda_links: dict[torch.device, CudaLink] = {}
+
+    def clock(self, device: torch.device) -> Clock:
+        """A new clock for one process group on ``device``."""
+        if device.type == "cpu":
+            return CpuClock(self._cpu_links)
+        if device.type != "cuda":
+            raise ValueError(f"rehearsal moves tensors on cpu and cuda, got one on {device}")
+        if device not in self._cuda_links:
+            self._cuda_links[device] = CudaLink(device)
+        return CudaClock(self._cuda_links[device])
+
+
+class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
+    """Rank ``rank`` of ``ranks`` (global ranks).  Method names and argument orders are those of a c10d backend."""
+
+    def __init__(self, rank: int, ranks: Sequence[int], medium: Medium) -> None:
+        super().__init__(rank, len(ranks))
+        self._own, self._count = rank, len(ranks)
+        self._medium = medium
+        self._level = medium.network.level(ranks)
+        self._clocks: dict[torch.device, Clock] = {}
+        self._last: dist.Work | None = None
+        self._group_name = self._group_desc = ""
+
+    # A group made in C++ keeps its name and description in its backend; this one has none and keeps them here.  The
+    # camel-case methods are called from C++, the properties from Python.
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    def setGroupName(self, name: str) -> None:
+        self._group_name = name
+
+    def getGroupName(self) -> str:
+        return self._group_name
+
+    def setGroupDesc(self, description: str) -> None:
+        self._group_desc = description
+
+    def getGroupDesc(self) -> str:
+        return self._group_desc
+
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+
+    def _launch(
+        self, kind: Kind, size: int, pairs: Pairs, *, segments: int = 1, device: torch.device | None = None, **how: Any
+    ) -> dist.Work:
+        """Hand one collective of ``size`` bytes to the clock; ``how`` are further fields of :class:`Transfer`."""
+        for dst, src in pairs:
+            if not (dst.is_contiguous() and src.is_contiguous()):
+                raise ValueError(f"{kind}: tensors must be contiguous, as for every backend; call .contiguous() first")
+        device = pairs[0][0].device if device is None else device
+        seconds = self._medium.network.seconds(kind, size, self._count, self._level, segments)
+        self._medium.ledger.add(kind, size, wire_bytes(kind, size, self._count), seconds)
+        clock = self._clocks.get(device)
+        if clock is None:
+            clock = self._clocks[device] = self._medium.clock(device)
+        self._last = clock.submit(Transfer(pairs, self._level, seconds, **how))
+        return self._last
+
+    def _scale(self, op: Any) -> float:
+        """The factor between this rank's value and the reduction of W equal values."""
+        if op == dist.ReduceOp.SUM:
+            return float(self._count)
+        if op == dist.ReduceOp.AVG or any(op == same for same in _IDEMPOTENT):
+            return 1.0
+        if op == dist.ReduceOp.PREMUL_SUM:
+            return self._count * premul_factor(op)
+        raise ValueError(f"rehearsal reduces with SUM, AVG, MIN, MAX, BAND, BOR and PREMUL_SUM, not with {op}")
+
+    # -- gathers: every slot of the output gets this rank's shard
+
+    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        return self.allgather_into_tensor_coalesced([output], [input])
+
+    def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        for output, shard in zip(outputs, inputs):
+            if output.numel() != shard.numel() * self._count:
+                raise ValueError(
+                    f"all_gather: the output has {output.numel()} elements and the input {shard.numel()}; "
+                    f"with {self._count} ranks it must have {shard.numel() * self._count}"
+                )
+        pairs = list(zip(outputs, inputs))
+        return self._launch("all_gather", _size(outputs), pairs, segments=len(pairs), slots=self._count, own=self._own)
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+        pairs = [(output, shard) for row, shard in zip(outputs, inputs) for output in row]
+        return self._launch("all_gather", sum(map(_size, outputs)), pairs)
+
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+        pairs = [(output, shard) for row in outputs for output, shard in zip(row, inputs)]
+        return self._launch("all_gather", sum(map(_size, outputs)), pairs, segments=len(inputs))
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+        pairs = [(output, shard) for row, shard in zip(outputs, inputs) for output in row]
+        size = _size(inputs) * self._count
+        return self._launch("gather", size, pairs or _in_place(inputs), fold=not pairs)
+
+    # -- reductions: all of the input is read, the output is this rank's part of it times the scale
+
+    def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        return self.reduce_scatter_tensor_coalesced([output], [input], opts)
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        for shard, full in zip(outputs, inputs):
+            if full.numel() != shard.numel() * self._count:
+                raise ValueError(
+                    f"reduce_scatter: the input has {full.numel()} elements and the output {shard.numel()}; "
+                    f"with {self._count} ranks it must have {shard.numel() * self._count}"
+                )
+        pairs = list(zip(outputs, inputs))
+        scale = self._scale(_op(opts))
+        return self._launch(
+            "reduce_scatter",
+            _size(inputs),
+            pairs,
+            segments=len(pairs),
+            fold=True,
+            slots=self._count,
+            own=self._own,
+            scale=scale,
+        )
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
+        pairs = [(output, row[self._own]) for output, row in zip(outputs, inputs)]
+        scale = self._scale(_op(opts))
+        return self._launch("reduce_scatter", sum(map(_size, inputs)), pairs, fold=True, scale=scale)
+
+    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> dist.Work:
+        return self.allreduce_coalesced(_listed(tensors), opts)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        scale = self._scale(_op(opts))
+        return self._launch(
+            "all_reduce", _size(tensors), _in_place(tensors), segments=len(tensors), fold=True, scale=scale
+        )
+
+    def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        scale = self._scale(_op(opts)) if opts is None or opts.rootRank == self._own else 1.0
+        return self._launch("reduce", _size(tensors), _in_place(tensors), fold=True, scale=scale)
+
+    # -- the rest: what would come from another rank is this rank's own bytes, or zeros
+
+    def alltoall_base(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
+    ) -> dist.Work:
+        return self._launch("all_to_all", _size([input]), _repeat(output, input), result=[output])
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        pairs = [pair for output, source in zip(outputs, inputs) for pair in _repeat(output, source)]
+        return self._launch("all_to_all", _size(inputs), pairs, result=list(outputs))
+
+    def broadcast(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> dist.Work:
+        tensors = _listed(tensors)
+        return self._launch("broadcast", _size(tensors), _in_place(tensors), fold=True)
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
+        pairs = [(output, row[self._own]) for output, row in zip(outputs, inputs)]
+        return self._launch("scatter", _size(outputs) * self._count, pairs or _in_place(outputs), fold=not pairs)
+
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
+        return self._launch("send", _size(tensors), _in_place(tensors), fold=True)
+
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
+        for tensor in tensors:
+            tensor.data.zero_()
+        return self._launch("recv", _size(tensors), _in_place(tensors), fold=True)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
+        return self.recv(tensors, 0, tag)
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        return self._launch("barrier", 0, [], device=self._device(), blocks_host=True)
+
+    def _device(self) -> torch.device:
+        """Where a collective without tensors waits: where this group has been used last."""
+        if self._clocks:
+            return next(reversed(self._clocks))
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+    # -- the frame
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._last = None
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        """Work on whose end everything launched since the start has ended, since a group keeps its launch order."""
+        return self._last if self._last is not None else self.barrier()
+
+    def shutdown(self) -> None:
+        for clock in self._clocks.values():
+            clock.close()
+        self._clocks.clear()
+
+    def abort(self) -> None:
+        self.shutdown()
+
+
+for _old, _new in NEW_NAMES.items():
+    setattr(RehearsalGroup, _new, getattr(RehearsalGroup, _old))
+
+
+def _op(opts: Any) -> Any:
+    """The reduction of an options object, or of the short forms that take it alone or not at all."""
+    return dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
+
+
+def _listed(tensors: Tensors | torch.Tensor) -> Tensors:
+    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+
+
+def _size(tensors: Tensors) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _in_place(tensors: Tensors) -> Pairs:
+    return [(tensor, tensor) for tensor in tensors]
+
+
+def _repeat(output: torch.Tensor, source: torch.Tensor) -> Pairs:
+    """Copies that fill ``output`` with ``source`` in order, again from its start when it is too short."""
+    if output.numel() == source.numel():
+        return [(output, source)]
+    flat, feed = output.view(-1), source.view(-1)
+    if not feed.numel():
+        flat.data.zero_()
+        return []
+    starts = range(0, flat.numel(), feed.numel())
+    return [(flat[at : at + feed.numel()], feed[: flat.numel() - at]) for at in starts]

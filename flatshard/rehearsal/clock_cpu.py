@@ -1,0 +1,159 @@
+"""The clock of CPU tensors: a worker thread per process group moves the bytes and sleeps until the wire is done."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from typing import Any
+
+import torch
+
+from flatshard.rehearsal.torch_private import Work
+from flatshard.rehearsal.transfer import Transfer
+
+# The kernel wakes a sleeping thread tens of microseconds late; the rest of the wait yields instead of sleeping.
+_WAKE_UP_SECONDS = 1.5e-4
+
+
+class CpuLink:
+    """A link that serves one collective at a time, in the order in which they reach it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def reserve(self, seconds: float) -> float:
+        """Take the link for ``seconds`` from now or from when it is free; returns the end on ``perf_counter``."""
+        with self._lock:
+            self._free_at = max(time.perf_counter(), self._free_at) + seconds
+            return self._free_at
+
+
+class CpuWork(Work):  # type: ignore[misc]
+    """Completes on the worker thread; ``wait`` blocks the caller, as Gloo's does."""
+
+    def __init__(self, result: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._result = result
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._future: torch.futures.Future[Any] | None = None
+        self._error: BaseException | None = None
+
+    def finish(self, error: BaseException | None = None) -> None:
+        with self._lock:
+            self._error = error
+            self._done.set()
+            future = self._future
+        if future is not None:
+            self._settle(future)
+
+    def _settle(self, future: torch.futures.Future[Any]) -> None:
+        if self._error is None:
+            future.set_result(self._result)
+        else:
+            future.set_exception(self._error)
+
+    def wait(self, timeout: object = None) -> bool:
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        return self._done.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        self.wait()
+        return self._result
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            future = self._future = torch.futures.Future()
+            finished = self._done.is_set()
+        if finished:
+            self._settle(future)
+        return future
+
+
+class CpuClock:
+    """The queue of one process group.  ``links`` belongs to the rehearsal and is shared by all its groups."""
+
+    def __init__(self, links: dict[str, CpuLink]) -> None:
+        self._links = links
+        self._queue: queue.SimpleQueue[tuple[Transfer, CpuWork] | None] = queue.SimpleQueue()
+        ready = threading.Event()
+        self._thread = threading.Thread(target=_serve, args=(self._queue, links, ready), daemon=True)
+        threads = torch.get_num_threads()
+        self._thread.start()
+        ready.wait()
+        torch.set_num_threads(threads)
+
+    def submit(self, transfer: Transfer) -> CpuWork:
+        work = CpuWork(transfer.result if transfer.result is not None else [dst for dst, _ in transfer.pairs])
+        self._queue.put((transfer, work))
+        return work
+
+    def close(self) -> None:
+        """Let what is queued finish, then end the thread."""
+        self._queue.put(None)
+        self._thread.join()
+
+
+def _serve(
+    calls: queue.SimpleQueue[tuple[Transfer, CpuWork] | None], links: dict[str, CpuLink], ready: threading.Event
+) -> None:
+    # One intra-op thread for this thread alone: a second team of workers would take the cores from the computation.
+    # The setting leaks into threads that are born later, so the creator sets its own number again after `ready`.
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    ready.set()
+    while (call := calls.get()) is not None:
+        transfer, work = call
+        try:
+            end = links[transfer.level].reserve(transfer.seconds) if transfer.seconds else 0.0
+            for dst, src in transfer.pairs:
+                _move(transfer, dst, src)
+            _sleep_until(end)
+        except BaseException as error:
+            work.finish(error)
+        else:
+            work.finish()
+        del call, transfer, work
+
+
+def _move(transfer: Transfer, dst: torch.Tensor, src: torch.Tensor) -> None:
+    # `.data` has a version counter of its own: like any other backend, this one leaves autograd's counters alone.
+    dst, src = dst.data.view(-1), src.data.view(-1)
+    if not transfer.fold:
+        for slot in dst.chunk(transfer.slots) if dst.numel() else ():
+            if slot.data_ptr() != src.data_ptr():
+                slot.copy_(src)
+        return
+    if transfer.slots > 1:
+        src.view(torch.uint8).max()  # a reduction reads the other ranks' slots too
+    own = src.view(transfer.slots, -1)[transfer.own]
+    if own.data_ptr() != dst.data_ptr():
+        dst.copy_(own)
+    if transfer.scale != 1.0:
+        dst.mul_(transfer.scale if dst.is_floating_point() else int(transfer.scale))
+
+
+def _sleep_until(end: float) -> None:
+    while (left := end - time.perf_counter()) > 0:
+        time.sleep(max(left - _WAKE_UP_SECONDS, 0.0))

@@ -1,0 +1,265 @@
+"""The clock of CUDA tensors: one kernel per collective that moves its bytes and leaves when the modelled wire is done.
+
+The link is a word in device memory that holds the time (of the device's global timer) at which it is free.  The first
+block of a kernel moves that word ahead by the time of its collective, so collectives of all streams and groups are
+served one at a time, in the order in which they start on the device.  The bytes move while the wire time runs, hence a
+collective takes the longer of the two.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import Any
+
+import torch
+
+from flatshard.rehearsal.torch_private import Work, compile_kernel, cuda
+from flatshard.rehearsal.transfer import Transfer
+
+_MAX_SEGMENTS = 120  # with the header 2.9 KiB of the 4 KiB that every driver accepts as kernel arguments
+_HEADER = struct.Struct("<8Q")
+_THREADS = 512
+_MAX_BLOCKS = 32
+_BYTES_PER_BLOCK = 1 << 18
+_COPY, _SCALE_FLOAT32, _SCALE_BFLOAT16 = 0, 1, 2
+_SCALED_IN_KERNEL = {torch.float32: _SCALE_FLOAT32, torch.bfloat16: _SCALE_BFLOAT16}
+
+_SOURCE = (
+    f"#define MAX_SEGMENTS {_MAX_SEGMENTS}\n"
+    + r"""
+typedef unsigned long long u64;
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned char u8;
+
+struct Segment { u64 dst, src, bytes; };  // bytes of one slot
+struct Call {
+    u64 link, hold, sink, slots;
+    u32 own, fold, arithmetic, width;
+    float scale; u32 count;
+    u64 unused;
+    Segment segments[MAX_SEGMENTS];
+};
+
+__device__ __forceinline__ u64 now() {
+    u64 t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+    return t;
+}
+
+__device__ u64 reserve(u64* link, u64 hold) {
+    u64 seen = atomicAdd(link, 0ULL), end;
+    for (;;) {
+        u64 start = now();
+        end = (seen > start ? seen : start) + hold;
+        u64 found = atomicCAS(link, seen, end);
+        if (found == seen) return end;
+        seen = found;
+    }
+}
+
+__device__ __forceinline__ u32 scaled(u32 word, const Call& call) {
+    if (call.arithmetic == 1) return __float_as_uint(__uint_as_float(word) * call.scale);
+    if (call.arithmetic == 2) {
+        u32 out = 0;
+        for (int half = 0; half < 2; half++) {
+            u32 bits = __float_as_uint(__uint_as_float((word >> (16 * half)) << 16) * call.scale);
+            bits += 0x7fff + ((bits >> 16) & 1);  // round to nearest even
+            out |= (bits >> 16) << (16 * half);
+        }
+        return out;
+    }
+    return word;
+}
+__device__ __forceinline__ uint4 finish(uint4 v, const Call& c) {
+    return make_uint4(scaled(v.x, c), scaled(v.y, c), scaled(v.z, c), scaled(v.w, c));
+}
+__device__ __forceinline__ u32 finish(u32 v, const Call& c) { return scaled(v, c); }
+__device__ __forceinline__ u16 finish(u16 v, const Call& c) { return (u16)scaled(v, c); }
+__device__ __forceinline__ u8 finish(u8 v, const Call&) { return v; }
+__device__ __forceinline__ u32 mix(uint4 v) { return v.x ^ v.y ^ v.z ^ v.w; }
+__device__ __forceinline__ u32 mix(u32 v) { return v; }
+
+template <typename T> __device__ __forceinline__ u32 move(const Segment& s, const Call& call) {
+    u64 n = s.bytes / sizeof(T), stride = (u64)gridDim.x * blockDim.x;
+    const T* src = (const T*)s.src;
+    T* dst = (T*)s.dst;
+    u32 read = 0;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += stride) {
+        if (call.fold) {
+            #pragma unroll 8
+            for (u64 slot = 0; slot < call.slots; slot++) read ^= mix(src[slot * n + i]);
+            dst[i] = finish(src[call.own * n + i], call);
+        } else {
+            T value = src[i];
+            #pragma unroll 8
+            for (u64 slot = 0; slot < call.slots; slot++)
+                if (dst + slot * n != src) dst[slot * n + i] = value;
+        }
+    }
+    return read;
+}
+
+extern "C" __global__ void __launch_bounds__(512) rehearse(const __grid_constant__ Call call) {
+    bool keeper = blockIdx.x == 0 && threadIdx.x == 0;
+    u64 end = keeper && call.hold ? reserve((u64*)call.link, call.hold) : 0;
+    u32 read = 0;
+    for (u32 i = 0; i < call.count; i++) {
+        const Segment& s = call.segments[i];
+        switch (call.width) {
+            case 16: read ^= move<uint4>(s, call); break;
+            case 4: read ^= move<u32>(s, call); break;
+            case 2: read ^= move<u16>(s, call); break;
+            default: read ^= move<u8>(s, call);
+        }
+    }
+    // the condition is out of the compiler's sight, so that the reads of the other slots stay in the program
+    if (call.fold && call.sink == 1) *(u32*)call.link = read;
+    while (end && now() < end) __nanosleep(100);
+}
+"""
+)
+
+
+class CudaLink:
+    """What the groups of a rehearsal share on one device: the kernel and the words that stand for the two links."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        with cuda.device(device):
+            self.function = compile_kernel(_SOURCE, "rehearse")
+            self._words = torch.zeros(2, dtype=torch.int64, device=device)
+            cuda.synchronize()
+        self.words = {"inside": self._words.data_ptr(), "between": self._words.data_ptr() + 8}
+        driver = ctypes.CDLL("libcuda.so.1")
+        self.launch = driver.cuLaunchKernel
+        self.launch.argtypes = [ctypes.c_void_p] + [ctypes.c_uint] * 7 + [ctypes.c_void_p] * 3
+
+
+class CudaWork(Work):  # type: ignore[misc]
+    """``wait`` orders the current stream after the collective and returns; it holds the tensors until then."""
+
+    def __init__(self, transfer: Transfer, event: Any, device: torch.device) -> None:
+        super().__init__()
+        self._transfer: Transfer | None = transfer
+        self._result = transfer.result
+        self._blocks_host = transfer.blocks_host
+        self._event = event
+        self._device = device
+        self._future: torch.futures.Future[Any] | None = None
+
+    def wait(self, timeout: object = None) -> bool:
+        cuda.current_stream(self._device).wait_event(self._event)
+        if self._blocks_host:
+            self._event.synchronize()
+        if self._transfer is not None and self._result is None:
+            self._result = [dst for dst, _ in self._transfer.pairs]
+        self._transfer = None
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return bool(self._event.query())
+
+    def is_success(self) -> bool:
+        return bool(self._event.query())
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        if self._result is None and self._transfer is not None:
+            self._result = [dst for dst, _ in self._transfer.pairs]
+        return self._result or []
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future that is complete at once and whose ``wait`` orders streams, as NCCL's; made on the first request."""
+        if self._future is None:
+            self._future = torch.futures.Future(devices=[self._device])
+            carrier = cuda.Stream(self._device)
+            with cuda.stream(carrier):
+                carrier.wait_event(self._event)
+                self._future.set_result(self.result())
+        return self._future
+
+
+class CudaClock:
+    """One internal stream per process group: its collectives run in launch order, whatever stream they come from."""
+
+    def __init__(self, link: CudaLink) -> None:
+        self._link = link
+        self._stream = cuda.Stream(link.device, priority=-1)
+        self._before = cuda.Event()
+        self._arguments = ctypes.create_string_buffer(_HEADER.size + 24 * _MAX_SEGMENTS)
+        address = ctypes.addressof(self._arguments)
+        self._pointers = (ctypes.c_void_p * 1)(address)
+        self._raw_stream = ctypes.c_void_p(self._stream.cuda_stream)
+
+    def submit(self, transfer: Transfer) -> CudaWork:
+        device, stream = self._link.device, self._stream
+        self._before.record(cuda.current_stream(device))
+        stream.wait_event(self._before)
+        if len(transfer.pairs) <= _MAX_SEGMENTS:
+            self._launch(transfer, transfer.pairs, transfer.seconds)
+        else:
+            for first in range(0, len(transfer.pairs), _MAX_SEGMENTS):
+                part = transfer.pairs[first : first + _MAX_SEGMENTS]
+                last = first + _MAX_SEGMENTS >= len(transfer.pairs)
+                self._launch(transfer, part, transfer.seconds if last else 0.0)
+        event = cuda.Event()
+        event.record(stream)
+        return CudaWork(transfer, event, device)
+
+    def _launch(self, transfer: Transfer, pairs: list[tuple[torch.Tensor, torch.Tensor]], seconds: float) -> None:
+        fold, slots = transfer.fold, transfer.slots
+        fields: list[int] = []
+        total = alignment = 0
+        for dst, src in pairs:
+            shard = dst if fold else src
+            size = shard.numel() * shard.element_size()
+            to, source = dst.data_ptr(), src.data_ptr()
+            fields += (to, source, size)
+            alignment |= to | source | size
+            total += size
+        width = 16 if not alignment & 15 else 4 if not alignment & 3 else 2 if not alignment & 1 else 1
+        arithmetic, scale = _COPY, transfer.scale
+        if scale != 1.0:
+            arithmetic = _SCALED_IN_KERNEL.get(pairs[0][0].dtype, _COPY)
+        # the middle of the header is written as packed pairs of 32-bit words, see struct Call
+        _HEADER.pack_into(
+            self._arguments,
+            0,
+            self._link.words[transfer.level],
+            int(seconds * 1e9),
+            0,
+            slots,
+            transfer.own | fold << 32,
+            arithmetic | width << 32,
+            _float_bits(scale) | len(pairs) << 32,
+            0,
+        )
+        struct.pack_into(f"<{len(fields)}Q", self._arguments, _HEADER.size, *fields)
+        blocks = min(_MAX_BLOCKS, total * slots // _BYTES_PER_BLOCK + 1)
+        error = self._link.launch(
+            self._link.function, blocks, 1, 1, _THREADS, 1, 1, 0, self._raw_stream, self._pointers, None
+        )
+        if error:
+            raise RuntimeError(f"the rehearsal kernel could not be launched (CUDA driver error {error})")
+        if scale != 1.0 and arithmetic == _COPY:
+            with cuda.stream(self._stream), torch.no_grad():
+                for dst, _ in pairs:
+                    dst.data.mul_(scale if dst.is_floating_point() else int(scale))
+
+    def close(self) -> None:
+        """Wait for what was launched."""
+        self._stream.synchronize()
+
+
+def _float_bits(value: float) -> int:
+    return int.from_bytes(struct.pack("<f", value), "little")

@@ -1,0 +1,48 @@
+"""What went over the modelled wire, summed per kind of collective."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from flatshard.rehearsal.network import Kind
+
+
+@dataclass
+class Entry:
+    """``size`` is the full message (what a gather writes, what a reduce-scatter reads), ``wire`` what a rank sends."""
+
+    launches: int = 0
+    size: int = 0
+    wire: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass
+class Ledger:
+    """Sums over every process group of a rehearsal since it began.  Written by the launching thread only."""
+
+    entries: dict[Kind, Entry] = field(default_factory=dict)
+
+    def add(self, kind: Kind, size: int, wire: float, seconds: float) -> None:
+        entry = self.entries.get(kind)
+        if entry is None:
+            entry = self.entries[kind] = Entry()
+        entry.launches += 1
+        entry.size += size
+        entry.wire += wire
+        entry.seconds += seconds
+
+    def snapshot(self) -> dict[Kind, Entry]:
+        return {kind: replace(entry) for kind, entry in self.entries.items()}
+
+
+def difference(late: dict[Kind, Entry], early: dict[Kind, Entry]) -> dict[Kind, Entry]:
+    """What was added between two snapshots; kinds without launches in between are left out."""
+    result = {}
+    for kind, now in late.items():
+        was = early.get(kind, Entry())
+        if now.launches > was.launches:
+            result[kind] = Entry(
+                now.launches - was.launches, now.size - was.size, now.wire - was.wire, now.seconds - was.seconds
+            )
+    return result

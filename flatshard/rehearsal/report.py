@@ -1,0 +1,105 @@
+"""The figures of a rehearsal, as a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+
+@dataclass
+class Report:
+    """All figures are this rank's.  ``traffic`` and ``*_per_step`` are means per step; ``memory`` is in bytes."""
+
+    world: int
+    rank: int
+    network: str
+    ranks_per_node: int
+    device: str
+    torch: str
+    steps: int
+    step_seconds: list[float]
+    tokens_per_step: float | None = None
+    flops_per_step: float | None = None
+    traffic: dict[str, dict[str, float]] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)
+    free_network_seconds: list[float] | None = None
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.step_seconds)
+
+    @property
+    def wire(self) -> float:
+        """Modelled seconds on the wire per step, hidden or not."""
+        return sum(entry["wire_seconds"] for entry in self.traffic.values())
+
+    @property
+    def exposed(self) -> float | None:
+        """Seconds by which the network makes a step longer than on a free one; None if that was not run."""
+        if self.free_network_seconds is None:
+            return None
+        return self.median - statistics.median(self.free_network_seconds)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields and the figures derived from them; :meth:`from_dict` takes it back."""
+        tokens, flops = self.tokens_per_step, self.flops_per_step
+        derived = {
+            "step_seconds_median": self.median,
+            "step_seconds_min": min(self.step_seconds),
+            "wire_seconds": self.wire,
+            "exposed_seconds": self.exposed,
+            "tokens_per_second": tokens / self.median if tokens else None,
+            "world_tokens_per_second": self.world * tokens / self.median if tokens else None,
+            "flops_per_second": flops / self.median if flops else None,
+        }
+        return {**asdict(self), "derived": derived}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Report:
+        return cls(**{item.name: data[item.name] for item in fields(cls)})
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    def table(self) -> str:
+        """Text for a terminal, 100 columns at most."""
+        lines = [
+            f"rank {self.rank} of {self.world}, {self.ranks_per_node} ranks per node, network {self.network}; "
+            f"{self.device}, torch {self.torch}",
+            "",
+            f"step time            {_ms(self.median)} median, {_ms(min(self.step_seconds))} min ({self.steps} steps)",
+            f"wire time            {_ms(self.wire)} per step",
+        ]
+        if self.free_network_seconds is not None and self.exposed is not None:
+            free = _ms(statistics.median(self.free_network_seconds))
+            lines.append(f"exposed              {_ms(self.exposed)} per step (free network: {free})")
+        if self.tokens_per_step:
+            rate = self.tokens_per_step / self.median
+            lines.append(f"tokens/s             {rate:,.0f} per rank, {rate * self.world:,.0f} in all")
+        if self.flops_per_step:
+            lines.append(f"model FLOP/s         {self.flops_per_step / self.median / 1e12:,.1f} T per rank")
+        lines += [
+            "",
+            f"{'collective':16}{'launches':>10}{'bytes':>12}{'on the wire':>14}{'wire time':>14}   (per step)",
+        ]
+        for kind, entry in self.traffic.items():
+            lines.append(
+                f"{kind:16}{entry['launches']:>10.1f}{_size(entry['bytes']):>12}"
+                f"{_size(entry['wire_bytes']):>14}{_ms(entry['wire_seconds']):>14}"
+            )
+        lines += ["", "memory"]
+        lines += [f"  {name:20}{_size(size):>12}" for name, size in self.memory.items()]
+        return "\n".join(lines)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"
+
+
+def _size(size: float) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.2f} {unit}"
+    return f"{size:.0f} B"

@@ -1,0 +1,90 @@
+"""Rehearse an unmodified script: once on the modelled network and once on a free one, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from flatshard.rehearsal.network import FREE, Link, Network
+from flatshard.rehearsal.report import Report
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run and as whom.  ``script`` is a path, or a module's name if ``is_module``; see :func:`rehearse`."""
+
+    world: int
+    network: Network
+    script: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+    rank: int = 0
+    warmup: int = 2
+    tokens: float | None = None
+    flops: float | None = None
+
+
+class ScriptFailed(Exception):
+    """The script ended with ``code``, which is not 0."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"the rehearsed script ended with exit status {code}")
+        self.code = code
+
+
+def rehearse_script(plan: Plan, baseline: bool = True) -> Report:
+    """Run the script to its end and report; with ``baseline`` it runs again (its output dropped) on a free network."""
+    report = _run(plan, quiet=False)
+    if baseline:
+        free = replace(FREE, ranks_per_node=plan.network.ranks_per_node)
+        report.free_network_seconds = _run(replace(plan, network=free), quiet=True).step_seconds
+    return report
+
+
+def _run(plan: Plan, quiet: bool) -> Report:
+    with tempfile.TemporaryDirectory() as folder:
+        path, result = Path(folder, "plan.json"), Path(folder, "report.json")
+        path.write_text(json.dumps(asdict(plan)))
+        command = [sys.executable, "-m", "flatshard.rehearsal.run", str(path), str(result)]
+        code = subprocess.run(command, stdout=subprocess.DEVNULL if quiet else None).returncode
+        if code:
+            raise ScriptFailed(code)
+        report = Report.from_dict(json.loads(result.read_text()))
+    if report.tokens_per_step is None:
+        report.tokens_per_step = plan.tokens
+    if report.flops_per_step is None:
+        report.flops_per_step = plan.flops
+    return report
+
+
+def _child(plan_path: str, result_path: str) -> None:
+    # imported under its public name, so that the script's `flatshard.rehearsal.current()` sees this rehearsal
+    from flatshard.rehearsal.session import rehearse
+
+    data = json.loads(Path(plan_path).read_text())
+    network = data.pop("network")
+    inside, between = Link(**network.pop("inside")), Link(**network.pop("between"))
+    plan = Plan(network=Network(inside, between, **network), **data)
+    sys.argv = [plan.script, *plan.arguments]
+    with rehearse(plan.world, plan.network, rank=plan.rank, warmup=plan.warmup) as rehearsal:
+        try:
+            if plan.is_module:
+                sys.path.insert(0, "")
+                runpy.run_module(plan.script, run_name="__main__", alter_sys=True)
+            else:
+                sys.path.insert(0, str(Path(plan.script).resolve().parent))
+                runpy.run_path(plan.script, run_name="__main__")
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+        report = rehearsal.report()
+    Path(result_path).write_text(report.to_json())
+
+
+if __name__ == "__main__":
+    _child(*sys.argv[1:])

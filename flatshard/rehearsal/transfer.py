@@ -1,0 +1,43 @@
+"""One collective as the clocks see it: which bytes move in local memory, and how long the link is taken.
+
+Both clocks (:mod:`clock_cpu`, :mod:`clock_cuda`) carry out the same two movements.  The other ranks are taken to be
+twins of this one, which hold the bytes that this rank holds:
+
+    tile   dst = [ src | src | ... | src ]          gathers: reads one shard, writes all of the output
+    fold   dst = scale x src[own], all slots read   reductions: reads all of the input, writes one shard
+
+An all-reduce is a fold over one slot, a plain copy is a tile over one slot.  ``dst`` may be a slot of ``src`` or the
+other way round (in-place gathers and reduce-scatters), then the own slot keeps its bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from flatshard.rehearsal.network import Level
+
+
+@dataclass(slots=True)
+class Transfer:
+    """``pairs`` are (dst, src), all contiguous and on one device; ``seconds`` is the modelled time on ``level``."""
+
+    pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    level: Level
+    seconds: float
+    fold: bool = False
+    slots: int = 1
+    own: int = 0
+    scale: float = 1.0
+    result: list[torch.Tensor] | None = None
+    blocks_host: bool = False
+
+
+class Clock(Protocol):
+    """Carries out the transfers of one process group in order, each not before the link is free."""
+
+    def submit(self, transfer: Transfer) -> torch.distributed.Work: ...
+
+    def close(self) -> None: ...
