@@ -1,0 +1,100 @@
+"""The command ``flatshard``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flatshard.rehearsal.network import Link
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="flatshard", description="Fully sharded data parallelism for PyTorch.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_rehearse(commands.add_parser("rehearse", help="run a training script as one rank of W on one device"))
+    options = parser.parse_args(arguments)
+    status: int = options.run(options)
+    return status
+
+
+def _add_rehearse(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Run SCRIPT unchanged as one rank of W, with all communication over a modelled network, and report step time, "
+        "wire time, exposed communication and memory. Steps end where the optimizer's step ends, or where the script "
+        "calls flatshard.rehearsal.current().mark_step()."
+    )
+    parser.add_argument("--world", type=int, required=True, metavar="W", help="number of ranks")
+    parser.add_argument("--rank", type=int, default=0, help="which of them to be (default 0)")
+    parser.add_argument("--network", default="h100-nvlink", help="a preset; unknown names list them")
+    parser.add_argument("--ranks-per-node", type=int, help="how many consecutive ranks share a node (default 8)")
+    for level in ("inside", "between"):
+        parser.add_argument(f"--{level}-bandwidth", type=float, metavar="GB/S", help=f"per rank, {level} nodes")
+        parser.add_argument(f"--{level}-latency", type=float, metavar="US", help=f"per launch, {level} nodes")
+    parser.add_argument("--segment-cost", type=float, metavar="US", help="of each further segment of one launch")
+    parser.add_argument("--warmup", type=int, default=2, metavar="STEPS", help="steps left out (default 2)")
+    parser.add_argument("--tokens", type=float, help="tokens per step and rank, for tokens/s")
+    parser.add_argument("--flops", type=float, help="model FLOPs per step and rank, for FLOP/s")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the report here too")
+    parser.add_argument("--no-baseline", action="store_true", help="leave out the second run, on a free network")
+    parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module's name")
+    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="passed to SCRIPT")
+    parser.set_defaults(run=_rehearse)
+
+
+def _rehearse(options: argparse.Namespace) -> int:
+    # torch takes seconds to import: not before the arguments are known to be good
+    from flatshard.rehearsal.network import get_network
+    from flatshard.rehearsal.run import Plan, ScriptFailed, rehearse_script
+
+    try:
+        network = get_network(options.network, options.ranks_per_node)
+        own = replace(
+            network,
+            inside=_link(network.inside, options.inside_bandwidth, options.inside_latency),
+            between=_link(network.between, options.between_bandwidth, options.between_latency),
+            segment=network.segment if options.segment_cost is None else options.segment_cost * 1e-6,
+        )
+        if own != network:
+            network = replace(own, name=f"{network.name} with own numbers")
+        plan = Plan(
+            world=options.world,
+            network=network,
+            script=options.script,
+            arguments=tuple(options.arguments),
+            is_module=options.is_module,
+            rank=options.rank,
+            warmup=options.warmup,
+            tokens=options.tokens,
+            flops=options.flops,
+        )
+        report = rehearse_script(plan, baseline=not options.no_baseline)
+    except ValueError as error:
+        print(f"flatshard rehearse: {error}", file=sys.stderr)
+        return 2
+    except ScriptFailed as failure:
+        print(f"flatshard rehearse: {failure}", file=sys.stderr)
+        return failure.code if failure.code > 0 else 1
+    print(report.table())
+    if options.json:
+        options.json.write_text(report.to_json())
+    return 0
+
+
+def _link(link: Link, bandwidth: float | None, latency: float | None) -> Link:
+    """``link`` with the numbers that were given, in GB/s and microseconds."""
+    return replace(
+        link,
+        bandwidth=link.bandwidth if bandwidth is None else bandwidth * 1e9,
+        latency=link.latency if latency is None else latency * 1e-6,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

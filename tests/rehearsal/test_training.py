@@ -1,0 +1,140 @@
+"""Training code that knows nothing of rehearsal runs under it: DDP, FSDP2, device meshes, scripts."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from flatshard.rehearsal import current, rehearse
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3)), nn.Linear(32, 8))
+
+
+def train(model, steps=4):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        loss = model(torch.randn(8, 32)).float().pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_ddp_trains_as_one_process_does():
+    expected = train(build())
+    with rehearse(8, "h100-nvlink"):
+        assert train(nn.parallel.DistributedDataParallel(build())) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 4)])
+def test_fsdp2_runs_and_stays_finite(shape):
+    with rehearse(8, "h100-ib400", ranks_per_node=4) as rehearsal:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        model = build()
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        for block in model:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        losses = train(fully_shard(model, mesh=mesh, mp_policy=policy), steps=5)
+    assert losses[-1] < losses[0]
+    report = rehearsal.report()
+    shards = shape[-1]
+    size = 2 * (3 * (32 * 32 + 32) + 32 * 8 + 8)  # bf16 bytes of all units
+    assert report.steps == 3
+    assert report.traffic["all_gather"]["bytes"] == 2 * size
+    assert report.traffic["reduce_scatter"]["bytes"] == size
+    assert ("all_reduce" in report.traffic) == (len(shape) == 2)
+    assert report.memory["parameters"] == 2 * size / shards
+    assert report.memory["gradients"] == report.memory["parameters"]
+
+
+def test_any_backend_name_is_accepted_and_the_environment_is_torchruns(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with rehearse(16, rank=9) as rehearsal:
+        dist.init_process_group("nccl", device_id=torch.device("cpu"))
+        assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (9, 16, "rehearsal")
+        assert dist.get_backend(dist.new_group([8, 9], backend="gloo")) == "rehearsal"
+        dist.destroy_process_group()
+        dist.init_process_group("gloo")
+        assert dist.get_world_size() == 16
+        assert current() is rehearsal
+    assert not dist.is_initialized()
+    assert current() is None
+
+
+def test_explicit_marks_replace_optimizer_steps():
+    with rehearse(2) as rehearsal:
+        train(build(), steps=3)
+        for _ in range(4):
+            train(build(), steps=2)
+            rehearsal.mark_step(tokens=100, flops=1e9)
+    report = rehearsal.report()
+    assert report.steps == 2
+    assert report.tokens_per_step == 100
+    assert report.to_dict()["derived"]["world_tokens_per_second"] == pytest.approx(200 / report.median)
+
+
+def test_too_few_steps_are_said():
+    with rehearse(2) as rehearsal:
+        train(build(), steps=2)
+    with pytest.raises(RuntimeError, match="run more steps"):
+        rehearsal.report()
+
+
+def test_needs_its_network(monkeypatch):
+    with pytest.raises(ValueError, match="rank must lie in"), rehearse(4, rank=4):
+        pass
+    with (
+        rehearse(2, "free"),
+        pytest.raises(RuntimeError, match="a process group exists already"),
+        rehearse(2, "free"),
+    ):
+        pass
+
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(int(sys.argv[1])):
+    model(torch.randn(4, 64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("trained on", dist.get_world_size())
+dist.destroy_process_group()
+"""
+
+
+def test_command_line(tmp_path):
+    script, result = tmp_path / "script.py", tmp_path / "report.json"
+    script.write_text(textwrap.dedent(SCRIPT))
+    command = [sys.executable, "-m", "flatshard.cli", "rehearse", "--world", "512", "--network", "h100-ib400"]
+    command += ["--between-latency", "20000", "--json", str(result), "--tokens", "4", str(script), "6"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("trained on 512") == 1
+    assert "all_reduce" in run.stdout
+    derived = json.loads(result.read_text())["derived"]
+    assert derived["wire_seconds"] == pytest.approx(20e-3, rel=0.01)
+    assert 10e-3 < derived["exposed_seconds"] < 40e-3
+    assert derived["tokens_per_second"] == pytest.approx(4 / derived["step_seconds_median"])
+
+
+def test_a_script_that_fails_fails_the_command(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit(3)")
+    command = [sys.executable, "-m", "flatshard.cli", "rehearse", "--world", "2", str(script)]
+    assert subprocess.run(command, capture_output=True, timeout=120).returncode == 3
