@@ -1,0 +1,67 @@
+"""Every name of torch that is private or changes between versions. Checked on torch 2.11 and 2.13."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions
+from torch.distributed import ProcessGroup, ReduceOp, Work
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+
+
+def _method(*names: str) -> Callable[..., Work]:
+    """The first of these methods that ProcessGroup has, newest name first."""
+    for name in names:
+        if hasattr(ProcessGroup, name):
+            method: Callable[..., Work] = getattr(ProcessGroup, name)
+            return method
+    raise ImportError(f"this torch has none of ProcessGroup.{', ProcessGroup.'.join(names)}")
+
+
+# The coalesced forms take lists of tensors and launch once. The wrappers of torch.distributed around them cost several
+# times the call in host time (argument checks, logging), so they are called on the process group itself.
+all_gather_coalesced = _method("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+reduce_scatter_coalesced = _method("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
+all_gather_one = _method("all_gather_single", "_allgather_base")
+reduce_scatter_one = _method("reduce_scatter_single", "_reduce_scatter_base")
+all_to_all_one = _method("all_to_all_single", "alltoall_base")
+
+
+def _options(kind: type[Any], op: Any = None) -> Any:
+    """Options of a collective that, on NCCL, runs on the current stream (asyncOp off) instead of one of NCCL's own."""
+    options = kind()
+    options.asyncOp = False
+    if op is not None:
+        options.reduceOp = op
+    return options
+
+
+ALL_GATHER = _options(AllgatherOptions)
+ALL_TO_ALL = _options(AllToAllOptions)
+REDUCE_SCATTER = {op: _options(ReduceScatterOptions, getattr(ReduceOp, op.upper())) for op in ("sum", "avg")}
+ALL_REDUCE = {op: _options(AllreduceOptions, getattr(ReduceOp, op.upper())) for op in ("sum", "avg")}
+
+
+def make_dtensor(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[TorchPlacement],
+    shape: torch.Size,
+    stride: tuple[int, ...],
+) -> DTensor:
+    """A DTensor over ``local`` without communication, autograd or checks; ``shape`` and ``stride`` are global."""
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, local.dtype))
+    made: DTensor = DTensor(local, spec, requires_grad=False)
+    return made
+
+
+def backend_name(group: ProcessGroup, device: torch.device) -> str:
+    """The name of the backend that serves tensors of this device in a process group."""
+    backend: Any = group._get_backend(device)
+    name: str = backend.name()
+    return name

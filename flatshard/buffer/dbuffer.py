@@ -1,0 +1,332 @@
+"""DBuffer: one flat local tensor, with the mesh, placements and layout that say what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from flatshard.buffer.lanes import Lane, Op, Ticket
+from flatshard.layout import (
+    Holding,
+    Layout,
+    Partial,
+    Placement,
+    Range,
+    Transition,
+    holding,
+    is_sharded,
+    local_ranges,
+    transition,
+)
+
+
+class DBuffer:
+    """The tensors of one group, as far as this rank holds them, in one flat tensor.
+
+    ``placements`` has one entry per axis of ``mesh``; how sharded axes cut the buffer is `flatshard.layout.holding`.
+    ``layout`` is cut for all ranks that any buffer of the group is sharded over, so that buffers with different
+    placements share one layout and one is a contiguous part of the other, segment by segment.
+    """
+
+    def __init__(self, layout: Layout, mesh: DeviceMesh, placements: Sequence[Placement], local: torch.Tensor) -> None:
+        self.layout = layout
+        self.mesh = mesh
+        self.placements = tuple(placements)
+        self.local = local
+        self.held = held_by_this_rank(layout, mesh, self.placements)
+        numel = layout.buffer_numel(self.held.count)
+        if local.dim() != 1 or local.numel() != numel:
+            raise ValueError(f"local tensor has shape {tuple(local.shape)}; {self.placements} hold {numel} elements")
+        self._runs: dict[Holding, list[torch.Tensor]] = {}
+
+    @classmethod
+    def zeros(
+        cls,
+        layout: Layout,
+        mesh: DeviceMesh,
+        placements: Sequence[Placement],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> DBuffer:
+        held = held_by_this_rank(layout, mesh, placements)
+        return cls(layout, mesh, placements, torch.zeros(layout.buffer_numel(held.count), dtype=dtype, device=device))
+
+    @classmethod
+    def distribute(
+        cls, tensors: Sequence[torch.Tensor], layout: Layout, mesh: DeviceMesh, placements: Sequence[Placement]
+    ) -> DBuffer:
+        """Keep this rank's part of full tensors that every rank has; padding is zero. Nothing is communicated."""
+        shapes = tuple(slot.shape for slot in layout.slots)
+        given = tuple(tuple(tensor.shape) for tensor in tensors)
+        if given != shapes:
+            raise ValueError(f"tensors of shapes {given} do not fit a layout for {shapes}")
+        if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
+            raise ValueError(f"tensors differ in dtype or device: {[(t.dtype, t.device) for t in tensors]}")
+        if not tensors:
+            raise ValueError("a buffer needs at least one tensor")
+        made = cls.zeros(layout, mesh, placements, dtype=tensors[0].dtype, device=tensors[0].device)
+        for part in made.ranges():
+            source = tensors[part.tensor].detach().reshape(-1)[part.start : part.stop]
+            made.local[part.offset : part.offset + part.stop - part.start].copy_(source)
+        return made
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.local.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.local.device
+
+    def __repr__(self) -> str:
+        return f"DBuffer({self.placements}, {self.dtype}, {self.local.numel()} elements on {self.device})"
+
+    def ranges(self) -> list[Range]:
+        """Which elements of which tensor lie where in ``local``."""
+        return list(local_ranges(self.layout, self.held))
+
+    def local_view(self, index: int) -> torch.Tensor:
+        """This rank's rows of tensor ``index``, a view of ``local``: all of it where no axis is sharded.
+
+        A tensor of which this rank holds nothing is a view of zero rows.
+        """
+        slot = self.layout.slots[index]
+        piece = self.layout.segments[slot.segment].piece
+        low = self.held.first * piece
+        high = low + self.held.count * piece
+        begin, end = max(low, slot.offset), min(high, slot.stop)
+        if (begin, end) == (slot.offset, slot.stop) and (slot.numel or self.held.count == self.layout.num_shards):
+            shape = slot.shape
+        elif slot.row:
+            shape = (max(end - begin, 0) // slot.row, *slot.shape[1:])
+        else:
+            shape = (_rows_of_empty(slot.shape[0], self.layout.num_shards, self.held), *slot.shape[1:])
+        start = self.layout.run_starts(self.held.count)[slot.segment]
+        offset = start + begin - low if begin < end else 0
+        return self.local[offset : offset + max(end - begin, 0)].view(shape)
+
+    def runs(self, held: Holding | None = None) -> list[torch.Tensor]:
+        """Per non-empty segment, the run of ``held`` (default: all that this buffer holds) as a view of ``local``."""
+        held = self.held if held is None else held
+        if held not in self._runs:
+            if not self.held.contains(held):
+                raise ValueError(f"pieces {held} do not lie in {self.held}")
+            starts = self.layout.run_starts(self.held.count)
+            views = []
+            for start, segment in zip(starts, self.layout.segments):
+                if segment.piece:
+                    begin = start + (held.first - self.held.first) * segment.piece
+                    views.append(self.local[begin : begin + held.count * segment.piece])
+            self._runs[held] = views
+        return self._runs[held]
+
+    def cast(self, dtype: torch.dtype) -> DBuffer:
+        """The same values in another dtype, in a buffer of its own."""
+        return DBuffer(self.layout, self.mesh, self.placements, self.local.to(dtype, copy=True))
+
+    def redistribute(
+        self,
+        placements: Sequence[Placement],
+        *,
+        layout: Layout | None = None,
+        out: DBuffer | None = None,
+        lane: Lane | None = None,
+    ) -> DBuffer:
+        """This buffer in other placements, complete when the call returns (on CUDA: for the current stream)."""
+        lane = Lane("redistribute", self.device) if lane is None else lane
+        result, ticket = self.launch(placements, layout=layout, out=out, lane=lane, after=(lane.mark(),))
+        ticket.wait()
+        return result
+
+    def launch(
+        self,
+        placements: Sequence[Placement],
+        *,
+        lane: Lane,
+        layout: Layout | None = None,
+        out: DBuffer | None = None,
+        after: Sequence[Ticket] = (),
+        name: str = "",
+    ) -> tuple[DBuffer, Ticket]:
+        """Start a redistribution on a lane, after the given tickets; the result is valid once its ticket is waited for.
+
+        Axes are gathered first to last and reduced or scattered last to first, so that what is held stays contiguous.
+        ``layout`` is given where a sharded axis changes its kind (`Flat` to `Whole`), for the result.
+        """
+        placements = tuple(placements)
+        self._check_target(placements, layout, out)
+        target_layout = self.layout if layout is None else layout
+        steps = _steps(self.placements, placements)
+        if not steps and target_layout != self.layout:
+            raise ValueError("another layout was given, but no axis changes its placement")
+        current, ticket = self, Ticket()
+        for number, axis in enumerate(steps):
+            last = number == len(steps) - 1
+            step = (*current.placements[:axis], placements[axis], *current.placements[axis + 1 :])
+            target = out if last and out is not None else None
+            tickets = after if number == 0 else (ticket,)
+            current, ticket = current._step(axis, step, target_layout, target, lane, tickets, name)
+        if not steps:
+            current = self if out is None else out
+            with lane.entered(after):
+                if out is not None:
+                    out.local.copy_(self.local)
+                ticket = lane.mark()
+        return current, ticket
+
+    def gather_in_place(
+        self, source: Sequence[Placement], *, lane: Lane, after: Sequence[Ticket] = (), name: str = ""
+    ) -> Ticket:
+        """Fetch what other ranks hold under placements ``source``; this rank's own part is already in place here.
+
+        This buffer's own placements say how far to gather. One coalesced launch per axis, no copy.
+        """
+        current, ticket = tuple(source), Ticket()
+        for number, axis in enumerate(_steps(current, self.placements)):
+            step = (*current[:axis], self.placements[axis], *current[axis + 1 :])
+            if transition(current[axis], step[axis]) is not Transition.ALL_GATHER:
+                raise ValueError(f"axis {axis} goes from {current[axis]} to {step[axis]}, which is not a gather")
+            have, get = (held_by_this_rank(self.layout, self.mesh, p) for p in (current, step))
+            group = lane.group(self.mesh, axis)
+            tickets = after if number == 0 else (ticket,)
+            ticket = lane.all_gather(group, self.runs(get), self.runs(have), after=tickets, name=name)
+            current = step
+        return ticket
+
+    def _step(
+        self,
+        axis: int,
+        placements: tuple[Placement, ...],
+        layout: Layout,
+        out: DBuffer | None,
+        lane: Lane,
+        after: Sequence[Ticket],
+        name: str,
+    ) -> tuple[DBuffer, Ticket]:
+        """Change one axis."""
+        source = self.placements[axis]
+        kind = transition(source, placements[axis])
+        if kind is Transition.ALL_TO_ALL:
+            return _all_to_all(self, axis, placements, layout, out, lane, after, name)
+        if out is None:
+            with lane.entered():
+                out = DBuffer.zeros(self.layout, self.mesh, placements, dtype=self.dtype, device=self.device)
+        op: Op = source.op if isinstance(source, Partial) else "sum"
+        if kind is Transition.SCATTER:
+            with lane.entered(after):
+                if out.local.numel():
+                    torch._foreach_copy_(out.runs(), self.runs(out.held))
+                return out, lane.mark()
+        group = lane.group(self.mesh, axis)
+        if kind is Transition.ALL_GATHER:
+            return out, lane.all_gather(group, out.runs(), self.runs(), after=after, name=name)
+        shared = out.local.untyped_storage()._cdata == self.local.untyped_storage()._cdata
+        if kind is Transition.ALL_REDUCE:
+            with lane.entered(after):
+                if not shared:
+                    out.local.copy_(self.local)
+            return out, lane.all_reduce(group, [out.local], op, name=name)
+        if shared:
+            raise ValueError("a reduce-scatter cannot write into its own input; give `out` storage of its own")
+        return out, lane.reduce_scatter(group, out.runs(), self.runs(), op, after=after, name=name)
+
+    def _check_target(self, placements: tuple[Placement, ...], layout: Layout | None, out: DBuffer | None) -> None:
+        if len(placements) != self.mesh.ndim:
+            raise ValueError(f"{len(placements)} placements were given for a mesh of {self.mesh.ndim} axes")
+        if layout is not None and [s.shape for s in layout.slots] != [s.shape for s in self.layout.slots]:
+            raise ValueError("the layout given is for tensors of other shapes")
+        if out is None:
+            return
+        expected = {
+            "mesh": (out.mesh, self.mesh),
+            "placements": (out.placements, placements),
+            "dtype": (out.dtype, self.dtype),
+            "device": (out.device, self.device),
+            "layout": (out.layout, self.layout if layout is None else layout),
+        }
+        for what, (found, wanted) in expected.items():
+            if found != wanted:
+                raise ValueError(f"`out` has {what} {found}; expected {wanted}")
+
+
+def held_by_this_rank(layout: Layout, mesh: DeviceMesh, placements: Sequence[Placement]) -> Holding:
+    """The pieces that this rank holds in a buffer with these placements."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"this rank is not in mesh {mesh}")
+    if len(placements) != mesh.ndim:
+        raise ValueError(f"{len(placements)} placements were given for a mesh of {mesh.ndim} axes")
+    return holding(layout.num_shards, mesh.shape, coordinate, [is_sharded(p) for p in placements])
+
+
+def _steps(source: Sequence[Placement], target: Sequence[Placement]) -> list[int]:
+    """The axes that change, in the order in which they can: un-sharding ascends, sharding descends."""
+    changed = [axis for axis in range(len(source)) if source[axis] != target[axis]]
+    kinds = {axis: transition(source[axis], target[axis]) for axis in changed}
+    gathers = [axis for axis in changed if kinds[axis] is Transition.ALL_GATHER]
+    others = [axis for axis in changed if kinds[axis] is not Transition.ALL_GATHER]
+    return gathers + others[::-1]
+
+
+def _rows_of_empty(rows: int, num_shards: int, held: Holding) -> int:
+    """Rows of a tensor without elements (a later dim is 0), dealt out as torch.chunk does."""
+    chunk = -(-rows // num_shards)
+    return min(rows, (held.first + held.count) * chunk) - min(rows, held.first * chunk)
+
+
+def _all_to_all(
+    source: DBuffer,
+    axis: int,
+    placements: tuple[Placement, ...],
+    layout: Layout,
+    out: DBuffer | None,
+    lane: Lane,
+    after: Sequence[Ticket],
+    name: str,
+) -> tuple[DBuffer, Ticket]:
+    """Change how one sharded axis is cut. Every rank sends each other one exactly the elements it will hold."""
+    world = source.mesh.size(axis)
+    if source.layout.num_shards != world or layout.num_shards != world:
+        raise ValueError(f"an all-to-all needs layouts over the {world} ranks of axis {axis} and no other sharded axis")
+    if layout.placement != placements[axis]:
+        raise ValueError(
+            f"going to {placements[axis]} needs a layout planned for it; the one given is for {layout.placement}"
+        )
+    me = source.held.first
+    mine_before, mine_after = source.ranges(), list(local_ranges(layout, Holding(me, 1)))
+    sends, receives = [], []
+    for peer in range(world):
+        sends.append(_overlaps(mine_before, list(local_ranges(layout, Holding(peer, 1)))))
+        receives.append(_overlaps(mine_after, list(local_ranges(source.layout, Holding(peer, 1)))))
+    with lane.entered(after):
+        if out is None:
+            out = DBuffer.zeros(layout, source.mesh, placements, dtype=source.dtype, device=source.device)
+        cuts = [source.local[begin:end] for peer in sends for begin, end in peer]
+        packed = torch.cat(cuts) if cuts else source.local.new_empty(0)
+        sizes = [[sum(end - begin for begin, end in peer) for peer in side] for side in (receives, sends)]
+        landed = source.local.new_empty(sum(sizes[0]))
+    group = lane.group(source.mesh, axis)
+    arrived = lane.all_to_all(group, landed, packed, sizes[0], sizes[1], name=name)
+    places = [out.local[begin:end] for peer in receives for begin, end in peer]
+
+    def unpack() -> None:
+        if places:
+            torch._foreach_copy_(places, list(landed.split([place.numel() for place in places])))
+
+    return out, lane.follow(arrived, unpack)
+
+
+def _overlaps(held: Sequence[Range], wanted: Sequence[Range]) -> list[tuple[int, int]]:
+    """Where in the buffer of ``held`` the elements of ``wanted`` lie, in the order of tensors and elements."""
+    by_tensor = {part.tensor: part for part in wanted}
+    found = []
+    for part in held:
+        other = by_tensor.get(part.tensor)
+        if other is not None:
+            begin, end = max(part.start, other.start), min(part.stop, other.stop)
+            if begin < end:
+                found.append((part.offset + begin - part.start, part.offset + end - part.start))
+    return found

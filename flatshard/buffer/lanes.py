@@ -1,0 +1,275 @@
+"""Lanes: ordered queues of communication, and the only callers of collectives.
+
+On CUDA a lane is a stream. Collectives are enqueued on it and a `Ticket` is an event: waiting for one orders the
+current stream and never blocks the host. On CPU a lane is the process group's own queue of asynchronous work: a ticket
+holds the work, and waiting for it completes it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, Work
+from torch.distributed.device_mesh import DeviceMesh
+
+from flatshard import _torch
+
+Op: TypeAlias = Literal["sum", "avg"]
+
+# Backends that cannot average; they sum, and the lane divides.
+_WITHOUT_AVG = frozenset({"gloo", "mpi", "ucc"})
+# What every backend reduces and moves as it is. Anything else is moved as bytes, and cannot be reduced.
+_NATIVE = frozenset(
+    {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
+)
+# How many operations a lane remembers for its history.
+HISTORY = 256
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One collective as the history of a lane shows it."""
+
+    number: int
+    kind: str
+    name: str
+    numbytes: int
+    ticket: Ticket
+
+    def __str__(self) -> str:
+        state = "done" if self.ticket.done() else "pending"
+        return f"#{self.number} {self.kind} {self.name or '(unnamed)'} {self.numbytes} bytes: {state}"
+
+
+class Ticket:
+    """The end of an operation. A ticket without event and works is already done."""
+
+    __slots__ = ("_event", "_then", "_works")
+
+    def __init__(
+        self,
+        event: torch.cuda.Event | None = None,
+        works: Sequence[Work] = (),
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        self._event = event
+        self._works = works
+        self._then = then
+
+    def wait(self) -> None:
+        """Order what follows after the operation: the current stream on CUDA, the caller itself on CPU."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+        for work in self._works:
+            work.wait()
+        self._works = ()
+        if self._then is not None:
+            then, self._then = self._then, None
+            then()
+
+    def done(self) -> bool:
+        """Whether the operation is over, without waiting."""
+        if self._event is not None:
+            return bool(self._event.query())
+        return self._then is None and all(work.is_completed() for work in self._works)
+
+
+class Lane:
+    """An ordered queue of collectives on one device.
+
+    ``own_groups=True`` gives the lane process groups of its own. Two lanes that share a group are kept in launch order
+    by the group, even though they have two streams; lanes that are to overlap each other need their own.
+    """
+
+    def __init__(self, name: str, device: torch.device, *, own_groups: bool = False) -> None:
+        self.name = name
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.history: deque[Operation] = deque(maxlen=HISTORY)
+        self.launched = 0
+        self._own_groups = own_groups
+        self._groups: dict[tuple[DeviceMesh, int], ProcessGroup] = {}
+        self._backends: dict[ProcessGroup, str] = {}
+
+    def group(self, mesh: DeviceMesh, axis: int) -> ProcessGroup:
+        """The process group in which this lane communicates along one axis of a mesh.
+
+        With ``own_groups``, the first call for an axis makes the group and is collective among its ranks.
+        """
+        if not self._own_groups:
+            return mesh.get_group(axis)
+        key = (mesh, axis)
+        if key not in self._groups:
+            ranks = dist.get_process_group_ranks(mesh.get_group(axis))
+            # Only the members of one line of the mesh meet here, so the group must not wait for all ranks.
+            made = dist.new_group(ranks, use_local_synchronization=True, group_desc=f"flatshard_{self.name}")
+            assert isinstance(made, ProcessGroup)
+            self._groups[key] = made
+        return self._groups[key]
+
+    @contextmanager
+    def entered(self, after: Sequence[Ticket] = ()) -> Iterator[None]:
+        """Run device work of the body in this lane's order, after the given tickets."""
+        if self.stream is None:
+            for ticket in after:
+                ticket.wait()
+            yield
+            return
+        with torch.cuda.stream(self.stream):
+            for ticket in after:
+                ticket.wait()
+            yield
+
+    def mark(self) -> Ticket:
+        """A ticket for all that has been enqueued on the current stream. On CPU that work is done already."""
+        if self.stream is None:
+            return Ticket()
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return Ticket(event)
+
+    def follow(self, ticket: Ticket, action: Callable[[], None]) -> Ticket:
+        """A ticket for ``action`` done after ``ticket``: on the lane's stream, or on CPU when it is waited for."""
+        if self.stream is None:
+
+            def in_order() -> None:
+                ticket.wait()
+                action()
+
+            return Ticket(then=in_order)
+        with self.entered((ticket,)):
+            action()
+            return self.mark()
+
+    def all_gather(
+        self,
+        group: ProcessGroup,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        *,
+        after: Sequence[Ticket] = (),
+        name: str = "",
+    ) -> Ticket:
+        """Concatenate each input over the ranks into its output. An input may be this rank's piece of its output."""
+        outputs, inputs = _as_bytes(outputs), _as_bytes(inputs)
+        with self.entered(after):
+            if self._coalesced(group):
+                works = [_torch.all_gather_coalesced(group, list(outputs), list(inputs), _torch.ALL_GATHER)]
+            else:
+                works = [_torch.all_gather_one(group, out, inp, _torch.ALL_GATHER) for out, inp in zip(outputs, inputs)]
+            return self._finish("all_gather", name, outputs, works)
+
+    def reduce_scatter(
+        self,
+        group: ProcessGroup,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        op: Op = "sum",
+        *,
+        after: Sequence[Ticket] = (),
+        name: str = "",
+    ) -> Ticket:
+        """Reduce each input over the ranks and give each rank its piece. Outputs must not lie in the inputs."""
+        _require_native(inputs, "reduce_scatter")
+        op, then = self._lowered(group, op, outputs)
+        options = _torch.REDUCE_SCATTER[op]
+        with self.entered(after):
+            if self._coalesced(group):
+                works = [_torch.reduce_scatter_coalesced(group, list(outputs), list(inputs), options)]
+            else:
+                works = [_torch.reduce_scatter_one(group, out, inp, options) for out, inp in zip(outputs, inputs)]
+            return self._finish("reduce_scatter", name, inputs, works, then)
+
+    def all_reduce(
+        self,
+        group: ProcessGroup,
+        tensors: Sequence[torch.Tensor],
+        op: Op = "sum",
+        *,
+        after: Sequence[Ticket] = (),
+        name: str = "",
+    ) -> Ticket:
+        """Reduce each tensor over the ranks, in place."""
+        _require_native(tensors, "all_reduce")
+        op, then = self._lowered(group, op, tensors)
+        options = _torch.ALL_REDUCE[op]
+        with self.entered(after):
+            works = [group.allreduce([tensor], options) for tensor in tensors]
+            return self._finish("all_reduce", name, tensors, works, then)
+
+    def all_to_all(
+        self,
+        group: ProcessGroup,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        *,
+        after: Sequence[Ticket] = (),
+        name: str = "",
+    ) -> Ticket:
+        """Send split ``r`` of the input to rank ``r``; splits are counted in elements."""
+        (out,), (inp,) = _as_bytes([output]), _as_bytes([input])
+        scale = output.element_size() if out.dtype != output.dtype else 1
+        sizes = [scale * n for n in output_splits], [scale * n for n in input_splits]
+        with self.entered(after):
+            works = [_torch.all_to_all_one(group, out, inp, *sizes, _torch.ALL_TO_ALL)]
+            return self._finish("all_to_all", name, [input], works)
+
+    def _coalesced(self, group: ProcessGroup) -> bool:
+        """Whether the backend takes lists. Gloo takes them for CPU tensors only."""
+        return self.stream is None or self._backend(group) != "gloo"
+
+    def _backend(self, group: ProcessGroup) -> str:
+        if group not in self._backends:
+            self._backends[group] = _torch.backend_name(group, self.device)
+        return self._backends[group]
+
+    def _lowered(
+        self, group: ProcessGroup, op: Op, outputs: Sequence[torch.Tensor]
+    ) -> tuple[Op, Callable[[], None] | None]:
+        """The operation that the backend knows, and what remains to be done to the outputs."""
+        if op == "sum" or self._backend(group) not in _WITHOUT_AVG:
+            return op, None
+        return "sum", lambda: torch._foreach_div_(list(outputs), group.size())
+
+    def _finish(
+        self,
+        kind: str,
+        name: str,
+        tensors: Sequence[torch.Tensor],
+        works: Sequence[Work],
+        then: Callable[[], None] | None = None,
+    ) -> Ticket:
+        if self.stream is None:
+            ticket = Ticket(works=works, then=then)
+        else:
+            # NCCL ran on this lane's stream itself (asyncOp is off); other backends are joined to it here.
+            for work in works:
+                if work is not None:
+                    work.wait()
+            if then is not None:
+                then()
+            ticket = self.mark()
+        self.launched += 1
+        numbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        self.history.append(Operation(self.launched, kind, name, numbytes, ticket))
+        return ticket
+
+
+def _as_bytes(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    if all(tensor.dtype in _NATIVE for tensor in tensors):
+        return tensors
+    return [tensor.view(torch.uint8) for tensor in tensors]
+
+
+def _require_native(tensors: Sequence[torch.Tensor], kind: str) -> None:
+    for tensor in tensors:
+        if tensor.dtype not in _NATIVE:
+            raise TypeError(f"{kind} of {tensor.dtype}: no backend can add it; cast to float32 or bfloat16 first")

@@ -1,0 +1,105 @@
+"""DBuffer against plain tensor arithmetic, on CPU ranks."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from flatshard.buffer import DBuffer, Lane
+from flatshard.layout import Flat, Partial, Replicate, Whole, plan
+from tests.dist import buffer_cases as cases
+
+worlds = pytest.mark.parametrize("world", [2, 3, 4])
+layouts = pytest.mark.parametrize("layout", ["tensor", "flat"])
+
+
+@worlds
+@layouts
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_legal_transition_on_one_axis(ranks, world, layout, dtype):
+    assert ranks(world, cases.every_legal_transition_1d, "cpu", layout, dtype) == [None] * world
+
+
+@layouts
+def test_every_legal_transition_on_two_axes(ranks, layout):
+    assert ranks(4, cases.every_legal_transition_2d, "cpu", layout) == [None] * 4
+
+
+@worlds
+@layouts
+def test_gather_in_place_keeps_the_identity_of_views(ranks, world, layout):
+    assert ranks(world, cases.in_place_gather, "cpu", layout, torch.bfloat16) == [None] * world
+
+
+def test_gather_in_place_over_two_axes(ranks):
+    assert ranks(4, cases.in_place_gather_over_two_axes, "cpu") == [None] * 4
+
+
+@worlds
+def test_all_to_all_between_rows_blocks_and_whole_tensors(ranks, world):
+    assert ranks(world, cases.all_to_all, "cpu") == [None] * world
+
+
+@worlds
+def test_lanes_with_their_own_groups_and_given_outputs(ranks, world):
+    assert ranks(world, cases.given_outputs_and_tickets, "cpu") == [None] * world
+
+
+def test_fp8_travels_as_bytes(ranks):
+    assert ranks(2, cases.fp8_travels_as_bytes, "cpu") == [None] * 2
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_dtensors_are_the_shards_of_torch_chunk(ranks, world):
+    assert ranks(world, cases.dtensors_are_canonical, "cpu") == [None] * world
+
+
+def _refusals(rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    planned, other = plan([(4, 2)], world), plan([(4, 3)], world)
+    buffer = DBuffer.distribute([torch.ones(4, 2)], planned, mesh, [Flat()])
+    partial = DBuffer.distribute([torch.ones(4, 2)], planned, mesh, [Partial()])
+    half = DBuffer.zeros(planned, mesh, [Replicate()], dtype=torch.bfloat16, device="cpu")
+    foreign = DBuffer.zeros(other, mesh, [Replicate()], dtype=torch.float32, device="cpu")
+    shared = DBuffer(planned, mesh, [Flat()], partial.local[: planned.shard_numel])
+    lane = Lane("test", torch.device("cpu"))
+    attempts = {
+        "cannot go from": lambda: buffer.redistribute([Partial()]),
+        "dtype": lambda: buffer.redistribute([Replicate()], out=half),
+        "layout": lambda: buffer.redistribute([Replicate()], out=foreign),
+        "placements": lambda: buffer.redistribute([Replicate()], out=buffer),
+        "planned for it": lambda: buffer.redistribute([Whole()]),
+        "1 axes": lambda: buffer.redistribute([Flat(), Flat()]),
+        "its own input": lambda: partial.redistribute([Flat()], out=shared),
+        "not a gather": lambda: buffer.gather_in_place([Partial()], lane=lane),
+        "do not fit": lambda: DBuffer.distribute([torch.ones(2, 2)], planned, mesh, [Flat()]),
+        "hold": lambda: DBuffer(planned, mesh, [Flat()], torch.ones(3)),
+        "other shapes": lambda: buffer.redistribute([Whole()], layout=other),
+    }
+    said = {}
+    for expected, attempt in attempts.items():
+        try:
+            attempt()
+        except ValueError as error:
+            said[expected] = str(error)
+    return said
+
+
+def test_mistakes_are_refused_with_what_was_expected(ranks):
+    for said in ranks(2, _refusals):
+        assert len(said) == 11
+        for expected, message in said.items():
+            assert expected in message
+
+
+def _launches(rank, world):
+    """One coalesced launch moves all segments of a buffer."""
+    mesh = init_device_mesh("cpu", (world,))
+    planned = plan([(8, 8)] * 10, world)
+    buffer = DBuffer.distribute([torch.ones(8, 8)] * 10, planned, mesh, [Flat()])
+    lane = Lane("test", torch.device("cpu"))
+    buffer.redistribute([Replicate()], lane=lane)
+    return len(planned.segments), lane.launched, lane.history[-1].numbytes
+
+
+def test_all_segments_go_in_one_launch(ranks):
+    assert ranks(2, _launches) == [(10, 1, 10 * 64 * 4)] * 2
