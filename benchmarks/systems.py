@@ -1,0 +1,134 @@
+"""The systems under comparison.  A builder takes a :class:`Setup` and returns a function that runs one training step.
+
+All systems train the same model on the same tokens with fused AdamW over float32 main weights; they differ in how the
+weights, gradients and optimizer state are held and moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import flatshard
+from benchmarks.models import Llama, LlamaConfig
+
+Step = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """``batch`` sequences of ``seq`` tokens per micro-batch and rank; compute and reduction in ``dtype``."""
+
+    model: LlamaConfig
+    batch: int
+    seq: int
+    world: int
+    microbatches: int = 1
+    device: str = "cuda"
+    dtype: torch.dtype = torch.bfloat16
+
+
+def limit(setup: Setup) -> Step:
+    """What no sharded system can beat: the whole model in the compute dtype, a rank's share of optimizer work, no wire.
+
+    The optimizer's main weights are the first 1/W of every parameter; their gradients are cast from the model's and
+    the result is cast back, since every system has to do this much.
+    """
+    with torch.device("meta"):
+        model = Llama(setup.model)
+    model = model.to(setup.dtype).to_empty(device=setup.device)
+    model.init_weights()
+    weights = [parameter.detach().view(-1)[: -(-parameter.numel() // setup.world)] for parameter in model.parameters()]
+    mains = [nn.Parameter(weight.float()) for weight in weights]
+    for main in mains:
+        main.grad = torch.empty_like(main)
+    optimizer = adamw(mains)
+    accumulate = accumulation(setup, model)
+
+    def step() -> Tensor:
+        loss = accumulate()
+        grads = [parameter.grad.view(-1)[: main.numel()] for parameter, main in zip(model.parameters(), mains)]
+        torch._foreach_copy_([main.grad for main in mains], grads)
+        optimizer.step()
+        torch._foreach_copy_(weights, [main.detach() for main in mains])
+        model.zero_grad()
+        return loss
+
+    return step
+
+
+def ddp(setup: Setup) -> Step:
+    """PyTorch DistributedDataParallel: everything replicated."""
+    model = Llama(setup.model).to(setup.device)
+    return trainer(setup, nn.parallel.DistributedDataParallel(model))
+
+
+def fsdp2(setup: Setup) -> Step:
+    """PyTorch FSDP2; embedding, blocks and head are its units, and the head stays gathered until its backward."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=setup.dtype, reduce_dtype=setup.dtype)
+    return sharded(setup, fully_shard, policy)
+
+
+def flat(setup: Setup) -> Step:
+    """flatshard, by FSDP2's own argument names."""
+    policy = flatshard.MixedPrecisionPolicy(param_dtype=setup.dtype, reduce_dtype=setup.dtype)
+    return sharded(setup, flatshard.fully_shard, policy)
+
+
+SYSTEMS: dict[str, Callable[[Setup], Step]] = {"limit": limit, "ddp": ddp, "fsdp2": fsdp2}
+if hasattr(flatshard, "fully_shard"):
+    SYSTEMS["flatshard"] = flat
+
+
+def sharded(setup: Setup, fully_shard: Callable[..., object], policy: object) -> Step:
+    mesh = init_device_mesh(setup.device, (setup.world,))
+    with torch.device("meta"):
+        model = Llama(setup.model)
+    for unit in (model.embed, *model.blocks, model.head):
+        fully_shard(unit, mesh=mesh, reshard_after_forward=unit is not model.head, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    model.to_empty(device=setup.device)
+    model.init_weights()
+    return trainer(setup, model)
+
+
+def trainer(setup: Setup, model: nn.Module) -> Step:
+    optimizer = adamw(list(model.parameters()))
+    accumulate = accumulation(setup, model)
+
+    def step() -> Tensor:
+        loss = accumulate()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def accumulation(setup: Setup, model: nn.Module) -> Step:
+    """Forward and backward over the micro-batches of a step, every one reduced where the system reduces."""
+    seed = 1 + (dist.get_rank() if dist.is_initialized() else 0)
+    generator = torch.Generator().manual_seed(seed)
+    shape = (setup.microbatches, setup.batch, setup.seq + 1)
+    tokens = torch.randint(setup.model.vocab, shape, generator=generator).to(setup.device)
+
+    def run() -> Tensor:
+        total = torch.zeros((), device=setup.device)
+        for row in tokens:
+            loss = model(row[:, :-1], row[:, 1:]) / setup.microbatches
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    return run
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)

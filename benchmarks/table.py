@@ -1,0 +1,169 @@
+"""Step time and memory of every system as one rank of W on this device, over one modelled network.
+
+    python -m benchmarks.table --case a            the cases are in CASES below
+    python -m benchmarks.table --case all --json benchmarks/results/NAME.json
+
+Each system runs in a process of its own.  ``ratio`` is to the compute limit of the same run.  Host time is how long the
+Python of a step takes when the device is idle at its start (with thousands of kernels per step the driver's queue fills
+and part of the device time shows in it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from benchmarks.models import LLAMA_1B, LLAMA_8B, LLAMA_TINY
+from benchmarks.systems import SYSTEMS, Setup
+from flatshard.rehearsal import Link, Network, rehearse
+from flatshard.rehearsal.ledger import difference
+
+NVLINK = Link(360e9, 10e-6)
+INFINIBAND = Link(45e9, 25e-6)
+NETWORK = Network(NVLINK, INFINIBAND, ranks_per_node=8, name="360 GB/s inside 8, 45 GB/s between")
+RECOMPUTED_8B = dataclasses.replace(LLAMA_8B, recompute=True)
+CASES = {
+    "a": Setup(LLAMA_1B, batch=1, seq=4096, world=8),
+    "b": Setup(RECOMPUTED_8B, batch=1, seq=8192, world=8),
+    "c": Setup(RECOMPUTED_8B, batch=1, seq=8192, world=64),
+    "d": Setup(LLAMA_1B, batch=1, seq=2048, world=8, microbatches=4),
+    "tiny": Setup(LLAMA_TINY, batch=2, seq=128, world=8, device="cpu", dtype=torch.float32),
+}
+DEFAULT_SYSTEMS = [name for name in SYSTEMS if name != "ddp"]
+
+
+def measure(case: str, system: str, steps: int, warmup: int = 3) -> dict[str, float]:
+    """Figures of one system, in this process: milliseconds and bytes."""
+    setup = CASES[case]
+    on_gpu = setup.device == "cuda"
+    synchronize = torch.cuda.synchronize if on_gpu else lambda: None
+    with rehearse(setup.world, NETWORK) as rehearsal:
+        step = SYSTEMS[system](setup)
+        for _ in range(warmup):
+            loss = step()
+        synchronize()
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        before = rehearsal.medium.ledger.snapshot()
+        durations = timed(step, steps, on_gpu)
+        traffic = difference(rehearsal.medium.ledger.snapshot(), before)
+        memory = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()] if on_gpu else [0, 0]
+        host = []
+        for _ in range(3):
+            begin = time.perf_counter()
+            loss = step()
+            host.append(time.perf_counter() - begin)
+            synchronize()
+        if not torch.isfinite(loss):
+            raise RuntimeError(f"the loss of {system} in case {case} is {loss.item()}: its figures mean nothing")
+    return {
+        "ms": 1e3 * statistics.median(durations),
+        "min_ms": 1e3 * min(durations),
+        "host_ms": 1e3 * min(host),
+        "wire_ms": 1e3 * sum(entry.seconds for entry in traffic.values()) / steps,
+        "launches": sum(entry.launches for entry in traffic.values()) / steps,
+        "peak": memory[0],
+        "reserved": memory[1],
+        "tflops": setup.microbatches
+        * setup.batch
+        * setup.seq
+        * setup.model.flops_per_token(setup.seq)
+        / statistics.median(durations)
+        / 1e12,
+    }
+
+
+def timed(step, steps: int, on_gpu: bool) -> list[float]:
+    """Seconds of each of ``steps`` consecutive steps; on a GPU between events, without waiting in between."""
+    if not on_gpu:
+        marks = [time.perf_counter()]
+        for _ in range(steps):
+            step()
+            marks.append(time.perf_counter())
+        return [late - early for early, late in pairwise(marks)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    return [early.elapsed_time(late) * 1e-3 for early, late in pairwise(events)]
+
+
+def describe(rows: dict[str, dict[str, float]]) -> str:
+    lines = [
+        f"{'system':10}{'ms':>9}{'ratio':>8}{'host ms':>9}{'wire ms':>9}{'launches':>10}"
+        f"{'peak GB':>9}{'reserved':>10}{'TFLOP/s':>9}"
+    ]
+    for name, row in rows.items():
+        if "error" in row:
+            lines.append(f"{name:10} failed: {row['error']}")
+            continue
+        base = rows.get("limit", {}).get("ms")
+        ratio = f"{row['ms'] / base:.3f}" if base else "-"
+        lines.append(
+            f"{name:10}{row['ms']:9.1f}{ratio:>8}{row['host_ms']:9.1f}{row['wire_ms']:9.1f}{row['launches']:10.0f}"
+            f"{row['peak'] / 1e9:9.1f}{row['reserved'] / 1e9:10.1f}{row['tflops']:9.1f}"
+        )
+    return "\n".join(lines)
+
+
+def run_apart(case: str, system: str, steps: int) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "row.json")
+        command = [sys.executable, "-m", "benchmarks.table", "--case", case, "--systems", system]
+        command += ["--steps", str(steps), "--row", str(result)]
+        run = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+        if run.returncode:
+            sys.stderr.write(run.stderr)
+            return {"error": run.stderr.strip().splitlines()[-1] if run.stderr.strip() else run.returncode}
+        return json.loads(result.read_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", default="a", choices=[*CASES, "all"], help="all: a to d")
+    parser.add_argument("--systems", nargs="+", default=DEFAULT_SYSTEMS, choices=list(SYSTEMS))
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--json", type=Path, help="write the figures with command, device and date")
+    parser.add_argument("--row", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.row:
+        options.row.write_text(json.dumps(measure(options.case, options.systems[0], options.steps)))
+        return
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    document = {
+        "command": "python -m benchmarks.table " + " ".join(sys.argv[1:]),
+        "date": datetime.date.today().isoformat(),
+        "device": device,
+        "torch": torch.__version__,
+        "network": NETWORK.name,
+        "cases": {},
+    }
+    print(f"{device}, torch {torch.__version__}, {NETWORK.name}")
+    for case in ["a", "b", "c", "d"] if options.case == "all" else [options.case]:
+        rows = {system: run_apart(case, system, options.steps) for system in options.systems}
+        document["cases"][case] = rows
+        setup = CASES[case]
+        print(
+            f"\n({case}) width {setup.model.width}, {setup.microbatches} x {setup.batch} x {setup.seq} tokens, "
+            f"W={setup.world}{', recompute' if setup.model.recompute else ''}\n{describe(rows)}",
+            flush=True,
+        )
+        if options.json:
+            options.json.write_text(json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Rehearsal on CUDA: the bytes its kernel moves, the time it takes, stream order, and what it costs the host."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from flatshard.rehearsal import Link, Network, rehearse
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+W = 4
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8]
+MS = Network(Link(1e15, 1e-3), Link(1e15, 3e-3), ranks_per_node=2)
+
+
+def options(op):
+    result = dist.ReduceScatterOptions()
+    result.reduceOp = op
+    return result
+
+
+def sample(count, dtype):
+    return (torch.randn(count, device="cuda") * 8).to(dtype)
+
+
+@pytest.fixture
+def group():
+    with rehearse(W, "free", rank=2):
+        yield dist.group.WORLD
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8]
+)
+@pytest.mark.parametrize("count", [1, 7, 1024, 300_001])
+def test_values(group, dtype, count):
+    shard = sample(count, dtype)
+    full = torch.empty(W * count, dtype=dtype, device="cuda")
+    group._allgather_base(full, shard).wait()
+    assert torch.equal(full, shard.repeat(W))
+    full = sample(W * count, dtype)
+    own = full[2 * count : 3 * count].clone()
+    out = torch.empty_like(own)
+    group._reduce_scatter_base(out, full, options(dist.ReduceOp.AVG)).wait()
+    assert torch.equal(out, own)
+    group._reduce_scatter_base(out, full, options(dist.ReduceOp.SUM)).wait()
+    assert torch.equal(out, own * W)
+    dist.all_reduce(out)
+    assert torch.equal(out, own * W * W)
+
+
+def test_coalesced_in_place_with_more_segments_than_one_launch_takes(group):
+    full = [torch.randn(W * (1 + i % 9), device="cuda") for i in range(300)]
+    shards = [tensor.chunk(W)[2] for tensor in full]
+    expected = [shard.repeat(W) for shard in shards]
+    group.allgather_into_tensor_coalesced(full, shards).wait()
+    assert all(torch.equal(tensor, value) for tensor, value in zip(full, expected))
+    group.reduce_scatter_tensor_coalesced(shards, full, options(dist.ReduceOp.SUM)).wait()
+    assert all(torch.equal(shard, W * value[: shard.numel()]) for shard, value in zip(shards, expected))
+
+
+def elapsed(launch):
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    launch()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end)
+
+
+def test_time_levels_and_the_shared_link():
+    with rehearse(W, MS):
+        tensor = torch.ones(4, device="cuda")
+        inner, twin = dist.new_group([0, 1]), dist.new_group([0, 1])
+        groups = {"inner": inner, "twin": twin, "world": dist.group.WORLD}
+        for each in groups.values():
+            dist.all_reduce(tensor, group=each)
+
+        def launch(*names):
+            works = [dist.all_reduce(torch.ones(4, device="cuda"), group=groups[n], async_op=True) for n in names]
+            for work in works:
+                work.wait()
+
+        assert elapsed(lambda: launch("inner")) == pytest.approx(1, abs=0.2)
+        assert elapsed(lambda: launch("world")) == pytest.approx(3, abs=0.2)
+        assert elapsed(lambda: launch("inner", "twin")) == pytest.approx(2, abs=0.3)  # one link, one after the other
+        assert elapsed(lambda: launch("world", "inner", "twin")) == pytest.approx(3, abs=0.3)  # two links at once
+
+
+def test_a_group_keeps_its_launch_order_over_streams():
+    with rehearse(W, MS):
+        tensor = torch.ones(1, device="cuda")
+        one, two = torch.cuda.Stream(), torch.cuda.Stream()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(one):
+            first = dist.all_reduce(tensor, async_op=True)
+        with torch.cuda.stream(two):
+            second = dist.all_reduce(tensor, async_op=True)
+        assert not second.is_completed()
+        second.wait()
+        torch.cuda.synchronize()
+        assert first.is_completed()
+        assert tensor.item() == W * W
+
+
+def test_compute_overlaps_with_the_wire():
+    with rehearse(W, Network(Link(1e15, 20e-3), Link(1e15, 20e-3))):
+        a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+        flags = torch.ones(8, device="cuda")
+        dist.all_reduce(flags)
+
+        def compute():
+            for _ in range(50):
+                a @ a
+
+        compute()
+        alone = elapsed(compute)
+
+        def both():
+            work = dist.all_reduce(flags, async_op=True)
+            compute()
+            work.wait()
+
+        assert elapsed(both) == pytest.approx(max(20, alone), rel=0.15)
+
+
+def test_the_host_pays_less_than_30_microseconds():
+    with rehearse(8, "h100-nvlink"):
+        world = dist.group.WORLD
+        full = [torch.empty(8 * 4096, device="cuda", dtype=torch.bfloat16) for _ in range(9)]
+        shards = [tensor[:4096] for tensor in full]
+        opts = options(dist.ReduceOp.AVG)
+        launches = {
+            "gather": lambda: world._allgather_base(full[0], shards[0]),
+            "coalesced gather": lambda: world.allgather_into_tensor_coalesced(full, shards),
+            "coalesced reduce": lambda: world.reduce_scatter_tensor_coalesced(shards, full, opts),
+        }
+        costs = {}
+        for name, launch in launches.items():
+            samples = []
+            for _ in range(20):
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                for _ in range(10):
+                    launch().wait()
+                samples.append((time.perf_counter() - begin) / 10)
+            costs[name] = sorted(samples)[len(samples) // 2] * 1e6
+        print({name: f"{cost:.1f} us" for name, cost in costs.items()})
+        assert all(cost < 30 for cost in costs.values()), costs
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(4)), nn.Linear(256, 8)).cuda()
+
+
+def train(model, steps=4):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        loss = model(torch.randn(8, 256, device="cuda")).float().pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_ddp_trains_as_one_process_does():
+    expected = train(build())
+    with rehearse(8):
+        assert train(nn.parallel.DistributedDataParallel(build())) == pytest.approx(expected, rel=1e-5)
+
+
+def test_fsdp2_reports_memory_and_time():
+    with rehearse(8, Network(Link(1e15, 2e-3), Link(1e15, 2e-3))) as rehearsal:
+        mesh = init_device_mesh("cuda", (8,))
+        model = build()
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        for block in model:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        losses = train(fully_shard(model, mesh=mesh, mp_policy=policy), steps=6)
+    assert losses[-1] < losses[0]
+    report = rehearsal.report()
+    assert report.median > 0.8 * report.wire > 0.02  # nothing to compute: all of the wire time shows
+    assert report.memory["peak"] <= report.memory["reserved"]
+    assert report.memory["parameters"] == pytest.approx(4 * (4 * 257 * 256 + 257 * 8) / 8, rel=0.1)
