@@ -1,0 +1,266 @@
+"""A pool of rank processes that serves a whole test session.
+
+Processes are forked from a server that has already imported torch, so a rank starts in tens of milliseconds, and are
+kept between tests; each test gets a new process group and a cleaned-up process. A test that fails in any way costs
+only the processes it used: they are ended, and the next test gets new ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch.distributed as dist
+
+from . import report
+from .report import Cut, Died, RankError
+from .worker import Clean, Error, Finish, Job, Ready, Value, serve
+
+__all__ = ["RankError", "RankPool"]
+
+_START_LIMIT = 180.0  # importing torch with cold disk caches on a busy machine
+_SETTLE = 0.5  # after a failure, what the other ranks have of their own to report comes within this
+_GRACE = 5.0  # after a failure, ranks that still run are cut
+
+# What rank bodies import sooner or later; the server imports it once for all of them. Names that are not installed
+# are passed over.
+_PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "pytest",
+    "hypothesis",
+]
+
+
+@dataclass
+class _Process:
+    rank: int
+    process: multiprocessing.process.BaseProcess
+    pipe: Connection
+    stacks_path: str
+
+    def send(self, message: Job | Finish) -> None:
+        with contextlib.suppress(OSError):  # it is dead then; `receive` will say so
+            self.pipe.send_bytes(pickle.dumps(message))
+
+    def receive(self) -> Any:
+        """The next message, or `Died` when the process is gone without one. Call when pipe or sentinel is ready."""
+        try:
+            if self.pipe.poll():
+                return pickle.loads(self.pipe.recv_bytes())
+        except (EOFError, OSError):
+            pass
+        self.process.join(5.0)
+        return Died(self.process.exitcode)
+
+    def stack(self) -> str:
+        """The Python stack of every thread, as it was at the call."""
+        try:
+            os.kill(self.process.pid or 0, signal.SIGUSR1)
+        except ProcessLookupError:
+            return ""
+        size, patience = 0, time.monotonic() + 2.0
+        while time.monotonic() < patience:
+            time.sleep(0.05)
+            now = os.path.getsize(self.stacks_path)
+            if now and now == size:
+                break
+            size = now
+        with open(self.stacks_path) as file:
+            return file.read()
+
+    def kill(self) -> None:
+        self.pipe.close()
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join(5.0)
+
+
+class RankPool:
+    """Up to `size` rank processes on Gloo over loopback.
+
+    `run(world, body, args)` calls `body(rank, world, *args)` on `world` of them and returns the values in rank order.
+    Inside the body the default process group has exactly `world` ranks, generators are seeded with 0 on every rank,
+    and torch runs one thread. Processes start on first use and are reused.
+    """
+
+    def __init__(self, size: int = 4) -> None:
+        self.size = size
+        self._processes: dict[int, _Process] = {}
+        self._folder = tempfile.mkdtemp(prefix="ranks-")
+        self._jobs = 0
+        self._started = 0
+        self._store, self._port = _loopback_store()
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(_PRELOAD)
+
+    def run(
+        self,
+        world: int,
+        body: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        limit: float = 60.0,
+        name: str = "",
+    ) -> list[Any]:
+        """Runs `body` on ranks 0 to `world` - 1 and returns their values, tensors as detached CPU tensors.
+
+        Raises `RankError` when a rank raises, dies, or has not returned after `limit` seconds; `name` (of the test)
+        leads its message. `body` must be a function at the top level of an importable module; what it depends on
+        goes through `args` and `kwargs`.
+        """
+        __tracebackhide__ = True
+        payload = _dump_call(body, args, dict(kwargs or {}))
+        name = name or body.__qualname__
+        processes = self.start(world)
+        self._jobs += 1
+        job = Job(world, f"job-{self._jobs}", tuple(sys.path), payload)
+        deadline = time.monotonic() + limit
+        try:
+            replies = _exchange(processes, job, deadline, name, limit)
+            # Separate from the job: a rank that left the group early could break a peer's last collective.
+            _exchange(processes, Finish(), max(deadline, time.monotonic() + _GRACE), name, limit)
+        except BaseException:  # also a KeyboardInterrupt: the processes are in an unknown state
+            self._discard(processes)
+            raise
+        return [pickle.loads(reply.payload) for reply in replies]
+
+    def pids(self) -> list[int]:
+        """The process ids of the ranks that are up, in rank order."""
+        return [entry.process.pid or 0 for _, entry in sorted(self._processes.items())]
+
+    def close(self) -> None:
+        """Ends every process of the pool."""
+        self._discard(list(self._processes.values()))
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def start(self, world: int) -> list[_Process]:
+        """Starts those of the first `world` ranks that are not up, and returns when they are."""
+        if not 1 <= world <= self.size:
+            raise ValueError(f"world is {world}; this pool has ranks for 1 to {self.size}")
+        new = [self._start(rank) for rank in range(world) if not self._alive(rank)]
+        for entry in new:
+            ready = wait([entry.pipe, entry.process.sentinel], _START_LIMIT)
+            message = entry.receive() if ready else Cut(entry.stack())
+            if not isinstance(message, Ready):
+                self._discard(new)
+                raise RankError(f"rank {entry.rank} did not start: {message}")
+        return [self._processes[rank] for rank in range(world)]
+
+    def _alive(self, rank: int) -> bool:
+        return rank in self._processes and self._processes[rank].process.is_alive()
+
+    def _start(self, rank: int) -> _Process:
+        self._started += 1
+        stacks_path = os.path.join(self._folder, f"stacks-{self._started}")
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(
+            target=serve, args=(rank, theirs, self._port, stacks_path), name=f"rank-{rank}", daemon=True
+        )
+        process.start()
+        theirs.close()  # with the only other end in the child, its death is seen as the end of the pipe
+        entry = _Process(rank, process, ours, stacks_path)
+        self._processes[rank] = entry
+        return entry
+
+    def _discard(self, processes: list[_Process]) -> None:
+        for entry in processes:
+            entry.kill()
+            self._processes.pop(entry.rank, None)
+
+
+def _exchange(processes: list[_Process], message: Job | Finish, deadline: float, name: str, limit: float) -> list[Any]:
+    """Sends `message` to all and returns their answers in rank order; raises `RankError` if one is not a success."""
+    __tracebackhide__ = True
+    for entry in processes:
+        entry.send(message)
+    replies: dict[int, Any] = {}
+    failures = _Failures(deadline)
+    while len(replies) < len(processes) and time.monotonic() < failures.cut_at:
+        for entry in _answering(processes, replies, failures.next_event()):
+            replies[entry.rank] = entry.receive()
+            if not isinstance(replies[entry.rank], (Value, Clean)):
+                failures.note()
+        if failures.settled():
+            _kill_failed(processes, replies)
+    if not failures.seen and len(replies) == len(processes):
+        return [replies[entry.rank] for entry in processes]
+    for entry in processes:
+        if entry.rank not in replies:
+            replies[entry.rank] = Cut(entry.stack())
+    raise RankError(report.describe(name, len(processes), replies, limit, finishing=isinstance(message, Finish)))
+
+
+class _Failures:
+    """When to act on a failure: wake the other ranks once it has settled, cut them after the grace period."""
+
+    def __init__(self, deadline: float) -> None:
+        self.seen = False
+        self.wake_at = self.cut_at = deadline
+
+    def note(self) -> None:
+        if not self.seen:
+            self.seen = True
+            self.wake_at = min(self.cut_at, time.monotonic() + _SETTLE)
+            self.cut_at = min(self.cut_at, time.monotonic() + _GRACE)
+
+    def settled(self) -> bool:
+        return self.seen and time.monotonic() >= self.wake_at
+
+    def next_event(self) -> float:
+        return self.cut_at if self.settled() else self.wake_at
+
+
+def _answering(processes: list[_Process], replies: dict[int, Any], until: float) -> list[_Process]:
+    """Those of the ranks without a reply that have one now, or have died; waits for the first until `until`."""
+    waiting = [entry for entry in processes if entry.rank not in replies]
+    handles = [handle for entry in waiting for handle in (entry.pipe, entry.process.sentinel)]
+    ready = wait(handles, max(0.0, until - time.monotonic()))
+    return [entry for entry in waiting if entry.pipe in ready or entry.process.sentinel in ready]
+
+
+def _kill_failed(processes: list[_Process], replies: dict[int, Any]) -> None:
+    # Its connections close with it, which wakes the ranks that wait for it in a collective.
+    for entry in processes:
+        if isinstance(replies.get(entry.rank), Error) and entry.process.is_alive():
+            entry.process.kill()
+
+
+def _dump_call(body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    try:
+        return pickle.dumps((body, args, kwargs))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            f"cannot send {body!r} to the ranks ({error}); make it a top-level function of an importable module and "
+            "pass what it depends on as arguments"
+        ) from error
+
+
+def _loopback_store() -> tuple[dist.TCPStore, int]:
+    """A store in this process that listens on loopback only, and its port; also points Gloo at loopback."""
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if loopback is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # inherited by the ranks
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(64)
+    port = listener.getsockname()[1]
+    # The store owns the descriptor from here on.
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return store, port

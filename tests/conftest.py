@@ -1,0 +1,57 @@
+"""Options and fixtures of all tests: `--full`, and `ranks`, which runs a function on real rank processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.bench import RankPool
+
+_LIMIT = 60.0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="also run the tests marked `full`")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--full"):
+        return
+    skip = pytest.mark.skip(reason="part of the full product; runs with --full")
+    for item in items:
+        if item.get_closest_marker("full"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[RankPool]:
+    """The session's rank processes. Most tests want `ranks`, which knows the test's limit and name."""
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest, rank_pool: RankPool) -> Callable[..., list[Any]]:
+    """`ranks(world, body, *args, **kwargs)` runs `body(rank, world, *args, **kwargs)` on `world` (1 to 4) processes.
+
+    Returns the values in rank order. `body` is a top-level function; `torch.distributed` is initialised in it. The test
+    is cut when its calls together take longer than `@pytest.mark.limit(seconds)`, 60 s unless marked.
+    """
+    marker = request.node.get_closest_marker("limit")
+    left = float(marker.args[0]) if marker else _LIMIT
+
+    def run(world: int, body: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        nonlocal left
+        __tracebackhide__ = True
+        rank_pool.start(world)  # starting processes is not the test's time
+        begin = time.monotonic()
+        try:
+            return rank_pool.run(world, body, args, kwargs, limit=left, name=request.node.nodeid)
+        finally:
+            left = max(0.0, left - (time.monotonic() - begin))
+
+    return run
