@@ -42,6 +42,7 @@ _PRELOAD = [
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
+    "torch.distributed.tensor.debug",
     "pytest",
     "hypothesis",
 ]
