@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+from torch.utils import _pytree as pytree
 
 
 def _method(*names: str) -> Callable[..., Work]:
@@ -60,8 +61,44 @@ def make_dtensor(
     return made
 
 
+def like_dtensor(like: torch.Tensor, local: torch.Tensor) -> DTensor:
+    """A DTensor over ``local`` with the mesh, placements and global shape of another one."""
+    assert isinstance(like, DTensor)
+    made: DTensor = DTensor(local, like._spec, requires_grad=False)
+    return made
+
+
 def backend_name(group: ProcessGroup, device: torch.device) -> str:
     """The name of the backend that serves tensors of this device in a process group."""
     backend: Any = group._get_backend(device)
     name: str = backend.name()
     return name
+
+
+def in_backward() -> bool:
+    """Whether the autograd engine is running on this thread: a forward called now is a recompute."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def at_end_of_backward(action: Callable[[], None]) -> None:
+    """Call ``action`` when the backward that is running on this thread has finished."""
+    torch.autograd.Variable._execution_engine.queue_callback(action)
+
+
+def profiling() -> bool:
+    """Whether the torch profiler is recording."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+def pytree_leaves(value: Any) -> list[Any]:
+    """The leaves of a value of a registered pytree type; a value of any other type is a leaf itself."""
+    return pytree.tree_leaves(value)
+
+
+def pytree_map(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """A value of a registered pytree type with its tensors changed; the value itself where none changes."""
+    leaves, spec = pytree.tree_flatten(value)
+    mapped = [change(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    if all(new is old for new, old in zip(mapped, leaves)):
+        return value
+    return pytree.tree_unflatten(mapped, spec)

@@ -36,6 +36,13 @@ class Pool:
         storage.resize_(0)
         return tensor
 
+    def temporary(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor for the lane's own use; it must be kept until the lane's work on it has been waited for."""
+        if self._pool is None:
+            return torch.empty(numel, dtype=dtype, device=self.lane.device)
+        with self.lane.entered(), torch.cuda.use_mem_pool(self._pool, self.lane.device):
+            return torch.empty(numel, dtype=dtype, device=self.lane.device)
+
     def allocate(self, tensor: torch.Tensor) -> None:
         """Give the tensor its storage; its values are undefined. No effect where it has storage already."""
         storage = tensor.untyped_storage()

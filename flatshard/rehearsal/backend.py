@@ -6,7 +6,7 @@ every other rank were a twin of this one (:mod:`transfer`), and takes its modell
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,16 +14,18 @@ import torch.distributed as dist
 
 from flatshard.rehearsal.clock_cpu import CpuClock, CpuLink
 from flatshard.rehearsal.clock_cuda import CudaClock, CudaLink
-from flatshard.rehearsal.ledger import Ledger
+from flatshard.rehearsal.ledger import Entry, Ledger
 from flatshard.rehearsal.network import Kind, Network, wire_bytes
 from flatshard.rehearsal.torch_private import NEW_NAMES, ProcessGroup, premul_factor
 from flatshard.rehearsal.transfer import Clock, Transfer
 
 BACKEND = "rehearsal"
+_SUM, _AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 _IDEMPOTENT = (dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.BAND, dist.ReduceOp.BOR)
 
 Tensors = Sequence[torch.Tensor]
-Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+Pair = tuple[torch.Tensor, torch.Tensor]
+Pairs = list[Pair]
 
 
 class Medium:
@@ -55,7 +57,8 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
         self._medium = medium
         self._level = medium.network.level(ranks)
         self._clocks: dict[torch.device, Clock] = {}
-        self._last: dist.Work | None = None
+        self._costs: dict[tuple[Kind, int, int], tuple[Entry, float, float]] = {}  # a step repeats the last one's sizes
+        self._coalesced: list[dist.Work] | None = None
         self._group_name = self._group_desc = ""
 
     # A group made in C++ keeps its name and description in its backend; this one has none and keeps them here.  The
@@ -79,30 +82,57 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
     group_desc = property(getGroupDesc)
 
     def _launch(
-        self, kind: Kind, size: int, pairs: Pairs, *, segments: int = 1, device: torch.device | None = None, **how: Any
-    ) -> dist.Work:
-        """Hand one collective of ``size`` bytes to the clock; ``how`` are further fields of :class:`Transfer`."""
+        self, kind: Kind, size: int, pairs: Pairs, segments: int = 1, fold: bool = False, slots: int = 1,
+        scale: float = 1.0, result: list[torch.Tensor] | None = None,
+    ) -> dist.Work:  # fmt: skip
+        """Hand one collective of ``size`` bytes to its device's clock; the rest as in :class:`Transfer`."""
         for dst, src in pairs:
             if not (dst.is_contiguous() and src.is_contiguous()):
                 raise ValueError(f"{kind}: tensors must be contiguous, as for every backend; call .contiguous() first")
-        device = pairs[0][0].device if device is None else device
-        seconds = self._medium.network.seconds(kind, size, self._count, self._level, segments)
-        self._medium.ledger.add(kind, size, wire_bytes(kind, size, self._count), seconds)
+        device = pairs[0][0].device if pairs else self._device()
+        key = (kind, size, segments)
+        if key not in self._costs:
+            self._costs[key] = self._cost(*key)
+        entry, wire, seconds = self._costs[key]
+        entry.add(size, wire, seconds)
         clock = self._clocks.get(device)
         if clock is None:
             clock = self._clocks[device] = self._medium.clock(device)
-        self._last = clock.submit(Transfer(pairs, self._level, seconds, **how))
-        return self._last
+        own = self._own if slots > 1 else 0
+        transfer = Transfer(pairs, self._level, seconds, fold, slots, own, scale, result, kind == "barrier")
+        work = clock.submit(transfer)
+        if self._coalesced is not None:
+            self._coalesced[:] = [work]
+        return work
 
-    def _scale(self, op: Any) -> float:
+    def _cost(self, kind: Kind, size: int, segments: int) -> tuple[Entry, float, float]:
+        seconds = self._medium.network.seconds(kind, size, self._count, self._level, segments)
+        return self._medium.ledger.entry(kind), wire_bytes(kind, size, self._count), seconds
+
+    def _scale(self, opts: Any) -> float:
         """The factor between this rank's value and the reduction of W equal values."""
-        if op == dist.ReduceOp.SUM:
-            return float(self._count)
-        if op == dist.ReduceOp.AVG or any(op == same for same in _IDEMPOTENT):
+        op = _SUM if opts is None else getattr(opts, "reduceOp", opts)  # the short forms pass the reduction itself
+        if op == _AVG:
             return 1.0
+        if op == _SUM:
+            return float(self._count)
         if op == dist.ReduceOp.PREMUL_SUM:
             return self._count * premul_factor(op)
+        if any(op == same for same in _IDEMPOTENT):
+            return 1.0
         raise ValueError(f"rehearsal reduces with SUM, AVG, MIN, MAX, BAND, BOR and PREMUL_SUM, not with {op}")
+
+    def _sharded_size(self, kind: Kind, full_name: str, shard_name: str, pairs: Iterable[Pair]) -> int:
+        """Bytes of all full tensors, each of which must be W times its shard."""
+        count, size = self._count, 0
+        for full, shard in pairs:
+            if full.nbytes != shard.nbytes * count:
+                raise ValueError(
+                    f"{kind}: the {full_name} has {full.numel()} elements of {full.dtype} and the {shard_name} "
+                    f"{shard.numel()} of {shard.dtype}; with {count} ranks it must have {shard.numel() * count}"
+                )
+            size += full.nbytes
+        return size
 
     # -- gathers: every slot of the output gets this rank's shard
 
@@ -110,14 +140,9 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
         return self.allgather_into_tensor_coalesced([output], [input])
 
     def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        for output, shard in zip(outputs, inputs):
-            if output.numel() != shard.numel() * self._count:
-                raise ValueError(
-                    f"all_gather: the output has {output.numel()} elements and the input {shard.numel()}; "
-                    f"with {self._count} ranks it must have {shard.numel() * self._count}"
-                )
         pairs = list(zip(outputs, inputs))
-        return self._launch("all_gather", _size(outputs), pairs, segments=len(pairs), slots=self._count, own=self._own)
+        size = self._sharded_size("all_gather", "output", "input", pairs)
+        return self._launch("all_gather", size, pairs, len(pairs), False, self._count)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         pairs = [(output, shard) for row, shard in zip(outputs, inputs) for output in row]
@@ -138,41 +163,27 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
         return self.reduce_scatter_tensor_coalesced([output], [input], opts)
 
     def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        for shard, full in zip(outputs, inputs):
-            if full.numel() != shard.numel() * self._count:
-                raise ValueError(
-                    f"reduce_scatter: the input has {full.numel()} elements and the output {shard.numel()}; "
-                    f"with {self._count} ranks it must have {shard.numel() * self._count}"
-                )
+        size = self._sharded_size("reduce_scatter", "input", "output", zip(inputs, outputs))
         pairs = list(zip(outputs, inputs))
-        scale = self._scale(_op(opts))
-        return self._launch(
-            "reduce_scatter",
-            _size(inputs),
-            pairs,
-            segments=len(pairs),
-            fold=True,
-            slots=self._count,
-            own=self._own,
-            scale=scale,
-        )
+        return self._launch("reduce_scatter", size, pairs, len(pairs), True, self._count, self._scale(opts))
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
+        """The form with lists, which nothing that is fast uses: charged in full, but only the own slot is read."""
         pairs = [(output, row[self._own]) for output, row in zip(outputs, inputs)]
-        scale = self._scale(_op(opts))
+        scale = self._scale(opts)
         return self._launch("reduce_scatter", sum(map(_size, inputs)), pairs, fold=True, scale=scale)
 
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> dist.Work:
         return self.allreduce_coalesced(_listed(tensors), opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        scale = self._scale(_op(opts))
+        scale = self._scale(opts)
         return self._launch(
             "all_reduce", _size(tensors), _in_place(tensors), segments=len(tensors), fold=True, scale=scale
         )
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        scale = self._scale(_op(opts)) if opts is None or opts.rootRank == self._own else 1.0
+        scale = self._scale(opts) if opts is None or opts.rootRank == self._own else 1.0
         return self._launch("reduce", _size(tensors), _in_place(tensors), fold=True, scale=scale)
 
     # -- the rest: what would come from another rank is this rank's own bytes, or zeros
@@ -211,7 +222,7 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
         return self.recv(tensors, 0, tag)
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        return self._launch("barrier", 0, [], device=self._device(), blocks_host=True)
+        return self._launch("barrier", 0, [])
 
     def _device(self) -> torch.device:
         """Where a collective without tensors waits: where this group has been used last."""
@@ -222,11 +233,12 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
     # -- the frame
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._last = None
+        self._coalesced = []
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        """Work on whose end everything launched since the start has ended, since a group keeps its launch order."""
-        return self._last if self._last is not None else self.barrier()
+        """The work launched last since the start: with its end all others have ended, in launch order."""
+        works, self._coalesced = self._coalesced, None
+        return works[0] if works else self.barrier()
 
     def shutdown(self) -> None:
         for clock in self._clocks.values():
@@ -241,17 +253,12 @@ for _old, _new in NEW_NAMES.items():
     setattr(RehearsalGroup, _new, getattr(RehearsalGroup, _old))
 
 
-def _op(opts: Any) -> Any:
-    """The reduction of an options object, or of the short forms that take it alone or not at all."""
-    return dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
-
-
 def _listed(tensors: Tensors | torch.Tensor) -> Tensors:
     return [tensors] if isinstance(tensors, torch.Tensor) else tensors
 
 
 def _size(tensors: Tensors) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum([tensor.nbytes for tensor in tensors])
 
 
 def _in_place(tensors: Tensors) -> Pairs:

@@ -105,7 +105,7 @@ class CpuClock:
         torch.set_num_threads(threads)
 
     def submit(self, transfer: Transfer) -> CpuWork:
-        work = CpuWork(transfer.result if transfer.result is not None else [dst for dst, _ in transfer.pairs])
+        work = CpuWork(transfer.outputs())
         self._queue.put((transfer, work))
         return work
 

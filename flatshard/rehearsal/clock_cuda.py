@@ -14,14 +14,16 @@ from typing import Any
 
 import torch
 
-from flatshard.rehearsal.torch_private import Work, compile_kernel, cuda
+from flatshard.rehearsal.driver import Driver
+from flatshard.rehearsal.torch_private import Work, compile_kernel, cuda, current_device, current_raw_stream
 from flatshard.rehearsal.transfer import Transfer
 
 _MAX_SEGMENTS = 120  # with the header 2.9 KiB of the 4 KiB that every driver accepts as kernel arguments
-_HEADER = struct.Struct("<8Q")
+_CALL = [struct.Struct(f"<{8 + 3 * segments}Q") for segments in range(_MAX_SEGMENTS + 1)]
 _THREADS = 512
 _MAX_BLOCKS = 32
 _BYTES_PER_BLOCK = 1 << 18
+_ONE = 0x3F800000  # the bits of 1.0, by far the most frequent scale
 _COPY, _SCALE_FLOAT32, _SCALE_BFLOAT16 = 0, 1, 2
 _SCALED_IN_KERNEL = {torch.float32: _SCALE_FLOAT32, torch.bfloat16: _SCALE_BFLOAT16}
 
@@ -123,39 +125,43 @@ extern "C" __global__ void __launch_bounds__(512) rehearse(const __grid_constant
 
 
 class CudaLink:
-    """What the groups of a rehearsal share on one device: the kernel and the words that stand for the two links."""
+    """What the groups of a rehearsal share on one device: the kernel, the words of the two links, spare events."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.driver = Driver()
         with cuda.device(device):
             self.function = compile_kernel(_SOURCE, "rehearse")
             self._words = torch.zeros(2, dtype=torch.int64, device=device)
             cuda.synchronize()
         self.words = {"inside": self._words.data_ptr(), "between": self._words.data_ptr() + 8}
-        driver = ctypes.CDLL("libcuda.so.1")
-        self.launch = driver.cuLaunchKernel
-        self.launch.argtypes = [ctypes.c_void_p] + [ctypes.c_uint] * 7 + [ctypes.c_void_p] * 3
+        self.spare_events: list[int] = []
 
 
 class CudaWork(Work):  # type: ignore[misc]
-    """``wait`` orders the current stream after the collective and returns; it holds the tensors until then."""
+    """``wait`` orders the current stream after the collective and returns; the tensors are held until then."""
 
-    def __init__(self, transfer: Transfer, event: Any, device: torch.device) -> None:
+    def __init__(self, transfer: Transfer, event: int, link: CudaLink) -> None:
         super().__init__()
-        self._transfer: Transfer | None = transfer
-        self._result = transfer.result
-        self._blocks_host = transfer.blocks_host
+        self._transfer = transfer
         self._event = event
-        self._device = device
+        self._link = link
+        self._waited = False
         self._future: torch.futures.Future[Any] | None = None
 
+    def __del__(self) -> None:
+        # Streams that wait for the event captured its state when they were told to, so it can be recorded again.
+        self._link.spare_events.append(self._event)
+
     def wait(self, timeout: object = None) -> bool:
-        cuda.current_stream(self._device).wait_event(self._event)
-        if self._blocks_host:
-            self._event.synchronize()
-        if self._transfer is not None and self._result is None:
-            self._result = [dst for dst, _ in self._transfer.pairs]
-        self._transfer = None
+        link, transfer = self._link, self._transfer
+        link.driver.wait(current_raw_stream(link.device.index), self._event)
+        if transfer.blocks_host:
+            link.driver.synchronize(self._event)
+        if not self._waited:
+            self._waited = True
+            transfer.result = transfer.outputs()
+            transfer.pairs = []
         return True
 
     def synchronize(self) -> None:
@@ -165,26 +171,25 @@ class CudaWork(Work):  # type: ignore[misc]
         self.wait()
 
     def is_completed(self) -> bool:
-        return bool(self._event.query())
+        return self._link.driver.is_done(self._event)
 
     def is_success(self) -> bool:
-        return bool(self._event.query())
+        return self.is_completed()
 
     def exception(self) -> None:
         return None
 
     def result(self) -> list[torch.Tensor]:
-        if self._result is None and self._transfer is not None:
-            self._result = [dst for dst, _ in self._transfer.pairs]
-        return self._result or []
+        return self._transfer.outputs()
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future that is complete at once and whose ``wait`` orders streams, as NCCL's; made on the first request."""
         if self._future is None:
-            self._future = torch.futures.Future(devices=[self._device])
-            carrier = cuda.Stream(self._device)
+            device = self._link.device
+            self._future = torch.futures.Future(devices=[device])
+            carrier = cuda.Stream(device)
             with cuda.stream(carrier):
-                carrier.wait_event(self._event)
+                self._link.driver.wait(carrier.cuda_stream, self._event)
                 self._future.set_result(self.result())
         return self._future
 
@@ -194,45 +199,48 @@ class CudaClock:
 
     def __init__(self, link: CudaLink) -> None:
         self._link = link
+        self._driver = link.driver
         self._stream = cuda.Stream(link.device, priority=-1)
-        self._before = cuda.Event()
-        self._arguments = ctypes.create_string_buffer(_HEADER.size + 24 * _MAX_SEGMENTS)
-        address = ctypes.addressof(self._arguments)
-        self._pointers = (ctypes.c_void_p * 1)(address)
-        self._raw_stream = ctypes.c_void_p(self._stream.cuda_stream)
+        self._raw_stream: int = self._stream.cuda_stream
+        with cuda.device(link.device):
+            self._before = self._driver.create_event()
+        self._arguments = ctypes.create_string_buffer(_CALL[-1].size)
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._arguments))
 
     def submit(self, transfer: Transfer) -> CudaWork:
-        device, stream = self._link.device, self._stream
-        self._before.record(cuda.current_stream(device))
-        stream.wait_event(self._before)
-        if len(transfer.pairs) <= _MAX_SEGMENTS:
-            self._launch(transfer, transfer.pairs, transfer.seconds)
-        else:
-            for first in range(0, len(transfer.pairs), _MAX_SEGMENTS):
-                part = transfer.pairs[first : first + _MAX_SEGMENTS]
-                last = first + _MAX_SEGMENTS >= len(transfer.pairs)
-                self._launch(transfer, part, transfer.seconds if last else 0.0)
-        event = cuda.Event()
-        event.record(stream)
-        return CudaWork(transfer, event, device)
+        link, driver, stream = self._link, self._driver, self._raw_stream
+        if current_device() != link.device.index:
+            with cuda.device(link.device):
+                return self.submit(transfer)
+        # one event serves all launches: the wait captures the record that precedes it
+        driver.record(self._before, current_raw_stream(link.device.index))
+        driver.wait(stream, self._before)
+        pairs = transfer.pairs
+        while len(pairs) > _MAX_SEGMENTS:
+            self._launch(transfer, pairs[:_MAX_SEGMENTS], 0.0)
+            pairs = pairs[_MAX_SEGMENTS:]
+        self._launch(transfer, pairs, transfer.seconds)
+        try:
+            event = link.spare_events.pop()
+        except IndexError:
+            event = driver.create_event()
+        driver.record(event, stream)
+        return CudaWork(transfer, event, link)
 
     def _launch(self, transfer: Transfer, pairs: list[tuple[torch.Tensor, torch.Tensor]], seconds: float) -> None:
-        fold, slots = transfer.fold, transfer.slots
+        fold, slots, scale = transfer.fold, transfer.slots, transfer.scale
         fields: list[int] = []
         total = alignment = 0
         for dst, src in pairs:
-            shard = dst if fold else src
-            size = shard.numel() * shard.element_size()
+            size = dst.nbytes if fold else src.nbytes
             to, source = dst.data_ptr(), src.data_ptr()
             fields += (to, source, size)
             alignment |= to | source | size
             total += size
         width = 16 if not alignment & 15 else 4 if not alignment & 3 else 2 if not alignment & 1 else 1
-        arithmetic, scale = _COPY, transfer.scale
-        if scale != 1.0:
-            arithmetic = _SCALED_IN_KERNEL.get(pairs[0][0].dtype, _COPY)
-        # the middle of the header is written as packed pairs of 32-bit words, see struct Call
-        _HEADER.pack_into(
+        arithmetic = _COPY if scale == 1.0 else _SCALED_IN_KERNEL.get(pairs[0][0].dtype, _COPY)
+        # struct Call: its 32-bit fields are packed here in pairs
+        _CALL[len(pairs)].pack_into(
             self._arguments,
             0,
             self._link.words[transfer.level],
@@ -243,14 +251,10 @@ class CudaClock:
             arithmetic | width << 32,
             _float_bits(scale) | len(pairs) << 32,
             0,
+            *fields,
         )
-        struct.pack_into(f"<{len(fields)}Q", self._arguments, _HEADER.size, *fields)
         blocks = min(_MAX_BLOCKS, total * slots // _BYTES_PER_BLOCK + 1)
-        error = self._link.launch(
-            self._link.function, blocks, 1, 1, _THREADS, 1, 1, 0, self._raw_stream, self._pointers, None
-        )
-        if error:
-            raise RuntimeError(f"the rehearsal kernel could not be launched (CUDA driver error {error})")
+        self._driver.launch(self._link.function, blocks, _THREADS, self._raw_stream, self._pointers)
         if scale != 1.0 and arithmetic == _COPY:
             with cuda.stream(self._stream), torch.no_grad():
                 for dst, _ in pairs:
@@ -262,4 +266,4 @@ class CudaClock:
 
 
 def _float_bits(value: float) -> int:
-    return int.from_bytes(struct.pack("<f", value), "little")
+    return _ONE if value == 1.0 else int.from_bytes(struct.pack("<f", value), "little")

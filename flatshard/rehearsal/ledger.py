@@ -16,6 +16,12 @@ class Entry:
     wire: float = 0.0
     seconds: float = 0.0
 
+    def add(self, size: int, wire: float, seconds: float) -> None:
+        self.launches += 1
+        self.size += size
+        self.wire += wire
+        self.seconds += seconds
+
 
 @dataclass
 class Ledger:
@@ -23,14 +29,9 @@ class Ledger:
 
     entries: dict[Kind, Entry] = field(default_factory=dict)
 
-    def add(self, kind: Kind, size: int, wire: float, seconds: float) -> None:
-        entry = self.entries.get(kind)
-        if entry is None:
-            entry = self.entries[kind] = Entry()
-        entry.launches += 1
-        entry.size += size
-        entry.wire += wire
-        entry.seconds += seconds
+    def entry(self, kind: Kind) -> Entry:
+        """The sums of one kind, for whoever launches it to add to."""
+        return self.entries.setdefault(kind, Entry())
 
     def snapshot(self) -> dict[Kind, Entry]:
         return {kind: replace(entry) for kind, entry in self.entries.items()}

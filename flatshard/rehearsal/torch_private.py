@@ -18,6 +18,9 @@ Work: Any = _distributed_c10d.Work
 ProcessGroup: Any = dist.ProcessGroup
 HashStore: Any = _distributed_c10d.HashStore
 cuda: Any = torch.cuda  # its events and streams carry no annotations
+# The index of the current device, and the handle of a device's current stream; a build without CUDA has neither.
+current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+current_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 # 2.13 renamed these methods and the C++ core looks for the new name first; a backend answers to both.
 NEW_NAMES = {

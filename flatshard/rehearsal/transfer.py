@@ -34,6 +34,10 @@ class Transfer:
     result: list[torch.Tensor] | None = None
     blocks_host: bool = False
 
+    def outputs(self) -> list[torch.Tensor]:
+        """What the caller gets to see as the result."""
+        return [dst for dst, _ in self.pairs] if self.result is None else self.result
+
 
 class Clock(Protocol):
     """Carries out the transfers of one process group in order, each not before the link is free."""

@@ -1,0 +1,1 @@
+"""What happens to a unit during a training step."""

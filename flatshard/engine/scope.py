@@ -1,0 +1,223 @@
+"""What the units of one root share: lanes, pools, the program, and where the current pass stands."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from flatshard import _torch
+from flatshard.buffer import Lane, Pool, Ticket
+from flatshard.engine.group import Group, Reduction
+from flatshard.engine.schedule import Pass, Program
+from flatshard.policy import SchedulePolicy
+
+if TYPE_CHECKING:
+    from flatshard.engine.unit import Unit
+
+
+class Scope:
+    """Owned by its units, and knows them weakly: nothing here keeps a model alive."""
+
+    def __init__(self, units: Sequence[Unit], device: torch.device, policy: SchedulePolicy) -> None:
+        self.policy = policy
+        self.device = device
+        self.gather_lane = Lane("gather", device)
+        self.reduce_lane = Lane("reduce", device, own_groups=policy.separate_groups)
+        self.gather_pool = Pool(self.gather_lane)
+        self.reduce_pool = Pool(self.reduce_lane)
+        self.program = Program(len(units))
+        self.entry: Unit | None = None  # the outermost unit whose forward is running
+        self.reductions = 0
+        self._units = [weakref.ref(unit) for unit in units]
+        self._ahead: set[int] = set()  # gathered by prefetch and not needed yet
+        self._retained: Unit | None = None  # gathered by a recompute, its backward to come
+        self._reducing: deque[Reduction] = deque()
+        self._main_ready: Ticket = Ticket()
+        self._agreed = False
+        self._ending = False  # the end of the running backward has been arranged for
+        if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            warnings.warn(
+                "CUDA_DEVICE_MAX_CONNECTIONS=1 puts communication and compute into one hardware queue, so gathers and "
+                "reduces cannot overlap compute; unset it for sharded data parallelism",
+                stacklevel=2,
+            )
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units in the order of registration."""
+        return [unit for unit in (ref() for ref in self._units) if unit is not None]
+
+    # Passes
+
+    def begin_forward(self, entry: Unit) -> None:
+        """A forward starts at ``entry``. What is left of an earlier pass is cleared: its weights may be out of date."""
+        if self.program.running is not None or self._reducing:
+            self.reset()
+        self.entry = entry
+        for unit in self.units:
+            unit.release()
+        self._ahead.clear()
+        # The gathers of this pass read main after all that has been enqueued so far, the optimizer's writes included.
+        self._main_ready = self.gather_lane.mark()
+        self.program.begin(Pass.FORWARD if torch.is_grad_enabled() else Pass.FORWARD_NO_GRAD)
+
+    def end_forward(self) -> None:
+        """The forward of ``entry`` is over."""
+        self.entry = None
+        self._release_ahead()
+        self.program.end()
+
+    def begin_backward(self) -> None:
+        """A gradient has reached a unit. The first call of a backward starts its pass."""
+        if self._ending:
+            return
+        self._ending = True
+        for unit in self.units:
+            unit.backward_done = False
+        self.program.begin(Pass.BACKWARD)
+        scope = weakref.ref(self)
+        _torch.at_end_of_backward(lambda: _end_backward(scope))
+
+    def end_backward(self) -> None:
+        """All gradients are there: reduce what is left, order the current stream after all reduces, rest."""
+        self._ending = False
+        for unit in reversed(self.units):
+            unit.finish_backward()
+            unit.rest()
+        self._release_ahead()
+        self._retained = None
+        while self._reducing:
+            self._land()
+        self.program.end()
+        if not self._agreed:
+            self._agree()
+
+    def reset(self) -> None:
+        """Give up the running pass, whatever it was: nothing stays gathered, no unreduced gradient is kept."""
+        while self._reducing:
+            self._land()
+        for unit in self.units:
+            unit.reset()
+        self._ahead.clear()
+        self._retained, self.entry, self._ending = None, None, False
+        self.program.abandon()
+
+    # Gathers
+
+    def need(self, unit: Unit) -> None:
+        """Make the full parameters of ``unit`` usable by what follows, and start gathering what comes next."""
+        self.program.need(unit.index)
+        self._ahead.discard(unit.index)
+        self.gather(unit)
+        for other in self._next(unit):
+            self._ahead.add(other.index)
+            self.gather(other)
+        for group in unit.groups:
+            group.swap_in()
+
+    def gather(self, unit: Unit) -> None:
+        """Start gathering a unit. No effect on what has been gathered."""
+        if unit.is_gathered:
+            return
+        with self.traced("gather", unit):
+            for group in unit.groups:
+                group.gather(self.gather_pool, (self._main_ready,), unit.name)
+
+    def refresh_order(self) -> None:
+        """Gathers launched from now on read main after all that the current stream has been given."""
+        self._main_ready = self.gather_lane.mark()
+
+    def retain(self, unit: Unit) -> None:
+        """Keep a recomputed unit gathered for its backward, which usually is next; only the last one is kept."""
+        earlier, self._retained = self._retained, unit
+        if earlier is not None and earlier is not unit and not earlier.in_backward:
+            earlier.release()
+
+    def _next(self, unit: Unit) -> Iterator[Unit]:
+        room = self.policy.max_gathered - 1 - len(self._ahead)
+        if not self.policy.prefetch or room <= 0:
+            return
+        explicit = unit.prefetch_in_backward if self.program.running is Pass.BACKWARD else unit.prefetch_in_forward
+        if explicit is not None:
+            yield from (other for other in explicit if not other.is_gathered)
+            return
+        for index in self.program.upcoming():
+            other = self._units[index]()
+            if other is None or other.is_gathered or other is unit:
+                continue
+            if self.program.running is Pass.BACKWARD and other.backward_done:
+                continue  # a recompute passed through it; nothing of this backward will need it again
+            yield other
+            room -= 1
+            if room == 0:
+                return
+
+    def _release_ahead(self) -> None:
+        """Give back what was gathered ahead and not needed after all."""
+        for index in sorted(self._ahead):
+            unit = self._units[index]()
+            if unit is not None:
+                unit.release()
+        self._ahead.clear()
+
+    # Reduces
+
+    def reduce(self, unit: Unit, group: Group) -> None:
+        """Start reducing the gradients of one group."""
+        while len(self._reducing) >= self.policy.max_reducing:
+            self._land()
+        with self.traced("reduce", unit):
+            self._reducing.append(group.reduce(self.reduce_pool, unit.name))
+        self.reductions += 1
+        if not self.policy.async_reduce:
+            self._land()
+
+    def _land(self) -> None:
+        """Order the current stream after the oldest reduce; what it read may be freed."""
+        self._reducing.popleft().ticket.wait()
+
+    def _agree(self) -> None:
+        """Compare the recorded program with the other ranks', once. A difference would hang sooner or later."""
+        self._agreed = True
+        digest = self.program.digest()
+        for mesh in {unit.mesh for unit in self.units}:
+            for axis in range(mesh.ndim):
+                mine = torch.tensor([digest], dtype=torch.int64, device=self.device)
+                theirs = torch.empty(mesh.size(axis), dtype=torch.int64, device=self.device)
+                lane = self.gather_lane
+                lane.all_gather(lane.group(mesh, axis), [theirs], [mine], after=(lane.mark(),), name="agree").wait()
+                other = [rank for rank, value in enumerate(theirs.tolist()) if value != digest]
+                if other:
+                    raise RuntimeError(
+                        f"ranks {other} of mesh axis {axis} ran the units in another order than this rank; all ranks "
+                        "must run the same units in the same order"
+                    )
+
+    @contextmanager
+    def traced(self, what: str, unit: Unit) -> Iterator[None]:
+        """Name what the body enqueues, for profilers."""
+        label = f"flatshard::{what} {unit.name}"
+        if _torch.profiling():
+            with torch.profiler.record_function(label):
+                yield
+        elif self.device.type == "cuda":
+            torch.cuda.nvtx.range_push(label)
+            try:
+                yield
+            finally:
+                torch.cuda.nvtx.range_pop()
+        else:
+            yield
+
+
+def _end_backward(scope: weakref.ref[Scope]) -> None:
+    found = scope()
+    if found is not None:
+        found.end_backward()

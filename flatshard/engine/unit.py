@@ -1,0 +1,291 @@
+"""A unit: its hooks around forward and backward, and the phases it goes through."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from flatshard import _torch
+from flatshard.engine.group import Group
+from flatshard.engine.scope import Scope
+from flatshard.engine.trees import cast_floating, map_tensors, tensors_in
+from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy
+
+
+class Phase(Enum):
+    RESTING = "resting"
+    FORWARD = "forward"
+    AWAITING = "awaiting backward"  # a forward with gradients is over
+    BACKWARD = "backward"  # a gradient has reached an output
+
+
+# A recompute is not a forward: it happens on the way to, or in, BACKWARD and does not change the phase by itself.
+
+
+_NEXT = {
+    Phase.RESTING: {Phase.FORWARD, Phase.AWAITING, Phase.BACKWARD},
+    Phase.FORWARD: {Phase.RESTING, Phase.FORWARD, Phase.AWAITING},
+    Phase.AWAITING: {Phase.RESTING, Phase.FORWARD, Phase.BACKWARD},
+    Phase.BACKWARD: {Phase.RESTING},
+}
+
+
+class Unit:
+    """The state of one `fully_shard` call. Its modules own it through their hooks; it knows them weakly."""
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        groups: Sequence[Group],
+        mesh: DeviceMesh,
+        device: torch.device,
+        policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
+        schedule: SchedulePolicy | None = None,
+    ) -> None:
+        self.groups = list(groups)
+        self.mesh = mesh
+        self.device = device
+        self.policy = policy
+        self.reshard_after_forward = reshard_after_forward
+        self.schedule = schedule
+        self.name = type(modules[0]).__name__
+        self.index = 0
+        self.phase = Phase.RESTING
+        self.scope: Scope | None = None
+        self.backward_done = False  # its backward of the running pass is over
+        self.prefetch_in_forward: list[Unit] | None = None
+        self.prefetch_in_backward: list[Unit] | None = None
+        self._modules = [weakref.ref(module) for module in modules]
+        self._to_run: set[int] = set()  # modules of the unit whose forward of this pass is to come
+        self._inputs_to_pass = 0  # forwards whose inputs' gradients are to come
+        self._awaited = False  # a forward with gradients has been, its backward has not
+        for group in self.groups:
+            group.on_complete = functools.partial(_group_complete, weakref.ref(self), weakref.ref(group))
+        for module in modules:
+            module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._post_forward)
+            module.register_state_dict_pre_hook(self._before_state_dict)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [module for module in (ref() for ref in self._modules) if module is not None]
+
+    @property
+    def is_gathered(self) -> bool:
+        return all(group.is_gathered for group in self.groups)
+
+    @property
+    def in_backward(self) -> bool:
+        return self.phase is Phase.BACKWARD
+
+    def _enter(self, phase: Phase) -> None:
+        if phase not in _NEXT[self.phase] and phase is not self.phase:
+            raise RuntimeError(
+                f"unit '{self.name}' cannot go from {self.phase.value} to {phase.value}; if an exception interrupted "
+                "the last step, call reset() on the root"
+            )
+        self.phase = phase
+
+    # Forward
+
+    def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        scope = scope_of(self, module)
+        recompute = _torch.in_backward()
+        fresh = len(self._to_run) in (0, len(self._modules))
+        if recompute:
+            scope.begin_backward()
+        elif fresh and scope.entry in (None, self):
+            scope.begin_forward(self)
+        if fresh:
+            self._to_run = {id(ref()) for ref in self._modules}
+        # Under a recompute that belongs to a graph of an earlier forward, the hooks of that forward do the work.
+        attach = torch.is_grad_enabled() and not (recompute and (self._awaited or self.in_backward))
+        if not recompute:
+            self._enter(Phase.FORWARD)
+        scope.need(self)
+        policy = self.policy
+        if policy.cast_forward_inputs and policy.param_dtype is not None:
+            args, kwargs = cast_floating(policy.param_dtype, args), cast_floating(policy.param_dtype, kwargs)
+        if attach:
+            args, kwargs = self._watch_inputs(args, kwargs)
+        return args, kwargs
+
+    def _watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Notice when the gradients of this forward's inputs are complete."""
+        both = (args, kwargs)
+        wanted = {id(t): t for t in tensors_in(both) if t.requires_grad}
+        if not wanted:
+            return args, kwargs
+        passed = _InputsPassed.apply(weakref.ref(self), *wanted.values())  # type: ignore[no-untyped-call]
+        instead = dict(zip(wanted, passed))
+        self._inputs_to_pass += 1
+        args, kwargs = map_tensors(lambda t: instead.get(id(t), t), both)
+        return args, kwargs
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        scope = self.scope
+        assert scope is not None
+        if self.policy.output_dtype is not None:
+            output = cast_floating(self.policy.output_dtype, output)
+        grads = False
+        if torch.is_grad_enabled():
+            hook = functools.partial(_gradient_at_output, weakref.ref(self))
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(hook)
+                    grads = True
+        self._to_run.discard(id(module))
+        if self._to_run:
+            return output
+        if _torch.in_backward():
+            self._after_recompute(scope, grads)
+        else:
+            self._after_forward(scope, grads)
+        return output
+
+    def _after_forward(self, scope: Scope, grads: bool) -> None:
+        self._awaited |= grads
+        self._enter(Phase.AWAITING if self._awaited else Phase.RESTING)
+        outermost = scope.entry is self
+        keep = outermost if self.reshard_after_forward is None else not self.reshard_after_forward
+        if not (grads and keep):
+            self.release()
+        if outermost:
+            scope.end_forward()
+
+    def _after_recompute(self, scope: Scope, grads: bool) -> None:
+        if self.in_backward:
+            return
+        self._awaited |= grads
+        self._enter(Phase.AWAITING if self._awaited else Phase.RESTING)
+        scope.retain(self)
+
+    # Backward
+
+    def gradient_at_output(self) -> None:
+        """A gradient has reached an output: the weights are needed again."""
+        scope = self.scope
+        assert scope is not None
+        scope.begin_backward()
+        if self.in_backward:
+            return
+        self._enter(Phase.BACKWARD)
+        self.backward_done = False
+        scope.need(self)
+
+    def inputs_passed(self) -> None:
+        """The gradients of one forward's inputs are complete."""
+        self._inputs_to_pass -= 1
+        if self._inputs_to_pass <= 0:
+            self.finish_backward()
+            self.rest()
+
+    def group_complete(self, group: Group) -> None:
+        """All gradients of a group have arrived. Its weights may still be read until the inputs' gradients are done."""
+        scope = self.scope
+        assert scope is not None
+        scope.begin_backward()
+        scope.reduce(self, group)
+        if self._inputs_to_pass <= 0 and all(other.reduced or not other.expected for other in self.groups):
+            self.rest()
+
+    def finish_backward(self) -> None:
+        """Reduce what has arrived and is not reduced."""
+        scope = self.scope
+        assert scope is not None
+        for group in self.groups:
+            if group.waiting:
+                scope.reduce(self, group)
+
+    def rest(self) -> None:
+        """No backward is pending: release and forget."""
+        if self.phase is Phase.FORWARD:
+            return  # a gradient was computed inside this unit's forward
+        self.release()
+        self.phase = Phase.RESTING
+        self.backward_done = True
+        self._awaited = False
+        self._inputs_to_pass = 0
+        self._to_run.clear()  # a recompute that stopped early
+        for group in self.groups:
+            group.reduced = False
+
+    def reset(self) -> None:
+        """Rest, whatever was going on; gradients that have not been reduced are lost."""
+        for group in self.groups:
+            group.drop_gradients()
+        self.phase = Phase.RESTING
+        self.rest()
+
+    def release(self) -> None:
+        """Give the gathered weights back."""
+        for group in self.groups:
+            group.release()
+
+    def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """State dicts hold main weights: sharded."""
+        self.release()
+
+
+class _InputsPassed(torch.autograd.Function):
+    """Identity; its backward runs when the gradients of its inputs are complete."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: weakref.ref[Unit], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.unit = unit
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        unit = ctx.unit()
+        if unit is not None:
+            unit.inputs_passed()
+        return (None, *grads)
+
+
+def _gradient_at_output(unit: weakref.ref[Unit], grad: torch.Tensor) -> None:
+    found = unit()
+    if found is not None:
+        found.gradient_at_output()
+
+
+def _group_complete(unit: weakref.ref[Unit], group: weakref.ref[Group]) -> None:
+    found, of = unit(), group()
+    if found is not None and of is not None:
+        found.group_complete(of)
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that `fully_shard` made of this module, if it did."""
+    found = module.__dict__.get("_flatshard_unit")
+    assert found is None or isinstance(found, Unit)
+    return found
+
+
+def scope_of(unit: Unit, module: nn.Module) -> Scope:
+    """The scope of a unit. Where it has none, ``module`` is the root of one, and all units below it share it."""
+    if unit.scope is not None:
+        return unit.scope
+    units: list[Unit] = []
+    for name, child in module.named_modules():
+        found = unit_of(child)
+        if found is None or found in units:
+            continue
+        if found.scope is not None and found.scope.program.running is not None:
+            raise RuntimeError(f"unit '{name}' is in a pass of its own; finish that before running its parent")
+        found.release()
+        found.name = name or type(child).__name__
+        found.index = len(units)
+        units.append(found)
+    scope = Scope(units, unit.device, unit.schedule or SchedulePolicy())
+    for found in units:
+        found.scope = scope
+    return scope
