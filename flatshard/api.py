@@ -28,6 +28,16 @@ class FSDPModule:
         made.__init__(*args, **kwargs)
         return made
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """`.to`, `.float`, `to_empty` and their like replace parameters; the buffers take the new ones over."""
+        assert isinstance(self, nn.Module)
+        unit = unit_of(self)
+        assert unit is not None
+        unit.release()
+        result = super()._apply(fn, recurse)  # type: ignore[misc]
+        unit.absorb()
+        return result
+
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters and show them in full. With ``async_op`` the handle's ``wait`` shows them."""
         unit, scope = _unit_and_scope(self)

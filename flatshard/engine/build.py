@@ -62,8 +62,6 @@ def _refuse(name: str, parameter: nn.Parameter) -> None:
             f"parameter '{name}' is a DTensor on mesh {parameter.device_mesh}; sharding parameters that tensor "
             "parallelism has distributed is not supported; leave it out with ignored_params"
         )
-    if parameter.device.type == "meta":
-        raise ValueError(f"parameter '{name}' is on the meta device; give it values before fully_shard")
     if not parameter.is_contiguous():
         raise ValueError(f"parameter '{name}' is not contiguous; make it so before fully_shard")
 
@@ -112,7 +110,7 @@ def _build_group(
     frozen = not members[0][1].requires_grad
     floating = members[0][1].is_floating_point()
     main_dtype = policy.main_dtype if policy.main_dtype is not None and floating and not frozen else None
-    full = [parameter.detach().to(device) for _, parameter, _ in members]
+    full = [parameter.detach() if parameter.is_meta else parameter.detach().to(device) for _, parameter, _ in members]
     main = DBuffer.distribute(full, planned, mesh, placements.optimizer)
     if main_dtype is not None and main_dtype != main.dtype:
         main = main.cast(main_dtype)

@@ -33,6 +33,13 @@ class Site:
         plain = type(module).__setattr__ is nn.Module.__setattr__
         return cls(weakref.ref(module), name, module._parameters if plain else None)
 
+    def get(self) -> nn.Parameter:
+        module = self.module()
+        assert module is not None
+        found = module._parameters[self.name]
+        assert found is not None
+        return found
+
     def put(self, parameter: nn.Parameter) -> None:
         if self.slots is not None:
             self.slots[self.name] = parameter
@@ -78,13 +85,9 @@ class Group:
         policy: MixedPrecisionPolicy,
     ) -> None:
         self.members = members
-        self.main = main
         self.placements = placements
-        floating = main.dtype.is_floating_point
-        compute = policy.param_dtype if policy.param_dtype is not None and floating else main.dtype
-        self.reduce_dtype = policy.reduce_dtype or compute
-        self.grad_dtype = policy.grad_dtype or main.dtype
-        self.codec = codec_for(main.dtype, compute)
+        self.policy = policy
+        self._set_main(main)
         self._sole = _sole_owners(main.layout)
         self.gathered: DBuffer | None = None
         self.reduced = False  # in the running backward
@@ -95,6 +98,14 @@ class Group:
         self._gather_pool: Pool | None = None
         self._ticket: Ticket | None = None
         self._main_grad: weakref.ref[DBuffer] | None = None
+
+    def _set_main(self, main: DBuffer) -> None:
+        self.main = main
+        policy, floating = self.policy, main.dtype.is_floating_point
+        compute = policy.param_dtype if policy.param_dtype is not None and floating else main.dtype
+        self.reduce_dtype = policy.reduce_dtype or compute
+        self.grad_dtype = policy.grad_dtype or main.dtype
+        self.codec = codec_for(main.dtype, compute)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -186,6 +197,46 @@ class Group:
             if member.full.is_floating_point():
                 hook = functools.partial(_gradient_arrived, weakref.ref(self), index)
                 member.full.register_post_accumulate_grad_hook(hook)
+
+    def absorb(self) -> None:
+        """Take over parameters that the modules were given in the place of ours: by `.to`, `to_empty`, `assign=True`.
+
+        Their values move into a new main buffer, of their dtype and on their device. Our parameter objects stay what
+        the modules and optimizers hold.
+        """
+        given = [member.sites[0].get() for member in self.members]
+        if all(parameter is member.sharded for parameter, member in zip(given, self.members)) and self._owns_storage():
+            return
+        for parameter, member in zip(given, self.members):
+            if not isinstance(parameter, DTensor) or parameter.shape != member.sharded.shape:
+                raise ValueError(
+                    f"parameter '{member.name}' was replaced by {_described(parameter)}; a sharded parameter can be "
+                    f"replaced only by a DTensor of shape {tuple(member.sharded.shape)} with the same placements"
+                )
+        kinds = {(parameter.dtype, parameter.to_local().device) for parameter in given}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"parameters of one group were moved to different dtypes or devices: {sorted(map(str, kinds))}"
+            )
+        ((dtype, device),) = kinds
+        main = DBuffer.zeros(self.layout, self.mesh, self.main.placements, dtype=dtype, device=device)
+        for index, (parameter, member) in enumerate(zip(given, self.members)):
+            main.local_view(index).copy_(locals_[index])
+            fresh = nn.Parameter(as_dtensor(main, index), requires_grad=parameter.requires_grad)
+            fresh.__dict__.update(member.sharded.__dict__)
+            fresh.grad = parameter.grad
+            if member.sharded is not parameter:
+                member.sharded.grad = None
+            torch.utils.swap_tensors(member.sharded, fresh)
+            for site in member.sites:
+                site.put(member.sharded)
+            member.full = member.shown = None
+        self._set_main(main)
+        self.gathered = self._main_grad = None
+
+    def _owns_storage(self) -> bool:
+        main = self.main.local.untyped_storage()._cdata
+        return all(_local(member.sharded).untyped_storage()._cdata == main for member in self.members)
 
     # Gradients
 
@@ -315,8 +366,7 @@ class Group:
             if grad is None:
                 known.local_view(index).zero_()  # set to None alone, while others of the group were kept
             elif member.shown is None or member.shown() is not grad:
-                assert isinstance(grad, DTensor)
-                known.local_view(index).copy_(grad._local_tensor)  # replaced by the user
+                known.local_view(index).copy_(_local(grad))  # replaced by the user
                 self._show_grad(index, member, known)
         return known, False
 
@@ -334,6 +384,15 @@ def _gradient_arrived(group: weakref.ref[Group], index: int, full: torch.Tensor)
     if target is not None and gradient is not None:
         full.grad = None
         target.arrive(index, gradient)
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    assert isinstance(parameter, DTensor)
+    return parameter._local_tensor
+
+
+def _described(value: torch.Tensor) -> str:
+    return f"a {type(value).__name__} of shape {tuple(value.shape)}"
 
 
 def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -73,6 +73,7 @@ class Unit:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward)
             module.register_state_dict_pre_hook(self._before_state_dict)
+            module.register_load_state_dict_post_hook(self._after_load_state_dict)
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -234,6 +235,14 @@ class Unit:
         """State dicts hold main weights: sharded."""
         self.release()
 
+    def _after_load_state_dict(self, module: nn.Module, keys: Any) -> None:
+        self.absorb()
+
+    def absorb(self) -> None:
+        """Take over what the modules were given in the place of our parameters."""
+        for group in self.groups:
+            group.absorb()
+
 
 class _InputsPassed(torch.autograd.Function):
     """Identity; its backward runs when the gradients of its inputs are complete."""
@@ -275,6 +284,11 @@ def scope_of(unit: Unit, module: nn.Module) -> Scope:
     if unit.scope is not None:
         return unit.scope
     units: list[Unit] = []
+    for name, parameter in module.named_parameters():
+        if parameter.is_meta:
+            raise RuntimeError(
+                f"parameter '{name}' is on the meta device: give the model values first, with to_empty and init"
+            )
     for name, child in module.named_modules():
         found = unit_of(child)
         if found is None or found in units:

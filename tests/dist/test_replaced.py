@@ -1,0 +1,79 @@
+"""Parameters that the user replaces after sharding: absorbed into the buffers, or refused."""
+
+import pytest
+import torch
+
+from flatshard import fully_shard
+from flatshard.engine.unit import unit_of
+from tests.dist.models import make_net, train
+from tests.dist.test_engine import ROWS, STEPS, full, shard_net
+
+
+def _check_storage(model):
+    for module in model.modules():
+        unit = unit_of(module)
+        for group in unit.groups if unit else ():
+            main = group.main.local.untyped_storage()
+            for member in group.members:
+                assert member.sharded.to_local().untyped_storage().data_ptr() == main.data_ptr() or not main.nbytes()
+                assert member.sites[0].get() is member.sharded
+
+
+def _meta_then_to_empty(rank, world):
+    plain = make_net()
+    with torch.device("meta"):
+        model = make_net()
+    shard_net(model)
+    before = list(model.parameters())
+    with pytest.raises(RuntimeError, match="meta device"):
+        model(torch.zeros(1, 4, dtype=torch.long))
+    model.to_empty(device="cpu")
+    assert all(new is old for new, old in zip(model.parameters(), before))  # identity is final
+    _check_storage(model)
+    for sharded, value in zip(model.parameters(), plain.parameters()):
+        sharded.data.copy_(
+            torch.distributed.tensor.distribute_tensor(value.data, sharded.device_mesh, sharded.placements)
+        )
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain)]
+    train(model, optimizers[0], STEPS, ROWS, rank, world)
+    train(plain, optimizers[1], STEPS, ROWS, 0, 1)
+    for sharded, value in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(full(sharded), value.data, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_meta_model_trains_after_to_empty_and_initialisation(ranks, world):
+    assert ranks(world, _meta_then_to_empty) == [None] * world
+
+
+def _cast(rank, world):
+    model = shard_net(make_net())
+    values = [full(p) for p in model.parameters()]
+    model.double()
+    _check_storage(model)
+    assert all(torch.equal(full(p), value.double()) for p, value in zip(model.parameters(), values))
+    losses = torch.tensor(train(model, torch.optim.SGD(model.parameters(), lr=0.1), 2, ROWS, rank, world))
+    torch.distributed.all_reduce(losses)
+    plain = make_net().double()
+    wanted = train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 2, ROWS, 0, 1)
+    torch.testing.assert_close(losses / world, torch.tensor(wanted), rtol=1e-6, atol=0)
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), 1, ROWS, rank, world)
+    model.load_state_dict(state, assign=True)
+    _check_storage(model)
+    assert all(torch.equal(full(p), full(value)) for p, value in zip(model.parameters(), state.values()))
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), 1, ROWS, rank, world)
+
+
+def test_casting_and_assigned_state_are_absorbed(ranks):
+    assert len(ranks(2, _cast)) == 2
+
+
+def _plain(rank, world):
+    model = fully_shard(torch.nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="weight"):
+        model.load_state_dict({"weight": torch.zeros(4, 4), "bias": torch.zeros(4)}, assign=True)
+
+
+def test_a_plain_tensor_in_the_place_of_a_shard_is_refused(ranks):
+    assert ranks(2, _plain) == [None] * 2
