@@ -70,6 +70,8 @@ def like_dtensor(like: torch.Tensor, local: torch.Tensor) -> DTensor:
 
 def backend_name(group: ProcessGroup, device: torch.device) -> str:
     """The name of the backend that serves tensors of this device in a process group."""
+    if device.type not in {served.type for served in group._device_types}:
+        return group.name()  # a group written in Python is its own backend
     backend: Any = group._get_backend(device)
     name: str = backend.name()
     return name
