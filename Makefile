@@ -3,7 +3,7 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 
-.PHONY: test test-full lint types setup format clean
+.PHONY: test test-full bench lint types setup format clean
 
 setup: $(READY)
 
@@ -26,6 +26,10 @@ test: lint types
 
 test-full: lint types
 	$(PY) -m pytest -q --full
+
+# two real processes over Gloo; the GPU table is `python -m benchmarks.table --case all`
+bench: $(READY)
+	$(PY) -m benchmarks.cpu
 
 format: $(READY)
 	$(PY) -m ruff check --fix .

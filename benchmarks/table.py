@@ -144,7 +144,7 @@ def main() -> None:
         return
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     document = {
-        "command": "python -m benchmarks.table " + " ".join(sys.argv[1:]),
+        "command": f"python -m benchmarks.table --case {options.case} --steps {options.steps}",
         "date": datetime.date.today().isoformat(),
         "device": device,
         "torch": torch.__version__,

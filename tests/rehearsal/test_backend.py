@@ -109,7 +109,7 @@ def test_autograd_versions_are_left_alone(group):
 
 
 def test_shapes_that_do_not_fit_are_named(group):
-    with pytest.raises(ValueError, match=r"all_gather: the output has 7 elements and the input 2"):
+    with pytest.raises(ValueError, match=r"all_gather: the output has 7 elements of torch.float32 and the input 2"):
         group._allgather_base(torch.empty(7), torch.empty(2))
     with pytest.raises(ValueError, match="contiguous"):
         group.allreduce([torch.empty(4, 4).t()])
