@@ -30,10 +30,8 @@ class Pool:
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor that has a size but no storage yet. Views of it can be made once it has been allocated."""
-        tensor = torch.empty(0, dtype=dtype, device=self.lane.device)
-        storage = tensor.untyped_storage()
-        tensor.set_(storage, 0, (numel,), (1,))
-        storage.resize_(0)
+        tensor = self.temporary(numel, dtype)
+        tensor.untyped_storage().resize_(0)
         return tensor
 
     def temporary(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -1,0 +1,141 @@
+"""The engine on a GPU: overlap and streams as one rank of eight, losses and memory on two real ranks."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from flatshard import MixedPrecisionPolicy, fully_shard
+from flatshard.rehearsal import Link, Network, rehearse
+from tests.dist.models import make_net, train
+from tests.dist.test_engine import ROWS, STEPS, shard_net
+
+WIDTH, DEPTH, TOKENS = 4096, 6, 8192
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.down = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.relu(self.up(x)))
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer() for _ in range(DEPTH)))
+    for layer in model:
+        fully_shard(layer, mp_policy=BF16)
+    return fully_shard(model, mp_policy=BF16)
+
+
+def step(model: nn.Module, data: torch.Tensor) -> None:
+    model(data).sum().backward()
+    model.zero_grad()
+
+
+def kernels_of_a_step(path) -> list[dict]:
+    """The kernels of one steady-state step under a network on which a gather takes about half a layer's forward."""
+    network = Network(Link(200e9, 5e-6), Link(200e9, 5e-6), ranks_per_node=8, name="test")
+    with rehearse(8, network):
+        model = build()
+        data = torch.randn(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(4):
+            step(model, data)
+        torch.cuda.synchronize()
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            step(model, data)
+            torch.cuda.synchronize()
+        profile.export_chrome_trace(str(path))
+        del model
+    events = json.loads(path.read_text())["traceEvents"]
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    return sorted(kernels, key=lambda event: event["ts"])
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    return kernels_of_a_step(tmp_path_factory.mktemp("trace") / "step.json")
+
+
+def is_collective(kernel) -> bool:
+    return kernel["name"].startswith("rehearse")
+
+
+def is_product(kernel) -> bool:
+    return any(word in kernel["name"].lower() for word in ("gemm", "nvjet", "cutlass", "xmma"))
+
+
+def overlaps(kernel, others) -> bool:
+    begin, end = kernel["ts"], kernel["ts"] + kernel["dur"]
+    return any(other["ts"] < end and begin < other["ts"] + other["dur"] for other in others)
+
+
+def split(kernels):
+    """Collectives by stream: the gathers' starts first."""
+    products = [kernel for kernel in kernels if is_product(kernel)]
+    by_stream: dict[int, list[dict]] = {}
+    for kernel in kernels:
+        if is_collective(kernel):
+            by_stream.setdefault(kernel["args"]["stream"], []).append(kernel)
+    gathers, reduces = sorted(by_stream.values(), key=lambda group: group[0]["ts"])
+    return gathers, reduces, products
+
+
+def test_gathers_and_reduces_overlap_compute(kernels):
+    gathers, reduces, products = split(kernels)
+    assert len(gathers) == 2 * DEPTH  # every layer in forward and again in backward
+    assert len(reduces) == DEPTH
+    hidden_gathers = [overlaps(kernel, products) for kernel in gathers]
+    hidden_reduces = [overlaps(kernel, products) for kernel in reduces]
+    assert all(hidden_gathers[1:DEPTH])  # forward: all but the first
+    assert all(hidden_gathers[DEPTH + 1 :])
+    assert all(hidden_reduces[:-1])  # backward: all but the last
+
+
+def test_gather_reduce_and_compute_run_on_different_streams(kernels):
+    gathers, reduces, products = split(kernels)
+    streams = [{kernel["args"]["stream"] for kernel in group} for group in (gathers, reduces, products)]
+    assert all(len(stream) == 1 for stream in streams)
+    assert len(set.union(*streams)) == 3
+
+
+def test_no_copy_kernel_stands_between_a_gather_and_its_use(kernels):
+    _, _, products = split(kernels)
+    compute = products[0]["args"]["stream"]
+    names = [kernel["name"] for kernel in kernels if kernel["args"]["stream"] == compute]
+    assert not [name for name in names if "copy" in name.lower() or "cat" in name.lower()]
+
+
+def test_deleting_a_model_frees_its_memory():
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    network = Network(Link(1e12, 1e-6), Link(1e12, 1e-6), ranks_per_node=8, name="test")
+    with rehearse(8, network):
+        model = build()
+        data = torch.randn(256, WIDTH, device="cuda", dtype=torch.bfloat16)
+        for _ in range(3):
+            step(model, data)
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() - before > 2**20
+        del model, data
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() - before < 2**20
+
+
+def _losses(rank, world, device):
+    model = shard_net(make_net(), mesh=torch.distributed.init_device_mesh(device, (world,)))
+    return train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), STEPS, ROWS, rank, world, device=device)
+
+
+def test_losses_on_two_gpu_ranks_are_those_of_the_cpu(ranks):
+    on_cpu, on_gpu = ranks(2, _losses, "cpu"), ranks(2, _losses, "cuda")
+    for cpu, gpu in zip(on_cpu, on_gpu):
+        assert gpu == pytest.approx(cpu, rel=1e-4)
