@@ -192,11 +192,13 @@ class Group:
             # `.data` gives the parameter a version counter of its own: refilling the buffer by a later gather must not
             # look to autograd as if a weight that it saved had been modified.
             view = self.gathered.local_view(index).data
-            member.full = nn.Parameter(view, requires_grad=member.sharded.requires_grad)
+            member.full = nn.Parameter(view, requires_grad=view.is_floating_point())
             member.full.__dict__.update(member.sharded.__dict__)
-            if member.full.is_floating_point():
+            if member.full.requires_grad:
+                # Frozen ones get the hook too, for when they are unfrozen; it can be put only on what needs a gradient.
                 hook = functools.partial(_gradient_arrived, weakref.ref(self), index)
                 member.full.register_post_accumulate_grad_hook(hook)
+                member.full.requires_grad_(member.sharded.requires_grad)
 
     def absorb(self) -> None:
         """Take over parameters that the modules were given in the place of ours: by `.to`, `to_empty`, `assign=True`.
