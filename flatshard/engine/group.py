@@ -129,6 +129,7 @@ class Group:
         if self.gathered is None:
             self._make_gathered(pool)
         assert self.gathered is not None
+        self._gather_pool = pool  # another one than last time, if the unit has a new root
         pool.allocate(self.gathered.local)
         if self.members[0].full is None:
             self._make_full()
@@ -184,7 +185,6 @@ class Group:
         numel = self.layout.buffer_numel(self.layout.num_shards)
         everywhere = [Replicate()] * self.mesh.ndim
         self.gathered = DBuffer(self.layout, self.mesh, everywhere, pool.empty(numel, self.codec.wire_dtype))
-        self._gather_pool = pool
 
     def _make_full(self) -> None:
         assert self.gathered is not None
