@@ -134,6 +134,9 @@ class Group:
         if self.members[0].full is None:
             self._make_full()
         lane, target = pool.lane, self.gathered
+        if not target.runs():  # only empty tensors; collectives refuse empty lists
+            self._ticket = Ticket()
+            return
         if self.codec.sends_main:
             _, self._ticket = self.main.launch(target.placements, lane=lane, out=target, after=after, name=name)
             return
@@ -332,6 +335,8 @@ class Group:
     def _reduce_into(self, target: DBuffer, inputs: list[torch.Tensor], lane: Lane, name: str) -> Ticket:
         """Reduce full-size runs into a buffer with the gradient's placements."""
         axes = self.mesh.ndim
+        if not inputs:  # only empty tensors
+            return Ticket()
         unreduced_placements = unreduced(axes)
         if isinstance(target.placements[-1], Replicate):
             with lane.entered():
