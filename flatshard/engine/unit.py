@@ -195,7 +195,8 @@ class Unit:
         assert scope is not None
         scope.begin_backward()
         scope.reduce(self, group)
-        if self._inputs_to_pass <= 0 and all(other.reduced or not other.expected for other in self.groups):
+        # Backward reads a weight last in what gives its gradient. A frozen one gives none, so it stays until the end.
+        if self._inputs_to_pass <= 0 and all(g.reduced and g.expected == len(g.members) for g in self.groups):
             self.rest()
 
     def finish_backward(self) -> None:
