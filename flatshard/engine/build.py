@@ -62,6 +62,8 @@ def _refuse(name: str, parameter: nn.Parameter) -> None:
             f"parameter '{name}' is a DTensor on mesh {parameter.device_mesh}; sharding parameters that tensor "
             "parallelism has distributed is not supported; leave it out with ignored_params"
         )
+    if parameter.is_complex() and parameter.requires_grad:
+        raise ValueError(f"parameter '{name}' is {parameter.dtype}, which cannot be reduced; hold it as real numbers")
     if not parameter.is_contiguous():
         raise ValueError(f"parameter '{name}' is not contiguous; make it so before fully_shard")
 
@@ -115,10 +117,11 @@ def _build_group(
     if main_dtype is not None and main_dtype != main.dtype:
         main = main.cast(main_dtype)
     made = make_members(main, members)
-    for name, parameter, _ in members:
+    for member, (name, parameter, _) in zip(made, members):
         # Whoever still holds the original (a tied module, an optimizer) finds out, and holds no memory.
         parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         parameter.__dict__["_flatshard_owner"] = (name, owner)
+        member.sharded.__dict__["_flatshard_owner"] = (name, owner)  # a module that two units share
     return Group(made, main, placements, policy)
 
 
