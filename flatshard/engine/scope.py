@@ -71,6 +71,8 @@ class Scope:
     def end_forward(self) -> None:
         """The forward of ``entry`` is over."""
         self.entry = None
+        for unit in self.units:
+            unit.forward_over()
         self._release_ahead()
         self.program.end()
 

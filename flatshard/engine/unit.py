@@ -145,6 +145,7 @@ class Unit:
                     grads = True
         self._to_run.discard(id(module))
         if self._to_run:
+            self._awaited |= grads
             return output
         if _torch.in_backward():
             self._after_recompute(scope, grads)
@@ -161,6 +162,13 @@ class Unit:
             self.release()
         if outermost:
             scope.end_forward()
+
+    def forward_over(self) -> None:
+        """The forward of the outermost unit is over, and with it this one's, even if a module of it has not run."""
+        if self.phase is Phase.FORWARD:
+            assert self.scope is not None
+            self._to_run.clear()
+            self._after_forward(self.scope, self._awaited)
 
     def _after_recompute(self, scope: Scope, grads: bool) -> None:
         if self.in_backward:
