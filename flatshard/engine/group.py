@@ -218,11 +218,10 @@ class Group:
                     f"parameter '{member.name}' was replaced by {_described(parameter)}; a sharded parameter can be "
                     f"replaced only by a DTensor of shape {tuple(member.sharded.shape)} with the same placements"
                 )
-        kinds = {(parameter.dtype, parameter.to_local().device) for parameter in given}
+        locals_ = [_local(parameter) for parameter in given]
+        kinds = {(local.dtype, local.device) for local in locals_}
         if len(kinds) > 1:
-            raise ValueError(
-                f"parameters of one group were moved to different dtypes or devices: {sorted(map(str, kinds))}"
-            )
+            raise ValueError(f"parameters of one group were moved to different dtypes or devices: {kinds}")
         ((dtype, device),) = kinds
         main = DBuffer.zeros(self.layout, self.mesh, self.main.placements, dtype=dtype, device=device)
         for index, (parameter, member) in enumerate(zip(given, self.members)):
