@@ -30,16 +30,28 @@ class DBuffer:
     placements share one layout and one is a contiguous part of the other, segment by segment.
     """
 
-    def __init__(self, layout: Layout, mesh: DeviceMesh, placements: Sequence[Placement], local: torch.Tensor) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        mesh: DeviceMesh,
+        placements: Sequence[Placement],
+        local: torch.Tensor,
+        held: Holding | None = None,
+    ) -> None:
         self.layout = layout
         self.mesh = mesh
         self.placements = tuple(placements)
         self.local = local
-        self.held = held_by_this_rank(layout, mesh, self.placements)
+        self.held = held_by_this_rank(layout, mesh, self.placements) if held is None else held
         numel = layout.buffer_numel(self.held.count)
         if local.dim() != 1 or local.numel() != numel:
             raise ValueError(f"local tensor has shape {tuple(local.shape)}; {self.placements} hold {numel} elements")
         self._runs: dict[Holding, list[torch.Tensor]] = {}
+        self._gathers: dict[tuple[Placement, ...], list[tuple[int, list[torch.Tensor], list[torch.Tensor]]]] = {}
+
+    def like(self, local: torch.Tensor) -> DBuffer:
+        """Another buffer of the same mesh, placements and layout."""
+        return DBuffer(self.layout, self.mesh, self.placements, local, self.held)
 
     @classmethod
     def zeros(
@@ -93,20 +105,8 @@ class DBuffer:
 
         A tensor of which this rank holds nothing is a view of zero rows.
         """
-        slot = self.layout.slots[index]
-        piece = self.layout.segments[slot.segment].piece
-        low = self.held.first * piece
-        high = low + self.held.count * piece
-        begin, end = max(low, slot.offset), min(high, slot.stop)
-        if (begin, end) == (slot.offset, slot.stop) and (slot.numel or self.held.count == self.layout.num_shards):
-            shape = slot.shape
-        elif slot.row:
-            shape = (max(end - begin, 0) // slot.row, *slot.shape[1:])
-        else:
-            shape = (_rows_of_empty(slot.shape[0], self.layout.num_shards, self.held), *slot.shape[1:])
-        start = self.layout.run_starts(self.held.count)[slot.segment]
-        offset = start + begin - low if begin < end else 0
-        return self.local[offset : offset + max(end - begin, 0)].view(shape)
+        offset, shape, stride = self.layout.windows(self.held.first, self.held.count)[index]
+        return self.local.as_strided(shape, stride, offset + self.local.storage_offset())
 
     def runs(self, held: Holding | None = None) -> list[torch.Tensor]:
         """Per non-empty segment, the run of ``held`` (default: all that this buffer holds) as a view of ``local``."""
@@ -125,7 +125,7 @@ class DBuffer:
 
     def cast(self, dtype: torch.dtype) -> DBuffer:
         """The same values in another dtype, in a buffer of its own."""
-        return DBuffer(self.layout, self.mesh, self.placements, self.local.to(dtype, copy=True))
+        return self.like(self.local.to(dtype, copy=True))
 
     def redistribute(
         self,
@@ -178,23 +178,40 @@ class DBuffer:
         return current, ticket
 
     def gather_in_place(
-        self, source: Sequence[Placement], *, lane: Lane, after: Sequence[Ticket] = (), name: str = ""
+        self,
+        source: Sequence[Placement],
+        *,
+        lane: Lane,
+        own: Sequence[torch.Tensor] | None = None,
+        after: Sequence[Ticket] = (),
+        name: str = "",
     ) -> Ticket:
-        """Fetch what other ranks hold under placements ``source``; this rank's own part is already in place here.
+        """Fetch what other ranks hold under placements ``source``, as far as this buffer's own placements say.
 
-        This buffer's own placements say how far to gather. One coalesced launch per axis, no copy.
+        This rank's part is in place here already, unless ``own`` gives its runs. One coalesced launch per axis.
         """
-        current, ticket = tuple(source), Ticket()
-        for number, axis in enumerate(_steps(current, self.placements)):
+        source = tuple(source)
+        if source not in self._gathers:
+            self._gathers[source] = self._plan_gathers(source)
+        ticket = Ticket()
+        for number, (axis, outputs, inputs) in enumerate(self._gathers[source]):
+            if number == 0 and own is not None:
+                inputs = list(own)
+            tickets = after if number == 0 else (ticket,)
+            ticket = lane.all_gather(lane.group(self.mesh, axis), outputs, inputs, after=tickets, name=name)
+        return ticket
+
+    def _plan_gathers(self, source: tuple[Placement, ...]) -> list[tuple[int, list[torch.Tensor], list[torch.Tensor]]]:
+        """Axis, outputs and inputs of each launch that takes the pieces held under ``source`` to all that we hold."""
+        plan, current = [], source
+        for axis in _steps(source, self.placements):
             step = (*current[:axis], self.placements[axis], *current[axis + 1 :])
             if transition(current[axis], step[axis]) is not Transition.ALL_GATHER:
                 raise ValueError(f"axis {axis} goes from {current[axis]} to {step[axis]}, which is not a gather")
             have, get = (held_by_this_rank(self.layout, self.mesh, p) for p in (current, step))
-            group = lane.group(self.mesh, axis)
-            tickets = after if number == 0 else (ticket,)
-            ticket = lane.all_gather(group, self.runs(get), self.runs(have), after=tickets, name=name)
+            plan.append((axis, self.runs(get), self.runs(have)))
             current = step
-        return ticket
+        return plan
 
     def _step(
         self,
@@ -269,12 +286,6 @@ def _steps(source: Sequence[Placement], target: Sequence[Placement]) -> list[int
     gathers = [axis for axis in changed if kinds[axis] is Transition.ALL_GATHER]
     others = [axis for axis in changed if kinds[axis] is not Transition.ALL_GATHER]
     return gathers + others[::-1]
-
-
-def _rows_of_empty(rows: int, num_shards: int, held: Holding) -> int:
-    """Rows of a tensor without elements (a later dim is 0), dealt out as torch.chunk does."""
-    chunk = -(-rows // num_shards)
-    return min(rows, (held.first + held.count) * chunk) - min(rows, held.first * chunk)
 
 
 def _all_to_all(

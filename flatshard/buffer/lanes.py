@@ -8,8 +8,7 @@ holds the work, and waiting for it completes it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -32,7 +31,7 @@ _NATIVE = frozenset(
 HISTORY = 256
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Operation:
     """One collective as the history of a lane shows it."""
 
@@ -50,22 +49,24 @@ class Operation:
 class Ticket:
     """The end of an operation. A ticket without event and works is already done."""
 
-    __slots__ = ("_event", "_then", "_works")
+    __slots__ = ("_device", "_event", "_then", "_works")
 
     def __init__(
         self,
         event: torch.cuda.Event | None = None,
+        device: int = 0,
         works: Sequence[Work] = (),
         then: Callable[[], None] | None = None,
     ) -> None:
         self._event = event
+        self._device = device
         self._works = works
         self._then = then
 
     def wait(self) -> None:
         """Order what follows after the operation: the current stream on CUDA, the caller itself on CPU."""
         if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+            self._event.wait(_torch.current_stream(self._device))
         for work in self._works:
             work.wait()
         self._works = ()
@@ -80,6 +81,31 @@ class Ticket:
         return self._then is None and all(work.is_completed() for work in self._works)
 
 
+class _Inside:
+    """Makes a lane's stream the current one. One per lane, since entering is on the path of every launch."""
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self.after: Sequence[Ticket] = ()
+        self._stream = stream
+        self._outer: torch.cuda.Stream | None = None
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        if self._stream is not None and self._depth == 0:
+            self._outer = _torch.current_stream(self._stream.device_index)
+            _torch.set_stream(self._stream)
+        self._depth += 1
+        for ticket in self.after:
+            ticket.wait()
+        self.after = ()
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        if self._outer is not None and self._depth == 0:
+            _torch.set_stream(self._outer)
+            self._outer = None
+
+
 class Lane:
     """An ordered queue of collectives on one device.
 
@@ -89,10 +115,11 @@ class Lane:
 
     def __init__(self, name: str, device: torch.device, *, own_groups: bool = False) -> None:
         self.name = name
-        self.device = device
+        self.device = device = torch.empty(0, device=device).device  # with its index
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.history: deque[Operation] = deque(maxlen=HISTORY)
         self.launched = 0
+        self._inside = _Inside(self.stream)
         self._own_groups = own_groups
         self._groups: dict[tuple[DeviceMesh, int], ProcessGroup] = {}
         self._backends: dict[ProcessGroup, str] = {}
@@ -102,37 +129,30 @@ class Lane:
 
         With ``own_groups``, the first call for an axis makes the group and is collective among its ranks.
         """
-        if not self._own_groups:
-            return mesh.get_group(axis)
         key = (mesh, axis)
         if key not in self._groups:
-            ranks = dist.get_process_group_ranks(mesh.get_group(axis))
-            # Only the members of one line of the mesh meet here, so the group must not wait for all ranks.
-            made = dist.new_group(ranks, use_local_synchronization=True, group_desc=f"flatshard_{self.name}")
+            made = mesh.get_group(axis)
+            if self._own_groups:
+                # Only the members of one line of the mesh meet here, so the group must not wait for all ranks.
+                ranks, title = dist.get_process_group_ranks(made), f"flatshard_{self.name}"
+                made = dist.new_group(ranks, use_local_synchronization=True, group_desc=title)
             assert isinstance(made, ProcessGroup)
             self._groups[key] = made
         return self._groups[key]
 
-    @contextmanager
-    def entered(self, after: Sequence[Ticket] = ()) -> Iterator[None]:
-        """Run device work of the body in this lane's order, after the given tickets."""
-        if self.stream is None:
-            for ticket in after:
-                ticket.wait()
-            yield
-            return
-        with torch.cuda.stream(self.stream):
-            for ticket in after:
-                ticket.wait()
-            yield
+    def entered(self, after: Sequence[Ticket] = ()) -> _Inside:
+        """A context in which device work goes in this lane's order, after the given tickets. Can be nested."""
+        self._inside.after = after
+        return self._inside
 
     def mark(self) -> Ticket:
         """A ticket for all that has been enqueued on the current stream. On CPU that work is done already."""
         if self.stream is None:
             return Ticket()
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
-        return Ticket(event)
+        index = self.stream.device_index
+        event.record(_torch.current_stream(index))
+        return Ticket(event, index)
 
     def follow(self, ticket: Ticket, action: Callable[[], None]) -> Ticket:
         """A ticket for ``action`` done after ``ticket``: on the lane's stream, or on CPU when it is waited for."""
@@ -258,18 +278,18 @@ class Lane:
                 then()
             ticket = self.mark()
         self.launched += 1
-        numbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        numbytes = sum([tensor.nbytes for tensor in tensors])
         self.history.append(Operation(self.launched, kind, name, numbytes, ticket))
         return ticket
 
 
 def _as_bytes(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    if all(tensor.dtype in _NATIVE for tensor in tensors):
+    """The tensors of one call, which share a dtype, as the backend can move them."""
+    if not tensors or tensors[0].dtype in _NATIVE:
         return tensors
     return [tensor.view(torch.uint8) for tensor in tensors]
 
 
 def _require_native(tensors: Sequence[torch.Tensor], kind: str) -> None:
-    for tensor in tensors:
-        if tensor.dtype not in _NATIVE:
-            raise TypeError(f"{kind} of {tensor.dtype}: no backend can add it; cast to float32 or bfloat16 first")
+    if tensors and tensors[0].dtype not in _NATIVE:
+        raise TypeError(f"{kind} of {tensors[0].dtype}: no backend can add it; cast to float32 or bfloat16 first")

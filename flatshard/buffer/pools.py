@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from flatshard import _torch
 from flatshard.buffer.lanes import Lane, Ticket
 
 
@@ -26,6 +27,7 @@ class Pool:
         self.live_buffers = 0
         self.peak_buffers = 0
         self._pool = torch.cuda.MemPool() if lane.stream is not None else None
+        self._allocating = _torch.AllocatingFrom(self._pool, lane.device.index) if self._pool is not None else None
         self._released: Ticket | None = None
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -36,9 +38,9 @@ class Pool:
 
     def temporary(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor for the lane's own use; it must be kept until the lane's work on it has been waited for."""
-        if self._pool is None:
+        if self._allocating is None:
             return torch.empty(numel, dtype=dtype, device=self.lane.device)
-        with self.lane.entered(), torch.cuda.use_mem_pool(self._pool, self.lane.device):
+        with self.lane.entered(), self._allocating:
             return torch.empty(numel, dtype=dtype, device=self.lane.device)
 
     def allocate(self, tensor: torch.Tensor) -> None:
@@ -47,13 +49,13 @@ class Pool:
         size = tensor.numel() * tensor.element_size()
         if storage.nbytes() or not size:
             return
-        if self._pool is None:
+        if self._allocating is None:
             storage.resize_(size)
         else:
-            with self.lane.entered(() if self._released is None else (self._released,)):
-                self._released = None
-                with torch.cuda.use_mem_pool(self._pool, self.lane.device):
-                    storage.resize_(size)
+            after = () if self._released is None else (self._released,)
+            self._released = None
+            with self.lane.entered(after), self._allocating:
+                storage.resize_(size)
         self.live_bytes += size
         self.live_buffers += 1
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
@@ -69,7 +71,7 @@ class Pool:
         size = storage.nbytes()
         if not size:
             return
-        if self._pool is not None:
+        if self._allocating is not None:
             self._released = self.lane.mark()
         storage.resize_(0)
         self.live_bytes -= size

@@ -137,14 +137,17 @@ class Group:
         if not target.runs():  # only empty tensors; collectives refuse empty lists
             self._ticket = Ticket()
             return
-        if self.codec.sends_main:
-            _, self._ticket = self.main.launch(target.placements, lane=lane, out=target, after=after, name=name)
-            return
+        sharded = target.placements != self.main.placements
         with lane.entered(after):
-            self.codec.encode(target.runs(self.main.held), self.main.runs())
-            self._ticket = lane.mark()
-        if target.placements != self.main.placements:
-            self._ticket = target.gather_in_place(self.main.placements, lane=lane, name=name)
+            own = None
+            if self.codec.sends_main and sharded:
+                own = self.main.runs()
+            else:
+                self.codec.encode(target.runs(self.main.held), self.main.runs())
+            if sharded:
+                self._ticket = target.gather_in_place(self.main.placements, lane=lane, own=own, name=name)
+            else:
+                self._ticket = lane.mark()
 
     def swap_in(self) -> None:
         """Wait for the gather and show the full parameters to the modules."""
@@ -356,6 +359,8 @@ class Group:
         local = empty(self.layout.buffer_numel(self.main.held.count), dtype)
         if local.numel() != sum(run.numel() for run in self.main.runs()):
             local.zero_()
+        if self.placements.gradient == self.main.placements:
+            return self.main.like(local)
         return DBuffer(self.layout, self.mesh, self.placements.gradient, local)
 
     def _take_main_grad(self, had_grad: Sequence[bool]) -> tuple[DBuffer, bool]:

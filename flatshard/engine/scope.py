@@ -7,8 +7,8 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -152,8 +152,10 @@ class Scope:
             return
         for index in self.program.upcoming():
             other = self._units[index]()
-            if other is None or other.is_gathered or other is unit:
+            if other is None or other is unit:
                 continue
+            if other.is_gathered:
+                return  # the next one is there; what comes after it is gathered when that is needed
             if self.program.running is Pass.BACKWARD and other.backward_done:
                 continue  # a recompute passed through it; nothing of this backward will need it again
             yield other
@@ -202,21 +204,14 @@ class Scope:
                         "must run the same units in the same order"
                     )
 
-    @contextmanager
-    def traced(self, what: str, unit: Unit) -> Iterator[None]:
-        """Name what the body enqueues, for profilers."""
-        label = f"flatshard::{what} {unit.name}"
+    def traced(self, what: str, unit: Unit) -> AbstractContextManager[Any]:
+        """A context that names what its body enqueues, for profilers."""
         if _torch.profiling():
-            with torch.profiler.record_function(label):
-                yield
-        elif self.device.type == "cuda":
-            torch.cuda.nvtx.range_push(label)
-            try:
-                yield
-            finally:
-                torch.cuda.nvtx.range_pop()
-        else:
-            yield
+            return torch.profiler.record_function(f"flatshard::{what} {unit.name}")
+        return _torch.NvtxRange(f"flatshard::{what} {unit.name}") if self.device.type == "cuda" else _UNTRACED
+
+
+_UNTRACED = nullcontext()
 
 
 def _end_backward(scope: weakref.ref[Scope]) -> None:

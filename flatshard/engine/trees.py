@@ -20,11 +20,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield value
     elif isinstance(value, _ATOMS):
         return
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, (dict, Mapping)):  # dict first: the abstract class is slow to ask
+        for item in value.values():
             yield from tensors_in(item)
     elif dataclasses.is_dataclass(value):
         for item in dataclasses.fields(value):
@@ -39,7 +39,7 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> A
         return change(value)
     if isinstance(value, _ATOMS):
         return value
-    if isinstance(value, Mapping):
+    if isinstance(value, (dict, Mapping)):
         mapped = {key: map_tensors(change, item) for key, item in value.items()}
         changed = {key: item for key, item in mapped.items() if item is not value[key]}
         if not changed:

@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from flatshard.layout.placement import Block, Flat, Placement, Whole, is_sharded
 
@@ -65,6 +65,14 @@ class Slot:
         return self.offset + self.numel
 
 
+class Window(NamedTuple):
+    """One tensor's rows in a buffer: a strided view of the flat local tensor."""
+
+    offset: int
+    shape: Shape
+    stride: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Layout:
     """Tensors of one group cut over ``num_shards``. Made by `plan`; equal layouts describe equal bytes."""
@@ -74,6 +82,7 @@ class Layout:
     num_shards: int
     placement: Placement
     _starts: dict[int, tuple[tuple[int, ...], int]] = field(default_factory=dict, compare=False, repr=False)
+    _windows: dict[tuple[int, int], tuple[Window, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def run_starts(self, pieces: int) -> tuple[int, ...]:
         """Offset of each segment's run in a buffer that holds ``pieces`` consecutive pieces of every segment."""
@@ -91,6 +100,32 @@ class Layout:
                 end = _round_up(end + pieces * segment.piece, ALIGN)
             self._starts[pieces] = tuple(starts), end
         return self._starts[pieces]
+
+    def windows(self, first: int, pieces: int) -> tuple[Window, ...]:
+        """Where each tensor's rows lie in a buffer that holds ``pieces`` pieces from ``first`` of every segment.
+
+        A tensor of which it holds nothing has a window of zero rows.
+        """
+        key = (first, pieces)
+        if key not in self._windows:
+            self._windows[key] = tuple(self._window(slot, first, pieces) for slot in self.slots)
+        return self._windows[key]
+
+    def _window(self, slot: Slot, first: int, pieces: int) -> Window:
+        piece = self.segments[slot.segment].piece
+        low = first * piece
+        begin, end = max(low, slot.offset), min(low + pieces * piece, slot.stop)
+        held = max(end - begin, 0)
+        if (held == slot.numel and held) or pieces == self.num_shards:
+            shape = slot.shape
+        elif slot.row:
+            shape = (held // slot.row, *slot.shape[1:])
+        else:
+            # No elements, because a later dim is 0: rows are dealt out all the same, as torch.chunk does.
+            rows, chunk = slot.shape[0], -(-slot.shape[0] // self.num_shards)
+            shape = (min(rows, (first + pieces) * chunk) - min(rows, first * chunk), *slot.shape[1:])
+        stride = tuple(max(math.prod(shape[dim + 1 :]), 1) for dim in range(len(shape)))
+        return Window(self.run_starts(pieces)[slot.segment] + begin - low if held else 0, shape, stride)
 
     @property
     def shard_numel(self) -> int:
