@@ -103,7 +103,7 @@ def timed(step, steps: int, on_gpu: bool) -> list[float]:
 
 def describe(rows: dict[str, dict[str, float]]) -> str:
     lines = [
-        f"{'system':10}{'ms':>9}{'ratio':>8}{'host ms':>9}{'wire ms':>9}{'launches':>10}"
+        f"{'system':10}{'ms':>9}{'min':>9}{'ratio':>8}{'host ms':>9}{'wire ms':>9}{'launches':>10}"
         f"{'peak GB':>9}{'reserved':>10}{'TFLOP/s':>9}"
     ]
     for name, row in rows.items():
@@ -113,7 +113,7 @@ def describe(rows: dict[str, dict[str, float]]) -> str:
         base = rows.get("limit", {}).get("ms")
         ratio = f"{row['ms'] / base:.3f}" if base else "-"
         lines.append(
-            f"{name:10}{row['ms']:9.1f}{ratio:>8}{row['host_ms']:9.1f}{row['wire_ms']:9.1f}{row['launches']:10.0f}"
+            f"{name:10}{row['ms']:9.1f}{row['min_ms']:9.1f}{ratio:>8}{row['host_ms']:9.1f}{row['wire_ms']:9.1f}{row['launches']:10.0f}"
             f"{row['peak'] / 1e9:9.1f}{row['reserved'] / 1e9:10.1f}{row['tflops']:9.1f}"
         )
     return "\n".join(lines)

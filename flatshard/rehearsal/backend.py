@@ -82,8 +82,8 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
     group_desc = property(getGroupDesc)
 
     def _launch(
-        self, kind: Kind, size: int, pairs: Pairs, segments: int = 1, fold: bool = False, slots: int = 1,
-        scale: float = 1.0, result: list[torch.Tensor] | None = None,
+        self, kind: Kind, size: int, pairs: Pairs, opts: Any = None, segments: int = 1, fold: bool = False,
+        slots: int = 1, scale: float = 1.0, result: list[torch.Tensor] | None = None,
     ) -> dist.Work:  # fmt: skip
         """Hand one collective of ``size`` bytes to its device's clock; the rest as in :class:`Transfer`."""
         for dst, src in pairs:
@@ -99,7 +99,8 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
         if clock is None:
             clock = self._clocks[device] = self._medium.clock(device)
         own = self._own if slots > 1 else 0
-        transfer = Transfer(pairs, self._level, seconds, fold, slots, own, scale, result, kind == "barrier")
+        in_line = not getattr(opts, "asyncOp", True)  # as NCCL: nobody overlaps with a call that is waited for at once
+        transfer = Transfer(pairs, self._level, seconds, fold, slots, own, scale, result, kind == "barrier", in_line)
         work = clock.submit(transfer)
         if self._coalesced is not None:
             self._coalesced[:] = [work]
@@ -126,36 +127,37 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
         """Bytes of all full tensors, each of which must be W times its shard."""
         count, size = self._count, 0
         for full, shard in pairs:
-            if full.nbytes != shard.nbytes * count:
+            full_size = full.nbytes
+            if full_size != shard.nbytes * count:
                 raise ValueError(
                     f"{kind}: the {full_name} has {full.numel()} elements of {full.dtype} and the {shard_name} "
                     f"{shard.numel()} of {shard.dtype}; with {count} ranks it must have {shard.numel() * count}"
                 )
-            size += full.nbytes
+            size += full_size
         return size
 
     # -- gathers: every slot of the output gets this rank's shard
 
     def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
-        return self.allgather_into_tensor_coalesced([output], [input])
+        return self.allgather_into_tensor_coalesced([output], [input], opts)
 
     def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         pairs = list(zip(outputs, inputs))
         size = self._sharded_size("all_gather", "output", "input", pairs)
-        return self._launch("all_gather", size, pairs, len(pairs), False, self._count)
+        return self._launch("all_gather", size, pairs, opts, len(pairs), False, self._count)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         pairs = [(output, shard) for row, shard in zip(outputs, inputs) for output in row]
-        return self._launch("all_gather", sum(map(_size, outputs)), pairs)
+        return self._launch("all_gather", sum(map(_size, outputs)), pairs, opts)
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         pairs = [(output, shard) for row in outputs for output, shard in zip(row, inputs)]
-        return self._launch("all_gather", sum(map(_size, outputs)), pairs, segments=len(inputs))
+        return self._launch("all_gather", sum(map(_size, outputs)), pairs, opts, segments=len(inputs))
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         pairs = [(output, shard) for row, shard in zip(outputs, inputs) for output in row]
         size = _size(inputs) * self._count
-        return self._launch("gather", size, pairs or _in_place(inputs), fold=not pairs)
+        return self._launch("gather", size, pairs or _in_place(inputs), opts, fold=not pairs)
 
     # -- reductions: all of the input is read, the output is this rank's part of it times the scale
 
@@ -165,13 +167,13 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
     def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         size = self._sharded_size("reduce_scatter", "input", "output", zip(inputs, outputs))
         pairs = list(zip(outputs, inputs))
-        return self._launch("reduce_scatter", size, pairs, len(pairs), True, self._count, self._scale(opts))
+        return self._launch("reduce_scatter", size, pairs, opts, len(pairs), True, self._count, self._scale(opts))
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
         """The form with lists, which nothing that is fast uses: charged in full, but only the own slot is read."""
         pairs = [(output, row[self._own]) for output, row in zip(outputs, inputs)]
         scale = self._scale(opts)
-        return self._launch("reduce_scatter", sum(map(_size, inputs)), pairs, fold=True, scale=scale)
+        return self._launch("reduce_scatter", sum(map(_size, inputs)), pairs, opts, fold=True, scale=scale)
 
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> dist.Work:
         return self.allreduce_coalesced(_listed(tensors), opts)
@@ -179,12 +181,12 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         scale = self._scale(opts)
         return self._launch(
-            "all_reduce", _size(tensors), _in_place(tensors), segments=len(tensors), fold=True, scale=scale
+            "all_reduce", _size(tensors), _in_place(tensors), opts, segments=len(tensors), fold=True, scale=scale
         )
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         scale = self._scale(opts) if opts is None or opts.rootRank == self._own else 1.0
-        return self._launch("reduce", _size(tensors), _in_place(tensors), fold=True, scale=scale)
+        return self._launch("reduce", _size(tensors), _in_place(tensors), opts, fold=True, scale=scale)
 
     # -- the rest: what would come from another rank is this rank's own bytes, or zeros
 
@@ -196,19 +198,19 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
         input_splits: Sequence[int],
         opts: Any = None,
     ) -> dist.Work:
-        return self._launch("all_to_all", _size([input]), _repeat(output, input), result=[output])
+        return self._launch("all_to_all", _size([input]), _repeat(output, input), opts, result=[output])
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         pairs = [pair for output, source in zip(outputs, inputs) for pair in _repeat(output, source)]
-        return self._launch("all_to_all", _size(inputs), pairs, result=list(outputs))
+        return self._launch("all_to_all", _size(inputs), pairs, opts, result=list(outputs))
 
     def broadcast(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> dist.Work:
         tensors = _listed(tensors)
-        return self._launch("broadcast", _size(tensors), _in_place(tensors), fold=True)
+        return self._launch("broadcast", _size(tensors), _in_place(tensors), opts, fold=True)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
         pairs = [(output, row[self._own]) for output, row in zip(outputs, inputs)]
-        return self._launch("scatter", _size(outputs) * self._count, pairs or _in_place(outputs), fold=not pairs)
+        return self._launch("scatter", _size(outputs) * self._count, pairs or _in_place(outputs), opts, fold=not pairs)
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
         return self._launch("send", _size(tensors), _in_place(tensors), fold=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -138,26 +139,44 @@ class CudaLink:
         self.spare_events: list[int] = []
 
 
+class _Event:
+    """A driver event that goes back to the spare ones when nobody refers to it any more.
+
+    Streams that wait for it captured its state when they were told to, so it can be recorded again then.
+    """
+
+    __slots__ = ("_link", "handle")
+
+    def __init__(self, link: CudaLink) -> None:
+        self._link = link
+        try:
+            self.handle = link.spare_events.pop()
+        except IndexError:
+            self.handle = link.driver.create_event()
+
+    def __del__(self) -> None:
+        self._link.spare_events.append(self.handle)
+
+
 class CudaWork(Work):  # type: ignore[misc]
     """``wait`` orders the current stream after the collective and returns; the tensors are held until then."""
 
-    def __init__(self, transfer: Transfer, event: int, link: CudaLink) -> None:
+    def __init__(self, transfer: Transfer, event: _Event, stream: int, link: CudaLink) -> None:
         super().__init__()
         self._transfer = transfer
         self._event = event
+        self._stream = stream
         self._link = link
         self._waited = False
         self._future: torch.futures.Future[Any] | None = None
 
-    def __del__(self) -> None:
-        # Streams that wait for the event captured its state when they were told to, so it can be recorded again.
-        self._link.spare_events.append(self._event)
-
     def wait(self, timeout: object = None) -> bool:
         link, transfer = self._link, self._transfer
-        link.driver.wait(current_raw_stream(link.device.index), self._event)
+        stream = current_raw_stream(link.device.index)
+        if stream != self._stream:
+            link.driver.wait(stream, self._event.handle)
         if transfer.blocks_host:
-            link.driver.synchronize(self._event)
+            link.driver.synchronize(self._event.handle)
         if not self._waited:
             self._waited = True
             transfer.result = transfer.outputs()
@@ -171,7 +190,7 @@ class CudaWork(Work):  # type: ignore[misc]
         self.wait()
 
     def is_completed(self) -> bool:
-        return self._link.driver.is_done(self._event)
+        return self._link.driver.is_done(self._event.handle)
 
     def is_success(self) -> bool:
         return self.is_completed()
@@ -189,13 +208,16 @@ class CudaWork(Work):  # type: ignore[misc]
             self._future = torch.futures.Future(devices=[device])
             carrier = cuda.Stream(device)
             with cuda.stream(carrier):
-                self._link.driver.wait(carrier.cuda_stream, self._event)
+                self._link.driver.wait(carrier.cuda_stream, self._event.handle)
                 self._future.set_result(self.result())
         return self._future
 
 
 class CudaClock:
-    """One internal stream per process group: its collectives run in launch order, whatever stream they come from."""
+    """The collectives of one process group run in launch order, whatever stream they come from.
+
+    They run on an internal stream, or on the caller's if they are waited for at once (``asyncOp`` off), as NCCL's do.
+    """
 
     def __init__(self, link: CudaLink) -> None:
         self._link = link
@@ -204,30 +226,36 @@ class CudaClock:
         self._raw_stream: int = self._stream.cuda_stream
         with cuda.device(link.device):
             self._before = self._driver.create_event()
+        self._last: tuple[_Event, int] | None = None  # the end of the last launch, and its stream
         self._arguments = ctypes.create_string_buffer(_CALL[-1].size)
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._arguments))
 
     def submit(self, transfer: Transfer) -> CudaWork:
-        link, driver, stream = self._link, self._driver, self._raw_stream
+        link, driver = self._link, self._driver
         if current_device() != link.device.index:
             with cuda.device(link.device):
                 return self.submit(transfer)
-        # one event serves all launches: the wait captures the record that precedes it
-        driver.record(self._before, current_raw_stream(link.device.index))
-        driver.wait(stream, self._before)
+        stream = current = current_raw_stream(link.device.index)
+        if not transfer.on_current_stream:
+            stream = self._raw_stream
+            # one event serves all launches: the wait captures the record that precedes it
+            driver.record(self._before, current)
+            driver.wait(stream, self._before)
+        if self._last is not None and self._last[1] != stream:
+            driver.wait(stream, self._last[0].handle)
         pairs = transfer.pairs
         while len(pairs) > _MAX_SEGMENTS:
-            self._launch(transfer, pairs[:_MAX_SEGMENTS], 0.0)
+            self._launch(transfer, pairs[:_MAX_SEGMENTS], 0.0, stream)
             pairs = pairs[_MAX_SEGMENTS:]
-        self._launch(transfer, pairs, transfer.seconds)
-        try:
-            event = link.spare_events.pop()
-        except IndexError:
-            event = driver.create_event()
-        driver.record(event, stream)
-        return CudaWork(transfer, event, link)
+        self._launch(transfer, pairs, transfer.seconds, stream)
+        event = _Event(link)
+        driver.record(event.handle, stream)
+        self._last = (event, stream)
+        return CudaWork(transfer, event, stream, link)
 
-    def _launch(self, transfer: Transfer, pairs: list[tuple[torch.Tensor, torch.Tensor]], seconds: float) -> None:
+    def _launch(
+        self, transfer: Transfer, pairs: list[tuple[torch.Tensor, torch.Tensor]], seconds: float, stream: int
+    ) -> None:
         fold, slots, scale = transfer.fold, transfer.slots, transfer.scale
         fields: list[int] = []
         total = alignment = 0
@@ -254,9 +282,10 @@ class CudaClock:
             *fields,
         )
         blocks = min(_MAX_BLOCKS, total * slots // _BYTES_PER_BLOCK + 1)
-        self._driver.launch(self._link.function, blocks, _THREADS, self._raw_stream, self._pointers)
+        self._driver.launch(self._link.function, blocks, _THREADS, stream, self._pointers)
         if scale != 1.0 and arithmetic == _COPY:
-            with cuda.stream(self._stream), torch.no_grad():
+            own_stream = stream == self._raw_stream
+            with cuda.stream(self._stream) if own_stream else nullcontext(), torch.no_grad():
                 for dst, _ in pairs:
                     dst.data.mul_(scale if dst.is_floating_point() else int(scale))
 

@@ -22,7 +22,10 @@ from flatshard.rehearsal.network import Level
 
 @dataclass(slots=True)
 class Transfer:
-    """``pairs`` are (dst, src), all contiguous and on one device; ``seconds`` is the modelled time on ``level``."""
+    """``pairs`` are (dst, src), all contiguous and on one device; ``seconds`` is the modelled time on ``level``.
+
+    ``on_current_stream`` is for CUDA: run on the stream of the caller and not on one of the group's own.
+    """
 
     pairs: list[tuple[torch.Tensor, torch.Tensor]]
     level: Level
@@ -33,6 +36,7 @@ class Transfer:
     scale: float = 1.0
     result: list[torch.Tensor] | None = None
     blocks_host: bool = False
+    on_current_stream: bool = False
 
     def outputs(self) -> list[torch.Tensor]:
         """What the caller gets to see as the result."""

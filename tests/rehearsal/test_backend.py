@@ -115,38 +115,45 @@ def test_shapes_that_do_not_fit_are_named(group):
         group.allreduce([torch.empty(4, 4).t()])
 
 
+def fastest(action, tries=4):
+    """Seconds of the least disturbed try: other work on the machine only ever adds time."""
+    times = []
+    for _ in range(tries):
+        begin = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
 def test_time_and_level():
     with rehearse(W, SLOW) as rehearsal:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        tensor = torch.ones(250_000)  # 1 MB: 1 ms on the wire of 2 ranks
         for name, latency in (("inner", 5e-3), ("outer", 20e-3)):
-            begin = time.perf_counter()
-            dist.all_reduce(torch.ones(250_000), group=mesh.get_group(name))  # 1 MB: 1 ms on the wire of 2 ranks
-            assert latency + 1e-3 <= time.perf_counter() - begin < latency + 11e-3
+            group = mesh.get_group(name)
+            seconds = fastest(lambda group=group: dist.all_reduce(tensor, dist.ReduceOp.AVG, group))
+            assert latency + 1e-3 <= seconds < latency + 8e-3
         entry = rehearsal.medium.ledger.entries["all_reduce"]
-    assert (entry.launches, entry.size, entry.wire) == (2, 2_000_000, 2_000_000)
-    assert entry.seconds == pytest.approx(27e-3)
+    assert (entry.launches, entry.size, entry.wire) == (8, 8_000_000, 8_000_000)
+    assert entry.seconds == pytest.approx(4 * 27e-3)
 
 
 def test_groups_share_the_link_and_levels_do_not():
     with rehearse(W, SLOW):
-        inner, twin = dist.new_group([0, 1]), dist.new_group([0, 1])
-        works, begin = [], time.perf_counter()
-        for group in (inner, twin, dist.group.WORLD):
-            works.append(dist.all_reduce(torch.ones(4), group=group, async_op=True))
-        ends = []
-        for work in works:
-            work.wait()
-            ends.append(time.perf_counter() - begin)
-    assert 5e-3 <= ends[0] < 10e-3 <= ends[1] < 19e-3  # one after the other
-    assert 20e-3 <= ends[2] < 28e-3  # at once with both
+        inner, twin, world = dist.new_group([0, 1]), dist.new_group([0, 1]), dist.group.WORLD
+
+        def together(*groups):
+            for work in [dist.all_reduce(torch.ones(4), group=group, async_op=True) for group in groups]:
+                work.wait()
+
+        assert 10e-3 <= fastest(lambda: together(inner, twin)) < 17e-3  # one after the other
+        assert 20e-3 <= fastest(lambda: together(inner, twin, world)) < 28e-3  # world at once with both
 
 
 def test_launches_return_before_the_wire_is_done_and_keep_their_order():
-    with rehearse(W, Network(Link(1e9, 20e-3), Link(1e9, 20e-3))):
+    with rehearse(W, Network(Link(1e9, 50e-3), Link(1e9, 50e-3))):
         tensor = torch.ones(1)
-        begin = time.perf_counter()
         works = [dist.all_reduce(tensor, async_op=True) for _ in range(3)]
-        assert time.perf_counter() - begin < 15e-3
         assert not works[2].is_completed()
         works[2].wait()
         assert all(work.is_completed() for work in works)

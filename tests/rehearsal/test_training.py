@@ -129,7 +129,7 @@ def test_command_line(tmp_path):
     assert "all_reduce" in run.stdout
     derived = json.loads(result.read_text())["derived"]
     assert derived["wire_seconds"] == pytest.approx(20e-3, rel=0.01)
-    assert 10e-3 < derived["exposed_seconds"] < 40e-3
+    assert derived["exposed_seconds"] > 10e-3
     assert derived["tokens_per_second"] == pytest.approx(4 / derived["step_seconds_median"])
 
 

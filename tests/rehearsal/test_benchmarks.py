@@ -1,0 +1,52 @@
+"""The benchmark's model has the advertised shapes, and every system trains it as one rank of W."""
+
+import pytest
+import torch
+
+from benchmarks.models import LLAMA_1B, LLAMA_8B, LLAMA_TINY, Llama
+from benchmarks.systems import SYSTEMS
+from benchmarks.table import CASES, describe, measure
+
+
+@pytest.fixture
+def one_thread():
+    """Small products are slower on several threads of a busy machine than on one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(("config", "count"), [(LLAMA_1B, 1_498_482_688), (LLAMA_8B, 8_030_261_248)])
+def test_parameter_counts(config, count):
+    with torch.device("meta"):
+        model = Llama(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
+
+
+def test_later_tokens_change_no_earlier_logits():
+    model = Llama(LLAMA_TINY).eval()
+    tokens = torch.randint(LLAMA_TINY.vocab, (1, 16))
+    changed = tokens.clone()
+    changed[0, 10] += 1 if changed[0, 10] == 0 else -1
+    with torch.no_grad():
+        before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :10], after[:, :10])
+    assert not torch.equal(before[:, 10:], after[:, 10:])
+
+
+@pytest.mark.limit(120)
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_system_is_measured(system, one_thread):
+    row = measure("tiny", system, steps=1, warmup=1)
+    model = Llama(LLAMA_TINY)
+    size = 4 * sum(parameter.numel() for parameter in model.parameters())
+    head = 4 * sum(parameter.numel() for parameter in model.head.parameters())
+    world = CASES["tiny"].world
+    if system == "limit":
+        assert row["wire_ms"] == 0
+    elif system != "ddp":  # gathered twice (the head once) and reduced once, at 360 GB/s and 10 us
+        least = 1e3 * (3 * size - head) * (world - 1) / world / 360e9 + 0.010 * row["launches"]
+        segments = 9 * row["launches"]  # at most: as many as a block has tensors
+        assert 0.999 * least <= row["wire_ms"] <= 1.001 * least + 0.002 * segments
+    assert "failed" not in describe({system: row})
