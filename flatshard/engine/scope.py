@@ -117,6 +117,8 @@ class Scope:
         """Make the full parameters of ``unit`` usable by what follows, and start gathering what comes next."""
         self.program.need(unit.index)
         self._ahead.discard(unit.index)
+        if self._retained is unit:
+            self._retained = None  # in use again
         self.gather(unit)
         for other in self._next(unit):
             self._ahead.add(other.index)
