@@ -64,6 +64,7 @@ class Unit:
         self.prefetch_in_forward: list[Unit] | None = None
         self.prefetch_in_backward: list[Unit] | None = None
         self._modules = [weakref.ref(module) for module in modules]
+        self._is_leaf = not any(True for module in modules for _ in module.children())
         self._to_run: set[int] = set()  # modules of the unit whose forward of this pass is to come
         self._inputs_to_pass = 0  # forwards whose inputs' gradients are to come
         self._awaited = False  # a forward with gradients has been, its backward has not
@@ -203,8 +204,11 @@ class Unit:
         assert scope is not None
         scope.begin_backward()
         scope.reduce(self, group)
-        # Backward reads a weight last in what gives its gradient. A frozen one gives none, so it stays until the end.
-        if self._inputs_to_pass <= 0 and all(g.reduced and g.expected == len(g.members) for g in self.groups):
+        # Backward reads a weight last in what gives its gradient. A frozen one gives none, and one of a child may give
+        # several, if calls of the child are checkpointed: those stay until the end.
+        if self._inputs_to_pass > 0 or not self._is_leaf:
+            return
+        if all(other.reduced and other.expected == len(other.members) for other in self.groups):
             self.rest()
 
     def finish_backward(self) -> None:
