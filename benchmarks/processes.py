@@ -5,12 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import socket
 from collections.abc import Callable
+from queue import Empty
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-LIMIT_SECONDS = 600
 
 
 def on_ranks(world: int, body: Callable[..., Any], *args: Any, gloo: bool = True) -> list[Any]:
@@ -26,7 +25,18 @@ def on_ranks(world: int, body: Callable[..., Any], *args: Any, gloo: bool = True
     ]
     for process in processes:
         process.start()
-    results = dict(queue.get(timeout=LIMIT_SECONDS) for _ in processes)
+    results: dict[int, Any] = {}
+    while len(results) < world:
+        try:
+            rank, result = queue.get(timeout=1)
+            results[rank] = result
+        except Empty:
+            # a rank that raised has said so; one that died cannot, and the others may wait for it forever
+            dead = [rank for rank, process in enumerate(processes) if rank not in results and process.exitcode]
+            if dead:
+                for process in processes:
+                    process.kill()
+                raise RuntimeError(f"rank {dead[0]} of {world} ended with {processes[dead[0]].exitcode}") from None
     for process in processes:
         process.join()
     errors = [value for value in results.values() if isinstance(value, Exception)]
