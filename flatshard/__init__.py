@@ -1,6 +1,7 @@
 """flatshard: fully sharded data parallelism for PyTorch."""
 
 from flatshard.api import FSDPModule, UnshardHandle, fully_shard
+from flatshard.engine.summary import Summary, check_buffers, summary
 from flatshard.policy import MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
 
 __version__ = "0.1.0.dev0"
@@ -10,6 +11,9 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "SchedulePolicy",
+    "Summary",
     "UnshardHandle",
+    "check_buffers",
     "fully_shard",
+    "summary",
 ]

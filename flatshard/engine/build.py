@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -131,11 +131,11 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
             module._buffers[name] = buffer.to(device)
 
 
-def apply_to_units(module: nn.Module, action: Callable[[Unit], None]) -> None:
-    """Call ``action`` once for every unit at or below ``module``."""
-    seen: set[int] = set()
-    for child in module.modules():
+def units_below(module: nn.Module) -> list[tuple[str, Unit]]:
+    """Every unit at or below ``module``, once, with the name of its first module."""
+    found: dict[int, tuple[str, Unit]] = {}
+    for name, child in module.named_modules():
         unit = unit_of(child)
-        if unit is not None and id(unit) not in seen:
-            seen.add(id(unit))
-            action(unit)
+        if unit is not None:
+            found.setdefault(id(unit), (name, unit))
+    return list(found.values())

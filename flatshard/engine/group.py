@@ -221,7 +221,7 @@ class Group:
                     f"parameter '{member.name}' was replaced by {_described(parameter)}; a sharded parameter can be "
                     f"replaced only by a DTensor of shape {tuple(member.sharded.shape)} with the same placements"
                 )
-        locals_ = [_local(parameter) for parameter in given]
+        locals_ = [local_of(parameter) for parameter in given]
         kinds = {(local.dtype, local.device) for local in locals_}
         if len(kinds) > 1:
             raise ValueError(f"parameters of one group were moved to different dtypes or devices: {kinds}")
@@ -243,7 +243,7 @@ class Group:
 
     def _owns_storage(self) -> bool:
         main = self.main.local.untyped_storage()._cdata
-        return all(_local(member.sharded).untyped_storage()._cdata == main for member in self.members)
+        return all(local_of(member.sharded).untyped_storage()._cdata == main for member in self.members)
 
     # Gradients
 
@@ -377,7 +377,7 @@ class Group:
             if grad is None:
                 known.local_view(index).zero_()  # set to None alone, while others of the group were kept
             elif member.shown is None or member.shown() is not grad:
-                known.local_view(index).copy_(_local(grad))  # replaced by the user
+                known.local_view(index).copy_(local_of(grad))  # replaced by the user
                 self._show_grad(index, member, known)
         return known, False
 
@@ -397,7 +397,8 @@ def _gradient_arrived(group: weakref.ref[Group], index: int, full: torch.Tensor)
         target.arrive(index, gradient)
 
 
-def _local(parameter: torch.Tensor) -> torch.Tensor:
+def local_of(parameter: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor, without autograd or dispatch."""
     assert isinstance(parameter, DTensor)
     return parameter._local_tensor
 

@@ -169,7 +169,11 @@ def dtensors_are_canonical(rank, world, device):
         assert seen.shape == value.shape
         assert seen.stride() == value.stride()
         assert seen.to_local().untyped_storage().data_ptr() == buffer.local.untyped_storage().data_ptr()
-        assert torch.equal(seen.full_tensor(), value)
+        chunks = value.chunk(world) if value.numel() else ()
+        expected = chunks[rank] if rank < len(chunks) else value[:0]
+        assert torch.equal(seen.to_local().flatten(), expected.flatten())
+        if device == "cpu":  # DTensor's own gather of CUDA tensors over Gloo crashes in torch 2.11
+            assert torch.equal(seen.full_tensor(), value)
     whole = DBuffer.distribute(values, plan(shapes, world), mesh, [Replicate()])
     assert torch.equal(as_dtensor(whole, 0).full_tensor(), values[0])
     if world == 1:

@@ -1,0 +1,146 @@
+"""What a sharded model looks like: a table for people, and a check of the buffers for doubts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from flatshard.engine.build import units_below
+from flatshard.engine.group import Group, local_of
+from flatshard.layout import is_sharded
+
+
+@dataclass(frozen=True)
+class GroupRow:
+    """One group in a `Summary`. Bytes are of main weights on one rank."""
+
+    unit: str
+    tensors: int
+    parameters: int
+    main: torch.dtype
+    compute: torch.dtype
+    trainable: bool
+    placements: str
+    bytes_per_rank: int
+    waste: float
+    kept: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A table of units and groups; ``str`` formats it."""
+
+    rows: tuple[GroupRow, ...]
+
+    @property
+    def bytes_per_rank(self) -> int:
+        """Bytes of main weights that this rank stores."""
+        return sum(row.bytes_per_rank for row in self.rows)
+
+    def __str__(self) -> str:
+        header = (
+            "unit",
+            "tensors",
+            "parameters",
+            "main",
+            "compute",
+            "grad",
+            "placement",
+            "MiB/rank",
+            "padding",
+            "kept",
+        )
+        table = [header]
+        for row in self.rows:
+            table.append(
+                (
+                    row.unit,
+                    str(row.tensors),
+                    f"{row.parameters:,}",
+                    _short(row.main),
+                    _short(row.compute),
+                    "yes" if row.trainable else "no",
+                    row.placements,
+                    _bytes(row.bytes_per_rank),
+                    f"{100 * row.waste:.2f}%",
+                    row.kept,
+                )
+            )
+        widths = [max(len(line[column]) for line in table) for column in range(len(header))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in table]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        total = sum(row.parameters for row in self.rows)
+        lines.append(f"{total:,} parameters, {_bytes(self.bytes_per_rank)} of main weights on this rank")
+        return "\n".join(lines)
+
+
+def summary(model: nn.Module) -> Summary:
+    """The units at and below ``model`` and their groups: what is sharded how, and what it costs."""
+    rows = []
+    for name, unit in units_below(model):
+        keeps = name == "" if unit.reshard_after_forward is None else not unit.reshard_after_forward
+        for group in unit.groups:
+            main = group.main
+            rows.append(
+                GroupRow(
+                    unit=name or "(root)",
+                    tensors=len(group.members),
+                    parameters=group.layout.payload,
+                    main=main.dtype,
+                    compute=group.codec.wire_dtype,
+                    trainable=any(member.sharded.requires_grad for member in group.members),
+                    placements=", ".join(type(placement).__name__ for placement in main.placements),
+                    bytes_per_rank=main.local.numel() * main.local.element_size(),
+                    waste=group.layout.waste if any(is_sharded(p) for p in main.placements) else 0.0,
+                    kept="until backward" if keeps else "no",
+                )
+            )
+    return Summary(tuple(rows))
+
+
+def check_buffers(model: nn.Module) -> None:
+    """Verify that every parameter's memory lies where its layout says, and that no two overlap; AssertionError if not.
+
+    Costs no communication. For use in tests, and when something outside has touched parameters.
+    """
+    for name, unit in units_below(model):
+        for group in unit.groups:
+            _check_group(group, name or "(root)")
+
+
+def _check_group(group: Group, unit: str) -> None:
+    taken: list[tuple[int, int, str]] = []
+    base = group.main.local.data_ptr()
+    for index, member in enumerate(group.members):
+        local, view = local_of(member.sharded), group.main.local_view(index)
+        where = f"parameter '{member.name}' of unit '{unit}'"
+        assert local.shape == view.shape, (
+            f"{where} has local shape {tuple(local.shape)}; its layout: {tuple(view.shape)}"
+        )
+        assert local.numel() == 0 or local.data_ptr() == view.data_ptr(), f"{where} does not lie in its main buffer"
+        shown = member.full if group.is_full else member.sharded
+        assert all(site.get() is shown for site in member.sites), f"{where} was replaced in its module"
+        if local.numel():
+            start = (local.data_ptr() - base) // local.element_size()
+            taken.append((start, start + local.numel(), member.name))
+        if group.is_full and member.full is not None and group.gathered is not None and member.full.numel():
+            expected = group.gathered.local_view(index).data_ptr()
+            assert member.full.data_ptr() == expected, f"{where} does not lie in its gathered buffer"
+    taken.sort()
+    for (_, stop, before), (start, _, after) in pairwise(taken):
+        assert stop <= start, f"parameters '{before}' and '{after}' of unit '{unit}' overlap"
+    assert not taken or taken[-1][1] <= group.main.local.numel(), f"unit '{unit}' reaches beyond its main buffer"
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} B"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
