@@ -49,7 +49,7 @@ class Summary:
             "compute",
             "grad",
             "placement",
-            "MiB/rank",
+            "bytes/rank",
             "padding",
             "kept",
         )
