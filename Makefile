@@ -3,7 +3,7 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 
-.PHONY: test test-full bench lint types setup format clean
+.PHONY: train test test-full bench lint types setup format clean
 
 setup: $(READY)
 
@@ -13,6 +13,9 @@ $(READY): pyproject.toml constraints.txt
 	$(PY) -m pip install --quiet --constraint constraints.txt torch
 	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
+
+train: $(READY)
+	$(PY) -m flatshard.cli train
 
 lint: $(READY)
 	$(PY) -m ruff check .

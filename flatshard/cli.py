@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from flatshard.rehearsal.network import Link
@@ -15,12 +16,45 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="flatshard", description="Fully sharded data parallelism for PyTorch.")
+    parser = _Parser(prog="flatshard", description="Fully sharded data parallelism for PyTorch.")
     commands = parser.add_subparsers(dest="command", required=True)
+    _add_train(commands.add_parser("train", help="train a small language model on a text", allow_abbrev=False))
     _add_rehearse(commands.add_parser("rehearse", help="run a training script as one rank of W on one device"))
     options = parser.parse_args(arguments)
     status: int = options.run(options)
     return status
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; the flags are a page that ``--help`` shows."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    from flatshard.train.settings import add_flags
+
+    parser.description = (
+        "Train a small language model, byte by byte, on N processes of this machine, or as one rank of a job when "
+        "torchrun has started it. The result does not depend on the number of processes."
+    )
+    add_flags(parser)
+    parser.set_defaults(run=_train)
+
+
+def _train(options: argparse.Namespace) -> int:
+    from flatshard.train.launch import check, run
+    from flatshard.train.settings import from_options
+
+    try:
+        settings = from_options(options)
+        check(settings)
+    except ValueError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # under torchrun every rank finds the same mistake
+            print(f"flatshard train: {error}", file=sys.stderr)
+        return 2
+    return run(settings)
 
 
 def _add_rehearse(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,47 @@
+"""The bytes to train on, and which of them are in which batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flatshard.train.settings import Settings
+from flatshard.train.stories import stories
+
+
+def load_bytes(settings: Settings) -> Tensor:
+    """The text as one tensor of bytes; a file is mapped, not read. ValueError where there is too little of it."""
+    text = _bundled() if settings.data is None else _map(settings.data)
+    if len(text) <= settings.context:
+        source = settings.data or "the bundled text"
+        raise ValueError(f"{source} has {len(text)} bytes; --context {settings.context} needs more than that")
+    return text
+
+
+def _bundled() -> Tensor:
+    return torch.frombuffer(bytearray(stories(), "ascii"), dtype=torch.uint8)
+
+
+def _map(path: Path) -> Tensor:
+    try:
+        size = path.stat().st_size
+        if not path.is_file():
+            raise ValueError(f"--data {path}: not a file")
+        return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8) if size else torch.empty(0)
+    except OSError as error:
+        raise ValueError(f"--data {path}: {error.strerror}") from error
+
+
+def batch_rows(text: Tensor, settings: Settings, step: int, rank: int, world: int) -> tuple[Tensor, Tensor]:
+    """This rank's (tokens, targets) of a step, both (rows, context).
+
+    The rows of all ranks, one after another, are the same for any number of ranks: they follow from seed and step.
+    """
+    draw = torch.Generator().manual_seed(settings.seed * 1_000_003 + step)
+    starts = torch.randint(len(text) - settings.context, (settings.batch,), generator=draw)
+    rows = settings.rows_per_rank(world)
+    mine = starts[rank * rows : (rank + 1) * rows]
+    window = text[mine[:, None] + torch.arange(settings.context + 1)].long()
+    return window[:, :-1], window[:, 1:]

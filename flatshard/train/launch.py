@@ -1,0 +1,110 @@
+"""Where the ranks of a run come from: torchrun started them, or this process starts them on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from flatshard.train.data import load_bytes
+from flatshard.train.progress import run_with_display
+from flatshard.train.settings import Settings
+from flatshard.train.trainer import Trainer
+
+_INTERRUPTED = 128 + signal.SIGINT
+
+
+def check(settings: Settings) -> None:
+    """ValueError where these settings cannot be trained here, before any process is started."""
+    world = _started_world()
+    if world and settings.processes not in (None, world):
+        raise ValueError(f"--processes {settings.processes}: torchrun has started {world}; leave it out")
+    settings.rows_per_rank(world or _processes(settings))
+    load_bytes(settings)
+
+
+def run(settings: Settings) -> int:
+    """Train as one rank of a job that torchrun started, or start the ranks here. Returns the exit status."""
+    if _started_world():
+        join(settings)
+        return 0
+    return _start(settings, _processes(settings))
+
+
+def _started_world() -> int:
+    """The number of ranks that torchrun has started, this process among them; 0 where it has not."""
+    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 0
+
+
+def _processes(settings: Settings) -> int:
+    return settings.processes or torch.cuda.device_count() or 2
+
+
+def join(settings: Settings) -> None:
+    """Be the rank that the environment says, in the way of torchrun."""
+    local_rank, local_world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    kind = "cuda" if torch.cuda.device_count() >= local_world else "cpu"
+    if kind == "cuda":
+        torch.cuda.set_device(local_rank)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    mesh = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    trainer = Trainer(settings, load_bytes(settings), mesh)
+    if dist.get_rank() == 0:
+        run_with_display(trainer)
+    else:
+        for _ in trainer.steps():
+            pass
+        if settings.sample:
+            trainer.sample()
+    dist.destroy_process_group()
+
+
+def _start(settings: Settings, processes: int) -> int:
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id="flatshard",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        start_method="spawn",
+    )
+    try:
+        elastic_launch(config, _rank)(settings)
+    except SignalException:
+        return _INTERRUPTED
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        print(f"flatshard train: rank {rank} failed\n{_traceback(failure.message)}", file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 1
+    return 0
+
+
+def _traceback(message: Any) -> str:
+    if isinstance(message, dict):
+        return str(message.get("extraInfo", {}).get("py_callstack", message.get("message", "")))
+    return str(message)
+
+
+@record
+def _rank(settings: Settings) -> None:
+    """One rank that this machine's launcher started."""
+    signal.signal(signal.SIGINT, _leave)
+    join(settings)
+
+
+def _leave(number: int, frame: Any) -> None:
+    """End at once and in silence; the launcher says what there is to say. A terminal's Ctrl-C comes to every rank."""
+    raise SystemExit(_INTERRUPTED)

@@ -1,0 +1,164 @@
+"""A decoder-only language model of Llama's shape: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The shape of a model. ``recompute`` stores only the inputs of each block and runs it again in backward."""
+
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    max_tokens: int
+    rope_theta: float = 5e5
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads or (self.width // self.heads) % 2:
+            raise ValueError(f"width {self.width} must be an even multiple of heads {self.heads}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} must be a multiple of kv-heads {self.kv_heads}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    def flops_per_token(self, seq: int) -> float:
+        """Model FLOPs of forward and backward: 6 per weight of a matrix product, and those of causal attention."""
+        block = 2 * self.width * (self.heads + self.kv_heads) * self.head_dim + 3 * self.width * self.ffn
+        return 6.0 * (self.layers * block + self.width * self.vocab) + 6.0 * self.layers * self.width * seq
+
+
+class Attention(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        kv_width = config.kv_heads * config.head_dim
+        self.q = nn.Linear(config.width, config.width, bias=False)
+        self.k = nn.Linear(config.width, kv_width, bias=False)
+        self.v = nn.Linear(config.width, kv_width, bias=False)
+        self.o = nn.Linear(config.width, config.width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # x: (batch, seq, width); tables: (seq, head_dim)
+        q, k, v = (part(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        out: Tensor = self.o(mixed.transpose(1, 2).flatten(-2))
+        return out
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.width, config.ffn, bias=False)
+        self.up = nn.Linear(config.width, config.ffn, bias=False)
+        self.down = nn.Linear(config.ffn, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.recompute = config.recompute
+        self.attention_norm = nn.RMSNorm(config.width, eps=1e-5)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.width, eps=1e-5)
+        self.ffn = FeedForward(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if self.recompute and self.training:
+            out: Tensor = checkpoint(self._forward, x, cos, sin, use_reentrant=False)
+            return out
+        return self._forward(x, cos, sin)
+
+    def _forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        out: Tensor = x + self.ffn(self.ffn_norm(x))
+        return out
+
+
+class Head(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(config.width, eps=1e-5)
+        self.projection = nn.Linear(config.width, config.vocab, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.projection(self.norm(x))
+        return logits
+
+
+class Llama(nn.Module):
+    """Logits of ``tokens`` (batch, seq), or with ``targets`` their mean cross-entropy, computed in float32.
+
+    What to shard one by one: ``embed``, each of ``blocks``, ``head``. Built on the meta device, it is made real by
+    ``to_empty`` and `init_weights`.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.head = Head(config)
+        self.register_buffer("cos", torch.empty(config.max_tokens, config.head_dim), persistent=False)
+        self.register_buffer("sin", torch.empty(config.max_tokens, config.head_dim), persistent=False)
+        if self.cos.device.type != "meta":
+            self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Fill the tables and all parameters. Of a DTensor the local part is drawn: shards of one tensor look alike.
+
+        Matrices keep the scale of their input. What a block adds to the residual starts small, so that the sum over all
+        blocks keeps its scale too; logits start close to each other, so that the first loss is close to ln(vocab).
+        """
+        for name, parameter in self.named_parameters():
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            scale = parameter.shape[-1] ** -0.5
+            if parameter.dim() == 1:
+                local.fill_(1.0)
+            elif name.endswith((".o.weight", ".down.weight")):
+                local.normal_(std=scale * (2 * self.config.layers) ** -0.5)
+            else:
+                local.normal_(std=0.2 * scale if name == "head.projection.weight" else scale)
+        size, device = self.config.head_dim, self.cos.device
+        rates = self.config.rope_theta ** (-torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)
+        angles = torch.outer(torch.arange(self.config.max_tokens, device=device), rates).repeat(1, 2)
+        self.cos.copy_(angles.cos())
+        self.sin.copy_(angles.sin())
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        x = self.embed(tokens)
+        seq = tokens.shape[1]
+        cos, sin = self.cos[:seq].to(x.dtype), self.sin[:seq].to(x.dtype)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        logits: Tensor = self.head(x)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x (..., seq, head_dim); dim i is paired with dim i + head_dim / 2."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -1,0 +1,154 @@
+"""What a run shows: a live bar in a terminal, plain lines elsewhere. Only rank 0 shows anything."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from flatshard.train.settings import Settings
+from flatshard.train.trainer import Step, Trainer
+
+_LINES = 12  # of a run that is not in a terminal
+_REFRESH = 0.1  # seconds between two readings of the loss: each waits for the device
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Where a run stands. ``speed``: tokens per second of all ranks since the last reading but for the first step."""
+
+    step: int
+    loss: float
+    speed: float
+    memory: int
+
+    def __str__(self) -> str:
+        return f"loss {self.loss:.3f}   {self.speed:7,.0f} tokens/s   {format_bytes(self.memory)}"
+
+
+class Display(Protocol):
+    """Something that shows readings."""
+
+    def due(self, step: int) -> bool:
+        """Whether a reading of this step is wanted."""
+
+    def show(self, reading: Reading) -> None:
+        """Show one."""
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the most that was allocated on an accelerator, or the largest resident set of this process on a CPU."""
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def format_bytes(count: int) -> str:
+    """``count`` in MiB, or in GiB where that is shorter."""
+    return f"{count / 2**20:,.0f} MiB" if count < 2**30 else f"{count / 2**30:,.1f} GiB"
+
+
+def headline(trainer: Trainer) -> str:
+    """One line about what is trained on what."""
+    count = trainer.parameters
+    size = f"{count / 1e6:.2f}M" if count < 1e9 else f"{count / 1e9:.2f}B"
+    world = trainer.mesh.size()
+    ranks = f"{world} process" if world == 1 else f"{world} processes"
+    source = trainer.settings.data.name if trainer.settings.data else "bundled stories"
+    text = f"{source} ({len(trainer.text) / 1e3:,.0f} kB)"
+    return f"{size} parameters on {ranks} ({trainer.device.type}, {trainer.settings.precision}), {text}"
+
+
+class Plain:
+    """A dozen lines, for logs."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._every = max(1, steps // _LINES)
+
+    def due(self, step: int) -> bool:
+        return step in (1, self._steps) or step % self._every == 0
+
+    def show(self, reading: Reading) -> None:
+        width = len(str(self._steps))
+        print(f"step {reading.step:{width}}/{self._steps}   {reading}", flush=True)
+
+
+class Bar:
+    """A live line under the cursor."""
+
+    def __init__(self, bar: Any, steps: int) -> None:
+        self._bar = bar
+        self._steps = steps
+        self._task = bar.add_task("", total=steps, reading="starting")
+        self._last = 0.0
+
+    def due(self, step: int) -> bool:
+        return step == self._steps or time.monotonic() - self._last >= _REFRESH
+
+    def show(self, reading: Reading) -> None:
+        self._last = time.monotonic()
+        self._bar.update(self._task, completed=reading.step, reading=str(reading))
+
+
+@contextmanager
+def display(settings: Settings) -> Iterator[Display]:
+    """A bar where rich is installed and the output is a terminal, else plain lines."""
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    except ImportError:
+        yield Plain(settings.steps)
+        return
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        yield Plain(settings.steps)
+        return
+    columns = (
+        BarColumn(bar_width=None, complete_style="cyan", finished_style="cyan"),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[reading]}", style="default"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, expand=True) as bar:
+        yield Bar(bar, settings.steps)
+
+
+class Meter:
+    """Turns steps into readings."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._tokens = trainer.settings.batch * trainer.settings.context
+        self._device = trainer.device
+        self._step, self._time = 0, time.monotonic()
+
+    def read(self, step: Step) -> Reading:
+        loss = float(step.loss)  # waits for the device: the clock is read after it
+        now = time.monotonic()
+        speed = (step.number - self._step) * self._tokens / max(now - self._time, 1e-9)
+        self._step, self._time = step.number, now
+        return Reading(step.number, loss, speed, peak_memory(self._device))
+
+
+def run_with_display(trainer: Trainer) -> None:
+    """Train, sample, and show both."""
+    began = time.monotonic()
+    print(headline(trainer), flush=True)
+    meter = Meter(trainer)
+    first = last = float("nan")
+    with display(trainer.settings) as shown:
+        for step in trainer.steps():
+            if step.number == 1 or shown.due(step.number):
+                reading = meter.read(step)
+                shown.show(reading)
+                first, last = (reading.loss if step.number == 1 else first), reading.loss
+    print(f"loss {first:.3f} -> {last:.3f} in {time.monotonic() - began:.0f} s", flush=True)
+    if trainer.settings.sample:
+        print(f"\n{trainer.sample()}", flush=True)

@@ -1,0 +1,1 @@
+"""The bundled trainer and the examples."""

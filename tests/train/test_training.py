@@ -1,0 +1,82 @@
+"""Training on ranks: the loss falls, does not depend on the number of ranks, and samples are the same everywhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from flatshard.train.data import batch_rows, load_bytes
+from flatshard.train.settings import Settings
+from flatshard.train.trainer import Trainer
+
+TINY = Settings(steps=6, batch=4, context=32, width=32, layers=2, heads=4, kv_heads=2, ffn=64, warmup=2, sample=8)
+
+
+def _train(rank, world, settings):
+    trainer = Trainer(settings, load_bytes(settings), init_device_mesh("cpu", (world,)))
+    steps = [(float(step.loss), float(step.grad_norm)) for step in trainer.steps()]
+    full = {name: value.full_tensor() for name, value in trainer.model.state_dict().items()}
+    return torch.tensor(steps), trainer.sample(), full
+
+
+def test_the_loss_falls(ranks):
+    settings = replace(TINY, steps=40, batch=8, lr=1e-2)
+    (losses, sample, _), *others = ranks(2, _train, settings)
+    assert losses[0, 0] == pytest.approx(5.545, abs=0.2)  # ln 256: nothing is known yet
+    assert losses[-5:, 0].mean() < 3.2
+    assert sample.startswith(settings.prompt)
+    for other_losses, other_sample, _ in others:
+        assert torch.equal(other_losses, losses)
+        assert other_sample == sample
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_number_of_processes_does_not_matter(ranks, recompute):
+    settings = replace(TINY, recompute=recompute, clip=0.5)
+    expected, _, expected_weights = ranks(1, _train, settings)[0]
+    losses, _, weights = ranks(2, _train, settings)[0]
+    assert expected[:, 1].min() > settings.clip, "clipping must take part"
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
+    for name, weight in weights.items():
+        # where a gradient is all rounding, AdamW makes a step of full size of it
+        torch.testing.assert_close(weight, expected_weights[name], rtol=0, atol=2 * settings.lr, msg=name)
+
+
+def test_bfloat16_trains_like_float32(ranks):
+    expected, _, _ = ranks(2, _train, TINY)[0]
+    losses, _, weights = ranks(2, _train, replace(TINY, precision="bfloat16"))[0]
+    torch.testing.assert_close(losses[:, 0], expected[:, 0], rtol=2e-2, atol=0)
+    assert not torch.equal(losses, expected)
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+
+
+def test_ranks_share_the_rows_of_a_batch():
+    text = load_bytes(TINY)
+    tokens, targets = batch_rows(text, TINY, 3, 0, 1)
+    assert tokens.shape == targets.shape == (4, 32)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    parts = [batch_rows(text, TINY, 3, rank, 2) for rank in range(2)]
+    assert torch.equal(torch.cat([part[0] for part in parts]), tokens)
+    assert not torch.equal(batch_rows(text, TINY, 4, 0, 1)[0], tokens)
+
+
+def test_the_last_byte_of_a_file_is_trained_on(tmp_path):
+    file = tmp_path / "text"
+    file.write_bytes(b"0123456789")
+    settings = replace(TINY, data=file, context=9)
+    tokens, targets = batch_rows(load_bytes(settings), settings, 1, 0, 1)
+    assert bytes(tokens[0].tolist()) == b"012345678"
+    assert bytes(targets[0].tolist()) == b"123456789"
+
+
+def test_the_learning_rate_warms_up_and_falls():
+    settings = replace(TINY, steps=100, warmup=10, lr=1.0)
+    rates = [settings.lr_at(step) for step in range(1, 101)]
+    assert rates[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+    assert rates[-1] == pytest.approx(0.1)
+    constant = replace(settings, schedule="constant", warmup=0)
+    assert {constant.lr_at(step) for step in range(1, 101)} == {1.0}
