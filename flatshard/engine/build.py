@@ -22,18 +22,18 @@ Named = tuple[str, nn.Parameter, list[Site]]
 def owned_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """The modules below ``roots`` that no nested unit owns, with their names from their root down."""
     seen: set[nn.Module] = set()
-
-    def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if module in seen:
-            return
-        seen.add(module)
-        yield name, module
-        for child_name, child in module.named_children():
-            if unit_of(child) is None:
-                yield from walk(f"{name}.{child_name}" if name else child_name, child)
-
     for root in roots:
-        yield from walk("", root)
+        yield from _walk("", root, seen)
+
+
+def _walk(name: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    if module in seen:
+        return
+    seen.add(module)
+    yield name, module
+    for child_name, child in module.named_children():
+        if unit_of(child) is None:
+            yield from _walk(f"{name}.{child_name}" if name else child_name, child, seen)
 
 
 def owned_parameters(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[Named]:
