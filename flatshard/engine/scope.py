@@ -154,7 +154,7 @@ class Scope:
             return
         for index in self.program.upcoming():
             other = self._units[index]()
-            if other is None or other is unit:
+            if other is None or other is unit or index in self._ahead:
                 continue
             if other.is_gathered:
                 return  # the next one is there; what comes after it is gathered when that is needed
