@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import _torch
 from flatshard.engine.group import Group
+from flatshard.engine.schedule import Pass
 from flatshard.engine.scope import Scope
 from flatshard.engine.trees import cast_floating, map_tensors, tensors_in
 from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy
@@ -159,6 +160,8 @@ class Unit:
         self._enter(Phase.AWAITING if self._awaited else Phase.RESTING)
         outermost = scope.entry is self
         keep = outermost if self.reshard_after_forward is None else not self.reshard_after_forward
+        if not grads and not outermost:  # under reentrant checkpointing gradients come in spite of no_grad
+            grads = scope.program.running is Pass.FORWARD
         if not (grads and keep):
             self.release()
         if outermost:
