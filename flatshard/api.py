@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -59,11 +60,13 @@ class FSDPModule:
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather these units when this one's forward starts, instead of those that the recorded order says."""
-        _unit_and_scope(self)[0].prefetch_in_forward = [_unit_and_scope(module)[0] for module in modules]
+        refs = [weakref.ref(_unit_and_scope(module)[0]) for module in modules]
+        _unit_and_scope(self)[0].prefetch_in_forward = refs
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather these units when this one's backward starts, instead of those that the recorded order says."""
-        _unit_and_scope(self)[0].prefetch_in_backward = [_unit_and_scope(module)[0] for module in modules]
+        refs = [weakref.ref(_unit_and_scope(module)[0]) for module in modules]
+        _unit_and_scope(self)[0].prefetch_in_backward = refs
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change ``reshard_after_forward`` of this unit and, with ``recurse``, of those below it."""

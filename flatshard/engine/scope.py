@@ -22,8 +22,25 @@ if TYPE_CHECKING:
     from flatshard.engine.unit import Unit
 
 
+class _Weak:
+    """An attribute that holds a unit weakly: units own their scope."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"_weak_{name}"
+
+    def __get__(self, scope: Scope, owner: type) -> Unit | None:
+        ref: weakref.ref[Unit] | None = scope.__dict__.get(self._name)
+        return None if ref is None else ref()
+
+    def __set__(self, scope: Scope, unit: Unit | None) -> None:
+        scope.__dict__[self._name] = None if unit is None else weakref.ref(unit)
+
+
 class Scope:
     """Owned by its units, and knows them weakly: nothing here keeps a model alive."""
+
+    entry = _Weak()  # the outermost unit whose forward is running
+    _retained = _Weak()  # gathered by a recompute, its backward to come
 
     def __init__(self, units: Sequence[Unit], device: torch.device, policy: SchedulePolicy) -> None:
         self.policy = policy
@@ -33,11 +50,9 @@ class Scope:
         self.gather_pool = Pool(self.gather_lane)
         self.reduce_pool = Pool(self.reduce_lane)
         self.program = Program(len(units))
-        self.entry: Unit | None = None  # the outermost unit whose forward is running
         self.reductions = 0
         self._units = [weakref.ref(unit) for unit in units]
         self._ahead: set[int] = set()  # gathered by prefetch and not needed yet
-        self._retained: Unit | None = None  # gathered by a recompute, its backward to come
         self._reducing: deque[Reduction] = deque()
         self._main_ready: Ticket = Ticket()
         self._agreed = False
@@ -150,7 +165,7 @@ class Scope:
             return
         explicit = unit.prefetch_in_backward if self.program.running is Pass.BACKWARD else unit.prefetch_in_forward
         if explicit is not None:
-            yield from (other for other in explicit if not other.is_gathered)
+            yield from (other for other in (ref() for ref in explicit) if other and not other.is_gathered)
             return
         for index in self.program.upcoming():
             other = self._units[index]()

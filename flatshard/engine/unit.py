@@ -62,8 +62,8 @@ class Unit:
         self.phase = Phase.RESTING
         self.scope: Scope | None = None
         self.backward_done = False  # its backward of the running pass is over
-        self.prefetch_in_forward: list[Unit] | None = None
-        self.prefetch_in_backward: list[Unit] | None = None
+        self.prefetch_in_forward: list[weakref.ref[Unit]] | None = None
+        self.prefetch_in_backward: list[weakref.ref[Unit]] | None = None
         self._modules = [weakref.ref(module) for module in modules]
         self._is_leaf = not any(True for module in modules for _ in module.children())
         self._to_run: set[int] = set()  # modules of the unit whose forward of this pass is to come
