@@ -25,7 +25,7 @@ class Entry:
 
 @dataclass
 class Ledger:
-    """Sums over every process group of a rehearsal since it began.  Written by the launching thread only."""
+    """Sums over every process group of a rehearsal since it began.  Launches from several threads must not race."""
 
     entries: dict[Kind, Entry] = field(default_factory=dict)
 
