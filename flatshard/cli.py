@@ -20,7 +20,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_train(commands.add_parser("train", help="train a small language model on a text", allow_abbrev=False))
     _add_rehearse(commands.add_parser("rehearse", help="run a training script as one rank of W on one device"))
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        commands.choices[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     status: int = options.run(options)
     return status
 

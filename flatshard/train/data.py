@@ -34,6 +34,12 @@ def _map(path: Path) -> Tensor:
         raise ValueError(f"--data {path}: {error.strerror}") from error
 
 
+def first_words(text: Tensor, limit: int = 40) -> bytes:
+    """The text's first bytes, at most ``limit``, up to a space where there is one."""
+    start = bytes(text[:limit].tolist())
+    return start[: start.rfind(b" ") + 1] or start
+
+
 def batch_rows(text: Tensor, settings: Settings, step: int, rank: int, world: int) -> tuple[Tensor, Tensor]:
     """This rank's (tokens, targets) of a step, both (rows, context).
 

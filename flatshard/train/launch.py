@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from flatshard.train.data import load_bytes
@@ -82,7 +86,8 @@ def _start(settings: Settings, processes: int) -> int:
         start_method="spawn",
     )
     try:
-        elastic_launch(config, _rank)(settings)
+        with _launching():
+            elastic_launch(config, _rank)(settings)
     except SignalException:
         return _INTERRUPTED
     except ChildFailedError as error:
@@ -92,19 +97,41 @@ def _start(settings: Settings, processes: int) -> int:
     return 0
 
 
+@contextmanager
+def _launching() -> Iterator[None]:
+    """Silence the launcher's own log, and keep a terminal's Ctrl-C, which every process gets, from ranks not yet ready.
+
+    A process inherits the signal mask of the thread that starts it, so ranks start with SIGINT blocked and open it when
+    they can end in silence. This process still hears it: another thread takes it, and Python handles it in this one.
+    """
+    done = threading.Event()
+    listener = threading.Thread(target=done.wait, daemon=True)
+    listener.start()
+    logging.disable(logging.ERROR)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        logging.disable(logging.NOTSET)
+        done.set()
+        listener.join()
+
+
 def _traceback(message: Any) -> str:
     if isinstance(message, dict):
         return str(message.get("extraInfo", {}).get("py_callstack", message.get("message", "")))
     return str(message)
 
 
-@record
 def _rank(settings: Settings) -> None:
     """One rank that this machine's launcher started."""
     signal.signal(signal.SIGINT, _leave)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     join(settings)
 
 
 def _leave(number: int, frame: Any) -> None:
-    """End at once and in silence; the launcher says what there is to say. A terminal's Ctrl-C comes to every rank."""
+    """End in silence, once: both the terminal and the launcher send the signal."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise SystemExit(_INTERRUPTED)

@@ -29,7 +29,7 @@ class Reading:
     memory: int
 
     def __str__(self) -> str:
-        return f"loss {self.loss:.3f}   {self.speed:7,.0f} tokens/s   {format_bytes(self.memory)}"
+        return f"loss {self.loss:.3f}  {self.speed:6,.0f} tokens/s  {format_bytes(self.memory)}"
 
 
 class Display(Protocol):
@@ -78,7 +78,7 @@ class Plain:
 
     def show(self, reading: Reading) -> None:
         width = len(str(self._steps))
-        print(f"step {reading.step:{width}}/{self._steps}   {reading}", flush=True)
+        print(f"step {reading.step:{width}}/{self._steps}  {reading}", flush=True)
 
 
 class Bar:

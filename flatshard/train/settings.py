@@ -35,8 +35,8 @@ class Settings:
     clip: Annotated[float, "largest norm of the gradient; 0 leaves it as it is"] = 1.0
     seed: Annotated[int, "of weights, batches and the sample"] = 0
     sample: Annotated[int, "bytes of sample text at the end"] = 240
-    prompt: Annotated[str, "how the sample starts"] = "Once "
-    temperature: Annotated[float, "of the sample; 0 always takes the likeliest byte"] = 0.7
+    prompt: Annotated[str | None, "how the sample starts (default: the first words of the text)"] = None
+    temperature: Annotated[float, "of the sample; 0 always takes the likeliest byte"] = 0.5
 
     def __post_init__(self) -> None:
         for name in ("processes", "steps", "batch", "context", "width", "layers", "heads", "kv_heads", "ffn"):
@@ -105,7 +105,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             choices=choices,
             default=each.default,
             metavar=None if choices else _METAVARS[kind],
-            help=text if each.default is None else f"{text} (default: %(default)r)",
+            help=text if each.default is None else f"{text} (default: %(default)s)",
         )
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from flatshard.api import fully_shard
 from flatshard.policy import MixedPrecisionPolicy
-from flatshard.train.data import batch_rows
+from flatshard.train.data import batch_rows, first_words
 from flatshard.train.model import Llama
 from flatshard.train.settings import Settings
 
@@ -89,7 +89,8 @@ class Trainer:
         """What the model writes after the prompt, prompt included. All ranks run it together and get the same text."""
         settings = self.settings
         draw = torch.Generator(self.device).manual_seed(settings.seed)
-        written = torch.tensor([list(settings.prompt.encode())], device=self.device)
+        prompt = first_words(self.text) if settings.prompt is None else settings.prompt.encode()
+        written = torch.tensor([list(prompt)], device=self.device)
         self.model.eval()
         for _ in range(settings.sample):
             scores = self.model(written[:, -settings.context :])[:, -1].float()

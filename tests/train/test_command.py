@@ -31,7 +31,7 @@ def test_train_starts_its_own_processes():
     assert process.returncode == 0, err
     lines = out.splitlines()
     assert "on 2 processes (cpu, float32)" in lines[0]
-    assert [line.split("   ")[0] for line in lines[1:4]] == ["step 1/3", "step 2/3", "step 3/3"]
+    assert [line.split("  ")[0] for line in lines[1:4]] == ["step 1/3", "step 2/3", "step 3/3"]
     assert all("tokens/s" in line and "iB" in line for line in lines[1:4])
     assert lines[4].startswith("loss 5.")
     assert lines[6].startswith("Once ")
@@ -82,7 +82,7 @@ def short_file(tmp_path):
         ("--prompt=", "--prompt : must be at least one character"),
         ("--steps many", "argument --steps: invalid int value: 'many'"),
         ("--schedule square", "argument --schedule: invalid choice: 'square'"),
-        ("--stepz 3", "unrecognized arguments: --stepz 3"),
+        ("--stepz 3", "flatshard train: unrecognized arguments: --stepz 3 (see flatshard train --help)"),
     ],
 )
 def test_bad_input_is_one_line(flags, expected, short_file, capsys):
