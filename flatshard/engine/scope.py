@@ -145,6 +145,11 @@ class Scope:
         """Start gathering a unit. No effect on what has been gathered."""
         if unit.is_gathered:
             return
+        # What is made here outlives the pass; made under inference mode, training could never write it again.
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            self._launch_gather(unit)
+
+    def _launch_gather(self, unit: Unit) -> None:
         with self.traced("gather", unit):
             for group in unit.groups:
                 group.gather(self.gather_pool, (self._main_ready,), unit.name)
