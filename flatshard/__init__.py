@@ -1,8 +1,9 @@
 """flatshard: fully sharded data parallelism for PyTorch."""
 
-from flatshard.api import FSDPModule, UnshardHandle, fully_shard
+from flatshard.api import FSDPModule, UnshardHandle, fully_shard, microbatch, no_shard
 from flatshard.engine.summary import Summary, check_buffers, summary
-from flatshard.policy import MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
+from flatshard.optim.step import fully_shard_optimizer
+from flatshard.policy import MixedPrecisionPolicy, OffloadPolicy, Placements, SchedulePolicy
 
 __version__ = "0.1.0.dev0"
 
@@ -10,10 +11,14 @@ __all__ = [
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "Placements",
     "SchedulePolicy",
     "Summary",
     "UnshardHandle",
     "check_buffers",
     "fully_shard",
+    "fully_shard_optimizer",
+    "microbatch",
+    "no_shard",
     "summary",
 ]

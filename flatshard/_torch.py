@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 
@@ -64,8 +67,48 @@ def make_dtensor(
 def like_dtensor(like: torch.Tensor, local: torch.Tensor) -> DTensor:
     """A DTensor over ``local`` with the mesh, placements and global shape of another one."""
     assert isinstance(like, DTensor)
-    made: DTensor = DTensor(local, like._spec, requires_grad=False)
+    spec = like._spec
+    if local.dtype != like.dtype:
+        spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(like.shape, like.stride(), local.dtype))
+    made: DTensor = DTensor(local, spec, requires_grad=False)
     return made
+
+
+def allow_grad_of(tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Let ``tensor`` have a gradient of another dtype than its own. Drops one of a third dtype."""
+    if tensor.grad_dtype != dtype:
+        if tensor.grad is not None and tensor.grad.dtype != dtype:
+            tensor.grad = None  # autograd refuses the change while a gradient is there
+        tensor.grad_dtype = dtype
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor, without autograd or dispatch."""
+    assert isinstance(tensor, DTensor)
+    return tensor._local_tensor
+
+
+def take_scheduler_patch(optimizer: Optimizer) -> bool:
+    """Remove what a learning-rate scheduler has put around ``step`` of this instance; whether there was anything."""
+    if not hasattr(optimizer.__dict__.get("step"), "_wrapped_by_lr_sched"):
+        return False
+    del optimizer.__dict__["step"]
+    return True
+
+
+def put_scheduler_patch(optimizer: Optimizer) -> None:
+    """Let a scheduler that was made before the class of the optimizer was changed see that it steps."""
+    known = weakref.ref(optimizer)
+    step = type(optimizer).step
+
+    @functools.wraps(step)
+    def tracked(*args: Any, **kwargs: Any) -> Any:
+        found: Any = known()
+        found._opt_called = True
+        return step(found, *args, **kwargs)
+
+    tracked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.__dict__["step"] = tracked
 
 
 def backend_name(group: ProcessGroup, device: torch.device) -> str:

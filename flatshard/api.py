@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -11,10 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from flatshard.engine.build import build_unit, owned_modules
+from flatshard.engine.build import NO_SHARD, Choices, build_unit, owned_modules, units_below
+from flatshard.engine.gradients import GradientScale
 from flatshard.engine.unit import Unit, scope_of, unit_of
 from flatshard.layout.planner import LayoutName
-from flatshard.policy import MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
+from flatshard.policy import MixedPrecisionPolicy, OffloadPolicy, Placements, SchedulePolicy, Strategy, placements_for
 
 M = TypeVar("M", nn.Module, list[nn.Module])
 
@@ -68,13 +70,30 @@ class FSDPModule:
         refs = [weakref.ref(_unit_and_scope(module)[0]) for module in modules]
         _unit_and_scope(self)[0].prefetch_in_backward = refs
 
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Off: gradients stay on their rank, whole and unreduced, until a backward with it on reduces them all."""
+        for unit in _units(self, recurse):
+            unit.reduces = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Off: gradients go no further than they rest between micro-batches; under HSDP, the outer axis waits."""
+        for unit in _units(self, recurse):
+            unit.all_reduces = requires_all_reduce
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the backwards that follow are the last of their optimizer step; `microbatch` says it for a body."""
+        for unit in _units(self, True):
+            unit.is_last = is_last_backward
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of the ranks' gradients by ``factor``, in this unit, instead of taking their mean."""
+        for group in _unit_and_scope(self)[0].groups:
+            group.gradients.scale = 1.0 / factor
+
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change ``reshard_after_forward`` of this unit and, with ``recurse``, of those below it."""
-        assert isinstance(self, nn.Module)
-        for module in self.modules() if recurse else (self,):
-            unit = unit_of(module)
-            if unit is not None:
-                unit.reshard_after_forward = reshard_after_forward
+        for unit in _units(self, recurse):
+            unit.reshard_after_forward = reshard_after_forward
 
 
 class UnshardHandle:
@@ -91,6 +110,12 @@ class UnshardHandle:
             self._unit = None
 
 
+def _units(module: FSDPModule, recurse: bool) -> list[Unit]:
+    assert isinstance(module, nn.Module)
+    own = unit_of(module)
+    return [unit for _, unit in units_below(module) if recurse or unit is own]
+
+
 def _unit_and_scope(module: FSDPModule) -> tuple[Unit, Any]:
     assert isinstance(module, nn.Module)
     unit = unit_of(module)
@@ -103,12 +128,15 @@ def fully_shard(
     module: M,
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     offload_policy: OffloadPolicy = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
+    strategy: Strategy | int | Placements | None = None,
+    outer_strategy: Strategy | int | None = None,
     layout: LayoutName = "tensor",
+    gradient_scale: GradientScale = "mean",
     schedule: SchedulePolicy | None = None,
 ) -> M:
     """Make a unit of ``module``: shard its parameters over ``mesh``, and gather them only while they are needed.
@@ -119,13 +147,21 @@ def fully_shard(
     class and of `FSDPModule`. Its parameters become DTensors that hold this rank's rows; build the optimizer after this
     call, on ``model.parameters()``. After backward, their gradients are the means over all ranks.
 
-    ``mesh``: one axis: shard over it. Two axes: replicate over the first, shard over the second. Default: one axis of
-    all ranks, on the current accelerator or else the CPU. Parameters and buffers are moved to the mesh's device.
+    ``mesh``: one axis (shard), or two (outer, inner). Default: one axis of all ranks, on the current accelerator or
+    else the CPU. Parameters and buffers are moved to the mesh's device.
     ``reshard_after_forward``: True frees the full parameters after forward and gathers them again in backward; False
-    keeps them until the end of backward. Default: True, and False for the outermost unit.
+    keeps them until the end of backward; a number that divides the shard axis keeps them sharded over groups of so many
+    neighbours, which gather them in backward among themselves. Default: True, and False for the outermost unit.
     ``mp_policy``: the dtypes of compute, reduction, gradients and main weights.
     ``ignored_params``: parameters that are left alone.
+    ``strategy``: what is sharded over the last axis: ``"no_shard"`` or 0, nothing; ``"optim"`` or 1, main weights and
+    optimizer state; ``"optim_grads"`` or 2, gradients too; ``"optim_grads_params"`` or 3, everything (the default). Or
+    `Placements`, for every axis.
+    ``outer_strategy``: of the first of two axes: ``"no_shard"`` (replicate: HSDP, the default) or ``"optim"`` (main
+    weights and optimizer state sharded over both axes: HFSDP).
     ``layout``: how the parameters lie in the buffers; only ``"tensor"`` so far.
+    ``gradient_scale``: what gradients are of the ranks' gradients: their ``"mean"``, their ``"sum"``, or a number times
+    their sum. A loss per token is a sum that the caller divides once, by all tokens: ``"sum"``.
     ``schedule``: how far communication runs ahead; that of the root counts.
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
@@ -136,19 +172,77 @@ def fully_shard(
         raise ValueError("shard_placement_fn: this version shards every parameter on dim 0; leave it out")
     if type(offload_policy) is not OffloadPolicy:
         raise ValueError(f"offload_policy={offload_policy}: this version keeps everything on the device of the mesh")
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-        raise ValueError(
-            f"reshard_after_forward={reshard_after_forward!r}: must be True, False or None in this version"
-        )
+    if gradient_scale not in ("mean", "sum") and not isinstance(gradient_scale, (int, float)):
+        raise ValueError(f"gradient_scale={gradient_scale!r}: must be 'mean', 'sum' or a number")
     mesh = _default_mesh() if mesh is None else mesh
     if mesh.ndim not in (1, 2):
-        raise ValueError(f"mesh has {mesh.ndim} axes; it must have one (shard) or two (replicate, shard)")
-    device = _device_of(mesh)
-    ignored = set(ignored_params or ())
-    build_unit(modules, mesh, device, mp_policy, layout, reshard_after_forward, ignored, schedule)
+        raise ValueError(f"mesh has {mesh.ndim} axes; it must have one (shard) or two (outer, inner)")
+    choices = Choices(
+        mesh=mesh,
+        device=_device_of(mesh),
+        placements=placements_for(strategy, outer_strategy, mesh.ndim),
+        precision=mp_policy,
+        layout=layout,
+        reshard_after_forward=_checked_reshard(reshard_after_forward, mesh),
+        gradient_scale=gradient_scale if isinstance(gradient_scale, str) else float(gradient_scale),
+        schedule=schedule,
+        ignored=frozenset(ignored_params or ()),
+    )
+    build_unit(modules, choices)
     for each in modules:
         each.__class__ = _unit_class(type(each))
     return module
+
+
+def _checked_reshard(value: bool | int | None, mesh: DeviceMesh) -> bool | int | None:
+    """A group size of 1 keeps everything, one of the whole axis nothing."""
+    if value is None or isinstance(value, bool):
+        return value
+    size = mesh.size(mesh.ndim - 1)
+    if not isinstance(value, int) or value < 1 or size % value:
+        raise ValueError(
+            f"reshard_after_forward={value!r}: must be True, False, or a number of ranks that divides {size}, the "
+            "size of the shard axis"
+        )
+    return value != 1 if value in (1, size) else value
+
+
+def no_shard(target: nn.Module | nn.Parameter) -> None:
+    """Mark a module, with all below it, or a parameter, before `fully_shard`: it stays whole on every rank.
+
+    Frozen parameters that are marked are left in their modules as they are, on the device and in the compute dtype of
+    their unit: nothing of them is gathered and nothing hooked. Trainable ones rest whole too; their gradients are
+    averaged and their optimizer state follows the strategy, so that they are refreshed once per optimizer step.
+    """
+    if isinstance(target, nn.Parameter):
+        target.__dict__[NO_SHARD] = True
+        return
+    if not isinstance(target, nn.Module):
+        raise TypeError(f"no_shard takes a module or a parameter, not {type(target).__name__}")
+    for module in target.modules():
+        if unit_of(module) is not None:
+            raise ValueError(f"{type(module).__name__} is sharded already; call no_shard before fully_shard")
+        module.__dict__[NO_SHARD] = True
+
+
+@contextmanager
+def microbatch(module: nn.Module, *, is_first: bool = True, is_last: bool = True) -> Iterator[None]:
+    """Say which micro-batch of an optimizer step runs in the body, for all units at and below ``module``.
+
+    Compute weights that rest on this rank are refreshed from main only if ``is_first``. Axes over which gradients rest
+    unreduced are reduced only if ``is_last``. Nests; what held before holds again afterwards, also after an exception.
+    """
+    units = [unit for _, unit in units_below(module)]
+    if not units:
+        raise ValueError(f"no unit at or below {type(module).__name__}: fully_shard was not called on it")
+    before = [(unit.is_first, unit.is_last) for unit in units]
+    for unit in units:
+        unit.is_first, unit.is_last = is_first, is_last
+    try:
+        yield
+    finally:
+        for unit, (first, last) in zip(units, before):
+            unit.is_first, unit.is_last = first, last
 
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 
-from flatshard.layout import Flat, Partial, Placement, Replicate
+from flatshard.layout import Block, Flat, Partial, Placement, Replicate, Whole, is_sharded
 
 
 @dataclass(frozen=True)
@@ -52,22 +53,89 @@ class Placements:
     gradient: tuple[Placement, ...]
     optimizer: tuple[Placement, ...]
 
+    def __post_init__(self) -> None:
+        axes = {len(self.parameter), len(self.gradient), len(self.optimizer)}
+        if len(axes) != 1:
+            raise ValueError(f"Placements: parameter, gradient and optimizer must name the same axes, not {axes}")
+        for name in ("parameter", "gradient", "optimizer"):
+            wrong = [p for p in getattr(self, name) if isinstance(p, (Block, Whole))]
+            if wrong:
+                raise ValueError(f"Placements({name}): {wrong[0]} is not supported here; use Flat() or Replicate()")
+        for axis, (parameter, gradient, optimizer) in enumerate(zip(self.parameter, self.gradient, self.optimizer)):
+            if isinstance(parameter, Partial) or isinstance(optimizer, Partial):
+                raise ValueError(
+                    f"Placements: on axis {axis} parameters or optimizer state are Partial; only gradients can be"
+                )
+            if not is_sharded(optimizer) and (is_sharded(parameter) or is_sharded(gradient)):
+                raise ValueError(
+                    f"Placements: axis {axis} shards parameters or gradients but not the optimizer state, which would "
+                    "update parts that its rank does not hold; shard the optimizer state too"
+                )
+            if isinstance(gradient, Replicate) and is_sharded(optimizer):
+                raise ValueError(f"Placements: on axis {axis} gradients rest Replicate; use Partial or Flat()")
 
-def fully_sharded(axes: int) -> Placements:
-    """Everything sharded over the last axis of the mesh; on a mesh of two axes, replicated over the first."""
-    rest: tuple[Placement, ...] = (*(Replicate() for _ in range(axes - 1)), Flat())
-    return Placements(rest, rest, rest)
+
+Strategy: TypeAlias = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
+
+# What rests sharded on an axis, by the name and number of its strategy: parameter, gradient, optimizer.
+_INNER: dict[str, tuple[bool, bool, bool]] = {
+    "no_shard": (False, False, False),
+    "optim": (False, False, True),
+    "optim_grads": (False, True, True),
+    "optim_grads_params": (True, True, True),
+}
+_OUTER = ("no_shard", "optim")
+
+
+def placements_for(strategy: Strategy | int | Placements | None, outer: Strategy | int | None, axes: int) -> Placements:
+    """The placements of a strategy on a mesh of one axis, or of two (outer, inner).
+
+    ``strategy`` (default ``optim_grads_params``) is of the last axis, ``outer`` (default ``no_shard``) of the first.
+    """
+    if isinstance(strategy, Placements):
+        if len(strategy.parameter) != axes:
+            raise ValueError(f"strategy names {len(strategy.parameter)} axes; the mesh has {axes}")
+        if outer is not None:
+            raise ValueError("outer_strategy is part of Placements; give one or the other")
+        return strategy
+    if outer is not None and axes == 1:
+        raise ValueError(f"outer_strategy={outer!r} needs a mesh of two axes (outer, inner)")
+    name = _name("strategy", strategy, tuple(_INNER), "optim_grads_params")
+    inner = _INNER[name]
+    kept, partial = Replicate(), Partial("avg")
+    unsharded: tuple[Placement, ...] = (kept, partial, kept)
+    last: list[Placement] = [Flat() if sharded else other for sharded, other in zip(inner, unsharded)]
+    if axes == 1:
+        return Placements((last[0],), (last[1],), (last[2],))
+    outer_name = _name("outer_strategy", outer, _OUTER, "no_shard")
+    if outer_name == "optim" and name != "optim_grads_params":
+        raise ValueError(f"outer_strategy='optim' needs strategy='optim_grads_params', not {name!r}")
+    first = Flat() if outer_name == "optim" else kept
+    return Placements((kept, last[0]), (partial, last[1]), (first, last[2]))
+
+
+def _name(what: str, given: str | int | None, names: tuple[str, ...], default: str) -> str:
+    if given is None:
+        return default
+    if isinstance(given, int) and not isinstance(given, bool) and 0 <= given < len(names):
+        return names[given]
+    if given not in names:
+        raise ValueError(f"{what}={given!r}: must be one of {', '.join(names)} or their numbers 0 to {len(names) - 1}")
+    assert isinstance(given, str)
+    return given
+
+
+def resident(placements: Placements) -> Placements:
+    """The same optimizer state with weights that rest whole on every rank: nothing is gathered during a pass."""
+    axes = len(placements.parameter)
+    whole = replicated(axes)
+    return Placements(whole.parameter, whole.gradient, placements.optimizer)
 
 
 def replicated(axes: int) -> Placements:
-    """A copy on every rank."""
+    """A copy on every rank; gradients are reduced on the last micro-batch."""
     rest = tuple(Replicate() for _ in range(axes))
-    return Placements(rest, rest, rest)
-
-
-def unreduced(axes: int) -> tuple[Placement, ...]:
-    """Gradients as autograd leaves them: every rank has its own, and their mean is wanted."""
-    return tuple(Partial("avg") for _ in range(axes))
+    return Placements(rest, tuple(Partial("avg") for _ in range(axes)), rest)
 
 
 @dataclass(frozen=True)

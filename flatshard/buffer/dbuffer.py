@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -54,6 +54,14 @@ class DBuffer:
         return DBuffer(self.layout, self.mesh, self.placements, local, self.held)
 
     @classmethod
+    def made(
+        cls, layout: Layout, mesh: DeviceMesh, placements: Sequence[Placement], make: Callable[[int], torch.Tensor]
+    ) -> DBuffer:
+        """A buffer over ``make(number of elements)``."""
+        held = held_by_this_rank(layout, mesh, placements)
+        return cls(layout, mesh, placements, make(layout.buffer_numel(held.count)), held)
+
+    @classmethod
     def zeros(
         cls,
         layout: Layout,
@@ -63,8 +71,7 @@ class DBuffer:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> DBuffer:
-        held = held_by_this_rank(layout, mesh, placements)
-        return cls(layout, mesh, placements, torch.zeros(layout.buffer_numel(held.count), dtype=dtype, device=device))
+        return cls.made(layout, mesh, placements, lambda numel: torch.zeros(numel, dtype=dtype, device=device))
 
     @classmethod
     def distribute(

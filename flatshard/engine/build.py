@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -10,13 +13,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from flatshard.buffer import DBuffer
+from flatshard.engine.gradients import GradientScale
 from flatshard.engine.group import Group, Site, make_members
+from flatshard.engine.homes import settle
 from flatshard.engine.unit import Unit, unit_of
-from flatshard.layout import plan
+from flatshard.layout import is_sharded, plan
 from flatshard.layout.planner import LayoutName
-from flatshard.policy import MixedPrecisionPolicy, Placements, SchedulePolicy, fully_sharded, replicated
+from flatshard.policy import MixedPrecisionPolicy, Placements, SchedulePolicy, replicated, resident
 
 Named = tuple[str, nn.Parameter, list[Site]]
+
+NO_SHARD = "_flatshard_no_shard"  # the mark that `no_shard` leaves on modules and parameters
 
 
 def owned_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -36,7 +43,7 @@ def _walk(name: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple[
             yield from _walk(f"{name}.{child_name}" if name else child_name, child, seen)
 
 
-def owned_parameters(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[Named]:
+def owned_parameters(roots: Sequence[nn.Module], ignored: AbstractSet[nn.Parameter]) -> list[Named]:
     """The parameters of a unit, each once, with every place where it is registered."""
     found: dict[nn.Parameter, Named] = {}
     for prefix, module in owned_modules(roots):
@@ -68,51 +75,93 @@ def _refuse(name: str, parameter: nn.Parameter) -> None:
         raise ValueError(f"parameter '{name}' is not contiguous; make it so before fully_shard")
 
 
-def build_unit(
-    modules: Sequence[nn.Module],
-    mesh: DeviceMesh,
-    device: torch.device,
-    policy: MixedPrecisionPolicy,
-    layout: LayoutName,
-    reshard_after_forward: bool | None,
-    ignored: set[nn.Parameter],
-    schedule: SchedulePolicy | None,
-) -> Unit:
+@dataclass(frozen=True)
+class Choices:
+    """What a call of `fully_shard` chose, checked."""
+
+    mesh: DeviceMesh
+    device: torch.device
+    placements: Placements
+    precision: MixedPrecisionPolicy
+    layout: LayoutName
+    reshard_after_forward: bool | int | None
+    gradient_scale: GradientScale
+    schedule: SchedulePolicy | None
+    ignored: frozenset[nn.Parameter]
+
+
+def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     """Shard the parameters below ``modules`` and hook them up."""
-    by_kind: dict[tuple[torch.dtype, bool, bool], list[Named]] = {}
-    for named in owned_parameters(modules, ignored):
-        parameter = named[1]
+    by_kind: dict[tuple[torch.dtype, bool, bool, bool], list[Named]] = {}
+    plain: list[Named] = []
+    for named in owned_parameters(modules, choices.ignored):
+        parameter, marked = named[1], _is_marked(named)
+        if marked and not parameter.requires_grad:
+            plain.append(named)
+            continue
         # A tensor without dims has no rows to shard.
-        by_kind.setdefault((parameter.dtype, parameter.requires_grad, parameter.dim() > 0), []).append(named)
+        key = (parameter.dtype, parameter.requires_grad, parameter.dim() > 0, marked)
+        by_kind.setdefault(key, []).append(named)
     owner = type(modules[0]).__name__
     groups = []
-    for (_, _, can_shard), members in by_kind.items():
-        placements = fully_sharded(mesh.ndim) if can_shard else replicated(mesh.ndim)
-        groups.append(_build_group(members, mesh, device, policy, layout, placements, owner))
+    for (_, _, has_rows, marked), members in by_kind.items():
+        placements = choices.placements if has_rows else replicated(choices.mesh.ndim)
+        groups.append(_build_group(members, choices, resident(placements) if marked else placements, owner))
     for _, module in owned_modules(modules):
-        _move_buffers(module, device)
-    unit = Unit(modules, groups, mesh, device, policy, reshard_after_forward, schedule)
+        _move_buffers(module, choices.device)
+    for named in plain:
+        _place_plain(named, choices)
+    reshard, park = choices.reshard_after_forward, None
+    if reshard is not None and not isinstance(reshard, bool):
+        reshard, park = True, _park_mesh(choices.mesh, reshard)
+    hooked = bool(groups) or not plain  # a unit of nothing but resident frozen weights has nothing to do
+    unit = Unit(modules, groups, choices.mesh, choices.device, choices.precision, reshard, choices.schedule, hooked)
+    unit.plain = [(name, parameter.numel(), parameter.dtype) for name, parameter, _ in plain]
+    for group in groups:
+        group.park_mesh = park
+        group.gradients.scale = choices.gradient_scale
     for module in modules:
         module.__dict__["_flatshard_unit"] = unit
     return unit
 
 
-def _build_group(
-    members: list[Named],
-    mesh: DeviceMesh,
-    device: torch.device,
-    policy: MixedPrecisionPolicy,
-    layout: LayoutName,
-    placements: Placements,
-    owner: str,
-) -> Group:
+def _is_marked(named: Named) -> bool:
+    """Whether `no_shard` was called on the parameter or on every module that holds it."""
+    _, parameter, sites = named
+    if parameter.__dict__.get(NO_SHARD):
+        return True
+    modules = [site.module() for site in sites]
+    return all(module is not None and module.__dict__.get(NO_SHARD) for module in modules)
+
+
+def _place_plain(named: Named, choices: Choices) -> None:
+    """A frozen parameter that stays whole on every rank: on the device and in the dtype that compute wants."""
+    parameter, dtype = named[1], choices.precision.param_dtype
+    if not parameter.is_meta:
+        wanted = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+        parameter.data = parameter.data.to(choices.device, wanted)
+
+
+def _park_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
+    """Groups of ``size`` neighbours of the shard axis, as meshes of one axis; this rank's."""
+    known: dict[int, DeviceMesh] = mesh.__dict__.setdefault("_flatshard_park_meshes", {})
+    if size not in known:
+        ranks = mesh.mesh.view(*mesh.shape[:-1], -1, size)
+        names = ("outer", "across", "within")[-ranks.dim() :]
+        known[size] = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)["within"]
+    return known[size]
+
+
+def _build_group(members: list[Named], choices: Choices, placements: Placements, owner: str) -> Group:
     """Cut the parameters of one group; the full originals are freed when it returns."""
     shapes = [tuple(parameter.shape) for _, parameter, _ in members]
-    planned = plan(shapes, mesh.size(-1 % mesh.ndim), layout=layout)
+    mesh, precision = choices.mesh, choices.precision
+    shards = math.prod(mesh.size(axis) for axis, p in enumerate(placements.optimizer) if is_sharded(p))
+    planned = plan(shapes, shards, layout=choices.layout)
     frozen = not members[0][1].requires_grad
     floating = members[0][1].is_floating_point()
-    main_dtype = policy.main_dtype if policy.main_dtype is not None and floating and not frozen else None
-    full = [parameter.detach() if parameter.is_meta else parameter.detach().to(device) for _, parameter, _ in members]
+    main_dtype = precision.main_dtype if precision.main_dtype is not None and floating and not frozen else None
+    full = [p.detach() if p.is_meta else p.detach().to(choices.device) for _, p, _ in members]
     main = DBuffer.distribute(full, planned, mesh, placements.optimizer)
     if main_dtype is not None and main_dtype != main.dtype:
         main = main.cast(main_dtype)
@@ -122,7 +171,9 @@ def _build_group(
         parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         parameter.__dict__["_flatshard_owner"] = (name, owner)
         member.sharded.__dict__["_flatshard_owner"] = (name, owner)  # a module that two units share
-    return Group(made, main, placements, policy)
+    group = Group(made, main, placements, precision)
+    settle(group, (parameter for _, parameter, _ in members))
+    return group
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:

@@ -14,7 +14,8 @@ import torch
 
 from flatshard import _torch
 from flatshard.buffer import Lane, Pool, Ticket
-from flatshard.engine.group import Group, Reduction
+from flatshard.engine.gradients import Reduction
+from flatshard.engine.group import Group
 from flatshard.engine.schedule import Pass, Program
 from flatshard.policy import SchedulePolicy
 
@@ -78,6 +79,9 @@ class Scope:
         self.entry = entry
         for unit in self.units:
             unit.release()
+            if unit.is_first:
+                for group in unit.groups:
+                    group.mark_stale()
         self._ahead.clear()
         # The gathers of this pass read main after all that has been enqueued so far, the optimizer's writes included.
         self._main_ready = self.gather_lane.mark()
@@ -107,6 +111,7 @@ class Scope:
         self._ending = False
         for unit in reversed(self.units):
             unit.finish_backward()
+            unit.flush()
             unit.rest()
         self._release_ahead()
         self._retained = None
@@ -200,7 +205,7 @@ class Scope:
         while len(self._reducing) >= self.policy.max_reducing:
             self._land()
         with self.traced("reduce", unit):
-            self._reducing.append(group.reduce(self.reduce_pool, unit.name))
+            self._reducing.append(group.gradients.reduce(self.reduce_pool, unit.goal, unit.name))
         self.reductions += 1
         if not self.policy.async_reduce:
             self._land()

@@ -8,8 +8,9 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from flatshard import _torch
 from flatshard.engine.build import units_below
-from flatshard.engine.group import Group, local_of
+from flatshard.engine.group import Group
 from flatshard.layout import is_sharded
 
 
@@ -98,6 +99,9 @@ def summary(model: nn.Module) -> Summary:
                     kept="until backward" if keeps else "no",
                 )
             )
+        for parameter, count, dtype in unit.plain:
+            label, size = f"{name or '(root)'}: {parameter}", count * dtype.itemsize
+            rows.append(GroupRow(label, 1, count, dtype, dtype, False, "no_shard", size, 0.0, "always"))
     return Summary(tuple(rows))
 
 
@@ -115,7 +119,7 @@ def _check_group(group: Group, unit: str) -> None:
     taken: list[tuple[int, int, str]] = []
     base = group.main.local.data_ptr()
     for index, member in enumerate(group.members):
-        local, view = local_of(member.sharded), group.main.local_view(index)
+        local, view = _torch.local_of(member.sharded), group.main.local_view(index)
         where = f"parameter '{member.name}' of unit '{unit}'"
         assert local.shape == view.shape, (
             f"{where} has local shape {tuple(local.shape)}; its layout: {tuple(view.shape)}"

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import _torch
+from flatshard.engine.gradients import Goal
 from flatshard.engine.group import Group
 from flatshard.engine.schedule import Pass
 from flatshard.engine.scope import Scope
@@ -50,6 +51,7 @@ class Unit:
         policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
         schedule: SchedulePolicy | None = None,
+        hooked: bool = True,
     ) -> None:
         self.groups = list(groups)
         self.mesh = mesh
@@ -61,7 +63,11 @@ class Unit:
         self.index = 0
         self.phase = Phase.RESTING
         self.scope: Scope | None = None
+        self.is_first = self.is_last = True  # of the micro-batches of an optimizer step
+        self.reduces = True  # off: gradients stay unreduced
+        self.all_reduces = True  # off: gradients go no further than they rest between micro-batches
         self.backward_done = False  # its backward of the running pass is over
+        self.plain: list[tuple[str, int, torch.dtype]] = []  # frozen parameters that stay whole: name, elements, dtype
         self.prefetch_in_forward: list[weakref.ref[Unit]] | None = None
         self.prefetch_in_backward: list[weakref.ref[Unit]] | None = None
         self._modules = [weakref.ref(module) for module in modules]
@@ -70,8 +76,8 @@ class Unit:
         self._inputs_to_pass = 0  # forwards whose inputs' gradients are to come
         self._awaited = False  # a forward with gradients has been, its backward has not
         for group in self.groups:
-            group.on_complete = functools.partial(_group_complete, weakref.ref(self), weakref.ref(group))
-        for module in modules:
+            group.gradients.on_complete = functools.partial(_group_complete, weakref.ref(self), weakref.ref(group))
+        for module in modules if hooked else ():
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward)
             module.register_state_dict_pre_hook(self._before_state_dict)
@@ -163,6 +169,9 @@ class Unit:
         if not grads and not outermost:  # under reentrant checkpointing gradients come in spite of no_grad
             grads = scope.program.running is Pass.FORWARD
         if not (grads and keep):
+            if grads:
+                for group in self.groups:
+                    group.park()
             self.release()
         if outermost:
             scope.end_forward()
@@ -211,7 +220,7 @@ class Unit:
         # several, if calls of the child are checkpointed: those stay until the end.
         if self._inputs_to_pass > 0 or not self._is_leaf:
             return
-        if all(other.reduced and other.expected == len(other.members) for other in self.groups):
+        if all(g.reduced and g.expected == len(g.members) for g in (other.gradients for other in self.groups)):
             self.rest()
 
     def finish_backward(self) -> None:
@@ -219,8 +228,22 @@ class Unit:
         scope = self.scope
         assert scope is not None
         for group in self.groups:
-            if group.waiting:
+            if group.gradients.waiting:
                 scope.reduce(self, group)
+
+    def flush(self) -> None:
+        """At the end of a backward that goes all the way: reduce what earlier ones left and this one did not use."""
+        for group in self.groups:
+            if self.goal is Goal.FINAL and group.gradients.has_partial:
+                assert self.scope is not None
+                self.scope.reduce(self, group)
+
+    @property
+    def goal(self) -> Goal:
+        """How far gradients are reduced now."""
+        if not self.reduces:
+            return Goal.KEEP
+        return Goal.FINAL if self.is_last and self.all_reduces else Goal.REST
 
     def rest(self) -> None:
         """No backward is pending: release and forget."""
@@ -233,12 +256,14 @@ class Unit:
         self._inputs_to_pass = 0
         self._to_run.clear()  # a recompute that stopped early
         for group in self.groups:
-            group.reduced = False
+            group.gradients.reduced = False
+            group.unpark()
 
     def reset(self) -> None:
         """Rest, whatever was going on; gradients that have not been reduced are lost."""
         for group in self.groups:
-            group.drop_gradients()
+            group.gradients.drop()
+            group.gradients.drop_partial()
         self.phase = Phase.RESTING
         self.rest()
 

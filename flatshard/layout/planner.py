@@ -127,6 +127,11 @@ class Layout:
         stride = tuple(max(math.prod(shape[dim + 1 :]), 1) for dim in range(len(shape)))
         return Window(self.run_starts(pieces)[slot.segment] + begin - low if held else 0, shape, stride)
 
+    @cached_property
+    def run_numel(self) -> int:
+        """Elements of one piece of every segment, without what lies between them in a buffer."""
+        return sum(segment.piece for segment in self.segments)
+
     @property
     def shard_numel(self) -> int:
         """Elements that one rank stores."""

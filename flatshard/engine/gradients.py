@@ -1,0 +1,348 @@
+"""The gradients of one group: collected as autograd delivers them, reduced as far as asked, shown on the parameters.
+
+Gradients go through up to three placements of a mesh:
+
+    unreduced   (Partial, Partial)    every rank has its own, full size
+    resting     Placements.gradient   between micro-batches, e.g. (Partial, Flat) under HSDP
+    final       Placements.optimizer  what the optimizer reads, e.g. (Replicate, Flat)
+
+A backward takes its gradients to one of them. What stops short of final is kept in a buffer of that placement and joins
+the next backward that goes further, so every axis is reduced once for all micro-batches that rested before it.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+
+from flatshard import _torch
+from flatshard.buffer import DBuffer, Lane, Pool, Ticket
+from flatshard.layout import Layout, Partial, Placement, is_sharded
+from flatshard.policy import MixedPrecisionPolicy, Placements
+
+if TYPE_CHECKING:
+    from flatshard.engine.group import Member
+
+GradientScale: TypeAlias = Literal["mean", "sum"] | float
+
+
+class Goal(Enum):
+    """How far a backward takes its gradients."""
+
+    KEEP = "keep"  # unreduced
+    REST = "rest"
+    FINAL = "final"
+
+
+@dataclass
+class Reduction:
+    """A reduce on its way. ``keep`` are tensors that the lane still reads."""
+
+    ticket: Ticket
+    keep: list[torch.Tensor] = field(default_factory=list)
+
+
+class Gradients:
+    """Collects, reduces and shows the gradients of the members of a group.
+
+    The result is the mean over ranks (``scale="mean"``), the sum, or the sum times a number.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        main: DBuffer,
+        placements: Placements,
+        policy: MixedPrecisionPolicy,
+        compute: torch.dtype,
+    ) -> None:
+        self.members = members
+        self.main = main
+        self.placements = placements
+        self.reduce_dtype = policy.reduce_dtype or compute
+        self.grad_dtype = policy.grad_dtype or main.dtype
+        self.scale: GradientScale = "mean"
+        self.reduced = False  # in the running backward
+        self.waiting = 0  # have arrived and are not reduced
+        self.expected = sum(member.sharded.requires_grad for member in members)  # by a backward that uses them all
+        self.on_complete: Callable[[], None] | None = None  # called when all expected ones have arrived
+        self._sole = _sole_owners(main.layout)
+        self._unreduced: DBuffer | None = None
+        self._resting: DBuffer | None = None
+        self._used: set[int] = set()  # members that have had a gradient in backwards that stopped short of final
+        self._main_grad: weakref.ref[DBuffer] | None = None
+
+    @property
+    def layout(self) -> Layout:
+        return self.main.layout
+
+    @property
+    def has_partial(self) -> bool:
+        """Whether gradients of earlier backwards wait for a reduce that goes further."""
+        return self._unreduced is not None or self._resting is not None
+
+    def arrive(self, index: int, gradient: torch.Tensor) -> None:
+        """Take the gradient of one full parameter."""
+        member = self.members[index]
+        if member.arrived is None:
+            member.arrived = gradient
+            self.waiting += 1
+            if self.waiting == self.expected and self.on_complete is not None:
+                self.on_complete()
+        else:
+            # Reentrant checkpointing of a unit that is called twice delivers twice.
+            member.arrived.add_(gradient)
+
+    def drop(self) -> None:
+        """Forget what has arrived and is not reduced."""
+        for member in self.members:
+            member.arrived = None
+        self.waiting = 0
+
+    def drop_partial(self) -> None:
+        """Forget also what earlier backwards left unreduced."""
+        self._unreduced = self._resting = None
+        self._used.clear()
+
+    def reduce(self, pool: Pool, goal: Goal, name: str) -> Reduction:
+        """Start taking what has arrived to ``goal``. A missing gradient counts as zero.
+
+        A gradient that autograd left in the reduce dtype, and whose segment has no padding, is sent from where it is;
+        the others are copied into a staging buffer first.
+        """
+        self.reduced = True
+        gradients = [member.arrived for member in self.members]
+        self.drop()
+        self._used.update(index for index, gradient in enumerate(gradients) if gradient is not None)
+        if goal is Goal.REST and self.placements.gradient == self.placements.optimizer:
+            goal = Goal.FINAL  # nothing rests on the way
+        if goal is Goal.REST and not is_sharded(self.placements.gradient[-1]):
+            goal = Goal.KEEP  # the innermost axis rests unreduced, so all of it does
+        if goal is Goal.KEEP:
+            self._add_unreduced(gradients)
+            return Reduction(Ticket())
+        if goal is Goal.REST:
+            return self._reduce_to_rest(gradients, pool, name)
+        return self._reduce_to_final(gradients, pool, name)
+
+    # Stopping short
+
+    def _add_unreduced(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        if self._unreduced is None:
+            local = torch.zeros(
+                self.layout.buffer_numel(self.layout.num_shards), dtype=self.grad_dtype, device=self.main.device
+            )
+            self._unreduced = DBuffer(self.layout, self.main.mesh, self._partial(), local)
+        for index, gradient in enumerate(gradients):
+            if gradient is not None:
+                self._unreduced.local_view(index).add_(gradient)
+
+    def _reduce_to_rest(self, gradients: Sequence[torch.Tensor | None], pool: Pool, name: str) -> Reduction:
+        placements = self.placements.gradient
+        fresh = self._resting is None
+        if self._resting is None:
+            self._resting = self._buffer(placements, self.grad_dtype, self._empty)
+        resting, lane = self._resting, pool.lane
+        with lane.entered((lane.mark(),)):
+            inputs, keep = self._inputs(gradients, pool)
+            target = self._buffer(placements, self.reduce_dtype, pool.temporary)
+        ticket = self._inner(target, inputs, lane, name)
+        ticket = lane.follow(ticket, functools.partial(_add_or_write, resting, target, fresh, 1.0))
+        return Reduction(ticket, [*keep, target.local])
+
+    # Going all the way
+
+    def _reduce_to_final(self, gradients: Sequence[torch.Tensor | None], pool: Pool, name: str) -> Reduction:
+        lane = pool.lane
+        had_grad = [member.sharded.grad is not None for member in self.members]
+        main_grad, fresh = self._take_main_grad(had_grad)
+        direct = fresh and main_grad.dtype == self.reduce_dtype
+        with lane.entered((lane.mark(),)):
+            inputs, keep = self._inputs(gradients, pool)
+            target = main_grad if direct else self._buffer(self.main.placements, self.reduce_dtype, pool.temporary)
+        ticket = self._through(target, inputs, pool, keep, name)
+        factor = self.scale if isinstance(self.scale, float) else 1.0
+        if not direct or factor != 1.0:
+            ticket = lane.follow(ticket, functools.partial(_add_or_write, main_grad, target, fresh, factor))
+        for index in sorted(self._used):
+            if not had_grad[index]:
+                self._show(index, main_grad)
+        self._used.clear()
+        return Reduction(ticket, [*keep, target.local])
+
+    def _through(
+        self, target: DBuffer, inputs: list[torch.Tensor], pool: Pool, keep: list[torch.Tensor], name: str
+    ) -> Ticket:
+        """Reduce full-size runs over all axes into ``target``, taking along what rests on the way."""
+        lane, final = pool.lane, target.placements
+        if not inputs:  # only empty tensors
+            return Ticket()
+        if len(final) == 1:
+            return self._inner(target, inputs, lane, name)
+        halfway = (*self._partial()[:-1], final[-1])
+        with lane.entered():
+            inner = self._buffer(halfway, self.reduce_dtype, pool.temporary)
+        keep.append(inner.local)
+        ticket = self._inner(inner, inputs, lane, name)
+        resting, self._resting = self._resting, None
+        if resting is not None:
+            with lane.entered((ticket,)):
+                resting.local.add_(inner.local)
+                inner.local.copy_(resting.local)
+            keep.append(resting.local)
+            ticket = Ticket()
+        return inner.launch(final, lane=lane, out=target, after=(ticket,), name=name)[1]
+
+    def _inner(self, target: DBuffer, inputs: list[torch.Tensor], lane: Lane, name: str) -> Ticket:
+        """Reduce full-size runs over the last axis of the mesh."""
+        if not inputs:
+            return Ticket()
+        op = "avg" if self.scale == "mean" else "sum"
+        axis = len(target.placements) - 1
+        group = lane.group(self.main.mesh, axis)
+        if is_sharded(target.placements[axis]):
+            return lane.reduce_scatter(group, target.runs(), inputs, op, name=name)  # type: ignore[arg-type]
+        with lane.entered():
+            torch._foreach_copy_(target.runs(), inputs)
+        return lane.all_reduce(group, [target.local], op, name=name)  # type: ignore[arg-type]
+
+    def _partial(self) -> tuple[Placement, ...]:
+        op: Any = "avg" if self.scale == "mean" else "sum"
+        return tuple(Partial(op) for _ in self.main.placements)
+
+    # The input of a reduce
+
+    def _inputs(
+        self, gradients: Sequence[torch.Tensor | None], pool: Pool
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Per non-empty segment, the full-size input of the reduce; and what must live until it is done."""
+        keep = [gradient for gradient in gradients if gradient is not None]
+        unreduced, self._unreduced = self._unreduced, None
+        if unreduced is not None:
+            for index, gradient in enumerate(gradients):
+                if gradient is not None:
+                    unreduced.local_view(index).add_(gradient)
+            keep.append(unreduced.local)
+            if unreduced.dtype != self.reduce_dtype:
+                cast = pool.temporary(unreduced.local.numel(), self.reduce_dtype)
+                cast.copy_(unreduced.local)
+                unreduced = unreduced.like(cast)
+                keep.append(cast)
+            return unreduced.runs(), keep
+        runs: list[torch.Tensor | None] = [None] * len(self.layout.segments)
+        staged = 0
+        for number, segment in enumerate(self.layout.segments):
+            owner = self._sole[number]
+            gradient = None if owner is None else gradients[owner]
+            if gradient is not None and gradient.dtype == self.reduce_dtype and gradient.is_contiguous():
+                runs[number] = gradient.view(-1)
+            else:
+                staged += segment.piece * self.layout.num_shards
+        if staged:
+            staging = pool.temporary(staged, self.reduce_dtype)
+            keep.append(staging)
+            self._stage(staging, runs, gradients)
+        return [run for run in runs if run is not None and run.numel()], keep
+
+    def _stage(
+        self, staging: torch.Tensor, runs: list[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Copy the gradients of all segments that have no run yet into one buffer, and give those segments its runs."""
+        end = 0
+        filled = 0
+        places: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        staged = [run is None for run in runs]
+        for number, segment in enumerate(self.layout.segments):
+            if staged[number]:
+                runs[number] = staging[end : end + segment.piece * self.layout.num_shards]
+                end += segment.piece * self.layout.num_shards
+        for index, slot in enumerate(self.layout.slots):
+            gradient, run = gradients[index], runs[slot.segment]
+            assert run is not None
+            if gradient is not None and staged[slot.segment]:
+                places.append(run[slot.offset : slot.stop].view(slot.shape))
+                sources.append(gradient)
+                filled += slot.numel
+        if filled < end:
+            staging.zero_()  # padding and missing gradients
+        if places:
+            torch._foreach_copy_(places, sources)
+
+    # Buffers of reduced gradients
+
+    def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=self.main.device)
+
+    def _buffer(
+        self, placements: tuple[Placement, ...], dtype: torch.dtype, empty: Callable[[int, torch.dtype], torch.Tensor]
+    ) -> DBuffer:
+        """A buffer for reduced gradients. What lies between its runs is never written by a reduce, so it is zeroed."""
+        main = self.main
+        if placements == main.placements:
+            made = main.like(empty(main.local.numel(), dtype))
+        else:
+            made = DBuffer.made(self.layout, main.mesh, placements, lambda numel: empty(numel, dtype))
+        if made.local.numel() != self.layout.run_numel * made.held.count:
+            made.local.zero_()
+        return made
+
+    def _take_main_grad(self, had_grad: Sequence[bool]) -> tuple[DBuffer, bool]:
+        """The buffer of main gradients, and whether it is new (then it is to be written, not added to)."""
+        known = self._main_grad() if self._main_grad is not None and any(had_grad) else None
+        if known is None:
+            known = self._buffer(self.main.placements, self.grad_dtype, self._empty)
+            self._main_grad = weakref.ref(known)
+            if not any(had_grad):
+                return known, True
+        for index, member in enumerate(self.members):
+            grad = member.sharded.grad
+            if grad is None:
+                known.local_view(index).zero_()  # set to None alone, while others of the group were kept
+            elif member.shown is None or member.shown() is not grad:
+                known.local_view(index).copy_(_torch.local_of(grad))  # replaced by the user
+                self._show(index, known)
+        return known, False
+
+    def _show(self, index: int, main_grad: DBuffer) -> None:
+        member = self.members[index]
+        grad = _torch.like_dtensor(member.sharded, main_grad.local_view(index))
+        # The buffer lives as long as some gradient of it does: `zero_grad(set_to_none=True)` frees it at once.
+        grad._flatshard_main_grad = main_grad  # type: ignore[attr-defined]
+        if grad.dtype != member.sharded.dtype:
+            _torch.allow_grad_of(member.sharded, grad.dtype)
+        member.sharded.grad = grad
+        member.shown = weakref.ref(grad)
+
+
+def gradient_arrived(gradients: weakref.ref[Gradients], index: int, full: torch.Tensor) -> None:
+    """The one autograd hook of a parameter."""
+    target, gradient = gradients(), full.grad
+    if target is not None and gradient is not None:
+        full.grad = None
+        target.arrive(index, gradient)
+
+
+def _sole_owners(layout: Layout) -> tuple[int | None, ...]:
+    """Per segment, the tensor that fills it to the last element, if there is one."""
+    owners: list[int | None] = [None] * len(layout.segments)
+    for index, slot in enumerate(layout.slots):
+        if slot.numel == layout.segments[slot.segment].piece * layout.num_shards:
+            owners[slot.segment] = index
+    return tuple(owners)
+
+
+def _add_or_write(main_grad: DBuffer, reduced: DBuffer, fresh: bool, factor: float) -> None:
+    """Bring reduced gradients, times a factor, into a buffer; they may be in it already."""
+    if reduced is main_grad:
+        main_grad.local.mul_(factor)
+    elif fresh:
+        torch.mul(reduced.local, factor, out=main_grad.local) if factor != 1.0 else main_grad.local.copy_(reduced.local)
+    else:
+        main_grad.local.add_(reduced.local, alpha=factor)
