@@ -60,7 +60,17 @@ def make_dtensor(
 ) -> DTensor:
     """A DTensor over ``local`` without communication, autograd or checks; ``shape`` and ``stride`` are global."""
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, local.dtype))
-    made: DTensor = DTensor(local, spec, requires_grad=False)
+    return _wrapped(local, spec)
+
+
+def _wrapped(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    # A DTensor takes on the storage offset of the local tensor that it is made with, although it has no storage, and
+    # torch then takes it for a tensor that has one: deepcopy and data_ptr go wrong. So it is made with a twin at 0.
+    if local.storage_offset() == 0:
+        made: DTensor = DTensor(local, spec, requires_grad=False)
+    else:
+        made = DTensor(local.as_strided(local.shape, local.stride(), 0), spec, requires_grad=False)
+        made._local_tensor = local
     return made
 
 
@@ -70,8 +80,7 @@ def like_dtensor(like: torch.Tensor, local: torch.Tensor) -> DTensor:
     spec = like._spec
     if local.dtype != like.dtype:
         spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(like.shape, like.stride(), local.dtype))
-    made: DTensor = DTensor(local, spec, requires_grad=False)
-    return made
+    return _wrapped(local, spec)
 
 
 def allow_grad_of(tensor: torch.Tensor, dtype: torch.dtype) -> None:

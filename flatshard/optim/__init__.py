@@ -1,0 +1,1 @@
+"""The optimizer step and gradient norms on local tensors."""
