@@ -81,6 +81,7 @@ class Unit:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward)
             module.register_state_dict_pre_hook(self._before_state_dict)
+            module.register_load_state_dict_pre_hook(self._before_load_state_dict)
             module.register_load_state_dict_post_hook(self._after_load_state_dict)
 
     @property
@@ -274,6 +275,9 @@ class Unit:
 
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """State dicts hold main weights: sharded."""
+        self.release()
+
+    def _before_load_state_dict(self, module: nn.Module, *args: Any) -> None:
         self.release()
 
     def _after_load_state_dict(self, module: nn.Module, keys: Any) -> None:
