@@ -60,6 +60,17 @@ class FSDPModule:
         """Give up a step that an exception interrupted: the next one starts clean. Unreduced gradients are lost."""
         _unit_and_scope(self)[1].reset()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module; also where full parameters are shown, as between a forward and its backward."""
+        assert isinstance(self, nn.Module)
+        nn.Module.zero_grad(self, set_to_none)
+        for unit in _units(self, True):
+            for parameter in (member.sharded for group in unit.groups if group.is_full for member in group.members):
+                if set_to_none:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.zero_()
+
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather these units when this one's forward starts, instead of those that the recorded order says."""
         refs = [weakref.ref(_unit_and_scope(module)[0]) for module in modules]
