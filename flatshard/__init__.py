@@ -1,7 +1,9 @@
 """flatshard: fully sharded data parallelism for PyTorch."""
 
 from flatshard.api import FSDPModule, UnshardHandle, fully_shard, microbatch, no_shard
+from flatshard.engine.materialize import materialize
 from flatshard.engine.summary import Summary, check_buffers, summary
+from flatshard.optim.clip import clip_grad_norm_, find_nonfinite, grad_norms, weight_norms
 from flatshard.optim.step import fully_shard_optimizer
 from flatshard.policy import MixedPrecisionPolicy, OffloadPolicy, Placements, SchedulePolicy
 
@@ -16,9 +18,14 @@ __all__ = [
     "Summary",
     "UnshardHandle",
     "check_buffers",
+    "clip_grad_norm_",
+    "find_nonfinite",
     "fully_shard",
     "fully_shard_optimizer",
+    "grad_norms",
+    "materialize",
     "microbatch",
     "no_shard",
     "summary",
+    "weight_norms",
 ]

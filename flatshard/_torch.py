@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions
 from torch.distributed import ProcessGroup, ReduceOp, Work
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -47,8 +49,8 @@ def _options(kind: type[Any], op: Any = None) -> Any:
 
 ALL_GATHER = _options(AllgatherOptions)
 ALL_TO_ALL = _options(AllToAllOptions)
-REDUCE_SCATTER = {op: _options(ReduceScatterOptions, getattr(ReduceOp, op.upper())) for op in ("sum", "avg")}
-ALL_REDUCE = {op: _options(AllreduceOptions, getattr(ReduceOp, op.upper())) for op in ("sum", "avg")}
+REDUCE_SCATTER = {op: _options(ReduceScatterOptions, getattr(ReduceOp, op.upper())) for op in ("sum", "avg", "max")}
+ALL_REDUCE = {op: _options(AllreduceOptions, getattr(ReduceOp, op.upper())) for op in ("sum", "avg", "max")}
 
 
 def make_dtensor(
@@ -75,12 +77,12 @@ def _wrapped(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
 
 def like_dtensor(like: torch.Tensor, local: torch.Tensor) -> DTensor:
-    """A DTensor over ``local`` with the mesh, placements and global shape of another one."""
+    """A DTensor over ``local`` with the mesh, placements and global shape of another one, and of its class."""
     assert isinstance(like, DTensor)
-    spec = like._spec
-    if local.dtype != like.dtype:
-        spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(like.shape, like.stride(), local.dtype))
-    return _wrapped(local, spec)
+    if type(like) is DTensor:
+        return _wrapped(local, spec_with_dtype(like, local.dtype))
+    made: DTensor = like.with_local(local)
+    return made
 
 
 def allow_grad_of(tensor: torch.Tensor, dtype: torch.dtype) -> None:
@@ -89,6 +91,16 @@ def allow_grad_of(tensor: torch.Tensor, dtype: torch.dtype) -> None:
         if tensor.grad is not None and tensor.grad.dtype != dtype:
             tensor.grad = None  # autograd refuses the change while a gradient is there
         tensor.grad_dtype = dtype
+
+
+def spec_with_dtype(like: DTensor, dtype: torch.dtype) -> DTensorSpec:
+    """The spec of a DTensor, for a local tensor of this dtype."""
+    spec = like._spec
+    meta = spec.tensor_meta
+    assert meta is not None
+    if meta.dtype == dtype:
+        return spec
+    return DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, dtype))
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -147,6 +159,23 @@ def profiling() -> bool:
 def pytree_leaves(value: Any) -> list[Any]:
     """The leaves of a value of a registered pytree type; a value of any other type is a leaf itself."""
     return pytree.tree_leaves(value)
+
+
+def map_leaves(kind: type[Any], change: Callable[[Any], Any], value: Any) -> Any:
+    """A tree with every leaf of type ``kind`` changed."""
+    return pytree.tree_map_only(kind, change, value)
+
+
+def chunk(offsets: Sequence[int], sizes: Sequence[int]) -> ChunkStorageMetadata:
+    """A box of a tensor, as torch.distributed.checkpoint describes it."""
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
+def write_item(fqn: str, box: ChunkStorageMetadata, shape: torch.Size, local: torch.Tensor) -> WriteItem:
+    """What torch.distributed.checkpoint writes of one box of a tensor."""
+    properties = TensorProperties.create_from_tensor(local)
+    data = TensorWriteData(chunk=box, properties=properties, size=shape)
+    return WriteItem(index=MetadataIndex(fqn, box.offsets), type=WriteItemType.SHARD, tensor_data=data)
 
 
 def pytree_map(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

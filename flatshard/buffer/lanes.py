@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import _torch
 
-Op: TypeAlias = Literal["sum", "avg"]
+Op: TypeAlias = Literal["sum", "avg", "max"]
 
 # Backends that cannot average; they sum, and the lane divides.
 _WITHOUT_AVG = frozenset({"gloo", "mpi", "ucc"})
@@ -255,7 +255,7 @@ class Lane:
         self, group: ProcessGroup, op: Op, outputs: Sequence[torch.Tensor]
     ) -> tuple[Op, Callable[[], None] | None]:
         """The operation that the backend knows, and what remains to be done to the outputs."""
-        if op == "sum" or self._backend(group) not in _WITHOUT_AVG:
+        if op != "avg" or self._backend(group) not in _WITHOUT_AVG:
             return op, None
         return "sum", lambda: torch._foreach_div_(list(outputs), group.size())
 

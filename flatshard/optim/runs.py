@@ -72,10 +72,11 @@ class Run:
             return True
         if buffer is None or not suits(buffer, self.main):
             return False
+        gradient = buffer.local
         for parameter in self.parameters:
             if getattr(parameter.grad, MAIN_GRAD, None) is not buffer:
                 return False
-        self._set_grad(buffer.local[slice(*self._extent)], uncast)
+        self._set_grad(gradient[slice(*self._extent)], uncast)
         return True
 
     def _set_grad(self, gradient: torch.Tensor, uncast: bool) -> None:
@@ -143,9 +144,9 @@ class Run:
         parameter = self.parameters[place]
         assert isinstance(parameter, DTensor)
         if isinstance(value, DTensor):
-            if value.placements != parameter.placements or value.device_mesh != parameter.device_mesh:
-                value = value.redistribute(parameter.device_mesh, parameter.placements)
-            return _torch.local_of(value)
+            if _cut_of(value) == _cut_of(parameter):
+                return _torch.local_of(value)
+            value = value.full_tensor()
         return local_part(self.main, self._indices[place], value)
 
     def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -181,6 +182,11 @@ def suits(buffer: DBuffer | None, main: DBuffer) -> bool:
 def window(main: DBuffer, index: int) -> Any:
     """Offset, shape and stride of tensor ``index`` in the local tensor of a buffer."""
     return main.layout.windows(main.held.first, main.held.count)[index]
+
+
+def _cut_of(tensor: DTensor) -> Any:
+    """What says which rows of a tensor a rank holds; ragged ones have more to say than mesh and placements."""
+    return tensor.device_mesh, tensor.placements, getattr(tensor, "_cut", None)
 
 
 def local_part(main: DBuffer, index: int, value: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,267 @@
+"""Norms of sharded gradients and weights, clipping by them, and which gradients are not finite.
+
+Every rank computes over what it holds. The results of all parameters on one mesh are combined by one collective per
+axis that cuts them, so by one; a parameter that every rank holds whole is counted once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from flatshard import _torch
+from flatshard.buffer import DBuffer, Lane
+from flatshard.buffer.lanes import Op
+from flatshard.optim.runs import MAIN_GRAD
+
+# Where a tensor is: its mesh, and the axes of it that cut the tensor. Plain tensors: (None, ()).
+_Where = tuple[DeviceMesh | None, tuple[int, ...]]
+
+
+@dataclass
+class _Held:
+    """What this rank holds of the gradients at one place."""
+
+    read: list[torch.Tensor] = field(default_factory=list)  # what the norm is computed of
+    scaled: list[torch.Tensor] = field(default_factory=list)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale gradients so that their norm, over all ranks and parameters, is at most ``max_norm``; returns the norm.
+
+    The norm is what `torch.nn.utils.clip_grad_norm_` gives for the unsharded model, as a plain tensor, equal on all
+    ranks, in float32 (float64 if a gradient is). ``norm_type`` is any positive number or ``inf``. All ranks must call
+    this with the same parameters; they may be of several meshes and dtypes, sharded, tensor-parallel or plain.
+    Plain tensors are taken to be the same on every rank.
+    """
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type}: must be positive, or inf")
+    places = _gradients(_listed(parameters))
+    if not places:
+        return torch.tensor(0.0)
+    total = _total_norm(places, norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(
+            f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped by it; "
+            "find_nonfinite(model) names the parameters, error_if_nonfinite=False goes on"
+        )
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for held in places.values():
+        for device in {tensor.device for tensor in held.scaled}:
+            same = [tensor for tensor in held.scaled if tensor.device == device]
+            torch._foreach_mul_(same, factor.to(device))
+    return total
+
+
+def _listed(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    if isinstance(parameters, nn.Module):
+        return list(parameters.parameters())
+    found = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    return list({id(parameter): parameter for parameter in found}.values())
+
+
+def _gradients(parameters: Sequence[torch.Tensor]) -> dict[_Where, _Held]:
+    """The local gradients by place; the whole buffer in the place of its parts, where all of them are there.
+
+    Every place of a parameter is listed, even without gradients here: the other ranks will wait for this one.
+    """
+    places: dict[_Where, _Held] = {}
+    buffers: dict[int, tuple[DBuffer, _Held, list[torch.Tensor]]] = {}
+    for parameter in parameters:
+        held = places.setdefault(_where(parameter), _Held())
+        grad = parameter.grad
+        buffer = getattr(grad, MAIN_GRAD, None)
+        if grad is None:
+            continue
+        if buffer is not None:
+            buffers.setdefault(id(buffer), (buffer, held, []))[2].append(_torch.local_of(grad))
+        else:
+            held.read.append(_summed(grad))
+            held.scaled.append(_torch.local_of(grad) if isinstance(grad, DTensor) else grad)
+    for buffer, held, parts in buffers.values():
+        # What lies between the parts of a buffer of gradients is zero.
+        tensors = [buffer.local] if len(parts) == len(buffer.layout.slots) else parts
+        held.read.extend(tensors)
+        held.scaled.extend(tensors)
+    return places
+
+
+def _where(tensor: torch.Tensor) -> _Where:
+    if not isinstance(tensor, DTensor):
+        return None, ()
+    cut = [axis for axis, p in enumerate(tensor.placements) if not isinstance(p, (Replicate, Partial))]
+    return tensor.device_mesh, tuple(cut)
+
+
+def _summed(tensor: torch.Tensor) -> torch.Tensor:
+    """The local part of a tensor, after the sum that it may still wait for."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if any(isinstance(p, Partial) for p in tensor.placements):
+        placements = [Replicate() if isinstance(p, Partial) else p for p in tensor.placements]
+        tensor = tensor.redistribute(tensor.device_mesh, placements)
+    return _torch.local_of(tensor)
+
+
+def _total_norm(places: dict[_Where, _Held], norm_type: float) -> torch.Tensor:
+    precise = any(tensor.dtype == torch.float64 for held in places.values() for tensor in held.read)
+    dtype = torch.float64 if precise else torch.float32
+    shares = {}
+    for where, held in places.items():
+        powers = _powers(held.read, norm_type, dtype, _device(where, held.read))
+        shares[where] = _join(powers, norm_type).reshape(1)
+    found = list(_over_ranks(shares, norm_type).values())
+    together = torch.cat([value.to(found[0].device) for value in found])
+    return _root(_join(together, norm_type), norm_type)
+
+
+# A norm is the root of a sum of powers. The infinite one is a maximum, in which collectives may lose a NaN.
+
+
+def _powers(
+    tensors: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Per tensor, the norm to the power of ``norm_type``, or the norm if it is infinite; 0 for a tensor of nothing."""
+    powers = torch.zeros(len(tensors), dtype=dtype, device=device)
+    filled = [number for number, tensor in enumerate(tensors) if tensor.numel()]
+    if filled:
+        norms = torch._foreach_norm([tensors[number] for number in filled], norm_type, dtype=dtype)
+        values = torch.stack([norm.to(device) for norm in norms])
+        values = values if math.isinf(norm_type) else values.pow(norm_type)
+        if len(filled) == len(tensors):
+            return values
+        powers[torch.tensor(filled, device=device)] = values
+    return powers
+
+
+def _join(powers: torch.Tensor, norm_type: float) -> torch.Tensor:
+    if not powers.numel():
+        return powers.new_zeros(())
+    return powers.max() if math.isinf(norm_type) else powers.sum()
+
+
+def _root(powers: torch.Tensor, norm_type: float) -> torch.Tensor:
+    return powers if math.isinf(norm_type) else powers.pow(1.0 / norm_type)
+
+
+def _over_ranks(shares: dict[_Where, torch.Tensor], norm_type: float) -> dict[_Where, torch.Tensor]:
+    """Powers of which every rank has a share, joined over the axes that cut what they are of."""
+    highest = math.isinf(norm_type)
+    result = {}
+    for where, share in shares.items():
+        result[where] = (
+            torch.cat([share.nan_to_num(0.0, math.inf), share.isnan().to(share.dtype)]) if highest else share
+        )
+    for mesh in dict.fromkeys(mesh for mesh, axes in shares if mesh is not None and axes):
+        lane = Lane("norms", _mesh_device(mesh))
+        for axis in range(mesh.ndim):
+            cut = [where for where in shares if where[0] == mesh and axis in where[1]]
+            if not cut or mesh.size(axis) == 1:
+                continue
+            both = torch.cat([result[where] for where in cut]) if len(cut) > 1 else result[cut[0]]
+            op: Op = "max" if highest else "sum"
+            lane.all_reduce(lane.group(mesh, axis), [both], op, after=(lane.mark(),), name="norms").wait()
+            result.update(zip(cut, both.split([result[where].numel() for where in cut])))
+    if highest:
+        for where, value in result.items():
+            norms, undefined = value.chunk(2)
+            result[where] = norms.masked_fill(undefined > 0, math.nan)
+    return result
+
+
+def _mesh_device(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def _device(where: _Where, tensors: Sequence[torch.Tensor]) -> torch.device:
+    if where[0] is not None:
+        return _mesh_device(where[0])
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+# Per parameter
+
+
+@torch.no_grad()
+def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:
+    """The norm of each gradient, over all ranks, by the name of its parameter. Waits for the device; for logging."""
+    return _norms([(name, p.grad) for name, p in model.named_parameters() if p.grad is not None], norm_type)
+
+
+@torch.no_grad()
+def weight_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:
+    """The norm of each parameter, over all ranks, by its name. Waits for the device; for logging."""
+    return _norms(list(model.named_parameters()), norm_type)
+
+
+def _norms(named: Sequence[tuple[str, torch.Tensor]], norm_type: float) -> dict[str, float]:
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type}: must be positive, or inf")
+    places: dict[_Where, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in named:
+        places.setdefault(_where(tensor), []).append((name, _summed(tensor.detach())))
+    shares = {}
+    for where, found in places.items():
+        tensors = [tensor for _, tensor in found]
+        shares[where] = _powers(tensors, norm_type, torch.float64, _device(where, tensors))
+    norms: dict[str, float] = {}
+    for where, powers in _over_ranks(shares, norm_type).items():
+        norms.update(zip((name for name, _ in places[where]), _root(powers, norm_type).tolist()))
+    return {name: norms[name] for name, _ in named}
+
+
+@torch.no_grad()
+def find_nonfinite(model: nn.Module) -> list[tuple[str, int]]:
+    """Which parameters have infinities or NaN in their gradients, and the global ranks whose parts have them.
+
+    A gradient is a mean over ranks, so the rank named is the one that holds the part, not the one that computed it.
+    All ranks must call this. They find the same, except for plain parameters, of which each rank names its own.
+    """
+    places: dict[DeviceMesh | None, list[tuple[str, torch.Tensor]]] = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        if grad is not None:
+            local = _torch.local_of(grad) if isinstance(grad, DTensor) else grad
+            places.setdefault(mesh, []).append((name, local))
+    found: list[tuple[str, int]] = []
+    for mesh, named in places.items():
+        flags = torch.stack([torch.isfinite(tensor).logical_not().any() for _, tensor in named]).to(torch.int32)
+        if mesh is None:
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            found.extend((name, rank) for (name, _), flag in zip(named, flags.tolist()) if flag)
+            continue
+        everyones = _gathered(flags.to(_mesh_device(mesh)), mesh).tolist()
+        ranks = mesh.mesh.flatten().tolist()
+        for number, (name, _) in enumerate(named):
+            found.extend((name, rank) for rank, mine in zip(ranks, everyones) if mine[number])
+    order = {name: number for number, (name, _) in enumerate(model.named_parameters())}
+    return sorted(found, key=lambda item: (order[item[0]], item[1]))
+
+
+def _gathered(values: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """One row per rank of a mesh, in the mesh's order."""
+    lane, width = Lane("nonfinite", values.device), values.numel()
+    for axis in reversed(range(mesh.ndim)):
+        rows = values.new_empty(mesh.size(axis) * values.numel())
+        group = lane.group(mesh, axis)
+        lane.all_gather(group, [rows], [values.reshape(-1)], after=(lane.mark(),), name="nonfinite").wait()
+        values = rows
+    return values.view(-1, width)
