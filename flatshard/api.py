@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -170,15 +170,16 @@ def fully_shard(
     `Placements`, for every axis.
     ``outer_strategy``: of the first of two axes: ``"no_shard"`` (replicate: HSDP, the default) or ``"optim"`` (main
     weights and optimizer state sharded over both axes: HFSDP).
-    ``layout``: how the parameters lie in the buffers; only ``"tensor"`` so far.
+    ``layout``: how the parameters lie in the buffers: ``"tensor"``, each cut as torch.chunk cuts it; ``"flat"``, packed
+    into as few runs as pad little; ``"auto"``, flat where tensors are small. All train alike.
     ``gradient_scale``: what gradients are of the ranks' gradients: their ``"mean"``, their ``"sum"``, or a number times
     their sum. A loss per token is a sum that the caller divides once, by all tokens: ``"sum"``.
     ``schedule``: how far communication runs ahead; that of the root counts.
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_modules(modules)
-    if layout != "tensor":
-        raise ValueError(f"layout={layout!r}: fully_shard supports only 'tensor' in this version")
+    if layout not in get_args(LayoutName):
+        raise ValueError(f"layout={layout!r}: must be one of {', '.join(get_args(LayoutName))}")
     if shard_placement_fn is not None:
         raise ValueError("shard_placement_fn: this version shards every parameter on dim 0; leave it out")
     if type(offload_policy) is not OffloadPolicy:

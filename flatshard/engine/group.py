@@ -281,8 +281,18 @@ class Group:
             raise ValueError(f"parameters of one group were moved to different dtypes or devices: {kinds}")
         ((dtype, device),) = kinds
         main = DBuffer.zeros(self.layout, self.mesh, self.main.placements, dtype=dtype, device=device)
+        for index, local in enumerate(locals_):
+            main.local_view(index).copy_(local)
+        self._adopt(main, given)
+
+    def fill(self, full: Sequence[torch.Tensor]) -> None:
+        """Take values from full tensors that every rank has, into a new main buffer on their device."""
+        main = DBuffer.distribute(full, self.layout, self.mesh, self.main.placements)
+        self._adopt(main, [member.sharded for member in self.members])
+
+    def _adopt(self, main: DBuffer, given: Sequence[nn.Parameter]) -> None:
+        """Make ``main`` the main buffer; ``given`` says which gradients and ``requires_grad`` the parameters have."""
         for index, (parameter, member) in enumerate(zip(given, self.members)):
-            main.local_view(index).copy_(locals_[index])
             fresh = nn.Parameter(as_dtensor(main, index), requires_grad=parameter.requires_grad)
             fresh.__dict__.update(member.sharded.__dict__)
             fresh.grad = parameter.grad

@@ -329,11 +329,10 @@ def scope_of(unit: Unit, module: nn.Module) -> Scope:
     if unit.scope is not None:
         return unit.scope
     units: list[Unit] = []
-    for name, parameter in module.named_parameters():
-        if parameter.is_meta:
-            raise RuntimeError(
-                f"parameter '{name}' is on the meta device: give the model values first, with to_empty and init"
-            )
+    if any(parameter.is_meta for parameter in module.parameters()):
+        from flatshard.engine.materialize import materialize  # it builds on units
+
+        materialize(module)
     for name, child in module.named_modules():
         found = unit_of(child)
         if found is None or found in units:

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from flatshard.buffer import DBuffer, Lane, Pool, Ticket
 from flatshard.buffer.dtensor import as_dtensor
+from flatshard.buffer.ragged import RaggedDTensor
 from flatshard.layout import Block, Flat, Partial, Replicate, Whole, plan
 
 SHAPES = [(5, 3), (16, 8), (7,), (), (0, 4), (3, 0), (1, 2, 2)]
@@ -179,6 +180,14 @@ def dtensors_are_canonical(rank, world, device):
     if world == 1:
         return  # whatever lies on one rank is torch.chunk's only chunk
     pair = [torch.randn(5, 3, device=device), torch.randn(7, 3, device=device)]
-    ragged = DBuffer.distribute(pair, plan([(5, 3), (7, 3)], world, layout="flat"), mesh, [Flat()])
-    with pytest.raises(ValueError, match="layout 'tensor'"):
-        as_dtensor(ragged, 1)
+    packed = DBuffer.distribute(pair, plan([(5, 3), (7, 3)], world, layout="flat"), mesh, [Flat()])
+    ragged = as_dtensor(packed, 1)
+    assert isinstance(ragged, RaggedDTensor)
+    assert torch.equal(ragged.full_tensor(), pair[1])
+    assert torch.equal((ragged * 2 + 1).full_tensor(), pair[1] * 2 + 1)
+    torch.testing.assert_close(torch.linalg.vector_norm(ragged), torch.linalg.vector_norm(pair[1]))
+    torch.testing.assert_close(ragged.sum(), pair[1].sum())
+    with pytest.raises(NotImplementedError, match="layout='tensor'"):
+        ragged @ ragged.t()
+    with pytest.raises(NotImplementedError, match="cut differently"):
+        ragged + as_dtensor(packed, 0)

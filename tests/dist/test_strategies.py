@@ -46,14 +46,14 @@ def train_in_microbatches(model, optimizer, steps, rank, world, micro, scoped):
     return losses
 
 
-def _equivalence(rank, world, case, recompute, micro, scoped, dtype):
+def _equivalence(rank, world, case, recompute, micro, scoped, dtype, layout):
     axes, strategy, outer = case
     reference = make_net()
     wanted = torch.tensor(plain_losses(reference, 3))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
     mesh = mesh_of(axes, world)
     net = make_net(recompute=recompute)
-    model = shard_net(net, mesh=mesh, strategy=strategy, outer_strategy=outer, mp_policy=policy)
+    model = shard_net(net, mesh=mesh, strategy=strategy, outer_strategy=outer, mp_policy=policy, layout=layout)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = torch.tensor(train_in_microbatches(model, optimizer, 3, rank, world, micro, scoped))
     dist.all_reduce(losses)
@@ -80,7 +80,7 @@ def plain_losses(reference, steps):
 
 RECOMPUTE = [None, "reentrant", "non-reentrant"]
 MICRO = [(1, True), (3, True), (3, False)]  # how many, and whether `microbatch` says so
-PRODUCT = list(itertools.product(STRATEGIES, RECOMPUTE, MICRO, [None, torch.bfloat16]))
+PRODUCT = list(itertools.product(STRATEGIES, RECOMPUTE, MICRO, [None, torch.bfloat16], ["tensor", "flat", "auto"]))
 
 
 def pairwise(product):
@@ -100,18 +100,18 @@ def _pairs(row):
 
 
 PAIRWISE = pairwise(PRODUCT)
-COLUMNS = ("case", "recompute", "micro", "dtype")
+COLUMNS = ("case", "recompute", "micro", "dtype", "layout")
 
 
 @pytest.mark.parametrize(COLUMNS, PAIRWISE, ids=str)
-def test_strategies_equal_one_process(ranks, case, recompute, micro, dtype):
-    assert ranks(4, _equivalence, case, recompute, *micro, dtype) == [None] * 4
+def test_strategies_equal_one_process(ranks, case, recompute, micro, dtype, layout):
+    assert ranks(4, _equivalence, case, recompute, *micro, dtype, layout) == [None] * 4
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(COLUMNS, [row for row in PRODUCT if row not in PAIRWISE], ids=str)
-def test_strategies_equal_one_process_full(ranks, case, recompute, micro, dtype):
-    assert ranks(4, _equivalence, case, recompute, *micro, dtype) == [None] * 4
+def test_strategies_equal_one_process_full(ranks, case, recompute, micro, dtype, layout):
+    assert ranks(4, _equivalence, case, recompute, *micro, dtype, layout) == [None] * 4
 
 
 def _counts(rank, world, case, micro, scoped):

@@ -1,0 +1,244 @@
+"""DTensors whose shards are not those of torch.chunk.
+
+DTensor derives from mesh and placements which rows a rank holds, and takes them to be torch.chunk's. Under layout
+``flat``, and where two axes cut a buffer, they are others. A `RaggedDTensor` knows its true rows: it gathers itself,
+describes itself to torch.distributed.checkpoint, computes elementwise and takes norms, and refuses every operation that
+would take its rows for torch.chunk's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from flatshard import _torch
+from flatshard.buffer.lanes import Lane
+from flatshard.layout import Holding, Layout, holding
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """How one tensor of a layout is cut over a mesh. Equal for tensors of the same place in the same layout."""
+
+    layout: Layout
+    index: int
+    mesh: DeviceMesh
+    sharded: tuple[bool, ...]  # per axis
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Cut)
+            and (self.index, self.sharded, self.mesh) == (other.index, other.sharded, other.mesh)
+            and (self.layout is other.layout or self.layout == other.layout)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def held(self) -> Holding:
+        coordinate = self.mesh.get_coordinate()
+        assert coordinate is not None
+        return holding(self.layout.num_shards, self.mesh.shape, coordinate, self.sharded)
+
+    def rows(self, held: Holding) -> tuple[int, int]:
+        """The first row, and how many, of what ``held`` pieces hold of the tensor."""
+        count = self.layout.windows(held.first, held.count)[self.index].shape[0]
+        slot = self.layout.slots[self.index]
+        begin = max(held.first * self.layout.segments[slot.segment].piece - slot.offset, 0)
+        first = begin // slot.row if slot.row else 0
+        return (min(first, slot.shape[0]), count)
+
+
+class RaggedDTensor(DTensor):
+    """A DTensor that holds the rows which its `Cut` says."""
+
+    _cut: Cut
+
+    @staticmethod
+    def make(local: torch.Tensor, like: DTensor, cut: Cut) -> RaggedDTensor:
+        """Over ``local``, with mesh, placements and global shape of ``like``."""
+        spec = _torch.spec_with_dtype(like, local.dtype)
+        made: Any = RaggedDTensor.__new__(RaggedDTensor, local, spec, requires_grad=False)
+        made._cut = cut
+        assert isinstance(made, RaggedDTensor)
+        return made
+
+    def with_local(self, local: torch.Tensor) -> RaggedDTensor:
+        """The same rows of another tensor."""
+        return RaggedDTensor.make(local, self, self._cut)
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """The whole tensor, on every rank. A collective call; no gradient flows through it."""
+        cut, local = self._cut, _torch.local_of(self).detach()
+        pieces = [cut.rows(Holding(piece, 1))[1] for piece in range(cut.layout.num_shards)]
+        row = local.shape[1:]
+        padded = local.new_zeros(max(pieces), *row)
+        padded[: local.shape[0]].copy_(local)
+        current = padded.reshape(-1)
+        lane = Lane("full_tensor", local.device)
+        for axis, sharded in enumerate(cut.sharded):
+            if sharded and current.numel():
+                gathered = current.new_empty(cut.mesh.size(axis) * current.numel())
+                group = lane.group(cut.mesh, axis)
+                lane.all_gather(group, [gathered], [current], after=(lane.mark(),), name="full_tensor").wait()
+                current = gathered
+        if not current.numel():
+            return local.new_empty(self.shape)
+        by_piece = current.view(cut.layout.num_shards, max(pieces), *row)
+        return torch.cat([by_piece[piece, :count] for piece, count in enumerate(pieces)]).view(self.shape)
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        raise NotImplementedError(_refusal("redistribute"))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        ragged = [leaf for leaf in _torch.pytree_leaves((args, kwargs)) if isinstance(leaf, RaggedDTensor)]
+        reduction = _REDUCTIONS.get(func._schema.name)
+        if reduction is not None:
+            return reduction(func, ragged, args, kwargs)
+        if not _is_elementwise(func):
+            raise NotImplementedError(_refusal(str(func)))
+        _require_same_rows(func, args, kwargs)
+        local_args, local_kwargs = _torch.map_leaves(RaggedDTensor, _torch.local_of, (args, kwargs))
+        result = func(*local_args, **local_kwargs)
+        if not func._schema.returns:
+            return None
+        if func._schema.name.endswith("_"):
+            return args[0]
+        return _wrap(result, args, ragged[0])
+
+    # torch.distributed.checkpoint
+
+    def __create_chunk_list__(self) -> list[Any]:
+        first, count = self._cut.rows(self._cut.held)
+        return [_torch.chunk((first, *(0 for _ in self.shape[1:])), (count, *self.shape[1:]))]
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        return [_torch.write_item(fqn, self.__create_chunk_list__()[0], self.shape, _torch.local_of(self))]
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return _torch.local_of(self)
+
+
+_KEEPING = {
+    "aten::detach",
+    "aten::alias",
+    "aten::clone",
+    "aten::_to_copy",
+    "aten::copy_",
+    "aten::empty_like",
+    "aten::zeros_like",
+    "aten::ones_like",
+    "aten::full_like",
+    "aten::zero_",
+    "aten::fill_",
+    "aten::lift_fresh",
+}
+
+
+def _is_elementwise(func: Any) -> bool:
+    """Whether each element of the result depends on the same element of the arguments alone."""
+    name = func._schema.name
+    if name in _KEEPING or torch.Tag.pointwise in func.tags:
+        return True
+    return bool(name.startswith(("aten::_foreach_", "aten::_fused_")))
+
+
+def _require_same_rows(func: Any, args: Any, kwargs: Any) -> None:
+    """All tensors of an elementwise operation are cut alike, place by place in lists, or have one element."""
+    columns = max([len(arg) for arg in args if isinstance(arg, (list, tuple))], default=0)
+    for column in range(max(columns, 1)):
+        cuts: list[Cut] = []
+        for arg in (*args, *kwargs.values()):
+            value = arg[column] if isinstance(arg, (list, tuple)) and column < len(arg) else arg
+            if isinstance(value, RaggedDTensor):
+                cuts.append(value._cut)
+            elif isinstance(value, DTensor) or (isinstance(value, torch.Tensor) and value.numel() > 1):
+                raise NotImplementedError(_refusal(f"{func} with a {type(value).__name__} of another cut"))
+        if any(cut is not cuts[0] and cut != cuts[0] for cut in cuts[1:]):
+            raise NotImplementedError(_refusal(f"{func} of tensors that are cut differently"))
+
+
+def _wrap(result: Any, args: Any, like: RaggedDTensor) -> Any:
+    if isinstance(result, torch.Tensor):
+        return like.with_local(result)
+    first = next(arg for arg in args if isinstance(arg, (list, tuple)))
+    return [template.with_local(part) for part, template in zip(result, first)]
+
+
+def _refusal(what: str) -> str:
+    return (
+        f"{what}: not defined for a ragged shard, whose rows are not those of torch.chunk; take full_tensor() first, "
+        "or shard with layout='tensor'"
+    )
+
+
+# Reductions: each rank reduces its rows, then the ranks of every sharded axis reduce the results.
+
+
+def _all_reduced(cut: Cut, local: torch.Tensor, biggest: bool) -> torch.Tensor:
+    lane = Lane("norm", local.device)
+    for axis, sharded in enumerate(cut.sharded):
+        if not sharded:
+            continue
+        group = lane.group(cut.mesh, axis)
+        if biggest:
+            parts = local.new_empty(cut.mesh.size(axis) * local.numel())
+            lane.all_gather(group, [parts], [local.reshape(-1)], after=(lane.mark(),), name="norm").wait()
+            local = parts.view(cut.mesh.size(axis), *local.shape).amax(0)
+        else:
+            lane.all_reduce(group, [local], after=(lane.mark(),), name="norm").wait()
+    return local
+
+
+def _norms(tensors: Sequence[RaggedDTensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """The norms of whole tensors. One collective per axis for all that are cut over the same mesh."""
+    if order not in (math.inf, 0.0) and order < 1:
+        raise NotImplementedError(_refusal(f"a norm of order {order}"))
+    results: dict[int, torch.Tensor] = {}
+    by_mesh: dict[tuple[int, tuple[bool, ...]], list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        by_mesh.setdefault((id(tensor._cut.mesh), tensor._cut.sharded), []).append(number)
+    for numbers in by_mesh.values():
+        locals_ = [_torch.local_of(tensors[number]).detach() for number in numbers]
+        wide = [part.to(dtype) if dtype is not None else part for part in locals_]
+        zero = wide[0].new_zeros(())
+        norms = torch.stack([torch.linalg.vector_norm(part, order) if part.numel() else zero for part in wide])
+        power = 1.0 if order in (math.inf, 0.0) else order
+        total = _all_reduced(tensors[numbers[0]]._cut, norms.pow(power), order == math.inf).pow(1 / power)
+        results.update(zip(numbers, total.unbind()))
+    return [results[number] for number in range(len(tensors))]
+
+
+def _vector_norm(func: Any, ragged: Sequence[RaggedDTensor], args: Any, kwargs: Any) -> torch.Tensor:
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    if (len(args) > 2 and args[2] is not None) or (len(args) > 3 and args[3]):
+        raise NotImplementedError(_refusal(f"{func} along a dim"))
+    return _norms(ragged[:1], float(order), kwargs.get("dtype"))[0]
+
+
+def _foreach_norm(func: Any, ragged: Sequence[RaggedDTensor], args: Any, kwargs: Any) -> list[torch.Tensor]:
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    return _norms(args[0], float(order), args[2] if len(args) > 2 else kwargs.get("dtype"))
+
+
+def _sum(func: Any, ragged: Sequence[RaggedDTensor], args: Any, kwargs: Any) -> torch.Tensor:
+    if len(args) > 1:
+        raise NotImplementedError(_refusal(f"{func} along a dim"))
+    return _all_reduced(ragged[0]._cut, _torch.local_of(ragged[0]).sum(**kwargs), False)
+
+
+_REDUCTIONS: dict[str, Callable[[Any, Sequence[RaggedDTensor], Any, Any], Any]] = {
+    "aten::linalg_vector_norm": _vector_norm,
+    "aten::_foreach_norm": _foreach_norm,
+    "aten::sum": _sum,
+}

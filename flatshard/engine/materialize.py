@@ -1,0 +1,121 @@
+"""Giving values to a model that was built and sharded on the meta device, one unit at a time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from flatshard.engine.build import owned_modules, units_below
+from flatshard.engine.unit import Unit, unit_of
+
+InitFn: TypeAlias = Callable[[nn.Module], object]
+
+
+def materialize(model: nn.Module, init_fn: InitFn | None = None, *, seed: int = 0) -> None:
+    """Initialise all parameters and buffers of ``model`` that are on the meta device.
+
+    Unit by unit: the full tensors are made on the device of the mesh, initialised, cut, and freed, so the peak beyond
+    the shards is one unit. Every module that holds meta tensors is initialised by ``init_fn(module)``, or else by its
+    ``reset_parameters`` or ``_reset_parameters``, or else by the model's ``_init_weights(module)`` (Hugging Face). The
+    random state is set from ``seed`` and the module's name before each and restored afterwards: all ranks, and jobs of
+    any number of ranks, get the same full values. A module that has meta tensors and none of these is named in a
+    ValueError, before anything is changed.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    inits = {module: _way_to_init(module, model, init_fn) for module in names if _has_meta(module)}
+    missing = [names[module] or type(module).__name__ for module, way in inits.items() if way is None]
+    if missing:
+        raise ValueError(
+            f"no way to initialise {', '.join(missing)}: give init_fn, or give the module a reset_parameters method "
+            "that sets all its parameters and buffers"
+        )
+    owned: set[nn.Module] = set()
+    for _, unit in units_below(model):
+        modules = [module for _, module in owned_modules(unit.modules)]
+        owned.update(modules)
+        if any(module in inits for module in modules):
+            _materialize_unit(unit, modules, inits, names, seed)
+    for module in names:
+        if module not in owned and module in inits and unit_of(module) is None:
+            _fill_plain(module, _device_for(model))
+            _initialise([module], inits, names, seed)
+
+
+def _has_meta(module: nn.Module) -> bool:
+    tensors: Iterable[torch.Tensor | None] = (*module._parameters.values(), *module._buffers.values())
+    return any(tensor is not None and tensor.is_meta for tensor in tensors)
+
+
+def _way_to_init(module: nn.Module, model: nn.Module, init_fn: InitFn | None) -> Callable[[], object] | None:
+    if init_fn is not None:
+        return lambda: init_fn(module)
+    for name in ("reset_parameters", "_reset_parameters"):
+        own = getattr(module, name, None)
+        if callable(own):
+            return lambda: own()
+    shared = getattr(model, "_init_weights", None)
+    return (lambda: shared(module)) if callable(shared) else None
+
+
+def _materialize_unit(
+    unit: Unit,
+    modules: list[nn.Module],
+    inits: dict[nn.Module, Callable[[], object] | None],
+    names: dict[nn.Module, str],
+    seed: int,
+) -> None:
+    unit.release()
+    full: list[list[nn.Parameter]] = []
+    for group in unit.groups:
+        tensors = []
+        for member in group.members:
+            value = torch.empty(member.sharded.shape, dtype=group.main.dtype, device=unit.device)
+            parameter = nn.Parameter(value, requires_grad=member.sharded.requires_grad)
+            parameter.__dict__.update(member.sharded.__dict__)
+            for site in member.sites:
+                site.put(parameter)
+            tensors.append(parameter)
+        full.append(tensors)
+    for module in modules:
+        _fill_plain(module, unit.device)
+    _initialise(modules, inits, names, seed)
+    for group in unit.groups:
+        # What the initialiser left in the module counts, also where it replaced the parameter.
+        group.fill([member.sites[0].get().data for member in group.members])
+
+
+def _fill_plain(module: nn.Module, device: torch.device) -> None:
+    """Meta buffers, and meta parameters that no group holds, get memory."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None and parameter.is_meta:
+            value = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
+            value.__dict__.update(parameter.__dict__)
+            module._parameters[name] = value
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+def _initialise(
+    modules: Iterable[nn.Module],
+    inits: dict[nn.Module, Callable[[], object] | None],
+    names: dict[nn.Module, str],
+    seed: int,
+) -> None:
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    for module in modules:
+        init = inits.get(module)
+        if init is None:
+            continue
+        with torch.random.fork_rng(devices), torch.no_grad():
+            digest = hashlib.sha256(f"{seed}:{names[module]}".encode()).digest()
+            torch.manual_seed(int.from_bytes(digest[:7], "big"))
+            init()
+
+
+def _device_for(model: nn.Module) -> torch.device:
+    return next((unit.device for _, unit in units_below(model)), torch.device("cpu"))
