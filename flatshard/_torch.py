@@ -81,7 +81,7 @@ def like_dtensor(like: torch.Tensor, local: torch.Tensor) -> DTensor:
     assert isinstance(like, DTensor)
     if type(like) is DTensor:
         return _wrapped(local, spec_with_dtype(like, local.dtype))
-    made: DTensor = like.with_local(local)
+    made: DTensor = like.with_local(local)  # type: ignore[attr-defined]
     return made
 
 
