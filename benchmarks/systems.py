@@ -18,6 +18,7 @@ import flatshard
 from benchmarks.models import Llama, LlamaConfig
 
 Step = Callable[[], Tensor]
+Wrap = Callable[[torch.optim.Optimizer], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,9 @@ def fsdp2(setup: Setup) -> Step:
 
 
 def flat(setup: Setup) -> Step:
-    """flatshard, by FSDP2's own argument names."""
+    """flatshard, by FSDP2's own argument names, with its optimizer step on local tensors."""
     policy = flatshard.MixedPrecisionPolicy(param_dtype=setup.dtype, reduce_dtype=setup.dtype)
-    return sharded(setup, flatshard.fully_shard, policy)
+    return sharded(setup, flatshard.fully_shard, policy, flatshard.fully_shard_optimizer)
 
 
 SYSTEMS: dict[str, Callable[[Setup], Step]] = {"limit": limit, "ddp": ddp, "fsdp2": fsdp2}
@@ -87,7 +88,7 @@ if hasattr(flatshard, "fully_shard"):
     SYSTEMS["flatshard"] = flat
 
 
-def sharded(setup: Setup, fully_shard: Callable[..., object], policy: object) -> Step:
+def sharded(setup: Setup, fully_shard: Callable[..., object], policy: object, wrap: Wrap | None = None) -> Step:
     mesh = init_device_mesh(setup.device, (setup.world,))
     with torch.device("meta"):
         model = Llama(setup.model)
@@ -96,11 +97,13 @@ def sharded(setup: Setup, fully_shard: Callable[..., object], policy: object) ->
     fully_shard(model, mesh=mesh, mp_policy=policy)
     model.to_empty(device=setup.device)
     model.init_weights()
-    return trainer(setup, model)
+    return trainer(setup, model, wrap)
 
 
-def trainer(setup: Setup, model: nn.Module) -> Step:
+def trainer(setup: Setup, model: nn.Module, wrap: Wrap | None = None) -> Step:
     optimizer = adamw(list(model.parameters()))
+    if wrap is not None:
+        optimizer = wrap(optimizer)
     accumulate = accumulation(setup, model)
 
     def step() -> Tensor:
