@@ -59,7 +59,7 @@ def at_rest(model: nn.Module) -> None:
     scope = unit_of(model).scope
     assert {unit.phase for unit in scope.units} == {Phase.RESTING}
     assert (scope.gather_pool.live_bytes, scope.gather_pool.live_buffers) == (0, 0)
-    assert not any(group.is_full or group.waiting for unit in scope.units for group in unit.groups)
+    assert not any(group.is_full or group.gradients.waiting for unit in scope.units for group in unit.groups)
 
 
 def train_beside_reference(rank: int, world: int, case: Case, reference: Case) -> None:
