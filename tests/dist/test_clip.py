@@ -1,0 +1,221 @@
+"""Clipping by the global norm, norms per parameter, non-finite gradients: as for the unsharded model."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from flatshard import (
+    MixedPrecisionPolicy,
+    clip_grad_norm_,
+    find_nonfinite,
+    fully_shard,
+    fully_shard_optimizer,
+    grad_norms,
+    weight_norms,
+)
+from flatshard.buffer import Lane
+from tests.dist.models import batches, loss_of, make_net
+
+ROWS = 12
+INF = float("inf")
+
+
+def shard(net, **kwargs):
+    for block in net.blocks:
+        fully_shard(block, **kwargs)
+    return fully_shard(net, **kwargs)
+
+
+def full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def with_gradients(rank, world, frozen=True, **kwargs):
+    """A reference with its gradients, and the sharded model with its own."""
+    tokens = next(batches(1, ROWS))
+    models = []
+    for shards in (False, True):
+        net = make_net(depth=2)
+        net.embed.requires_grad_(not frozen)
+        net.unused = nn.Linear(3, 3)  # never has a gradient
+        net = shard(net, **kwargs) if shards else net
+        loss_of(net, tokens.chunk(world)[rank] if shards else tokens).backward()
+        models.append(net)
+    return models
+
+
+def collectives(monkeypatched=Lane):
+    """Count what lanes launch."""
+    count = []
+    finish = monkeypatched._finish
+
+    def counted(self, kind, name, *args):
+        count.append((kind, name))
+        return finish(self, kind, name, *args)
+
+    monkeypatched._finish = counted
+    return count, lambda: setattr(monkeypatched, "_finish", finish)
+
+
+def _clip(rank, world, norm_type, shape):
+    mesh = init_device_mesh("cpu", shape)
+    for share in (0.3, 10.0):  # of the norm: clips, does not clip
+        one, ours = with_gradients(rank, world, mesh=mesh)
+        theirs = with_gradients(rank, world, mesh=mesh)[1]
+        before = torch.nn.utils.get_total_norm([p.grad for p in one.parameters() if p.grad is not None], norm_type)
+        wanted = torch.nn.utils.clip_grad_norm_(one.parameters(), share * before.item(), norm_type)
+        count, stop = collectives()
+        norm = clip_grad_norm_(ours, share * before.item(), norm_type)
+        stop()
+        assert count == [("all_reduce", "norms")]  # one mesh, one collective
+        assert type(norm) is torch.Tensor
+        torch.testing.assert_close(norm, wanted, rtol=1e-4, atol=0)
+        # PITFALL 14: torch's own function sees all shards too.
+        by_torch = torch.nn.utils.clip_grad_norm_(theirs.parameters(), share * before.item(), norm_type)
+        torch.testing.assert_close(full(by_torch), wanted, rtol=1e-4, atol=0)
+        for (name, p), q, r in zip(ours.named_parameters(), one.parameters(), theirs.parameters()):
+            assert (p.grad is None) == (q.grad is None), name
+            if p.grad is not None:
+                torch.testing.assert_close(full(p.grad), q.grad, rtol=1e-3, atol=1e-7)
+                torch.testing.assert_close(full(r.grad), q.grad, rtol=1e-3, atol=1e-7)
+    return norm.item()
+
+
+@pytest.mark.parametrize("norm_type", [1, 2, 3.5, INF])
+@pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=str)
+def test_the_norm_is_that_of_the_unsharded_model(ranks, norm_type, shape):
+    norms = ranks(math.prod(shape), _clip, norm_type, shape)
+    assert len(set(norms)) == 1  # to the bit, or ranks would drift apart
+
+
+def _scalar_only(rank, world):
+    """A replicated parameter is counted once, not once per rank; a rank without rows of anything takes part."""
+    module = nn.Linear(1, 1, bias=False)
+    module.scale = nn.Parameter(torch.tensor(3.0))
+    fully_shard(module)
+    for p, value in zip(module.parameters(), (4.0, 3.0)):
+        p.grad = torch.full_like(p, value)
+    assert clip_grad_norm_(module.scale, 100.0).item() == 3.0
+    assert clip_grad_norm_([module.weight], 100.0).item() == 4.0
+    assert clip_grad_norm_(module.parameters(), 1.0).item() == 5.0
+    assert grad_norms(module) == pytest.approx({"weight": 0.8, "scale": 0.6}, rel=1e-5)
+    assert clip_grad_norm_(module, 1.0, INF).item() == pytest.approx(0.8)
+    module.zero_grad()
+    assert clip_grad_norm_(module, 1.0).item() == 0.0
+    assert clip_grad_norm_([], 1.0).item() == 0.0
+
+
+def test_replicated_parameters_count_once_and_empty_shards_take_part(ranks):
+    ranks(3, _scalar_only)
+
+
+def _mixed(rank, world):
+    """Two meshes, two dtypes, a plain parameter: as if one vector."""
+    meshes = [init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))]
+    torch.manual_seed(1)
+    parts = [nn.Linear(5, 6), nn.Linear(6, 7, dtype=torch.bfloat16), nn.Linear(3, 3, bias=False)]
+    gradients = [torch.randn_like(p) for part in parts for p in part.parameters()]
+    wanted = {t: torch.linalg.vector_norm(torch.cat([g.double().flatten() for g in gradients]), t) for t in (1, 2, INF)}
+    for part, mesh in zip(parts, meshes):
+        fully_shard(part, mesh=mesh)
+    parameters = [p for part in parts for p in part.parameters()]
+    for p, g in zip(parameters, gradients):
+        cut = isinstance(p, DTensor)
+        p.grad = distribute_tensor(g, p.device_mesh, p.placements) if cut else g.clone()
+    for norm_type, value in wanted.items():
+        count, stop = collectives()
+        norm = clip_grad_norm_(parameters, INF, norm_type)
+        stop()
+        assert len(count) == 2  # one per mesh
+        assert norm.item() == pytest.approx(value.item(), rel=1e-3)
+    clip_grad_norm_(parameters, wanted[2].item() / 2)
+    for p, g in zip(parameters, gradients):
+        torch.testing.assert_close(full(p.grad), g / 2, rtol=1e-2, atol=1e-3)
+        assert p.grad.dtype == g.dtype
+
+
+def test_meshes_and_dtypes_mix(ranks):
+    ranks(4, _mixed)
+
+
+def _per_parameter(rank, world):
+    one, ours = with_gradients(rank, world)
+    for norm_type in (1, 2, INF):
+        grads, weights = grad_norms(ours, norm_type), weight_norms(ours, norm_type)
+        assert list(grads) == [n for n, p in one.named_parameters() if p.grad is not None]
+        assert list(weights) == [n for n, _ in one.named_parameters()]
+        for name, p in one.named_parameters():
+            assert weights[name] == pytest.approx(p.norm(norm_type).item(), rel=1e-4)
+            if p.grad is not None:
+                assert grads[name] == pytest.approx(p.grad.norm(norm_type).item(), rel=1e-3)
+
+
+def test_norms_per_parameter_are_global(ranks):
+    ranks(2, _per_parameter)
+
+
+def _nonfinite(rank, world, shape):
+    ours = with_gradients(rank, world, mesh=init_device_mesh("cpu", shape))[1]
+    assert find_nonfinite(ours) == []
+    if rank == 1:
+        ours.head.weight.grad.to_local()[0, 0] = math.nan
+        ours.blocks[1].up.weight.grad.to_local()[0, 0] = -INF
+    if rank == 0:
+        ours.head.weight.grad.to_local()[1, 0] = INF
+    found = find_nonfinite(ours)
+    assert found == [("blocks.1.up.weight", 1), ("head.weight", 0), ("head.weight", 1)]
+    if len(shape) == 2:
+        return  # replicas that differ, as here, have norms that differ
+    for norm_type in (1, 2, INF):
+        # A maximum over ranks must not lose the NaN of one.
+        assert math.isnan(clip_grad_norm_(ours.head.weight, INF, norm_type).item())
+        with pytest.raises(RuntimeError, match="find_nonfinite"):
+            clip_grad_norm_(ours, 1.0, norm_type, error_if_nonfinite=True)
+    assert math.isinf(clip_grad_norm_(ours.blocks[1].up.weight, INF, INF).item())
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
+def test_nonfinite_gradients_are_named_with_their_rank(ranks, shape):
+    ranks(math.prod(shape), _nonfinite, shape)
+
+
+def _low_precision_gradients(rank, world):
+    """Gradients that rest in bf16 are clipped as they are; the optimizer casts them, or is given them."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, grad_dtype=torch.bfloat16)
+    model = with_gradients(rank, world, mp_policy=policy)[1]
+    grads = {n: full(p.grad).float() for n, p in model.named_parameters() if p.grad is not None}
+    assert all(p.grad.dtype == torch.bfloat16 for p in model.parameters() if p.grad is not None)
+    expected = math.sqrt(sum(g.square().sum().item() for g in grads.values()))
+    assert clip_grad_norm_(model, INF).item() == pytest.approx(expected, rel=1e-5)
+    before = {n: full(p).clone() for n, p in model.named_parameters()}
+    with pytest.raises(RuntimeError, match="fully_shard_optimizer"):
+        torch.optim.SGD(model.parameters(), lr=0.5).step()
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+    optimizer.step()
+    for name, p in model.named_parameters():
+        assert p.dtype == torch.float32
+        torch.testing.assert_close(full(p), before[name] - 0.5 * grads.get(name, 0.0), rtol=0, atol=0)
+    seen = set()
+
+    class Looks(torch.optim.Optimizer):
+        def step(self, closure=None):
+            seen.update(p.grad.dtype for group in self.param_groups for p in group["params"] if p.grad is not None)
+
+    fully_shard_optimizer(Looks(model.parameters(), {}), precision_aware=True).step()
+    assert seen == {torch.bfloat16}
+    fully_shard_optimizer(Looks(model.parameters(), {})).step()
+    assert seen == {torch.bfloat16, torch.float32}
+    # PITFALL 32: other gradients, and none, may follow.
+    loss_of(model, next(batches(1, ROWS))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, next(batches(1, ROWS))).backward()
+    optimizer.step()
+
+
+def test_gradients_may_rest_in_a_lower_precision_than_main(ranks):
+    ranks(2, _low_precision_gradients)
