@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from flatshard.engine.build import NO_SHARD, Choices, build_unit, owned_modules, units_below
 from flatshard.engine.gradients import GradientScale
@@ -21,13 +22,17 @@ from flatshard.policy import MixedPrecisionPolicy, OffloadPolicy, Placements, Sc
 M = TypeVar("M", nn.Module, list[nn.Module])
 
 
-class FSDPModule:
-    """What `fully_shard` adds to the class of a module."""
+class FSDPModule(TorchFSDPModule):
+    """What `fully_shard` adds to the class of a module.
+
+    It is a subclass of PyTorch's own class of that name for those who ask for it by `isinstance` (pipelining, the
+    compiler). It shares no code with it: methods of PyTorch's that are missing here refuse.
+    """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Containers make new instances of their own class when they are sliced; those are not units."""
-        original = cls.__mro__[2]
-        made = original.__new__(original, *args, **kwargs)
+        original = next(base for base in cls.__mro__ if not issubclass(base, TorchFSDPModule))
+        made: Any = original.__new__(original, *args, **kwargs)
         made.__init__(*args, **kwargs)
         return made
 
@@ -37,14 +42,18 @@ class FSDPModule:
         unit = unit_of(self)
         assert unit is not None
         unit.release()
-        result = super()._apply(fn, recurse)  # type: ignore[misc]
+        own: Any = super(TorchFSDPModule, self)  # the module's own class
+        result = own._apply(fn, recurse)
         unit.absorb()
         return result
 
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
         """Gather this unit's parameters and show them in full. With ``async_op`` the handle's ``wait`` shows them."""
         unit, scope = _unit_and_scope(self)
         scope.refresh_order()
+        for group in unit.groups:
+            if unit.is_first and not group.is_full:
+                group.mark_stale()
         scope.gather(unit)
         handle = UnshardHandle(unit)
         if async_op:
@@ -71,12 +80,12 @@ class FSDPModule:
                 elif parameter.grad is not None:
                     parameter.grad.zero_()
 
-    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Gather these units when this one's forward starts, instead of those that the recorded order says."""
         refs = [weakref.ref(_unit_and_scope(module)[0]) for module in modules]
         _unit_and_scope(self)[0].prefetch_in_forward = refs
 
-    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Gather these units when this one's backward starts, instead of those that the recorded order says."""
         refs = [weakref.ref(_unit_and_scope(module)[0]) for module in modules]
         _unit_and_scope(self)[0].prefetch_in_backward = refs
@@ -107,6 +116,20 @@ class FSDPModule:
             unit.reshard_after_forward = reshard_after_forward
 
 
+def _refuse(name: str) -> Callable[..., None]:
+    def refusal(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(f"{name}: flatshard does not offer this method of PyTorch's FSDPModule")
+
+    refusal.__name__ = name
+    refusal.__doc__ = "Not offered; raises NotImplementedError."
+    return refusal
+
+
+for _name in set(vars(TorchFSDPModule)) - set(vars(FSDPModule)):
+    if not _name.startswith("__") and callable(getattr(TorchFSDPModule, _name)):
+        setattr(FSDPModule, _name, _refuse(_name))
+
+
 class UnshardHandle:
     """A gather on its way."""
 
@@ -127,7 +150,7 @@ def _units(module: FSDPModule, recurse: bool) -> list[Unit]:
     return [unit for _, unit in units_below(module) if recurse or unit is own]
 
 
-def _unit_and_scope(module: FSDPModule) -> tuple[Unit, Any]:
+def _unit_and_scope(module: TorchFSDPModule) -> tuple[Unit, Any]:
     assert isinstance(module, nn.Module)
     unit = unit_of(module)
     if unit is None:
