@@ -25,6 +25,7 @@ class Report:
     traffic: dict[str, dict[str, float]] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
     free_network_seconds: list[float] | None = None
+    waits: dict[str, float] = field(default_factory=dict)  # seconds per step that compute waited, by unit
 
     @property
     def median(self) -> float:
@@ -89,6 +90,9 @@ class Report:
                 f"{kind:16}{entry['launches']:>10.1f}{_size(entry['bytes']):>12}"
                 f"{_size(entry['wire_bytes']):>14}{_ms(entry['wire_seconds']):>14}"
             )
+        if self.waits:
+            lines += ["", "compute waited for     (per step, the longest)"]
+            lines += [f"  {name:40}{_ms(seconds):>12}" for name, seconds in list(self.waits.items())[:8]]
         lines += ["", "memory"]
         lines += [f"  {name:20}{_size(size):>12}" for name, size in self.memory.items()]
         return "\n".join(lines)

@@ -10,6 +10,7 @@ import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from flatshard._waits import recording
 from flatshard.rehearsal.network import FREE, Link, Network
 from flatshard.rehearsal.report import Report
 
@@ -71,7 +72,7 @@ def _child(plan_path: str, result_path: str) -> None:
     inside, between = Link(**network.pop("inside")), Link(**network.pop("between"))
     plan = Plan(network=Network(inside, between, **network), **data)
     sys.argv = [plan.script, *plan.arguments]
-    with rehearse(plan.world, plan.network, rank=plan.rank, warmup=plan.warmup) as rehearsal:
+    with recording() as waits, rehearse(plan.world, plan.network, rank=plan.rank, warmup=plan.warmup) as rehearsal:
         try:
             if plan.is_module:
                 sys.path.insert(0, "")
@@ -83,6 +84,7 @@ def _child(plan_path: str, result_path: str) -> None:
             if end.code not in (None, 0):
                 raise
         report = rehearsal.report()
+        report.waits = waits.seconds_per_step(report.steps + plan.warmup, plan.warmup)
     Path(result_path).write_text(report.to_json())
 
 
