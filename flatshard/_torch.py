@@ -103,6 +103,14 @@ def spec_with_dtype(like: DTensor, dtype: torch.dtype) -> DTensorSpec:
     return DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, dtype))
 
 
+def is_cut_alike(one: DTensor, other: DTensor) -> bool:
+    """Whether two DTensors of one shape hold the same rows on every rank."""
+    if type(one) is not type(other) or one.shape != other.shape:
+        return False
+    mine, theirs = (getattr(tensor, "_cut", None) for tensor in (one, other))
+    return one._spec.mesh == other._spec.mesh and one._spec.placements == other._spec.placements and mine == theirs
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor of a DTensor, without autograd or dispatch."""
     assert isinstance(tensor, DTensor)

@@ -41,11 +41,11 @@ class FSDPModule(TorchFSDPModule):
         assert isinstance(self, nn.Module)
         unit = unit_of(self)
         assert unit is not None
-        unit.release()
+        for below in _units(self, True):
+            below.check_change(fn)
         own: Any = super(TorchFSDPModule, self)  # the module's own class
-        result = own._apply(fn, recurse)
-        unit.absorb()
-        return result
+        with unit.applying(fn):
+            return own._apply(fn, recurse)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
         """Gather this unit's parameters and show them in full. With ``async_op`` the handle's ``wait`` shows them."""
@@ -70,10 +70,15 @@ class FSDPModule(TorchFSDPModule):
         _unit_and_scope(self)[1].reset()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any module; also where full parameters are shown, as between a forward and its backward."""
+        """As of any module; also where full parameters are shown, as between a forward and its backward.
+
+        Gradients of micro-batches that wait for the last one are forgotten too. `Optimizer.zero_grad` cannot do that.
+        """
         assert isinstance(self, nn.Module)
         nn.Module.zero_grad(self, set_to_none)
         for unit in _units(self, True):
+            for group in unit.groups:
+                group.gradients.drop_partial()
             for parameter in (member.sharded for group in unit.groups if group.is_full for member in group.members):
                 if set_to_none:
                     parameter.grad = None

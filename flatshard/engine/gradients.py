@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 GradientScale: TypeAlias = Literal["mean", "sum"] | float
 
+# On a gradient that we have put on a parameter: the buffer it lies in, and whose it is. (Knowing the gradient by a weak
+# reference would not do: torch cannot move or cast a tensor that has any.)
+_MAIN_GRAD, _PLACE = "_flatshard_main_grad", "_flatshard_place"
+
 
 class Goal(Enum):
     """How far a backward takes its gradients."""
@@ -45,6 +49,7 @@ class Reduction:
     """A reduce on its way. ``keep`` are tensors that the lane still reads."""
 
     ticket: Ticket
+    name: str
     keep: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -126,7 +131,7 @@ class Gradients:
             goal = Goal.KEEP  # the innermost axis rests unreduced, so all of it does
         if goal is Goal.KEEP:
             self._add_unreduced(gradients)
-            return Reduction(Ticket())
+            return Reduction(Ticket(), name)
         if goal is Goal.REST:
             return self._reduce_to_rest(gradients, pool, name)
         return self._reduce_to_final(gradients, pool, name)
@@ -154,7 +159,7 @@ class Gradients:
             target = self._buffer(placements, self.reduce_dtype, pool.temporary)
         ticket = self._inner(target, inputs, lane, name)
         ticket = lane.follow(ticket, functools.partial(_add_or_write, resting, target, fresh, 1.0))
-        return Reduction(ticket, [*keep, target.local])
+        return Reduction(ticket, name, [*keep, target.local])
 
     # Going all the way
 
@@ -174,7 +179,7 @@ class Gradients:
             if not had_grad[index]:
                 self._show(index, main_grad)
         self._used.clear()
-        return Reduction(ticket, [*keep, target.local])
+        return Reduction(ticket, name, [*keep, target.local])
 
     def _through(
         self, target: DBuffer, inputs: list[torch.Tensor], pool: Pool, keep: list[torch.Tensor], name: str
@@ -305,7 +310,7 @@ class Gradients:
             grad = member.sharded.grad
             if grad is None:
                 known.local_view(index).zero_()  # set to None alone, while others of the group were kept
-            elif member.shown is None or member.shown() is not grad:
+            elif not _is_shown(grad, known, index):
                 known.local_view(index).copy_(_torch.local_of(grad))  # replaced by the user
                 self._show(index, known)
         return known, False
@@ -314,19 +319,29 @@ class Gradients:
         member = self.members[index]
         grad = _torch.like_dtensor(member.sharded, main_grad.local_view(index))
         # The buffer lives as long as some gradient of it does: `zero_grad(set_to_none=True)` frees it at once.
-        grad._flatshard_main_grad = main_grad  # type: ignore[attr-defined]
+        grad.__dict__[_MAIN_GRAD], grad.__dict__[_PLACE] = main_grad, index
         if grad.dtype != member.sharded.dtype:
             _torch.allow_grad_of(member.sharded, grad.dtype)
         member.sharded.grad = grad
-        member.shown = weakref.ref(grad)
+
+
+def _is_shown(grad: torch.Tensor, main_grad: DBuffer, index: int) -> bool:
+    """Whether we have put this gradient on parameter ``index``."""
+    return grad.__dict__.get(_MAIN_GRAD) is main_grad and grad.__dict__.get(_PLACE) == index
 
 
 def gradient_arrived(gradients: weakref.ref[Gradients], index: int, full: torch.Tensor) -> None:
     """The one autograd hook of a parameter."""
     target, gradient = gradients(), full.grad
-    if target is not None and gradient is not None:
-        full.grad = None
-        target.arrive(index, gradient)
+    if gradient is None:
+        return
+    full.grad = None
+    if target is None:
+        raise RuntimeError(
+            "a gradient arrived for a sharded parameter that has been moved, cast or deleted since its forward; run "
+            "the backward before that"
+        )
+    target.arrive(index, gradient)
 
 
 def _sole_owners(layout: Layout) -> tuple[int | None, ...]:

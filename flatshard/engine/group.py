@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from flatshard import _torch
 from flatshard.buffer import DBuffer, Pool, Ticket
@@ -34,10 +33,17 @@ class Site:
         plain = type(module).__setattr__ is nn.Module.__setattr__
         return cls(weakref.ref(module), name, module._parameters if plain else None)
 
+    def look(self) -> nn.Parameter | None:
+        """What is there, whatever it is."""
+        slots = self.slots
+        if slots is None:
+            module = self.module()
+            assert module is not None
+            slots = module._parameters
+        return slots.get(self.name)
+
     def get(self) -> nn.Parameter:
-        module = self.module()
-        assert module is not None
-        found = module._parameters[self.name]
+        found = self.look()
         assert found is not None
         return found
 
@@ -58,8 +64,9 @@ class Member:
     sites: list[Site]
     sharded: nn.Parameter  # a DTensor over main: what optimizers and checkpoints see
     full: nn.Parameter | None = None  # a view of the gathered buffer: what the forward sees
+    local: torch.Tensor | None = None  # what `sharded` holds, as long as nobody has moved it
     arrived: torch.Tensor | None = None  # this backward's gradient of `full`
-    shown: weakref.ref[torch.Tensor] | None = None  # the gradient that this group put on `sharded`
+    attributes: dict[str, object] = field(default_factory=dict)  # of `sharded`, should it be replaced
 
 
 class Group:
@@ -84,20 +91,28 @@ class Group:
         self.is_full = False  # the modules hold full parameters
         self.park_mesh: DeviceMesh | None = None  # between forward and backward, shard over this smaller mesh
         self._gather_pool: Pool | None = None
-        self._ticket: Ticket | None = None
-        self._set_main(main)
+        self._ticket: Ticket | None
+        self.set_main(main)
 
-    def _set_main(self, main: DBuffer) -> None:
+    def set_main(self, main: DBuffer) -> None:
+        """Make ``main``, over which the sharded parameters lie, the main buffer; all else is derived from it anew."""
+        known: Gradients | None = self.__dict__.get("gradients")
         self.main = main
         policy, floating = self.policy, main.dtype.is_floating_point
         dtype = policy.param_dtype if policy.param_dtype is not None and floating else main.dtype
         self.codec = codec_for(main.dtype, dtype)
         self.gradients = Gradients(self.members, main, self.placements, policy, dtype)
+        if known is not None:
+            self.gradients.on_complete, self.gradients.scale = known.on_complete, known.scale
         self.gathered: DBuffer | None = None
         self.compute: DBuffer | None = None  # persistent compute weights, where their placement is not main's
         self._parked: DBuffer | None = None
         self._is_parked = False
         self._stale = True
+        self._ticket = None
+        for member in self.members:
+            member.full, member.local = None, _torch.local_of(member.sharded)
+            member.attributes = dict(member.sharded.__dict__)
         # Views of the gathered buffer that stay valid between uses: a full copy rests on this rank anyway.
         everywhere = all(isinstance(p, Replicate) for p in self.placements.parameter)
         self._is_main = everywhere and self._compute_rests_as_main and self.codec.sends_main
@@ -204,8 +219,13 @@ class Group:
         if not self.is_full:
             return
         for member in self.members:
+            full, sharded = member.full, member.sharded
+            assert full is not None
+            if full.requires_grad != sharded.requires_grad:  # toggled while the full one was shown
+                sharded.requires_grad_(full.requires_grad)
+                self.gradients.expected += 1 if full.requires_grad else -1
             for site in member.sites:
-                site.put(member.sharded)
+                site.put(sharded)
         self.is_full = False
 
     def release(self) -> None:
@@ -253,66 +273,14 @@ class Group:
             # look to autograd as if a weight that it saved had been modified.
             view = self.gathered.local_view(index).data
             member.full = nn.Parameter(view, requires_grad=view.is_floating_point())
-            member.full.__dict__.update(member.sharded.__dict__)
+            member.attributes = dict(member.sharded.__dict__)
+            member.full.__dict__.update(member.attributes)
             if member.full.requires_grad:
                 # Frozen ones get the hook too, for when they are unfrozen; it can be put only on what needs a gradient.
                 hook = functools.partial(gradient_arrived, weakref.ref(self.gradients), index)
                 member.full.register_post_accumulate_grad_hook(hook)
                 member.full.requires_grad_(member.sharded.requires_grad)
-
-    def absorb(self) -> None:
-        """Take over parameters that the modules were given in the place of ours: by `.to`, `to_empty`, `assign=True`.
-
-        Their values move into a new main buffer, of their dtype and on their device. Our parameter objects stay what
-        the modules and optimizers hold.
-        """
-        given = [member.sites[0].get() for member in self.members]
-        if all(parameter is member.sharded for parameter, member in zip(given, self.members)) and self._owns_storage():
-            return
-        for parameter, member in zip(given, self.members):
-            if not isinstance(parameter, DTensor) or parameter.shape != member.sharded.shape:
-                raise ValueError(
-                    f"parameter '{member.name}' was replaced by {_described(parameter)}; a sharded parameter can be "
-                    f"replaced only by a DTensor of shape {tuple(member.sharded.shape)} with the same placements"
-                )
-        locals_ = [_torch.local_of(parameter) for parameter in given]
-        kinds = {(local.dtype, local.device) for local in locals_}
-        if len(kinds) > 1:
-            raise ValueError(f"parameters of one group were moved to different dtypes or devices: {kinds}")
-        ((dtype, device),) = kinds
-        main = DBuffer.zeros(self.layout, self.mesh, self.main.placements, dtype=dtype, device=device)
-        for index, local in enumerate(locals_):
-            main.local_view(index).copy_(local)
-        self._adopt(main, given)
-
-    def fill(self, full: Sequence[torch.Tensor]) -> None:
-        """Take values from full tensors that every rank has, into a new main buffer on their device."""
-        main = DBuffer.distribute(full, self.layout, self.mesh, self.main.placements)
-        self._adopt(main, [member.sharded for member in self.members])
-
-    def _adopt(self, main: DBuffer, given: Sequence[nn.Parameter]) -> None:
-        """Make ``main`` the main buffer; ``given`` says which gradients and ``requires_grad`` the parameters have."""
-        for index, (parameter, member) in enumerate(zip(given, self.members)):
-            fresh = nn.Parameter(as_dtensor(main, index), requires_grad=parameter.requires_grad)
-            fresh.__dict__.update(member.sharded.__dict__)
-            fresh.grad = parameter.grad
-            if member.sharded is not parameter:
-                member.sharded.grad = None
-            torch.utils.swap_tensors(member.sharded, fresh)
-            for site in member.sites:
-                site.put(member.sharded)
-            member.full = member.shown = None
-        on_complete, scale = self.gradients.on_complete, self.gradients.scale
-        self._set_main(main)
-        self.gradients.on_complete, self.gradients.scale = on_complete, scale
-
-    def _owns_storage(self) -> bool:
-        main = self.main.local.untyped_storage()._cdata
-        return all(_torch.local_of(member.sharded).untyped_storage()._cdata == main for member in self.members)
-
-
-def _described(value: torch.Tensor) -> str:
-    return f"a {type(value).__name__} of shape {tuple(value.shape)}"
+        self.gradients.expected = sum(member.sharded.requires_grad for member in self.members)
 
 
 def make_members(main: DBuffer, named: Sequence[tuple[str, nn.Parameter, list[Site]]]) -> list[Member]:

@@ -21,9 +21,10 @@ def settle(group: Group, originals: Iterable[nn.Parameter]) -> None:
     """Remember where the members of ``group`` belong, and which parameters they have replaced."""
     global _settled
     _settled += 1
-    for member, original in zip(group.members, originals):
+    for index, (member, original) in enumerate(zip(group.members, originals)):
         _GROUPS[id(member.sharded)] = group
-        original.__dict__[_SUCCESSOR] = weakref.ref(member.sharded)
+        # Not a weak reference to the parameter itself: torch cannot move or cast one that has any.
+        original.__dict__[_SUCCESSOR] = (weakref.ref(group), index)
 
 
 def settled() -> int:
@@ -43,6 +44,8 @@ def is_replaced(parameter: torch.Tensor) -> bool:
 
 def successor_of(original: torch.Tensor) -> nn.Parameter | None:
     """The sharded parameter in the place of ``original``, while it exists."""
-    found = original.__dict__.get(_SUCCESSOR)
-    parameter: nn.Parameter | None = found() if found is not None else None
-    return parameter
+    if _SUCCESSOR not in original.__dict__:
+        return None
+    group, index = original.__dict__[_SUCCESSOR]
+    found: Group | None = group()
+    return None if found is None else found.members[index].sharded

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from flatshard.engine.build import owned_modules, units_below
+from flatshard.engine.moved import fill
 from flatshard.engine.unit import Unit, unit_of
 
 InitFn: TypeAlias = Callable[[nn.Module], object]
@@ -85,7 +86,7 @@ def _materialize_unit(
     _initialise(modules, inits, names, seed)
     for group in unit.groups:
         # What the initialiser left in the module counts, also where it replaced the parameter.
-        group.fill([member.sites[0].get().data for member in group.members])
+        fill(group, [member.sites[0].get().data for member in group.members])
 
 
 def _fill_plain(module: nn.Module, device: torch.device) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flatshard import _torch
+from flatshard import _torch, _waits
 from flatshard.buffer import Lane, Pool, Ticket
 from flatshard.engine.gradients import Reduction
 from flatshard.engine.group import Group
@@ -79,6 +79,7 @@ class Scope:
         self.entry = entry
         for unit in self.units:
             unit.release()
+            unit.absorb_moved()
             if unit.is_first:
                 for group in unit.groups:
                     group.mark_stale()
@@ -143,8 +144,13 @@ class Scope:
         for other in self._next(unit):
             self._ahead.add(other.index)
             self.gather(other)
-        for group in unit.groups:
-            group.swap_in()
+        waits = _waits.recorder()
+        if waits is None:
+            unit.swap_in()
+            return
+        phase = "backward" if self.program.running is Pass.BACKWARD else "forward"
+        with waits.around(f"{phase} gather {unit.name}", self.device):
+            unit.swap_in()
 
     def gather(self, unit: Unit) -> None:
         """Start gathering a unit. No effect on what has been gathered."""
@@ -212,7 +218,13 @@ class Scope:
 
     def _land(self) -> None:
         """Order the current stream after the oldest reduce; what it read may be freed."""
-        self._reducing.popleft().ticket.wait()
+        reduction = self._reducing.popleft()
+        waits = _waits.recorder()
+        if waits is None:
+            reduction.ticket.wait()
+            return
+        with waits.around(f"reduce {reduction.name}", self.device):
+            reduction.ticket.wait()
 
     def _agree(self) -> None:
         """Compare the recorded program with the other ranks', once. A difference would hang sooner or later."""

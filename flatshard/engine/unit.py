@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from enum import Enum
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatshard import _torch
 from flatshard.engine.gradients import Goal
 from flatshard.engine.group import Group
+from flatshard.engine.moved import Change, absorb, applying, check_change, is_moved
 from flatshard.engine.schedule import Pass
 from flatshard.engine.scope import Scope
 from flatshard.engine.trees import cast_floating, map_tensors, tensors_in
@@ -268,6 +270,11 @@ class Unit:
         self.phase = Phase.RESTING
         self.rest()
 
+    def swap_in(self) -> None:
+        """Wait for the gathers and show the full parameters to the modules."""
+        for group in self.groups:
+            group.swap_in()
+
     def release(self) -> None:
         """Give the gathered weights back."""
         for group in self.groups:
@@ -282,11 +289,34 @@ class Unit:
 
     def _after_load_state_dict(self, module: nn.Module, keys: Any) -> None:
         self.absorb()
+        for group in self.groups:
+            group.mark_stale()  # also within the micro-batches of a step
 
     def absorb(self) -> None:
-        """Take over what the modules were given in the place of our parameters."""
+        """Take over what the modules were given in the place of our parameters, or raise."""
         for group in self.groups:
-            group.absorb()
+            absorb(group, self._awaited)
+
+    def absorb_moved(self) -> None:
+        """The same, for what was done to a module in here that tells nobody."""
+        for group in self.groups:
+            if is_moved(group):
+                absorb(group, self._awaited)
+
+    def check_change(self, change: Change) -> None:
+        """Raise if this change of all parameters could not be taken over."""
+        for group in self.groups:
+            check_change(group, change, self._awaited)
+
+    @contextmanager
+    def applying(self, change: Change) -> Iterator[None]:
+        """Around `module._apply(change)`."""
+        self.release()
+        with ExitStack() as stack:
+            for group in self.groups:
+                stack.enter_context(applying(group, change))
+            yield
+            self.absorb()
 
 
 class _InputsPassed(torch.autograd.Function):
