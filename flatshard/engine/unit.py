@@ -178,6 +178,9 @@ class Unit:
             self.release()
         if outermost:
             scope.end_forward()
+            if not grads:
+                for unit in scope.units:
+                    unit.release()
 
     def forward_over(self) -> None:
         """The forward of the outermost unit is over, and with it this one's, even if a module of it has not run."""
