@@ -82,19 +82,22 @@ def _gradients(parameters: Sequence[torch.Tensor]) -> dict[_Where, _Held]:
     places: dict[_Where, _Held] = {}
     buffers: dict[int, tuple[DBuffer, _Held, list[torch.Tensor]]] = {}
     for parameter in parameters:
-        held = places.setdefault(_where(parameter), _Held())
         grad = parameter.grad
         buffer = getattr(grad, MAIN_GRAD, None)
-        if grad is None:
+        known = buffers.get(id(buffer))  # asked first: where a tensor is takes longer to tell
+        if known is not None and grad is not None:
+            known[2].append(grad)
             continue
-        if buffer is not None:
-            buffers.setdefault(id(buffer), (buffer, held, []))[2].append(_torch.local_of(grad))
-        else:
+        held = places.setdefault(_where(parameter), _Held())
+        if buffer is not None and grad is not None:
+            buffers[id(buffer)] = (buffer, held, [grad])
+        elif grad is not None:
             held.read.append(_summed(grad))
             held.scaled.append(_torch.local_of(grad) if isinstance(grad, DTensor) else grad)
-    for buffer, held, parts in buffers.values():
+    for buffer, held, grads in buffers.values():
         # What lies between the parts of a buffer of gradients is zero.
-        tensors = [buffer.local] if len(parts) == len(buffer.layout.slots) else parts
+        whole = len(grads) == len(buffer.layout.slots)
+        tensors = [buffer.local] if whole else [_torch.local_of(grad) for grad in grads]
         held.read.extend(tensors)
         held.scaled.extend(tensors)
     return places

@@ -76,7 +76,8 @@ class Run:
         for parameter in self.parameters:
             if getattr(parameter.grad, MAIN_GRAD, None) is not buffer:
                 return False
-        self._set_grad(gradient[slice(*self._extent)], uncast)
+        whole = self._extent == (0, gradient.numel())
+        self._set_grad(gradient if whole else gradient[slice(*self._extent)], uncast)
         return True
 
     def _set_grad(self, gradient: torch.Tensor, uncast: bool) -> None:
@@ -269,6 +270,8 @@ def _cut_group(group: Group, members: dict[int, tuple[int, Any]], flat: bool) ->
             there = [windows[i] for i in indices if 0 not in windows[i].shape]
             last = max(there, key=lambda w: w.offset) if there else None
             extent = (there[0].offset, last.offset + _numel(last.shape)) if last is not None else (0, 0)
+            if len(there) == len(lying):
+                extent = (0, main.local.numel())  # padding included, so that no step has to cut the gradients
         runs.append(Run(group, members[indices[0]][0], indices, extent, flat))
     return runs
 

@@ -106,7 +106,7 @@ def assert_same(ours, theirs, rtol=2e-5, atol=1e-6):
         torch.testing.assert_close(value, theirs[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def _equal(rank, world, name, steps=5):
+def _equal(rank, world, name, steps=4):
     make = OPTIMIZERS[name]
     one, plain, ours = Gated(), shard(Gated()), shard(Gated())
     optimizers = [make(by_attribute(model)) for model in (one, plain, ours)]
