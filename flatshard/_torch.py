@@ -87,6 +87,8 @@ def like_dtensor(like: torch.Tensor, local: torch.Tensor) -> DTensor:
 
 def allow_grad_of(tensor: torch.Tensor, dtype: torch.dtype) -> None:
     """Let ``tensor`` have a gradient of another dtype than its own. Drops one of a third dtype."""
+    if not hasattr(tensor, "grad_dtype"):
+        raise RuntimeError(f"this torch ({torch.__version__}) cannot have gradients of another dtype than their tensor")
     if tensor.grad_dtype != dtype:
         if tensor.grad is not None and tensor.grad.dtype != dtype:
             tensor.grad = None  # autograd refuses the change while a gradient is there
@@ -177,6 +179,12 @@ def map_leaves(kind: type[Any], change: Callable[[Any], Any], value: Any) -> Any
 def chunk(offsets: Sequence[int], sizes: Sequence[int]) -> ChunkStorageMetadata:
     """A box of a tensor, as torch.distributed.checkpoint describes it."""
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
+def boxes_of(tensor: DTensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The boxes of a DTensor that this rank holds, as (offsets, sizes): one, or none."""
+    chunks: list[ChunkStorageMetadata] = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
+    return [(tuple(found.offsets), tuple(found.sizes)) for found in chunks]
 
 
 def write_item(fqn: str, box: ChunkStorageMetadata, shape: torch.Size, local: torch.Tensor) -> WriteItem:
