@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from flatshard import (
     MixedPrecisionPolicy,
@@ -114,14 +114,17 @@ def test_replicated_parameters_count_once_and_empty_shards_take_part(ranks):
 
 
 def _mixed(rank, world):
-    """Two meshes, two dtypes, a plain parameter: as if one vector."""
+    """Two meshes, two dtypes, a tensor-parallel and a plain parameter: as if one vector."""
     meshes = [init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))]
     torch.manual_seed(1)
     parts = [nn.Linear(5, 6), nn.Linear(6, 7, dtype=torch.bfloat16), nn.Linear(3, 3, bias=False)]
+    parts.append(nn.Linear(4, 4, bias=False))
     gradients = [torch.randn_like(p) for part in parts for p in part.parameters()]
     wanted = {t: torch.linalg.vector_norm(torch.cat([g.double().flatten() for g in gradients]), t) for t in (1, 2, INF)}
     for part, mesh in zip(parts, meshes):
         fully_shard(part, mesh=mesh)
+    columns = distribute_tensor(parts[3].weight.detach(), meshes[1], [Replicate(), Shard(1)])
+    parts[3].weight = nn.Parameter(columns)
     parameters = [p for part in parts for p in part.parameters()]
     for p, g in zip(parameters, gradients):
         cut = isinstance(p, DTensor)
