@@ -215,7 +215,7 @@ class _Local:
             self._outer = outer
         self._looked = True
         if self._outdated and self._runs is not None:
-            kinds = self._kinds()
+            kinds, known = self._kinds(), len(outer)
             for run in self._runs:
                 if run.tensor in self._state:
                     run.show(self._state[run.tensor], kinds, outer)
@@ -223,6 +223,11 @@ class _Local:
             for key, value in self._state.items():  # parameters that are not sharded, and what is of none
                 if id(key) not in ours:
                     outer[key] = value
+            if len(outer) != known:
+                # Runs lie in another order on each rank, and whoever gathers the state goes by the order of its keys.
+                order = [p for group in optimizer.param_groups for p in group["params"] if p in outer]
+                entries = {key: outer.pop(key) for key in [*order, *(key for key in outer if key not in set(order))]}
+                outer.update(entries)
             self._outdated = False
         return outer
 
