@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from flatshard import _torch
 from flatshard.engine.gradients import Goal
@@ -83,6 +84,7 @@ class Unit:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward)
             module.register_state_dict_pre_hook(self._before_state_dict)
+            module.register_state_dict_post_hook(_after_state_dict)
             module.register_load_state_dict_pre_hook(self._before_load_state_dict)
             module.register_load_state_dict_post_hook(self._after_load_state_dict)
 
@@ -336,6 +338,13 @@ class _InputsPassed(torch.autograd.Function):
         if unit is not None:
             unit.inputs_passed()
         return (None, *grads)
+
+
+def _after_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """A detached DTensor has the offset of its local part, which torch's asynchronous checkpoints stumble over."""
+    for name, value in state.items():
+        if name.startswith(prefix) and isinstance(value, DTensor) and value.storage_offset():
+            state[name] = _torch.like_dtensor(value, _torch.local_of(value))
 
 
 def _gradient_at_output(unit: weakref.ref[Unit], grad: torch.Tensor) -> None:
