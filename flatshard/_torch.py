@@ -65,14 +65,32 @@ def make_dtensor(
     return _wrapped(local, spec)
 
 
+def at_zero(local: torch.Tensor) -> torch.Tensor:
+    """What to make a wrapper of ``local`` with: a twin at the start of the storage.
+
+    A DTensor takes on the storage offset of the local tensor that it is made with, although it has no storage, and
+    torch then takes it for a tensor that has one: deepcopy and data_ptr go wrong.
+    """
+    return local if local.storage_offset() == 0 else local.as_strided(local.shape, local.stride(), 0)
+
+
 def _wrapped(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    # A DTensor takes on the storage offset of the local tensor that it is made with, although it has no storage, and
-    # torch then takes it for a tensor that has one: deepcopy and data_ptr go wrong. So it is made with a twin at 0.
-    if local.storage_offset() == 0:
-        made: DTensor = DTensor(local, spec, requires_grad=False)
-    else:
-        made = DTensor(local.as_strided(local.shape, local.stride(), 0), spec, requires_grad=False)
-        made._local_tensor = local
+    made: DTensor = DTensor(at_zero(local), spec, requires_grad=False)
+    made._local_tensor = local
+    return made
+
+
+def bare_wrapper(cls: type[Any], local: torch.Tensor, spec: DTensorSpec) -> Any:
+    """An instance of a subclass of DTensor whose operations go to its own ``__torch_dispatch__``.
+
+    DTensor's constructor would give it DTensor's dispatch key, which on torch 2.11 comes before any subclass.
+    """
+    meta = spec.tensor_meta
+    assert meta is not None
+    made = torch.Tensor._make_wrapper_subclass(
+        cls, meta.shape, strides=meta.stride, dtype=local.dtype, device=local.device, layout=local.layout
+    )
+    made._spec, made._local_tensor = spec, local
     return made
 
 
@@ -183,7 +201,7 @@ def chunk(offsets: Sequence[int], sizes: Sequence[int]) -> ChunkStorageMetadata:
 
 def boxes_of(tensor: DTensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """The boxes of a DTensor that this rank holds, as (offsets, sizes): one, or none."""
-    chunks: list[ChunkStorageMetadata] = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
+    chunks: list[ChunkStorageMetadata] = tensor.__create_chunk_list__()
     return [(tuple(found.offsets), tuple(found.sizes)) for found in chunks]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from flatshard import _torch
 from flatshard.buffer.lanes import Lane
@@ -40,6 +40,10 @@ class Cut:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __deepcopy__(self, memo: Any) -> Cut:
+        """Itself: it never changes, and a mesh has no copy that is connected."""
+        return self
+
     @property
     def held(self) -> Holding:
         coordinate = self.mesh.get_coordinate()
@@ -55,6 +59,28 @@ class Cut:
         return (min(first, slot.shape[0]), count)
 
 
+class RaggedShard(Shard):
+    """``Shard(0)`` that knows which rows this rank holds: what torch computes from it are the true ones.
+
+    torch.distributed.checkpoint's functions for full state dicts ask placements where to copy from. Whatever would cut
+    a tensor by it is refused: it knows the rows of one rank.
+    """
+
+    rows: tuple[int, int] | None  # first and count; None on all but the last sharded axis
+
+    @classmethod
+    def of(cls, rows: tuple[int, int] | None) -> RaggedShard:
+        made = cls(0)
+        made.rows = rows
+        return made
+
+    def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: Any) -> tuple[int, int]:
+        return (curr_local_size, 0) if self.rows is None else (self.rows[1], self.rows[0])
+
+    def _split_tensor(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(_refusal("distributing a tensor by a ragged placement"))
+
+
 class RaggedDTensor(DTensor):
     """A DTensor that holds the rows which its `Cut` says."""
 
@@ -64,7 +90,7 @@ class RaggedDTensor(DTensor):
     def make(local: torch.Tensor, like: DTensor, cut: Cut) -> RaggedDTensor:
         """Over ``local``, with mesh, placements and global shape of ``like``."""
         spec = _torch.spec_with_dtype(like, local.dtype)
-        made: Any = RaggedDTensor.__new__(RaggedDTensor, local, spec, requires_grad=False)
+        made = _torch.bare_wrapper(RaggedDTensor, local, spec)
         made._cut = cut
         assert isinstance(made, RaggedDTensor)
         return made
@@ -93,8 +119,23 @@ class RaggedDTensor(DTensor):
         by_piece = current.view(cut.layout.num_shards, max(pieces), *row)
         return torch.cat([by_piece[piece, :count] for piece, count in enumerate(pieces)]).view(self.shape)
 
-    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
-        raise NotImplementedError(_refusal("redistribute"))
+    @property
+    def placements(self) -> tuple[Any, ...]:
+        """``Replicate()`` or a `RaggedShard` per axis."""
+        sharded = self._cut.sharded
+        last = max(axis for axis, cut in enumerate(sharded) if cut)
+        rows = self._cut.rows(self._cut.held)
+        return tuple(
+            RaggedShard.of(rows if a == last else None) if cut else Replicate() for a, cut in enumerate(sharded)
+        )
+
+    def redistribute(self, device_mesh: Any = None, placements: Any = None, **kwargs: Any) -> DTensor:
+        """To a copy on every rank, which `full_tensor` is too. Any other placement is refused."""
+        same_mesh = device_mesh is None or device_mesh == self._cut.mesh
+        if not same_mesh or placements is None or not all(isinstance(p, Replicate) for p in placements):
+            raise NotImplementedError(_refusal("redistribute"))
+        whole = self.full_tensor()
+        return _torch.make_dtensor(whole, self._cut.mesh, list(placements), whole.shape, whole.stride())
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -105,6 +146,11 @@ class RaggedDTensor(DTensor):
         reduction = _REDUCTIONS.get(func._schema.name)
         if reduction is not None:
             return reduction(func, ragged, args, kwargs)
+        if func._schema.name == "aten::copy_" and all(isinstance(arg, DTensor) for arg in args[:2]):
+            return _copy(args[0], args[1])
+        if func._schema.name == "aten::new_empty" and torch.Size(args[1]) == args[0].shape:
+            local = _torch.local_of(args[0])
+            return args[0].with_local(local.new_empty(local.shape, **kwargs))
         if not _is_elementwise(func):
             raise NotImplementedError(_refusal(str(func)))
         _require_same_rows(func, args, kwargs)
@@ -119,11 +165,15 @@ class RaggedDTensor(DTensor):
     # torch.distributed.checkpoint
 
     def __create_chunk_list__(self) -> list[Any]:
+        """The rows of this rank; none where it has none, which DCP could take for those that begin at the same row."""
         first, count = self._cut.rows(self._cut.held)
+        if not count and self.shape[0]:
+            return []
         return [_torch.chunk((first, *(0 for _ in self.shape[1:])), (count, *self.shape[1:]))]
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        return [_torch.write_item(fqn, self.__create_chunk_list__()[0], self.shape, _torch.local_of(self))]
+        local = _torch.local_of(self)
+        return [_torch.write_item(fqn, box, self.shape, local) for box in self.__create_chunk_list__()]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         return _torch.local_of(self)
@@ -166,6 +216,20 @@ def _require_same_rows(func: Any, args: Any, kwargs: Any) -> None:
                 raise NotImplementedError(_refusal(f"{func} with a {type(value).__name__} of another cut"))
         if any(cut is not cuts[0] and cut != cuts[0] for cut in cuts[1:]):
             raise NotImplementedError(_refusal(f"{func} of tensors that are cut differently"))
+
+
+def _copy(target: DTensor, source: DTensor) -> DTensor:
+    """``target.copy_(source)``. A collective call where they are cut differently."""
+    if target.shape != source.shape:
+        raise ValueError(f"cannot copy a tensor of shape {tuple(source.shape)} into one of {tuple(target.shape)}")
+    local = _torch.local_of(target)
+    if isinstance(target, RaggedDTensor) and isinstance(source, RaggedDTensor) and target._cut == source._cut:
+        local.copy_(_torch.local_of(source))
+        return target
+    whole = source.full_tensor()
+    for offsets, sizes in _torch.boxes_of(target):
+        local.copy_(whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes))])
+    return target
 
 
 def _wrap(result: Any, args: Any, like: RaggedDTensor) -> Any:

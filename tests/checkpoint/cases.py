@@ -1,0 +1,101 @@
+"""A model with every kind of parameter, and states of it to compare."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from flatshard import fully_shard
+from tests.dist.models import Net, train
+
+ROWS = 12
+# strategy, outer strategy on a mesh of two axes (None: one axis), layout
+PLACES = [
+    ("optim_grads_params", None, "tensor"),
+    ("optim_grads_params", None, "flat"),
+    ("optim", None, "flat"),
+    ("no_shard", None, "tensor"),
+    ("optim_grads_params", "no_shard", "tensor"),
+    ("optim_grads", "no_shard", "flat"),
+    ("optim_grads_params", "optim", "tensor"),
+    ("optim_grads_params", "optim", "flat"),
+]
+
+
+class Everything(Net):
+    """`Net` with tied, frozen, never-used, scalar, bfloat16 and integer tensors."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=2)
+        self.head.weight = self.embed.weight
+        self.unused = nn.Linear(5, 7)
+        self.coarse = nn.Parameter(torch.zeros(9, 2, dtype=torch.bfloat16))
+        self.blocks[1].up.weight.requires_grad_(False)
+        self.register_buffer("seen", torch.tensor(0))
+        self.register_buffer("table", torch.zeros(3, 4, dtype=torch.int32))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) + self.coarse.float().sum()
+
+
+def make(seed: int) -> Everything:
+    torch.manual_seed(seed)
+    model = Everything()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.2)
+    model.seen.fill_(seed + 40)
+    model.table.random_(0, 100)
+    return model
+
+
+def fits(place, world) -> bool:
+    return place[1] is None or world % 2 == 0
+
+
+def shard(model, world, place):
+    strategy, outer, layout = place
+    shape, names = ((world,), ("inner",)) if outer is None else ((2, world // 2), ("outer", "inner"))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, strategy=strategy, outer_strategy=outer, layout=layout)
+    return fully_shard(model, mesh=mesh, strategy=strategy, outer_strategy=outer, layout=layout)
+
+
+def groups_of(model):
+    """Two parameter groups of other options than the defaults."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.3},
+        {"params": [p for p in parameters if p.dim() <= 1], "betas": (0.8, 0.9)},
+    ]
+
+
+def trained(rank, world, place, seed=1, steps=2, optimizer=torch.optim.AdamW):
+    model = shard(make(seed), world, place)
+    made = optimizer(groups_of(model), lr=1e-2)
+    if steps:
+        train(model, made, steps, ROWS, rank, world)
+    return model, made
+
+
+def plain(value):
+    return value.detach().full_tensor() if isinstance(value, DTensor) else value
+
+
+def full_state(model, optimizer=None):
+    """Whole tensors by name, of model and optimizer state. A collective call."""
+    found = {f"model.{name}": plain(value).clone() for name, value in model.state_dict().items()}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter, entries in ({} if optimizer is None else optimizer.state).items():
+        for key, value in entries.items():
+            found[f"optim.{names[parameter]}.{key}"] = plain(value).clone()
+    return found
+
+
+def assert_same(found, wanted):
+    assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
