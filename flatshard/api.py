@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, get_args
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
-from flatshard.engine.build import NO_SHARD, Choices, build_unit, owned_modules, units_below
+from flatshard.engine.build import NO_SHARD, OWNER, Choices, build_unit, owned_modules, units_below
 from flatshard.engine.gradients import GradientScale
 from flatshard.engine.unit import Unit, scope_of, unit_of
 from flatshard.layout.planner import LayoutName
@@ -255,14 +255,20 @@ def no_shard(target: nn.Module | nn.Parameter) -> None:
     averaged and their optimizer state follows the strategy, so that they are refreshed once per optimizer step.
     """
     if isinstance(target, nn.Parameter):
+        _refuse_sharded("this parameter", [target])
         target.__dict__[NO_SHARD] = True
         return
     if not isinstance(target, nn.Module):
         raise TypeError(f"no_shard takes a module or a parameter, not {type(target).__name__}")
     for module in target.modules():
-        if unit_of(module) is not None:
-            raise ValueError(f"{type(module).__name__} is sharded already; call no_shard before fully_shard")
+        _refuse_sharded(type(module).__name__, module.parameters(recurse=False), unit_of(module))
+    for module in target.modules():
         module.__dict__[NO_SHARD] = True
+
+
+def _refuse_sharded(what: str, parameters: Iterable[nn.Parameter], unit: Unit | None = None) -> None:
+    if unit is not None or any(OWNER in parameter.__dict__ for parameter in parameters):
+        raise ValueError(f"{what} is sharded already; call no_shard before fully_shard")
 
 
 @contextmanager

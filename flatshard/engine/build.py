@@ -16,6 +16,7 @@ from flatshard.buffer import DBuffer
 from flatshard.engine.gradients import GradientScale
 from flatshard.engine.group import Group, Site, make_members
 from flatshard.engine.homes import settle
+from flatshard.engine.plain import Plain
 from flatshard.engine.unit import Unit, unit_of
 from flatshard.layout import is_sharded, plan
 from flatshard.layout.planner import LayoutName
@@ -24,6 +25,7 @@ from flatshard.policy import MixedPrecisionPolicy, Placements, SchedulePolicy, r
 Named = tuple[str, nn.Parameter, list[Site]]
 
 NO_SHARD = "_flatshard_no_shard"  # the mark that `no_shard` leaves on modules and parameters
+OWNER = "_flatshard_owner"  # on a parameter of a group, in any of its forms: its name, and whose it is
 
 
 def owned_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -58,7 +60,7 @@ def owned_parameters(roots: Sequence[nn.Module], ignored: AbstractSet[nn.Paramet
 
 
 def _refuse(name: str, parameter: nn.Parameter) -> None:
-    owner = parameter.__dict__.get("_flatshard_owner")
+    owner = parameter.__dict__.get(OWNER)
     if owner is not None:
         raise ValueError(
             f"parameter '{name}' is tied to '{owner[0]}', which another unit ({owner[1]}) already owns; shard both "
@@ -109,14 +111,14 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
         groups.append(_build_group(members, choices, resident(placements) if marked else placements, owner))
     for _, module in owned_modules(modules):
         _move_buffers(module, choices.device)
-    for named in plain:
-        _place_plain(named, choices)
     reshard, park = choices.reshard_after_forward, None
     if reshard is not None and not isinstance(reshard, bool):
         reshard, park = True, _park_mesh(choices.mesh, reshard)
     hooked = bool(groups) or not plain  # a unit of nothing but resident frozen weights has nothing to do
     unit = Unit(modules, groups, choices.mesh, choices.device, choices.precision, reshard, choices.schedule, hooked)
-    unit.plain = [(name, parameter.numel(), parameter.dtype) for name, parameter, _ in plain]
+    unit.plain = [Plain(name, sites) for name, _, sites in plain]
+    for each in unit.plain:
+        each.place(choices.device, choices.precision.param_dtype)
     for group in groups:
         group.park_mesh = park
         group.gradients.scale = choices.gradient_scale
@@ -132,14 +134,6 @@ def _is_marked(named: Named) -> bool:
         return True
     modules = [site.module() for site in sites]
     return all(module is not None and module.__dict__.get(NO_SHARD) for module in modules)
-
-
-def _place_plain(named: Named, choices: Choices) -> None:
-    """A frozen parameter that stays whole on every rank: on the device and in the dtype that compute wants."""
-    parameter, dtype = named[1], choices.precision.param_dtype
-    if not parameter.is_meta:
-        wanted = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-        parameter.data = parameter.data.to(choices.device, wanted)
 
 
 def _park_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
@@ -169,8 +163,8 @@ def _build_group(members: list[Named], choices: Choices, placements: Placements,
     for member, (name, parameter, _) in zip(made, members):
         # Whoever still holds the original (a tied module, an optimizer) finds out, and holds no memory.
         parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-        parameter.__dict__["_flatshard_owner"] = (name, owner)
-        member.sharded.__dict__["_flatshard_owner"] = (name, owner)  # a module that two units share
+        parameter.__dict__[OWNER] = (name, owner)
+        member.sharded.__dict__[OWNER] = (name, owner)  # a module that two units share
     group = Group(made, main, placements, precision)
     settle(group, (parameter for _, parameter, _ in members))
     return group

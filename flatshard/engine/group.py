@@ -135,6 +135,11 @@ class Group:
         """Whether the gathered buffer has been filled, or is being filled."""
         return self._ticket is not None
 
+    @property
+    def is_resident(self) -> bool:
+        """Whether the full weights rest on this rank: nothing is gathered for a pass."""
+        return self._is_main or self._is_compute
+
     def mark_stale(self) -> None:
         """Main may have changed: derive compute weights from it anew, the next time they are needed."""
         self._stale = True

@@ -40,9 +40,10 @@ def materialize(model: nn.Module, init_fn: InitFn | None = None, *, seed: int = 
         owned.update(modules)
         if any(module in inits for module in modules):
             _materialize_unit(unit, modules, inits, names, seed)
+    made: dict[nn.Parameter, nn.Parameter] = {}
     for module in names:
         if module not in owned and module in inits and unit_of(module) is None:
-            _fill_plain(module, _device_for(model))
+            _fill_plain(module, _device_for(model), made)
             _initialise([module], inits, names, seed)
 
 
@@ -81,21 +82,26 @@ def _materialize_unit(
                 site.put(parameter)
             tensors.append(parameter)
         full.append(tensors)
+    made: dict[nn.Parameter, nn.Parameter] = {}
     for module in modules:
-        _fill_plain(module, unit.device)
+        _fill_plain(module, unit.device, made)
     _initialise(modules, inits, names, seed)
+    for plain in unit.plain:
+        plain.place(unit.device, unit.policy.param_dtype)
     for group in unit.groups:
         # What the initialiser left in the module counts, also where it replaced the parameter.
         fill(group, [member.sites[0].get().data for member in group.members])
 
 
-def _fill_plain(module: nn.Module, device: torch.device) -> None:
-    """Meta buffers, and meta parameters that no group holds, get memory."""
+def _fill_plain(module: nn.Module, device: torch.device, made: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Meta buffers, and meta parameters that no group holds, get memory. ``made``: by what they were, for tied ones."""
     for name, parameter in module._parameters.items():
         if parameter is not None and parameter.is_meta:
-            value = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
-            value.__dict__.update(parameter.__dict__)
-            module._parameters[name] = value
+            if parameter not in made:
+                value = torch.empty_like(parameter, device=device)
+                made[parameter] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                made[parameter].__dict__.update(parameter.__dict__)
+            module._parameters[name] = made[parameter]
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
             module._buffers[name] = torch.empty_like(buffer, device=device)

@@ -11,6 +11,7 @@ from torch import nn
 from flatshard import _torch
 from flatshard.engine.build import units_below
 from flatshard.engine.group import Group
+from flatshard.engine.unit import Unit
 from flatshard.layout import is_sharded
 
 
@@ -96,13 +97,24 @@ def summary(model: nn.Module) -> Summary:
                     placements=", ".join(type(placement).__name__ for placement in main.placements),
                     bytes_per_rank=main.local.numel() * main.local.element_size(),
                     waste=group.layout.waste if any(is_sharded(p) for p in main.placements) else 0.0,
-                    kept="until backward" if keeps else "no",
+                    kept="always" if group.is_resident else "until backward" if keeps else "no",
                 )
             )
-        for parameter, count, dtype in unit.plain:
-            label, size = f"{name or '(root)'}: {parameter}", count * dtype.itemsize
-            rows.append(GroupRow(label, 1, count, dtype, dtype, False, "no_shard", size, 0.0, "always"))
+        rows.extend(_plain_rows(name or "(root)", unit))
     return Summary(tuple(rows))
+
+
+def _plain_rows(name: str, unit: Unit) -> list[GroupRow]:
+    """What `no_shard` keeps whole and frozen, one row per child of the unit and dtype."""
+    kept: dict[tuple[str, torch.dtype], list[nn.Parameter]] = {}
+    for plain in unit.plain:
+        kept.setdefault((plain.name.partition(".")[0], plain.parameter.dtype), []).append(plain.parameter)
+    rows = []
+    for (child, dtype), parameters in kept.items():
+        count = sum(parameter.numel() for parameter in parameters)
+        label, size = f"{name}: {child}", count * dtype.itemsize
+        rows.append(GroupRow(label, len(parameters), count, dtype, dtype, False, "no_shard", size, 0.0, "always"))
+    return rows
 
 
 def check_buffers(model: nn.Module) -> None:

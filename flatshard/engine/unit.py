@@ -18,6 +18,7 @@ from flatshard import _torch
 from flatshard.engine.gradients import Goal
 from flatshard.engine.group import Group
 from flatshard.engine.moved import Change, absorb, applying, check_change, is_moved
+from flatshard.engine.plain import Plain
 from flatshard.engine.schedule import Pass
 from flatshard.engine.scope import Scope
 from flatshard.engine.trees import cast_floating, map_tensors, tensors_in
@@ -70,7 +71,7 @@ class Unit:
         self.reduces = True  # off: gradients stay unreduced
         self.all_reduces = True  # off: gradients go no further than they rest between micro-batches
         self.backward_done = False  # its backward of the running pass is over
-        self.plain: list[tuple[str, int, torch.dtype]] = []  # frozen parameters that stay whole: name, elements, dtype
+        self.plain: list[Plain] = []  # frozen parameters that stay whole
         self.prefetch_in_forward: list[weakref.ref[Unit]] | None = None
         self.prefetch_in_backward: list[weakref.ref[Unit]] | None = None
         self._modules = [weakref.ref(module) for module in modules]
@@ -301,6 +302,8 @@ class Unit:
         """Take over what the modules were given in the place of our parameters, or raise."""
         for group in self.groups:
             absorb(group, self._awaited)
+        for plain in self.plain:
+            plain.guard()
 
     def absorb_moved(self) -> None:
         """The same, for what was done to a module in here that tells nobody."""

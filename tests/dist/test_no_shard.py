@@ -1,0 +1,231 @@
+"""`no_shard`: what is marked stays whole on every rank; frozen parts cost nothing, trainable ones train as the rest."""
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import flatshard
+from flatshard import MixedPrecisionPolicy, fully_shard, microbatch, no_shard
+from flatshard.engine.build import units_below
+from flatshard.engine.unit import unit_of
+from tests.dist.test_engine import full
+from tests.dist.test_strategies import STRATEGIES, mesh_of
+
+DIM, ROWS = 6, 24
+
+
+class Towers(nn.Module):
+    """A frozen encoder, and blocks that are trained on what it says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(DIM, 9), nn.Tanh(), nn.Linear(9, DIM))
+        self.encoder.requires_grad_(False)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(2))
+        self.gain = nn.Parameter(torch.randn(5, DIM))
+        self.head = nn.Linear(DIM, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.encoder(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x * self.gain.mean(0))
+
+
+def make(device="cpu"):
+    torch.manual_seed(3)
+    with torch.device(device):
+        return Towers()
+
+
+def shard(model, **kwargs):
+    for block in model.blocks:
+        fully_shard(block, **kwargs)
+    return fully_shard(model, **kwargs)
+
+
+def run(rank, world, model, reference, steps=3, micro=1, scoped=True, **tolerance):
+    """Train both and compare every step's gradients, and the weights at the end."""
+    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
+                  for m in (model, reference)]  # fmt: skip
+    rng = torch.Generator().manual_seed(5)
+    for step in range(steps):
+        for number, rows in enumerate(torch.randn(micro, ROWS, DIM, generator=rng)):
+            with microbatch(model, is_first=not scoped or number == 0, is_last=not scoped or number == micro - 1):
+                (model(rows.chunk(world)[rank]).square().mean() / micro).backward()
+            (reference(rows).square().mean() / micro).backward()
+        for (name, ours), theirs in zip(model.named_parameters(), reference.parameters()):
+            assert (ours.grad is None) == (theirs.grad is None), name
+            if ours.grad is not None:
+                grad = full(ours.grad) if hasattr(ours.grad, "full_tensor") else ours.grad
+                torch.testing.assert_close(grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        for each, optimizer in zip((model, reference), optimizers):
+            optimizer.step()
+            each.zero_grad()
+        del step
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters()):
+        value = full(ours) if hasattr(ours, "full_tensor") else ours
+        torch.testing.assert_close(value.data, theirs.data, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def _frozen(rank, world, case, own_unit):
+    axes, strategy, outer = case
+    kwargs = {"mesh": mesh_of(axes, world), "strategy": strategy, "outer_strategy": outer}
+    model, reference = make(), make()
+    keys, before = list(model.state_dict()), list(model.encoder.parameters())
+    no_shard(model.encoder)
+    if own_unit:
+        fully_shard(model.encoder, **kwargs)
+    shard(model, **kwargs)
+    assert list(model.state_dict()) == keys
+    # The very parameters, whole; and no hook on any module of the encoder, whether it is a unit of its own or not.
+    assert all(new is old for new, old in zip(model.encoder.parameters(), before))
+    for module in model.encoder.modules():
+        assert not module._forward_pre_hooks
+        assert not module._forward_hooks
+        assert not module._backward_hooks
+    run(rank, world, model, reference)
+    size = sum(4 * p.numel() for p in before)
+    rows = [row for row in flatshard.summary(model).rows if row.placements == "no_shard"]
+    assert sum(row.bytes_per_rank for row in rows) == size
+    assert {(row.kept, row.trainable) for row in rows} == {("always", False)}
+    scope = unit_of(model).scope
+    assert not any("encoder" in op.name for lane in (scope.gather_lane, scope.reduce_lane) for op in lane.history)
+    held = sum(group.layout.payload for _, unit in units_below(model) for group in unit.groups)
+    assert held == sum(p.numel() for p in make().parameters() if p.requires_grad)
+    # Unfrozen later, its gradients would stay each rank's own: that is refused.
+    model.encoder[0].weight.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"0\.weight' was marked with no_shard while it was frozen"):
+        model(torch.ones(2, DIM)).sum().backward()
+    model.encoder.requires_grad_(False)
+    model.zero_grad()
+    assert model.encoder[0].weight.grad is None
+    model(torch.ones(2, DIM)).sum().backward()
+    copy.deepcopy(model.encoder[0].weight)
+
+
+@pytest.mark.parametrize("case", STRATEGIES, ids=str)
+def test_a_frozen_encoder_is_left_alone(ranks, case):
+    assert ranks(4, _frozen, case, STRATEGIES.index(case) % 2 == 0) == [None] * 4
+
+
+def _trainable(rank, world, case, layout):
+    axes, strategy, outer = case
+    model, reference = make(), make()
+    no_shard(model.blocks[1])
+    no_shard(model.gain)
+    mesh = mesh_of(axes, world)
+    shard(model, mesh=mesh, strategy=strategy, outer_strategy=outer, layout=layout)
+    assert list(model.state_dict()) == list(reference.state_dict())
+    run(rank, world, model, reference, micro=2)
+    run(rank, world, model, reference, micro=2, scoped=False)
+    scope = unit_of(model).scope
+    scope.gather_lane.history.clear()
+    run(rank, world, model, reference, steps=1, micro=3)
+    names = [op.name for op in scope.gather_lane.history if op.kind == "all_gather"]
+    (marked,) = unit_of(model.blocks[1]).groups
+    sharded_state = strategy != "no_shard"
+    # Refreshed once per step and per sharded axis, and gathered for no pass.
+    refreshes = sum(type(p).__name__ == "Flat" for p in marked.main.placements)
+    assert refreshes == (0 if not sharded_state else 2 if outer == "optim" else 1)
+    assert names.count("refresh blocks.1") == refreshes
+    assert names.count("blocks.1") == 0
+    assert marked.is_resident
+    assert marked.main.local.numel() == marked.layout.buffer_numel(1)
+    assert marked.layout.num_shards == (1 if not sharded_state else 2 if axes == 2 and outer != "optim" else 4)
+    rows = {row.unit: row for row in flatshard.summary(model).rows}
+    assert rows["blocks.1"].kept == "always"
+    if strategy == "optim_grads_params":
+        assert rows["blocks.0"].kept == "no"
+        gain = next(g for g in unit_of(model).groups if [m.name for m in g.members] == ["gain"])
+        assert gain.is_resident
+        assert [g.is_resident for g in unit_of(model).groups].count(True) == 1
+
+
+@pytest.mark.parametrize("case", STRATEGIES, ids=str)
+def test_trainable_marked_parameters_are_averaged_and_refreshed_once_per_step(ranks, case):
+    assert ranks(4, _trainable, case, ("tensor", "flat")[STRATEGIES.index(case) % 2]) == [None] * 4
+
+
+def _meta(rank, world, strategy):
+    torch.manual_seed(rank)  # ranks that would initialise differently
+    model = make("meta")
+    model.encoder = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM, bias=False)).to("meta")
+    model.encoder[2].weight = model.encoder[0].weight  # tied, and whole
+    model.encoder.requires_grad_(False)
+    no_shard(model.encoder)
+    no_shard(model.blocks[1])
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    shard(model, strategy=strategy, mp_policy=policy)
+    before = str(flatshard.summary(model))
+
+    def init(module):
+        for parameter in module.parameters(recurse=False):
+            nn.init.normal_(parameter, std=0.3)
+
+    flatshard.materialize(model, init)
+    assert len(str(flatshard.summary(model)).splitlines()) == len(before.splitlines())
+    assert model.encoder[0].weight is model.encoder[2].weight
+    assert model.encoder[0].weight.dtype == torch.bfloat16
+    assert not model.encoder[0].weight.requires_grad
+    assert unit_of(model.blocks[1]).groups[0].is_resident
+    values = [full(p) if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    model(torch.ones(2, DIM)).float().sum().backward()
+    assert all((p.grad is None) != p.requires_grad for p in model.parameters())
+    model.encoder[0].weight.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="marked with no_shard"):
+        model(torch.ones(2, DIM)).float().sum().backward()
+    return [value.detach().float().clone() for value in values]
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_marks_survive_the_meta_device_and_values_are_those_of_any_world(ranks, strategy):
+    results = [result for world in (1, 2, 3) for result in ranks(world, _meta, strategy)]
+    for values in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(values, results[0]))
+
+
+def _too_late(rank, world):
+    model = make()
+    shard(model)
+    for target in (model, model.blocks[0], model.blocks[0][0], model.head, model.head.weight, model.encoder):
+        with pytest.raises(ValueError, match="sharded already; call no_shard before fully_shard"):
+            no_shard(target)
+    model.unshard()
+    with pytest.raises(ValueError, match="sharded already"):
+        no_shard(model.head.weight)
+    model.reshard()
+    with pytest.raises(TypeError, match="not str"):
+        no_shard("encoder")
+    partly = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    fully_shard(partly[1])
+    with pytest.raises(ValueError, match="sharded already"):
+        no_shard(partly)
+    fully_shard(partly)  # the refused call has marked nothing
+    assert not unit_of(partly).groups[0].is_resident
+    assert not any(row.kept == "always" for row in flatshard.summary(model).rows)
+
+
+def test_a_mark_that_comes_too_late_is_refused(ranks):
+    assert ranks(2, _too_late) == [None] * 2
+
+
+def test_the_two_tower_example_runs():
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, str(root / "examples" / "two_tower.py")],
+        env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "no_shard" in done.stdout
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step")]
+    assert len(losses) >= 3
+    assert losses[-1] < 0.5 * losses[0]
