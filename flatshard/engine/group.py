@@ -145,6 +145,8 @@ class Group:
         self._stale = True
         self._is_parked = False
         if self._is_compute or self._is_main:
+            if self._ticket is not None and not self.is_full:
+                self._ticket.wait()  # a refresh that nobody used may still be on its way
             self.swap_out()
             self._ticket = None
 

@@ -21,39 +21,47 @@ class Pass(Enum):
 
 
 class Program:
-    """The recorded order of needs of each kind of pass. Units are numbers, in the order of registration."""
+    """The recorded order of needs of each kind of pass. Units are numbers, in the order of registration.
+
+    A forward that enters at another unit than the root (generation, an evaluation of a part) is another kind of pass.
+    Before the first pass from the root, the order of registration predicts it; before another, nothing does.
+    """
 
     def __init__(self, num_units: int) -> None:
         registered = tuple(range(num_units))
-        self._orders: dict[Pass, Sequence[int]] = {
-            Pass.FORWARD: registered,
-            Pass.FORWARD_NO_GRAD: registered,
-            Pass.BACKWARD: registered[::-1],
+        self._orders: dict[tuple[Pass, int], Sequence[int]] = {
+            (Pass.FORWARD, 0): registered,
+            (Pass.FORWARD_NO_GRAD, 0): registered,
+            (Pass.BACKWARD, 0): registered[::-1],
         }
-        self._recorded: set[Pass] = set()
-        self._kind: Pass | None = None
+        self._recorded: set[tuple[Pass, int]] = set()
+        self._kind: tuple[Pass, int] | None = None
+        self._entry = 0  # of the last forward with gradients
         self._taken: list[int] = []
         self._cursor = 0
 
     @property
     def running(self) -> Pass | None:
         """The pass that has begun and not ended."""
-        return self._kind
+        return None if self._kind is None else self._kind[0]
 
-    def order(self, kind: Pass) -> tuple[int, ...]:
-        """The order that the next pass of this kind is expected to follow."""
-        return tuple(self._orders[kind])
+    def order(self, kind: Pass, entry: int = 0) -> tuple[int, ...]:
+        """The order that the next pass of this kind from this unit on is expected to follow."""
+        return tuple(self._orders.get((kind, entry), ()))
 
-    def begin(self, kind: Pass) -> None:
-        """A pass starts. One that was broken off before is forgotten."""
-        self._kind, self._taken, self._cursor = kind, [], 0
+    def begin(self, kind: Pass, entry: int | None = None) -> None:
+        """A pass starts, at unit ``entry``; a backward, where the last forward did. One broken off is forgotten."""
+        if kind is Pass.FORWARD and entry is not None:
+            self._entry = entry
+        self._kind = (kind, self._entry if entry is None else entry)
+        self._taken, self._cursor = [], 0
 
     def need(self, unit: int) -> None:
         """The running pass needs this unit now."""
         if self._kind is None:
             return
         self._taken.append(unit)
-        order = self._orders[self._kind]
+        order = self._orders.get(self._kind, ())
         # Units that were expected before and did not come were skipped; one that is not expected at all (another
         # branch, an evaluation of a part) leaves the prediction where it is.
         for at in range(self._cursor, len(order)):
@@ -64,7 +72,7 @@ class Program:
     def upcoming(self) -> Iterator[int]:
         """The units expected after the one needed last, nearest first."""
         if self._kind is not None:
-            yield from self._orders[self._kind][self._cursor :]
+            yield from self._orders.get(self._kind, ())[self._cursor :]
 
     def end(self) -> None:
         """The running pass is over, and predicts the next of its kind. The first forward also predicts backward."""
@@ -73,8 +81,9 @@ class Program:
         if self._taken:
             self._orders[self._kind] = tuple(self._taken)
             self._recorded.add(self._kind)
-            if self._kind is Pass.FORWARD and Pass.BACKWARD not in self._recorded:
-                self._orders[Pass.BACKWARD] = tuple(self._taken[::-1])
+            kind, entry = self._kind
+            if kind is Pass.FORWARD and (Pass.BACKWARD, entry) not in self._recorded:
+                self._orders[Pass.BACKWARD, entry] = tuple(self._taken[::-1])
         self._kind = None
 
     def abandon(self) -> None:
@@ -83,5 +92,6 @@ class Program:
 
     def digest(self) -> int:
         """A number that two ranks share if, and almost surely only if, they have recorded the same orders."""
-        text = repr([(kind.value, self._orders[kind]) for kind in Pass if kind in self._recorded])
+        recorded = sorted((kind.value, entry, self._orders[kind, entry]) for kind, entry in self._recorded)
+        text = repr(recorded)
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
