@@ -57,7 +57,7 @@ class Scope:
         self._reducing: deque[Reduction] = deque()
         self._main_ready: Ticket = Ticket()
         self._agreed = False
-        self._ending = False  # the end of the running backward has been arranged for
+        self._end: weakref.ref[_End] | None = None  # what is to happen at the end of the running backward
         if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             warnings.warn(
                 "CUDA_DEVICE_MAX_CONNECTIONS=1 puts communication and compute into one hardware queue, so gathers and "
@@ -86,7 +86,7 @@ class Scope:
         self._ahead.clear()
         # The gathers of this pass read main after all that has been enqueued so far, the optimizer's writes included.
         self._main_ready = self.gather_lane.mark()
-        self.program.begin(Pass.FORWARD if torch.is_grad_enabled() else Pass.FORWARD_NO_GRAD)
+        self.program.begin(Pass.FORWARD if torch.is_grad_enabled() else Pass.FORWARD_NO_GRAD, entry.index)
 
     def end_forward(self) -> None:
         """The forward of ``entry`` is over."""
@@ -98,18 +98,20 @@ class Scope:
 
     def begin_backward(self) -> None:
         """A gradient has reached a unit. The first call of a backward starts its pass."""
-        if self._ending:
-            return
-        self._ending = True
+        if self._end is not None:
+            if self._end() is not None:
+                return
+            self.reset()  # an exception broke the last backward off, and no forward has been since
         for unit in self.units:
             unit.backward_done = False
         self.program.begin(Pass.BACKWARD)
-        scope = weakref.ref(self)
-        _torch.at_end_of_backward(lambda: _end_backward(scope))
+        end = _End(self)
+        self._end = weakref.ref(end)
+        _torch.at_end_of_backward(end)
 
     def end_backward(self) -> None:
         """All gradients are there: reduce what is left, order the current stream after all reduces, rest."""
-        self._ending = False
+        self._end = None
         for unit in reversed(self.units):
             unit.finish_backward()
             unit.flush()
@@ -129,7 +131,7 @@ class Scope:
         for unit in self.units:
             unit.reset()
         self._ahead.clear()
-        self._retained, self.entry, self._ending = None, None, False
+        self._retained, self.entry, self._end = None, None, None
         self.program.abandon()
 
     # Gathers
@@ -253,7 +255,13 @@ class Scope:
 _UNTRACED = nullcontext()
 
 
-def _end_backward(scope: weakref.ref[Scope]) -> None:
-    found = scope()
-    if found is not None:
-        found.end_backward()
+class _End:
+    """Called by autograd at the end of a backward. Autograd owns it: gone uncalled, it tells of an exception."""
+
+    def __init__(self, scope: Scope) -> None:
+        self._scope = weakref.ref(scope)
+
+    def __call__(self) -> None:
+        scope = self._scope()
+        if scope is not None:
+            scope.end_backward()

@@ -1,0 +1,151 @@
+"""A step that an exception breaks off, under every strategy: the next one equals a run without it, bit for bit."""
+
+import pytest
+import torch
+
+from flatshard import microbatch
+from flatshard.engine.build import units_below
+from flatshard.engine.unit import Phase, unit_of
+from tests.dist.models import batches, loss_of, make_net
+from tests.dist.test_engine import full
+from tests.dist.test_errors import Bomb
+from tests.dist.test_moved import KINDS, sharded
+
+
+class Oops(Exception):
+    pass
+
+
+def oops(*_):
+    raise Oops("of the user")
+
+
+def at_rest(model):
+    """Nothing is gathered beyond what rests whole, nothing is on its way, nothing unreduced is left."""
+    scope = unit_of(model).scope
+    assert (scope.gather_pool.live_bytes, scope.gather_pool.live_buffers) == (0, 0)
+    assert not scope._reducing
+    assert scope.program.running is None
+    for _, unit in units_below(model):
+        assert unit.phase is Phase.RESTING
+        for group in unit.groups:
+            assert not group.is_full
+            assert not group.gradients.waiting
+            assert not group.gradients.has_partial
+            assert group.is_resident or not group.is_gathered
+
+
+def bomb(module, args, output):
+    return Bomb.apply(output)
+
+
+def tensor_hook(module, args, output):
+    output.register_hook(oops)
+
+
+# where: a way to break the step, and the module it is put on
+WAYS = {
+    "forward of a unit": ("blocks.1", lambda m: m.register_forward_hook(oops)),
+    "before a unit": ("blocks.1", lambda m: m.register_forward_pre_hook(oops)),
+    "forward inside a unit": ("blocks.2.down", lambda m: m.register_forward_hook(oops)),
+    "forward of the root": ("norm", lambda m: m.register_forward_hook(oops)),
+    "after the root": ("", lambda m: m.register_forward_hook(oops)),
+    "backward inside a unit": ("blocks.1.up", lambda m: m.register_forward_hook(bomb)),
+    "backward of the root": ("norm", lambda m: m.register_forward_hook(bomb)),
+    "hook of a tensor": ("blocks.0", lambda m: m.register_forward_hook(tensor_hook)),
+    "backward hook of a module": ("blocks.1.norm", lambda m: m.register_full_backward_hook(oops)),
+}
+
+
+def train(model, rank, world, interrupted=None, reset=False):
+    """Three steps of two micro-batches. The second micro-batch of the second step raises; then the step is redone."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step, tokens in enumerate(batches(3, 4 * world)):
+        for redone in (False, True) if interrupted and step == 1 else (True,):
+            for number, part in enumerate(tokens.chunk(world)[rank].chunk(2)):
+                with microbatch(model, is_first=number == 0, is_last=number == 1):
+                    if redone or number == 0:
+                        loss_of(model, part).backward()
+                        continue
+                    at, put = WAYS[interrupted]
+                    handle = put(model.get_submodule(at))
+                    with pytest.raises((Oops, ValueError), match=r"of the user|in backward") as caught:
+                        loss_of(model, part).backward()
+                    assert caught.value.__cause__ is None
+                    handle.remove()
+            if not redone:
+                assert all(unit.is_first and unit.is_last for _, unit in units_below(model))
+                if reset:
+                    model.reset()
+                model.zero_grad()
+                if reset:
+                    at_rest(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        at_rest(model)
+    return [full(parameter).detach().clone() for parameter in model.parameters()]
+
+
+def _interrupted(rank, world, kind, recompute):
+    clean = train(sharded(world, kind, make_net(recompute=recompute)), rank, world)
+    for number, way in enumerate(WAYS):
+        if recompute and "hook" in way:
+            continue  # checkpointing runs without the outputs that these hooks are put on
+        model = sharded(world, kind, make_net(recompute=recompute))
+        for found, wanted in zip(train(model, rank, world, way, reset=number % 2 == 0), clean):
+            assert torch.equal(found, wanted), way
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_the_step_after_an_exception_equals_a_clean_one(ranks, kind):
+    assert ranks(4, _interrupted, kind, (None, "reentrant", "non-reentrant")[KINDS.index(kind) % 3]) == [None] * 4
+
+
+def _another_backward(rank, world, kind):
+    """Two forwards; the backward of one raises, that of the other follows without a forward between them."""
+    clean, model = sharded(world, kind), sharded(world, kind)
+    first, second = (tokens.chunk(world)[rank] for tokens in batches(2, 4 * world))
+    loss_of(clean, second).backward()
+    for _ in range(2):
+        losses = [loss_of(model, first), loss_of(model, second)]
+        handle = losses[0].grad_fn.register_prehook(oops)
+        with pytest.raises(Oops):
+            losses[0].backward()
+        handle.remove()
+        norm = model.norm.register_forward_hook(bomb)
+        losses[0] = loss_of(model, first)
+        norm.remove()
+        with pytest.raises(ValueError, match="in backward"):
+            losses[0].backward()
+        model.zero_grad()
+        losses[1].backward()
+        for ours, theirs in zip(model.parameters(), clean.parameters()):
+            assert torch.equal(full(ours.grad), full(theirs.grad))
+        at_rest(model)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("kind", KINDS[2:], ids=str)
+def test_a_backward_after_one_that_raised_is_reduced_and_ended(ranks, kind):
+    assert ranks(4, _another_backward, kind) == [None] * 4
+
+
+def _outside(rank, world, kind):
+    """The exception is the caller's own, between micro-batches: zero_grad on the model forgets the first one's."""
+    clean, model = sharded(world, kind), sharded(world, kind)
+    parts = [tokens.chunk(world)[rank] for tokens in batches(3, 4 * world)]
+    with microbatch(model, is_last=False):
+        loss_of(model, parts[0]).backward()
+    model.zero_grad()
+    for each in (clean, model):
+        for number, part in enumerate(parts[1:]):
+            with microbatch(each, is_first=number == 0, is_last=number == 1):
+                loss_of(each, part).backward()
+    for ours, theirs in zip(model.parameters(), clean.parameters()):
+        assert torch.equal(full(ours.grad), full(theirs.grad))
+    at_rest(model)
+
+
+def test_zero_grad_forgets_micro_batches_that_wait(ranks):
+    for kind in KINDS:
+        assert ranks(4, _outside, kind) == [None] * 4
