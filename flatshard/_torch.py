@@ -74,6 +74,18 @@ def at_zero(local: torch.Tensor) -> torch.Tensor:
     return local if local.storage_offset() == 0 else local.as_strided(local.shape, local.stride(), 0)
 
 
+def rebased(local: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor at the start of a storage of its own, which keeps the whole one alive.
+
+    What torch derives from a DTensor over it (detach, copies of state dicts) has no storage offset to mistake.
+    """
+    if local.storage_offset() == 0 or local.is_meta or not local.numel():
+        return at_zero(local)
+    start = local.storage_offset() * local.element_size()
+    storage = local.untyped_storage()[start : start + local.nbytes]
+    return torch.empty(0, dtype=local.dtype, device=local.device).set_(storage, 0, local.shape, local.stride())
+
+
 def _wrapped(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     made: DTensor = DTensor(at_zero(local), spec, requires_grad=False)
     made._local_tensor = local

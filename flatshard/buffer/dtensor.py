@@ -28,7 +28,7 @@ def as_dtensor(buffer: DBuffer, index: int) -> DTensor:
         raise ValueError("a tensor without dims cannot be sharded as a DTensor; replicate it")
     placements = [TorchShard(0) if cut else TorchReplicate() for cut in sharded]
     meta = torch.empty(slot.shape, device="meta")
-    local = buffer.local_view(index)
+    local = _torch.rebased(buffer.local_view(index))
     made = _torch.make_dtensor(local, buffer.mesh, placements, meta.shape, meta.stride())
     if _is_canonical(buffer, index, sharded):
         return made

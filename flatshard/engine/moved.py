@@ -171,8 +171,12 @@ def _point(group: Group, main: DBuffer, given: Sequence[nn.Parameter]) -> None:
 
 
 def _owns_storage(group: Group) -> bool:
-    main = group.main.local.untyped_storage()._cdata
-    return all(_torch.local_of(member.sharded).untyped_storage()._cdata == main for member in group.members)
+    """Whether our parameters lie where the main buffer has their rows."""
+    for index, member in enumerate(group.members):
+        local, view = _torch.local_of(member.sharded), group.main.local_view(index)
+        if local.device != view.device or local.dtype != view.dtype or local.data_ptr() != view.data_ptr() != 0:
+            return False
+    return True
 
 
 def _described(value: torch.Tensor) -> str:

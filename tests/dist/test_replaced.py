@@ -1,8 +1,11 @@
 """Parameters that the user replaces after sharding: absorbed into the buffers, or refused."""
 
+import copy
+
 import pytest
 import torch
 
+import flatshard
 from flatshard import fully_shard
 from flatshard.engine.unit import unit_of
 from tests.dist.models import make_net, train
@@ -10,13 +13,11 @@ from tests.dist.test_engine import ROWS, STEPS, full, shard_net
 
 
 def _check_storage(model):
+    flatshard.check_buffers(model)
     for module in model.modules():
         unit = unit_of(module)
         for group in unit.groups if unit else ():
-            main = group.main.local.untyped_storage()
-            for member in group.members:
-                assert member.sharded.to_local().untyped_storage().data_ptr() == main.data_ptr() or not main.nbytes()
-                assert member.sites[0].get() is member.sharded
+            assert all(member.sites[0].get() is member.sharded for member in group.members)
 
 
 def _meta_then_to_empty(rank, world):
@@ -77,3 +78,18 @@ def _plain(rank, world):
 
 def test_a_plain_tensor_in_the_place_of_a_shard_is_refused(ranks):
     assert ranks(2, _plain) == [None] * 2
+
+
+def _copied(rank, world, layout):
+    model = shard_net(make_net(), layout=layout)
+    state = copy.deepcopy(model.state_dict())
+    wanted = {name: full(value).clone() for name, value in model.state_dict().items()}
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), 1, ROWS, rank, world)
+    assert all(torch.equal(full(value), wanted[name]) for name, value in state.items())
+    model.load_state_dict(state)
+    assert all(torch.equal(full(value), wanted[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("layout", ["tensor", "flat"])
+def test_a_state_dict_can_be_copied(ranks, layout):
+    assert ranks(2, _copied, layout) == [None] * 2
