@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -112,6 +113,8 @@ class FSDPModule(TorchFSDPModule):
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of the ranks' gradients by ``factor``, in this unit, instead of taking their mean."""
+        if not _is_number(factor) or factor == 0:
+            raise ValueError(f"set_gradient_divide_factor({factor!r}): the factor must be a finite number, and not 0")
         for group in _unit_and_scope(self)[0].groups:
             group.gradients.scale = 1.0 / factor
 
@@ -212,8 +215,13 @@ def fully_shard(
         raise ValueError("shard_placement_fn: this version shards every parameter on dim 0; leave it out")
     if type(offload_policy) is not OffloadPolicy:
         raise ValueError(f"offload_policy={offload_policy}: this version keeps everything on the device of the mesh")
-    if gradient_scale not in ("mean", "sum") and not isinstance(gradient_scale, (int, float)):
-        raise ValueError(f"gradient_scale={gradient_scale!r}: must be 'mean', 'sum' or a number")
+    if gradient_scale not in ("mean", "sum") and not _is_number(gradient_scale):
+        raise ValueError(f"gradient_scale={gradient_scale!r}: must be 'mean', 'sum' or a finite number")
+    for name, given, kind in (("mp_policy", mp_policy, MixedPrecisionPolicy), ("schedule", schedule, SchedulePolicy)):
+        if given is not None and not isinstance(given, kind):
+            raise TypeError(f"{name}={given!r}: must be a flatshard.{kind.__name__}")
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh={mesh!r}: must be a DeviceMesh")
     mesh = _default_mesh() if mesh is None else mesh
     if mesh.ndim not in (1, 2):
         raise ValueError(f"mesh has {mesh.ndim} axes; it must have one (shard) or two (outer, inner)")
@@ -232,6 +240,10 @@ def fully_shard(
     for each in modules:
         each.__class__ = _unit_class(type(each))
     return module
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _checked_reshard(value: bool | int | None, mesh: DeviceMesh) -> bool | int | None:
@@ -278,6 +290,8 @@ def microbatch(module: nn.Module, *, is_first: bool = True, is_last: bool = True
     Compute weights that rest on this rank are refreshed from main only if ``is_first``. Axes over which gradients rest
     unreduced are reduced only if ``is_last``. Nests; what held before holds again afterwards, also after an exception.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"microbatch takes a module, not {type(module).__name__}")
     units = [unit for _, unit in units_below(module)]
     if not units:
         raise ValueError(f"no unit at or below {type(module).__name__}: fully_shard was not called on it")

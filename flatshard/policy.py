@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import torch
 
@@ -54,6 +54,10 @@ class Placements:
     optimizer: tuple[Placement, ...]
 
     def __post_init__(self) -> None:
+        for name in ("parameter", "gradient", "optimizer"):
+            given = getattr(self, name)
+            if not isinstance(given, tuple) or not all(isinstance(p, get_args(Placement)) for p in given):
+                raise TypeError(f"Placements({name}={given!r}): must be a tuple of flatshard.layout placements")
         axes = {len(self.parameter), len(self.gradient), len(self.optimizer)}
         if len(axes) != 1:
             raise ValueError(f"Placements: parameter, gradient and optimizer must name the same axes, not {axes}")
@@ -61,6 +65,9 @@ class Placements:
             wrong = [p for p in getattr(self, name) if isinstance(p, (Block, Whole))]
             if wrong:
                 raise ValueError(f"Placements({name}): {wrong[0]} is not supported here; use Flat() or Replicate()")
+            cut = [is_sharded(p) for p in getattr(self, name)]
+            if cut != sorted(cut):
+                raise ValueError(f"Placements({name}): a buffer is sharded over the last axes first, not over {cut}")
         for axis, (parameter, gradient, optimizer) in enumerate(zip(self.parameter, self.gradient, self.optimizer)):
             if isinstance(parameter, Partial) or isinstance(optimizer, Partial):
                 raise ValueError(

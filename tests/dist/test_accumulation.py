@@ -1,0 +1,267 @@
+"""Several backwards per optimizer step: with and without reduction, scoped by `microbatch`, at every gradient scale."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from flatshard import fully_shard, microbatch
+from flatshard.engine.build import units_below
+from flatshard.engine.unit import unit_of
+from tests.dist.models import batches, make_net
+from tests.dist.test_counts import DIM, Chain
+from tests.dist.test_engine import ROWS, full, shard_net
+from tests.dist.test_strategies import STRATEGIES, mesh_of
+
+MICRO = 3
+ORDERS = [(0, 1, 2, 3), (0, 1, 2, 3), (0, 2, 3)]  # block 1 is used by the first two micro-batches alone
+LATE = [(0, 2, 3), (0, 1, 2, 3), (0, 2, 3)]  # by the second alone
+
+
+def chain(case=None, world=1, **kwargs):
+    torch.manual_seed(0)
+    model = Chain()
+    if case is not None:
+        axes, strategy, outer = case
+        kwargs = {"mesh": mesh_of(axes, world), "strategy": strategy, "outer_strategy": outer, **kwargs}
+        for block in model.blocks:
+            fully_shard(block, **kwargs)
+        fully_shard(model, **kwargs)
+    return model
+
+
+class Say:
+    """Ways to say which micro-batch it is."""
+
+    @staticmethod
+    def nothing(model, number):
+        return microbatch(model)
+
+    @staticmethod
+    def scope(model, number):
+        return microbatch(model, is_first=number == 0, is_last=number == MICRO - 1)
+
+    @staticmethod
+    def sync(model, number):
+        model.set_requires_gradient_sync(number == MICRO - 1)
+        return microbatch(model)
+
+    @staticmethod
+    def sync_and_scope(model, number):
+        """The first is kept whole, the second goes to rest, the third all the way."""
+        model.set_requires_gradient_sync(number > 0)
+        return Say.scope(model, number)
+
+    @staticmethod
+    def rest_then_keep(model, number):
+        model.set_requires_gradient_sync(number != 1)
+        return Say.scope(model, number)
+
+    @staticmethod
+    def some_units(model, number):
+        model.blocks[1].set_requires_gradient_sync(number == MICRO - 1)
+        return microbatch(model.blocks, is_first=number == 0, is_last=number == MICRO - 1)
+
+    @staticmethod
+    def all_reduce(model, number):
+        model.set_requires_all_reduce(number == MICRO - 1)
+        return microbatch(model, is_first=number == 0)
+
+
+SAYINGS = ["nothing", "scope", "sync", "sync_and_scope", "rest_then_keep", "some_units", "all_reduce"]
+
+
+def _accumulated(rank, world, case, layout):
+    for saying in SAYINGS:
+        _one_accumulation(rank, world, case, layout, saying, ORDERS)
+    for saying in ("scope", "sync"):
+        _one_accumulation(rank, world, case, layout, saying, LATE)
+
+
+def _one_accumulation(rank, world, case, layout, saying, orders):
+    model, reference = chain(case, world, layout=layout), chain()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, reference)]
+    rng = torch.Generator().manual_seed(1)
+    for step in range(2):
+        for number in range(MICRO):
+            rows = torch.randn(8, DIM, generator=rng)
+            model.order = reference.order = orders[number]
+            with getattr(Say, saying)(model, number):
+                model(rows.chunk(world)[rank]).square().mean().backward()
+            reference(rows).square().mean().backward()
+        for (name, ours), theirs in zip(model.named_parameters(), reference.named_parameters()):
+            what = f"{saying}, step {step}, {name}"
+            torch.testing.assert_close(
+                full(ours.grad), theirs[1].grad, rtol=1e-4, atol=1e-6, msg=lambda m, w=what: f"{w}: {m}"
+            )
+        assert not any(g.gradients.has_partial for _, u in units_below(model) for g in u.groups)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("case", STRATEGIES, ids=str)
+def test_accumulated_gradients_equal_one_process_however_it_is_said(ranks, case):
+    layout = ("tensor", "flat")[STRATEGIES.index(case) % 2]
+    assert ranks(4, _accumulated, case, layout) == [None] * 4
+
+
+def _unused_by_all(rank, world, case):
+    """A parameter that no micro-batch used has no gradient."""
+    model = chain(case, world)
+    model.order = (0, 2, 3)
+    for number in range(MICRO):
+        with Say.scope(model, number):
+            model(torch.ones(2, DIM)).sum().backward()
+    assert all(parameter.grad is None for parameter in model.blocks[1].parameters())
+    assert all(parameter.grad is not None for parameter in model.blocks[0].parameters())
+
+
+def test_what_no_micro_batch_used_has_no_gradient(ranks):
+    for case in STRATEGIES[1::3]:
+        assert ranks(4, _unused_by_all, case) == [None] * 4
+
+
+class Unwrapped(nn.Module):
+    """Not a unit; each of its children is, and a root of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(DIM, DIM), nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(torch.tanh(self.one(x)))
+
+
+def _scopes(rank, world):
+    kwargs = {"mesh": mesh_of(2, world), "strategy": "optim"}
+    torch.manual_seed(0)
+    model, reference = Unwrapped(), Unwrapped()
+    reference.load_state_dict(model.state_dict())
+    for part in (*model.parameters(), *reference.parameters()):
+        dist.broadcast(part.data, 0)
+    fully_shard(model.two[0], **kwargs)
+    for module in (model.one, model.two):
+        fully_shard(module, **kwargs)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    units = [unit for _, unit in units_below(model)]
+
+    def flags():
+        return [(unit.is_first, unit.is_last) for unit in units]
+
+    counts = []
+    for step in range(3):
+        for number in range(MICRO):
+            rows = torch.randn(8, DIM, generator=torch.Generator().manual_seed(10 * step + number))
+            with microbatch(model, is_first=number == 0, is_last=number == MICRO - 1):
+                model(rows.chunk(world)[rank]).mean().backward()
+            reference(rows).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        scopes = {id(unit.scope): unit.scope for unit in units}.values()
+        counts.append([sum(op.name.startswith("refresh") for op in scope.gather_lane.history) for scope in scopes])
+    # persistent compute weights: refreshed once per step, and per unit
+    assert counts == [[1, 2], [2, 4], [3, 6]]
+    for ours, theirs in zip(model.parameters(), reference.parameters()):
+        torch.testing.assert_close(full(ours), theirs.data, rtol=1e-4, atol=1e-6)
+    # Nested: the inner one counts for what is below it, and what held before holds again.
+    with microbatch(model, is_first=False, is_last=False):
+        assert set(flags()) == {(False, False)}
+        with microbatch(model.two, is_first=True, is_last=False), microbatch(model.two[0], is_last=True):
+            assert flags() == [(False, False), (True, False), (True, True)]
+        with pytest.raises(KeyError), microbatch(model.two, is_last=True):
+            raise KeyError
+        assert set(flags()) == {(False, False)}
+    assert set(flags()) == {(True, True)}
+    with pytest.raises(ValueError, match="no unit at or below Linear"), microbatch(reference.one):
+        pass
+    with pytest.raises(TypeError, match="takes a module"), microbatch("model"):
+        pass
+
+
+def test_microbatch_nests_over_wrapped_and_unwrapped_parents(ranks):
+    assert ranks(4, _scopes) == [None] * 4
+
+
+def _scale(rank, world, case, scale):
+    """Whole numbers add up without rounding, and the factors are powers of two: equal to the bit."""
+    factor = {"mean": 1 / world, "sum": 1.0}.get(scale, scale)
+    for saying, layout in zip(SAYINGS[:4], ("flat", "tensor", "flat", "tensor")):
+        axes, strategy, outer = case
+        mesh = mesh_of(axes, world) if world > 1 else None
+        model, reference = nn.Sequential(nn.Linear(3, 4)), nn.Sequential(nn.Linear(3, 4))
+        for each in (model, reference):
+            each[0].weight.data.copy_(torch.arange(-6.0, 6.0).reshape(4, 3))
+            each[0].bias.data.zero_()
+        outer = outer if world > 1 else None
+        fully_shard(model, mesh=mesh, strategy=strategy, outer_strategy=outer, gradient_scale=scale, layout=layout)
+        model.blocks = [model]
+        for number in range(MICRO):
+            data = (torch.arange(12.0 * world).reshape(4 * world, 3) + number) % 5
+            with getattr(Say, saying)(model, number):
+                model(data.chunk(world)[rank]).sum().backward()
+            (reference(data).sum() * factor).backward()
+        for ours, theirs in zip(model.parameters(), reference.parameters()):
+            assert torch.equal(full(ours.grad), theirs.grad), (saying, layout)
+
+
+@pytest.mark.parametrize("scale", ["mean", "sum", 0.125, 2])
+def test_scales_are_exact_on_one_rank_and_on_every_mesh(ranks, scale):
+    for case in STRATEGIES:
+        assert ranks(4, _scale, case, scale) == [None] * 4
+    for case in STRATEGIES[:4]:
+        assert ranks(1, _scale, case, scale) == [None]
+
+
+def _per_token(rank, world, case):
+    """A loss per token, with other numbers of tokens on every rank and in every micro-batch."""
+    axes, strategy, outer = case
+    net = make_net()
+    model = shard_net(
+        net, mesh=mesh_of(axes, world), strategy=strategy, outer_strategy=outer, gradient_scale="sum", layout="auto"
+    )
+    reference = make_net()
+    for tokens in batches(2, ROWS):
+        targets = tokens[:, 1:].clone()
+        for row in range(len(targets)):
+            targets[row, row * 7 % 6 :] = -1  # from no token at all to five
+        mine, wanted = tokens[:, :-1].chunk(world)[rank], targets.chunk(world)[rank]
+        count = (wanted >= 0).sum()
+        counts = [torch.zeros_like(count) for _ in range(world)]
+        dist.all_gather(counts, count)
+        assert len({int(each) for each in counts}) > 1
+        total = sum(counts)
+        for number, (part, goal) in enumerate(zip(mine.tensor_split(MICRO), wanted.tensor_split(MICRO))):
+            with microbatch(model, is_first=number == 0, is_last=number == MICRO - 1):
+                logits = model(part).flatten(0, 1)
+                (F.cross_entropy(logits, goal.flatten(), ignore_index=-1, reduction="sum") / total).backward()
+        logits = reference(tokens[:, :-1]).flatten(0, 1)
+        F.cross_entropy(logits, targets.flatten(), ignore_index=-1).backward()
+        for (name, ours), theirs in zip(model.named_parameters(), reference.parameters()):
+            torch.testing.assert_close(
+                full(ours.grad), theirs.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+            )
+        model.zero_grad()
+        reference.zero_grad()
+
+
+@pytest.mark.parametrize("case", STRATEGIES[1::2], ids=str)
+def test_a_loss_per_token_equals_one_process_with_uneven_token_counts(ranks, case):
+    assert ranks(4, _per_token, case) == [None] * 4
+
+
+def _divide_factor(rank, world):
+    model = fully_shard(nn.Linear(2, 2, bias=False))
+    model.set_gradient_divide_factor(8.0)
+    model(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(full(model.weight.grad), torch.full((2, 2), world / 8))
+    for wrong in (0.0, float("nan"), "four"):
+        with pytest.raises((ValueError, TypeError), match="factor"):
+            model.set_gradient_divide_factor(wrong)
+    assert unit_of(model).groups[0].gradients.scale == 0.125
+
+
+def test_the_divide_factor_takes_the_place_of_the_mean(ranks):
+    assert ranks(2, _divide_factor) == [None] * 2
