@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions
@@ -13,11 +14,14 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
+
+Spec: TypeAlias = DTensorSpec  # mesh, placements and global shape of a DTensor
 
 
 def _method(*names: str) -> Callable[..., Work]:
@@ -63,6 +67,48 @@ def make_dtensor(
     """A DTensor over ``local`` without communication, autograd or checks; ``shape`` and ``stride`` are global."""
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, local.dtype))
     return _wrapped(local, spec)
+
+
+def is_parallel(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is a DTensor already, as tensor parallelism makes it."""
+    return isinstance(parameter, DTensor)
+
+
+def spec_of(parameter: torch.Tensor) -> DTensorSpec:
+    """Mesh, placements and global shape of a DTensor."""
+    assert isinstance(parameter, DTensor)
+    return parameter._spec
+
+
+def composed_dtensor(local: torch.Tensor, mesh: DeviceMesh, sharded: Sequence[bool], inner: DTensorSpec) -> DTensor:
+    """A DTensor over ``local``: rows of the local part of a DTensor of spec ``inner``, cut over the axes of ``mesh``.
+
+    It lives on the axes of both meshes. Where tensor parallelism has cut dim 0 too, ours is the second cut of it.
+    """
+    meta = inner.tensor_meta
+    assert meta is not None
+    cuts = math.prod(inner.mesh.size(axis) for axis, p in enumerate(inner.placements) if p.is_shard(0))
+    ours = _StridedShard(0, split_factor=cuts) if cuts > 1 else Shard(0)
+    placements = (*(ours if cut else Replicate() for cut in sharded), *inner.placements)
+    both = DeviceMesh._concatenate([mesh, inner.mesh])
+    return _wrapped(local, DTensorSpec(both, placements, tensor_meta=TensorMeta(meta.shape, meta.stride, local.dtype)))
+
+
+def dtensor_of(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor of spec ``spec`` over another local tensor, whose dtype it takes."""
+    meta = spec.tensor_meta
+    assert meta is not None
+    return _wrapped(
+        local, DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, local.dtype))
+    )
+
+
+def local_gradient(gradient: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """The local part of a gradient, placed as its parameter is; tensor parallelism may have left it otherwise."""
+    assert isinstance(gradient, DTensor)
+    if gradient.placements != spec.placements:
+        gradient = gradient.redistribute(placements=spec.placements)
+    return gradient._local_tensor
 
 
 def at_zero(local: torch.Tensor) -> torch.Tensor:

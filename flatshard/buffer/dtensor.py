@@ -13,11 +13,12 @@ from flatshard.buffer.ragged import Cut, RaggedDTensor
 from flatshard.layout import Flat, Replicate
 
 
-def as_dtensor(buffer: DBuffer, index: int) -> DTensor:
+def as_dtensor(buffer: DBuffer, index: int, inner: _torch.Spec | None = None) -> DTensor:
     """Tensor ``index`` of a buffer as a DTensor over the buffer's memory.
 
     It is ``Shard(0)`` where an axis is sharded. Where the rows that this rank holds are not torch.chunk's, it is a
-    `RaggedDTensor`, which knows them.
+    `RaggedDTensor`, which knows them. ``inner`` is given where the tensor is itself the local part of a DTensor, as
+    tensor parallelism makes it; the result then lives on both meshes.
     """
     slot = buffer.layout.slots[index]
     sharded = tuple(isinstance(placement, Flat) for placement in buffer.placements)
@@ -26,6 +27,10 @@ def as_dtensor(buffer: DBuffer, index: int) -> DTensor:
             raise ValueError(f"a buffer placed {placement} has no DTensor that says so")
     if any(sharded) and not slot.shape:
         raise ValueError("a tensor without dims cannot be sharded as a DTensor; replicate it")
+    if inner is not None:
+        if not _is_canonical(buffer, index, sharded):
+            raise ValueError("a tensor-parallel parameter can be cut over one axis, with layout 'tensor', only")
+        return _torch.composed_dtensor(_torch.rebased(buffer.local_view(index)), buffer.mesh, sharded, inner)
     placements = [TorchShard(0) if cut else TorchReplicate() for cut in sharded]
     meta = torch.empty(slot.shape, device="meta")
     local = _torch.rebased(buffer.local_view(index))

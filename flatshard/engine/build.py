@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from flatshard import _torch
 from flatshard.buffer import DBuffer
 from flatshard.engine.gradients import GradientScale
 from flatshard.engine.group import Group, Site, make_members
@@ -66,11 +67,6 @@ def _refuse(name: str, parameter: nn.Parameter) -> None:
             f"parameter '{name}' is tied to '{owner[0]}', which another unit ({owner[1]}) already owns; shard both "
             "modules in one call: fully_shard([first, second])"
         )
-    if isinstance(parameter, DTensor):
-        raise ValueError(
-            f"parameter '{name}' is a DTensor on mesh {parameter.device_mesh}; sharding parameters that tensor "
-            "parallelism has distributed is not supported; leave it out with ignored_params"
-        )
     if parameter.is_complex() and parameter.requires_grad:
         raise ValueError(f"parameter '{name}' is {parameter.dtype}, which cannot be reduced; hold it as real numbers")
     if not parameter.is_contiguous():
@@ -94,7 +90,7 @@ class Choices:
 
 def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     """Shard the parameters below ``modules`` and hook them up."""
-    by_kind: dict[tuple[torch.dtype, bool, bool, bool], list[Named]] = {}
+    by_kind: dict[tuple[torch.dtype, bool, bool, bool, DeviceMesh | None], list[Named]] = {}
     plain: list[Named] = []
     for named in owned_parameters(modules, choices.ignored):
         parameter, marked = named[1], _is_marked(named)
@@ -102,11 +98,13 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
             plain.append(named)
             continue
         # A tensor without dims has no rows to shard.
-        key = (parameter.dtype, parameter.requires_grad, parameter.dim() > 0, marked)
+        # Tensor parallelism has made some parameters DTensors; those of one mesh travel together.
+        parallel = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        key = (parameter.dtype, parameter.requires_grad, parameter.dim() > 0, marked, parallel)
         by_kind.setdefault(key, []).append(named)
     owner = type(modules[0]).__name__
     groups = []
-    for (_, _, has_rows, marked), members in by_kind.items():
+    for (_, _, has_rows, marked, _), members in by_kind.items():
         placements = choices.placements if has_rows else replicated(choices.mesh.ndim)
         groups.append(_build_group(members, choices, resident(placements) if marked else placements, owner))
     for _, module in owned_modules(modules):
@@ -148,21 +146,23 @@ def _park_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
 
 def _build_group(members: list[Named], choices: Choices, placements: Placements, owner: str) -> Group:
     """Cut the parameters of one group; the full originals are freed when it returns."""
-    shapes = [tuple(parameter.shape) for _, parameter, _ in members]
+    whole = [_torch.local_of(p) if _torch.is_parallel(p) else p for _, p, _ in members]
+    shapes = [tuple(tensor.shape) for tensor in whole]
     mesh, precision = choices.mesh, choices.precision
     shards = math.prod(mesh.size(axis) for axis, p in enumerate(placements.optimizer) if is_sharded(p))
     planned = plan(shapes, shards, layout=choices.layout)
     frozen = not members[0][1].requires_grad
     floating = members[0][1].is_floating_point()
     main_dtype = precision.main_dtype if precision.main_dtype is not None and floating and not frozen else None
-    full = [p.detach() if p.is_meta else p.detach().to(choices.device) for _, p, _ in members]
+    full = [p.detach() if p.is_meta else p.detach().to(choices.device) for p in whole]
     main = DBuffer.distribute(full, planned, mesh, placements.optimizer)
     if main_dtype is not None and main_dtype != main.dtype:
         main = main.cast(main_dtype)
     made = make_members(main, members)
     for member, (name, parameter, _) in zip(made, members):
         # Whoever still holds the original (a tied module, an optimizer) finds out, and holds no memory.
-        parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        if member.inner is None:
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         parameter.__dict__[OWNER] = (name, owner)
         member.sharded.__dict__[OWNER] = (name, owner)  # a module that two units share
     group = Group(made, main, placements, precision)

@@ -95,6 +95,8 @@ class Gradients:
     def arrive(self, index: int, gradient: torch.Tensor) -> None:
         """Take the gradient of one full parameter."""
         member = self.members[index]
+        if member.inner is not None:
+            gradient = _torch.local_gradient(gradient, member.inner)
         if member.arrived is None:
             member.arrived = gradient
             self.waiting += 1

@@ -66,6 +66,7 @@ class Member:
     full: nn.Parameter | None = None  # a view of the gathered buffer: what the forward sees
     local: torch.Tensor | None = None  # what `sharded` holds, as long as nobody has moved it
     arrived: torch.Tensor | None = None  # this backward's gradient of `full`
+    inner: _torch.Spec | None = None  # of the full parameter, where tensor parallelism made it a DTensor
     attributes: dict[str, object] = field(default_factory=dict)  # of `sharded`, should it be replaced
 
 
@@ -279,7 +280,8 @@ class Group:
             # `.data` gives the parameter a version counter of its own: refilling the buffer by a later gather must not
             # look to autograd as if a weight that it saved had been modified.
             view = self.gathered.local_view(index).data
-            member.full = nn.Parameter(view, requires_grad=view.is_floating_point())
+            whole = view if member.inner is None else _torch.dtensor_of(view, member.inner)
+            member.full = nn.Parameter(whole, requires_grad=view.is_floating_point())
             member.attributes = dict(member.sharded.__dict__)
             member.full.__dict__.update(member.attributes)
             if member.full.requires_grad:
@@ -290,13 +292,20 @@ class Group:
         self.gradients.expected = sum(member.sharded.requires_grad for member in self.members)
 
 
+def _attributes(parameter: nn.Parameter) -> dict[str, object]:
+    """What users have put on a parameter."""
+    own = {"_spec", "_local_tensor", "_is_param"}  # a DTensor's own
+    return {name: value for name, value in parameter.__dict__.items() if name not in own}
+
+
 def make_members(main: DBuffer, named: Sequence[tuple[str, nn.Parameter, list[Site]]]) -> list[Member]:
     """Sharded parameters over ``main``, in the place of the originals and with their attributes."""
     members = []
     for index, (name, original, sites) in enumerate(named):
-        sharded = nn.Parameter(as_dtensor(main, index), requires_grad=original.requires_grad)
-        sharded.__dict__.update(original.__dict__)
+        inner = _torch.spec_of(original) if _torch.is_parallel(original) else None
+        sharded = nn.Parameter(as_dtensor(main, index, inner), requires_grad=original.requires_grad)
+        sharded.__dict__.update(_attributes(original))
         for site in sites:
             site.put(sharded)
-        members.append(Member(name, sites, sharded))
+        members.append(Member(name, sites, sharded, inner=inner))
     return members

@@ -134,7 +134,7 @@ def _equal(one: nn.Parameter, other: nn.Parameter) -> bool:
 def _as_main(group: Group, given: Sequence[nn.Parameter]) -> DBuffer:
     """A main buffer with the values of the parameters given, of their dtype and on their device."""
     for index, (parameter, member) in enumerate(zip(given, group.members)):
-        expected = as_dtensor(group.main, index)
+        expected = as_dtensor(group.main, index, member.inner)
         if not isinstance(parameter, DTensor) or not _torch.is_cut_alike(parameter, expected):
             raise ValueError(
                 f"parameter '{member.name}' was replaced by {_described(parameter)}; a sharded parameter can be "
@@ -158,7 +158,7 @@ def _as_main(group: Group, given: Sequence[nn.Parameter]) -> DBuffer:
 def _point(group: Group, main: DBuffer, given: Sequence[nn.Parameter]) -> None:
     """Let our parameters lie in ``main``, with the gradients and ``requires_grad`` of the ones given."""
     for index, (parameter, member) in enumerate(zip(given, group.members)):
-        fresh = nn.Parameter(as_dtensor(main, index), requires_grad=parameter.requires_grad)
+        fresh = nn.Parameter(as_dtensor(main, index, member.inner), requires_grad=parameter.requires_grad)
         fresh.__dict__.update({**member.attributes, **member.sharded.__dict__})
         grad, member.sharded.grad = parameter.grad, None
         if grad is not None:
