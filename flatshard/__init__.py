@@ -1,5 +1,6 @@
 """flatshard: fully sharded data parallelism for PyTorch."""
 
+from flatshard import checkpoint
 from flatshard.api import FSDPModule, UnshardHandle, fully_shard, microbatch, no_shard
 from flatshard.engine.materialize import materialize
 from flatshard.engine.summary import Summary, check_buffers, summary
@@ -18,6 +19,7 @@ __all__ = [
     "Summary",
     "UnshardHandle",
     "check_buffers",
+    "checkpoint",
     "clip_grad_norm_",
     "find_nonfinite",
     "fully_shard",

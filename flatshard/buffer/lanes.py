@@ -283,6 +283,36 @@ class Lane:
         return ticket
 
 
+class Exchange:
+    """Short messages among all ranks, over a group of its own, so that a second thread can use it.
+
+    Making one is a collective call. Without torch.distributed there is one rank.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._world = dist.group.WORLD if dist.is_initialized() else None
+        self.rank = dist.get_rank() if self._world is not None else 0
+        self.size = dist.get_world_size() if self._world is not None else 1
+        self._group = dist.new_group(backend="gloo", group_desc=f"flatshard_{name}") if self.size > 1 else None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the process group that it was made in is still the default one."""
+        return self._world is (dist.group.WORLD if dist.is_initialized() else None)
+
+    def gather(self, message: bytes) -> list[bytes]:
+        """The messages of all ranks, in their order, on each of them."""
+        if self._group is None:
+            return [message]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(message)]), group=self._group)
+        longest = max(int(size) for size in sizes)
+        padded = torch.frombuffer(bytearray(message.ljust(longest, b" ") or b" "), dtype=torch.uint8)
+        found = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(found, padded, group=self._group)
+        return [part.numpy().tobytes()[: int(size)] for part, size in zip(found, sizes)]
+
+
 def _as_bytes(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The tensors of one call, which share a dtype, as the backend can move them."""
     if not tensors or tensors[0].dtype in _NATIVE:

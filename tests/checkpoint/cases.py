@@ -37,7 +37,7 @@ class Everything(Net):
         self.register_buffer("table", torch.zeros(3, 4, dtype=torch.int32))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return super().forward(tokens) + self.coarse.float().sum()
+        return super().forward(tokens) * (1 + self.coarse.float().mean())
 
 
 def make(seed: int) -> Everything:

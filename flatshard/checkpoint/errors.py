@@ -1,0 +1,41 @@
+"""What goes wrong with checkpoints, on all ranks together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from flatshard.buffer import Exchange
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is damaged, incomplete, or of another model; or a save that failed. Names file and tensor."""
+
+
+_exchanges: dict[str, Exchange] = {}
+
+
+def exchange(name: str) -> Exchange:
+    """The exchange of this name. The first call in a process group is collective."""
+    if name not in _exchanges or not _exchanges[name].is_current:
+        _exchanges[name] = Exchange(name)
+    return _exchanges[name]
+
+
+def together(ranks: Exchange, action: Callable[[], Any]) -> list[Any]:
+    """What ``action`` returns on each rank, as JSON carries it. If it raises on any, CheckpointError on all."""
+    own: Exception | None = None
+    try:
+        message = {"value": action()}
+    except Exception as error:
+        own = error
+        message = {"error": str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"}
+    replies = [json.loads(reply) for reply in ranks.gather(json.dumps(message).encode())]
+    failed = [(rank, reply["error"]) for rank, reply in enumerate(replies) if "error" in reply]
+    if failed:
+        rank, text = failed[0]
+        if isinstance(own, CheckpointError):
+            raise own
+        raise CheckpointError(text if ranks.size == 1 else f"rank {rank}: {text}") from own
+    return [reply["value"] for reply in replies]

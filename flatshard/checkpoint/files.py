@@ -1,0 +1,183 @@
+"""The files of a checkpoint: one safetensors file per rank, and a manifest that says what is where.
+
+    manifest.json               every tensor: dtype, shape, and its boxes: which file, which bytes, their checksums
+    rank-00000.safetensors      the boxes that rank 0 wrote, one after another
+
+Checksums are CRC-32 of every mebibyte of a box, so that a part of a box can be verified by reading little more than it.
+The manifest carries its own SHA-256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flatshard.checkpoint.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+BLOCK = 1 << 20
+FORMAT = "flatshard checkpoint 1"
+_FILE = re.compile(r"rank-\d{5,}\.safetensors")
+
+# Names of dtypes in safetensors files.
+CODES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+DTYPES = {code: dtype for dtype, code in CODES.items()}
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a tensor in a file: ``sizes`` elements from ``offsets``, row-major, from byte ``begin`` of the file."""
+
+    file: str
+    begin: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    crcs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a checkpoint."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def header_of(entries: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: dict[str, str]) -> bytes:
+    """The beginning of a safetensors file with these tensors (name, dtype, shape), one after another."""
+    described: dict[str, Any] = {"__metadata__": metadata}
+    place = 0
+    for name, dtype, shape in entries:
+        end = place + math.prod(shape) * dtype.itemsize
+        described[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [place, end]}
+        place = end
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_boxes(
+    path: Path, boxes: Sequence[tuple[str, torch.Tensor]], advance: Callable[[int], None]
+) -> tuple[dict[str, Any], list[tuple[int, list[int]]]]:
+    """Write tensors to a new file, and make sure that they are on disk.
+
+    Returns what the manifest says of the file, and of each tensor its first byte and its checksums.
+    """
+    header = header_of([(name, tensor.dtype, tensor.shape) for name, tensor in boxes], {"format": FORMAT})
+    stored = []
+    with open(path, "xb", buffering=0) as file:
+        _write(file, memoryview(header))
+        place = len(header)
+        for _, tensor in boxes:
+            content = as_bytes(tensor.detach().cpu().contiguous())
+            crcs = []
+            for start in range(0, len(content), BLOCK):
+                block = content[start : start + BLOCK]
+                crcs.append(zlib.crc32(block))
+                _write(file, block)
+                advance(len(block))
+            stored.append((place, crcs))
+            place += len(content)
+        os.fsync(file.fileno())
+    return {"bytes": place, "header": len(header), "crc": zlib.crc32(header)}, stored
+
+
+def _write(file: Any, content: memoryview) -> None:
+    while len(content):
+        content = content[file.write(content) :]
+
+
+def sync_folder(path: Path) -> None:
+    """Make sure that the names in a folder are on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_manifest(folder: Path, body: dict[str, Any]) -> None:
+    """Write the manifest of a checkpoint whose other files are on disk."""
+    text = _canonical(body)
+    with open(folder / MANIFEST, "xb") as file:
+        file.write(b'{"sha256":"%s",\n"body":%s}\n' % (hashlib.sha256(text).hexdigest().encode(), text))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _canonical(body: Any) -> bytes:
+    return json.dumps(body, separators=(",", ":"), sort_keys=True).encode()
+
+
+class Manifest:
+    """What a checkpoint holds. CheckpointError where the manifest is missing or damaged."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / MANIFEST
+        try:
+            outer = json.loads(path.read_bytes())
+            body, digest = outer["body"], outer["sha256"]
+        except FileNotFoundError:
+            reason = "does not exist" if not folder.exists() else "has no manifest: it is not a complete checkpoint"
+            raise CheckpointError(f"{folder} {reason}") from None
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"{path} is damaged, or is not a manifest of flatshard") from error
+        if hashlib.sha256(_canonical(body)).hexdigest() != digest:
+            raise CheckpointError(f"{path} is damaged: its checksum is not that of its content")
+        if body.get("format") != FORMAT:
+            raise CheckpointError(f"{path} is of format {body.get('format')!r}; this version reads {FORMAT!r}")
+        self.folder = folder
+        self.digest: str = digest
+        self.saved: int = body["saved"]
+        self.world: int = body["world"]
+        self.model: Any = body["model"]
+        self.optimizer: Any = body["optimizer"]
+        self.extra: list[Any] = body["extra"]
+        self.files: dict[str, Any] = body["files"]
+        for name in self.files:
+            if not _FILE.fullmatch(name):
+                raise CheckpointError(f"{path} names a file {name!r}, which is none of a checkpoint")
+        self.tensors = {key: _entry(described) for key, described in body["tensors"].items()}
+
+
+def _entry(described: dict[str, Any]) -> Entry:
+    boxes = tuple(
+        Box(file, begin, tuple(offsets), tuple(sizes), tuple(crcs))
+        for file, begin, offsets, sizes, crcs in described["boxes"]
+    )
+    return Entry(DTYPES[described["dtype"]], tuple(described["shape"]), boxes)

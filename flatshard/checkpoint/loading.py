@@ -1,0 +1,186 @@
+"""Loading: everything is read and verified before anything changes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from flatshard import _torch
+from flatshard.checkpoint.errors import CheckpointError, exchange, together
+from flatshard.checkpoint.files import Manifest
+from flatshard.checkpoint.progress import bar
+from flatshard.checkpoint.reader import Reader
+from flatshard.checkpoint.state import name_of, names_of, part_of
+from flatshard.checkpoint.trees import decode
+
+_SHOWN = 8  # names in one error
+
+
+def load(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    strict: bool = True,
+    progress: bool = True,
+) -> Any:
+    """Load a checkpoint that `save` wrote, on any number of ranks and however it was sharded. All ranks call it.
+
+    Each rank reads what it needs and verifies it. Only when that has succeeded on all of them are the model and the
+    optimizer changed; CheckpointError says what is damaged, missing or of another shape, on every rank. No code from
+    the files is run. Optimizer state comes back as it was saved, in its dtype; weights are cast to the model's.
+
+    ``strict=False`` leaves alone what only the model has and ignores what only the checkpoint has.
+    Returns the ``extra`` that this rank saved; on another number of ranks, rank 0's.
+    """
+    ranks = exchange("checkpoint_load")
+    path = Path(path)
+    staged: list[tuple[dict[str, Any], Any, Any]] = []
+    manifests: list[Manifest] = []
+
+    def open_manifest() -> str:
+        manifests.append(Manifest(path))
+        return manifests[0].digest
+
+    def stage() -> None:
+        manifest = manifests[0]
+        own = ranks.rank if manifest.world == ranks.size else 0
+        total = sum(known["bytes"] for known in manifest.files.values()) // ranks.size
+        with bar("loading", total, progress and ranks.rank == 0) as advance, Reader(manifest, advance) as reader:
+            weights = _stage_model(manifest, reader, model, strict)
+            state = None if optimizer is None else _stage_optimizer(manifest, reader, model, optimizer)
+            extra = decode(manifest.extra[own], lambda key: _whole(manifest, reader, key))
+            staged.append((weights, state, extra))
+
+    digests = together(ranks, open_manifest)
+    if len(set(digests)) > 1:
+        raise CheckpointError(f"ranks find different checkpoints at {path}: it must be on storage that they share")
+    together(ranks, stage)
+    weights, state, extra = staged[0]
+    meta = any(isinstance(value, torch.Tensor) and value.is_meta for value in model.state_dict().values())
+    model.load_state_dict(weights, strict=False, assign=meta)  # names have been compared
+    if optimizer is not None:
+        optimizer.__setstate__(state)
+    return extra
+
+
+def _whole(manifest: Manifest, reader: Reader, key: str) -> torch.Tensor:
+    entry = manifest.tensors[key]
+    return reader.read(key, entry, (0,) * len(entry.shape), entry.shape)
+
+
+def _stage_model(manifest: Manifest, reader: Reader, model: nn.Module, strict: bool) -> dict[str, Any]:
+    saved: dict[str, Any] = dict(manifest.model["dict"])
+    here = model.state_dict(keep_vars=True)
+    tied: dict[int, list[str]] = defaultdict(list)
+    for name, value in here.items():
+        tied[id(value)].append(name)
+    problems, found = [], {}
+    read: dict[int, tuple[str, torch.Tensor, str]] = {}  # per tensor here: key, local part, name
+    for name, value in here.items():
+        names = [name, *tied[id(value)]]  # a tied weight may have been saved under one of its names only
+        source = next((other for other in names if other in saved), None)
+        if source is None:
+            if strict:
+                problems.append(f"'{name}' is not in it")
+            continue
+        if not isinstance(value, torch.Tensor):
+            found[name] = decode(saved[source], lambda key: _whole(manifest, reader, key))
+            continue
+        key = saved[source].get("tensor") if isinstance(saved[source], dict) else None
+        problem = "is no tensor there" if key is None else _misfit(manifest, key, value)
+        if problem:
+            problems.append(f"'{name}' {problem}")
+        elif not problems:
+            known, local, first = read.get(id(value), (None, None, name))
+            if known != key:
+                again = _read_part(manifest, reader, name, str(key), value)
+                if local is not None and not torch.equal(local, again):
+                    problems.append(f"'{name}' is tied to '{first}' here and has other values there")
+                local = again
+            assert local is not None
+            read[id(value)] = (str(key), local, first)
+            found[name] = _like(value, local)
+    if strict:
+        problems += [f"'{name}' is not in the model" for name in saved if name not in here]
+    if problems:
+        more = f", and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise CheckpointError(f"{manifest.folder} does not fit the model: {'; '.join(problems[:_SHOWN])}{more}")
+    return found
+
+
+def _misfit(manifest: Manifest, key: str, value: torch.Tensor) -> str | None:
+    entry = manifest.tensors[key]
+    if entry.shape != tuple(value.shape):
+        return f"has shape {entry.shape} there and {tuple(value.shape)} here"
+    if entry.dtype != value.dtype and not (entry.dtype.is_floating_point and value.dtype.is_floating_point):
+        return f"is {entry.dtype} there and {value.dtype} here"
+    return None
+
+
+def _read_part(manifest: Manifest, reader: Reader, name: str, key: str, like: torch.Tensor) -> torch.Tensor:
+    """The rows of a saved tensor that this rank holds of ``like``."""
+    entry, part = manifest.tensors[key], part_of(like)
+    if part.offsets is None:
+        return torch.empty(part.local.shape, dtype=entry.dtype)
+    return reader.read(name, entry, part.offsets, part.local.shape)
+
+
+def _like(value: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    if not isinstance(value, DTensor):
+        return local
+    if value.is_meta:
+        local = local.to(value.device_mesh.device_type)
+    return _torch.like_dtensor(value, local)
+
+
+def _stage_optimizer(manifest: Manifest, reader: Reader, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """What `Optimizer.__setstate__` takes."""
+    if manifest.optimizer is None:
+        raise CheckpointError(f"{manifest.folder} was saved without an optimizer; load it without one")
+    saved = dict(manifest.optimizer["dict"])
+    states = dict(saved["state"]["dict"])
+    groups = [decode(group, lambda key: _whole(manifest, reader, key)) for group in saved["groups"]]
+    if len(groups) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"{manifest.folder} has {len(groups)} parameter groups; the optimizer has {len(optimizer.param_groups)}"
+        )
+    names = names_of(model)
+    state: dict[Any, Any] = defaultdict(dict)
+    for number, (theirs, ours) in enumerate(zip(groups, optimizer.param_groups)):
+        mine = [name_of(parameter, names) for parameter in ours["params"]]
+        odd = set(mine) ^ set(theirs.pop("params"))
+        if odd:
+            raise CheckpointError(
+                f"{manifest.folder}: '{min(odd)}' is in parameter group {number} "
+                + ("here but not there" if min(odd) in mine else "there but not here")
+            )
+        on_device = theirs.get("fused") or theirs.get("capturable")
+        for name, parameter in zip(mine, ours["params"]):
+            if name in states:
+                entries = dict(states[name]["dict"])
+                state[parameter] = {
+                    key: _entry(manifest, reader, f"{name}: {key}", tree, parameter, key != "step" or bool(on_device))
+                    for key, tree in entries.items()
+                }
+    kept = [{**ours, **theirs} for theirs, ours in zip(groups, optimizer.param_groups)]
+    return {"state": state, "param_groups": kept}
+
+
+def _entry(manifest: Manifest, reader: Reader, name: str, tree: Any, parameter: torch.Tensor, on_device: bool) -> Any:
+    """One entry of the state of a parameter, cut as the parameter is if it has a number for each element of it."""
+    if not (isinstance(tree, dict) and "tensor" in tree):
+        return decode(tree, lambda key: _whole(manifest, reader, key))
+    key = tree["tensor"]
+    entry = manifest.tensors[key]
+    per_element = entry.shape == tuple(parameter.shape) and (bool(entry.shape) or not name.endswith(": step"))
+    device = parameter.device if on_device and not parameter.is_meta else torch.device("cpu")
+    if per_element and isinstance(parameter, DTensor):
+        return _torch.like_dtensor(parameter, _read_part(manifest, reader, name, key, parameter).to(device))
+    return reader.read(name, entry, (0,) * len(entry.shape), entry.shape).to(device)

@@ -1,0 +1,108 @@
+"""Reading parts of tensors out of a checkpoint, each byte verified."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from flatshard.checkpoint.errors import CheckpointError
+from flatshard.checkpoint.files import BLOCK, Box, Entry, Manifest, as_bytes
+
+
+class Reader:
+    """The files of one checkpoint, opened when they are needed. A context manager."""
+
+    def __init__(self, manifest: Manifest, advance: Callable[[int], None]) -> None:
+        self._manifest = manifest
+        self._advance = advance
+        self._open: dict[str, BinaryIO] = {}
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in self._open.values():
+            file.close()
+
+    def read(self, name: str, entry: Entry, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """A box of a tensor, on the CPU. ``name`` is for errors."""
+        result = torch.empty(tuple(sizes), dtype=entry.dtype)
+        missing = result.numel()
+        for box in entry.boxes if missing else ():
+            low = [max(mine, its) for mine, its in zip(offsets, box.offsets)]
+            high = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, box.offsets, box.sizes)]
+            if all(a < b for a, b in zip(low, high)):
+                self._fill(name, result, offsets, box, low, high)
+                missing -= math.prod(b - a for a, b in zip(low, high))
+        if missing:
+            where = self._manifest.folder
+            raise CheckpointError(f"{where}: {missing} elements of '{name}' are in none of its files")
+        return result
+
+    def _fill(
+        self, name: str, result: torch.Tensor, offsets: Sequence[int], box: Box, low: list[int], high: list[int]
+    ) -> None:
+        """Copy the elements from ``low`` to ``high`` of a tensor out of one box."""
+        into = result[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets))]
+        row = math.prod(box.sizes[1:]) * result.element_size()
+        first, last = (low[0] - box.offsets[0], high[0] - box.offsets[0]) if low else (0, 1)
+        start, stop = first * row, last * row
+        total = math.prod(box.sizes) * result.element_size()
+        whole_rows = into.is_contiguous() and into.numel() * result.element_size() == stop - start
+        if whole_rows and start % BLOCK == 0 and (stop % BLOCK == 0 or stop == total):
+            self._read(name, box, start, as_bytes(into))
+            return
+        begin, end = start - start % BLOCK, min(total, -(-stop // BLOCK) * BLOCK)
+        scratch = torch.empty(end - begin, dtype=torch.uint8)
+        self._read(name, box, begin, as_bytes(scratch))
+        part = scratch[start - begin : stop - begin].clone().view(result.dtype).view(last - first, *box.sizes[1:])
+        inner = [slice(a - o, b - o) for a, b, o in zip(low[1:], high[1:], box.offsets[1:])]
+        index = (slice(None), *inner)
+        into.copy_(part[index] if low else part[0])
+
+    def _read(self, name: str, box: Box, start: int, into: memoryview) -> None:
+        """Fill ``into`` with the bytes of a box from ``start``, a multiple of the block size, and verify them."""
+        file = self._file(box.file, name)
+        file.seek(box.begin + start)
+        for place in range(0, len(into), BLOCK):
+            block = into[place : place + BLOCK]
+            count = file.readinto(block)  # type: ignore[attr-defined]
+            number = (start + place) // BLOCK
+            if count != len(block) or zlib.crc32(block) != box.crcs[number]:
+                reason = "ends too soon" if count != len(block) else "is damaged"
+                raise CheckpointError(f"{self._path(box.file)} {reason}: '{name}' cannot be read from it")
+            self._advance(count)
+
+    def _path(self, file: str) -> Path:
+        return self._manifest.folder / file
+
+    def _file(self, name: str, tensor: str) -> BinaryIO:
+        if name in self._open:
+            return self._open[name]
+        path, known = self._path(name), self._manifest.files[name]
+        try:
+            file = open(path, "rb")  # noqa: SIM115 - closed by __exit__
+            self._open[name] = file
+            size = path.stat().st_size
+            header = file.read(known["header"])
+        except OSError as error:
+            raise CheckpointError(f"{path}, which holds '{tensor}', cannot be read: {error.strerror}") from error
+        if size != known["bytes"]:
+            raise CheckpointError(f"{path}, which holds '{tensor}', has {size} bytes; it was {known['bytes']}")
+        if zlib.crc32(header) != known["crc"]:
+            raise CheckpointError(f"{path}, which holds '{tensor}', is damaged: its header was changed")
+        return file
+
+
+def verify(path: str | Path) -> None:
+    """Read every byte of a checkpoint and compare it with its checksum; CheckpointError names what is damaged."""
+    manifest = Manifest(Path(path))
+    with Reader(manifest, lambda count: None) as reader:
+        for name, entry in manifest.tensors.items():
+            for box in entry.boxes:
+                reader.read(name, entry, box.offsets, box.sizes)

@@ -1,0 +1,218 @@
+"""Saving: all or nothing, now or in the background."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from flatshard.buffer import Exchange
+from flatshard.checkpoint.errors import CheckpointError, exchange, together
+from flatshard.checkpoint.files import FORMAT, MANIFEST, Manifest, sync_folder, write_boxes, write_manifest
+from flatshard.checkpoint.progress import bar
+from flatshard.checkpoint.state import Snapshot, take
+
+_LOG = logging.getLogger("flatshard.checkpoint")
+_SAVING, _DELETING = ".saving-", ".deleting-"
+
+
+class Pending:
+    """A save that may still be running."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._told = False  # somebody has been given the error
+
+    def done(self) -> bool:
+        """Whether it is over, well or not."""
+        return self._done.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is over, and raise what it raised. False if it is not over after ``timeout`` seconds."""
+        if not self._done.wait(timeout):
+            return False
+        if self._error is not None:
+            self._told = True
+            raise self._error
+        return True
+
+    def settle(self) -> None:
+        """Wait until it is over, and raise what it raised unless somebody knows."""
+        self._done.wait()
+        if not self._told:
+            self.wait()
+
+    def result(self) -> Path:
+        """The complete checkpoint, once it is there."""
+        self.wait()
+        return self.path
+
+
+_last: Pending | None = None
+
+
+def save(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    extra: Any = None,
+    *,
+    keep_last: int | None = None,
+    asynchronous: bool = False,
+    progress: bool = True,
+) -> Pending:
+    """Write the state of a model, and of its optimizer, to a new folder ``path``. All ranks call it together.
+
+    The folder appears complete or not at all: everything is written beside it, brought to disk, and renamed. Each rank
+    writes what it holds; what several hold, one of them. ``path`` must be on storage that all ranks see.
+
+    ``extra``: what else to keep: tensors, numbers, strings, and lists, tuples and dicts of them. Each rank's is kept.
+    ``keep_last``: afterwards, delete all but so many of the newest checkpoints in the folder that ``path`` is in.
+    ``asynchronous``: return when the state has been copied to host memory, and write in a thread. The next save waits
+    for it. Errors are raised by ``wait`` and ``result`` of what is returned, or else by the next save; call ``wait``
+    before the process group is destroyed.
+    ``progress``: show a bar, on rank 0, in a terminal.
+    """
+    global _last
+    path = Path(path)
+    if keep_last is not None and keep_last < 1:
+        raise ValueError(f"keep_last={keep_last}: must be at least 1, or None to keep all")
+    previous, _last = _last, None
+    if previous is not None:
+        previous.settle()
+    ranks = exchange("checkpoint_save")
+    taken: list[Snapshot] = []
+
+    def prepare() -> str:
+        if path.exists():
+            raise CheckpointError(f"{path} exists; a checkpoint is never overwritten: choose another name")
+        taken.append(take(model, optimizer, extra, ranks.rank))
+        if asynchronous:
+            taken[0].to_host()
+        return str([(key, *kind) for key, kind in taken[0].tensors.items() if not key.startswith("extra/")])
+
+    found = together(ranks, prepare)
+    for rank, described in enumerate(found):
+        if described != found[0]:
+            raise CheckpointError(f"rank {rank} has other weights or other optimizer state than rank 0; nothing saved")
+    pending = Pending(path)
+    arguments = (pending, taken[0], ranks, keep_last, progress and not asynchronous)
+    if asynchronous:
+        _last = pending
+        threading.Thread(target=_run, args=arguments, name="flatshard checkpoint").start()
+    else:
+        _run(*arguments)
+        pending.wait()
+    return pending
+
+
+def _run(pending: Pending, taken: Snapshot, ranks: Exchange, keep_last: int | None, progress: bool) -> None:
+    try:
+        _write(pending.path, taken, ranks, keep_last, progress)
+    except BaseException as error:
+        pending._error = error
+        if threading.current_thread() is not threading.main_thread():
+            _LOG.error("checkpoint %s was not saved: %s", pending.path, error)
+    finally:
+        taken.writes = []
+        pending._done.set()
+
+
+def _write(path: Path, taken: Snapshot, ranks: Exchange, keep_last: int | None, progress: bool) -> None:
+    folder = path.parent / f"{_SAVING}{path.name}"
+    try:
+        together(ranks, lambda: _start(folder) if ranks.rank == 0 else None)
+        written = together(ranks, lambda: _write_own(folder, taken, progress))
+        together(ranks, lambda: _publish(path, folder, taken, written, keep_last) if ranks.rank == 0 else None)
+    except CheckpointError:
+        if ranks.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _start(folder: Path) -> None:
+    if folder.exists():  # of a save that was killed
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+
+
+def _write_own(folder: Path, taken: Snapshot, progress: bool) -> dict[str, Any]:
+    name = f"rank-{taken.rank:05d}.safetensors"
+    boxes = [(key, local) for key, _, local in taken.writes]
+    total = sum(local.numel() * local.element_size() for _, local in boxes)
+    with bar("saving", total, progress and taken.rank == 0) as advance:
+        file, stored = write_boxes(folder / name, boxes, advance)
+    described = [
+        (key, begin, offsets, list(local.shape), crcs)
+        for (key, offsets, local), (begin, crcs) in zip(taken.writes, stored)
+    ]
+    extras = {key: kind for key, kind in taken.tensors.items() if key.startswith("extra/")}
+    return {"name": name, "file": file, "boxes": described, "extra": taken.extra, "extras": extras}
+
+
+def _publish(path: Path, folder: Path, taken: Snapshot, written: list[Any], keep_last: int | None) -> None:
+    tensors: dict[str, Any] = {}
+    for kinds in (taken.tensors, *(each["extras"] for each in written)):
+        for key, (code, shape) in kinds.items():
+            tensors[key] = {"dtype": code, "shape": shape, "boxes": []}
+    for each in written:
+        for key, begin, offsets, sizes, crcs in each["boxes"]:
+            tensors[key]["boxes"].append((each["name"], begin, offsets, sizes, crcs))
+        seen = folder / each["name"]
+        if not seen.exists() or seen.stat().st_size != each["file"]["bytes"]:
+            raise CheckpointError(f"{seen} was written by another rank and is not here: all ranks must share {path}")
+    others = complete(path.parent)
+    body = {
+        "format": FORMAT,
+        "saved": max([time.time_ns(), *(saved + 1 for saved, _ in others)]),  # clocks can go backwards
+        "world": len(written),
+        "model": taken.model,
+        "optimizer": taken.optimizer,
+        "extra": [each["extra"] for each in written],
+        "files": {each["name"]: each["file"] for each in written},
+        "tensors": tensors,
+    }
+    write_manifest(folder, body)
+    sync_folder(folder)
+    folder.rename(path)
+    sync_folder(path.parent)
+    if keep_last is not None:
+        _prune(path.parent, others, keep_last - 1)
+
+
+def _prune(parent: Path, others: list[tuple[int, Path]], keep: int) -> None:
+    """Delete all but the ``keep`` newest of the others, and what killed saves and deletions have left."""
+    for _, old in others[: max(0, len(others) - keep)]:
+        old.rename(old.parent / f"{_DELETING}{old.name}")  # at once, so that nobody loads half of it
+    for left in parent.iterdir():
+        if left.name.startswith((_SAVING, _DELETING)):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def complete(folder: Path) -> list[tuple[int, Path]]:
+    """The complete checkpoints in a folder with their times, oldest first."""
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if not path.name.startswith((_SAVING, _DELETING)) and (path / MANIFEST).is_file():
+            try:
+                found.append((Manifest(path).saved, path))
+            except CheckpointError as error:
+                _LOG.warning("%s", error)
+    return sorted(found)
+
+
+def latest(path: str | Path) -> Path | None:
+    """The newest complete checkpoint in the folder ``path``; None where there is none.
+
+    Every rank looks for itself: call it when no save is running.
+    """
+    found = complete(Path(path))
+    return found[-1][1] if found else None

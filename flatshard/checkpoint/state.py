@@ -1,0 +1,136 @@
+"""What of a model and its optimizer goes into a checkpoint, and which part of each tensor this rank has and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.optim import Optimizer
+
+from flatshard import _torch
+from flatshard.checkpoint.files import CODES
+from flatshard.checkpoint.trees import encode
+
+
+@dataclass
+class Part:
+    """What this rank holds of a tensor: a box of it, or nothing (``offsets`` None)."""
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...] | None
+    local: torch.Tensor
+    replica: int = 0  # of `replicas` ranks that hold the same box, this is the one of that number
+    replicas: int = 1
+
+
+def part_of(tensor: torch.Tensor, rank: int = 0) -> Part:
+    """This rank's part. A plain tensor is taken to be the same on all ranks; rank 0 stands for them."""
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return Part(shape, (0,) * len(shape), tensor.detach(), rank, 1)
+    mesh, local = tensor.device_mesh, _torch.local_of(tensor).detach()
+    coordinate = mesh.get_coordinate()
+    if any(isinstance(placement, Partial) for placement in tensor.placements):
+        raise ValueError(f"a tensor placed {tensor.placements} has no value yet; reduce it first")
+    boxes = _torch.boxes_of(tensor) if coordinate is not None else []
+    if not boxes or 0 in boxes[0][1]:
+        return Part(shape, None, local)
+    assert coordinate is not None
+    replica, replicas = 0, 1
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Replicate):
+            replica, replicas = replica * mesh.size(axis) + coordinate[axis], replicas * mesh.size(axis)
+    return Part(shape, boxes[0][0], local, replica, replicas)
+
+
+@dataclass
+class Snapshot:
+    """State as trees of JSON, and this rank's parts of the tensors in them."""
+
+    rank: int
+    model: Any = None
+    optimizer: Any = None
+    extra: Any = None
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # key -> dtype code, shape
+    writes: list[tuple[str, tuple[int, ...], torch.Tensor]] = field(default_factory=list)  # key, offsets, local
+
+    def put(self, key: str, tensor: torch.Tensor) -> str:
+        """Remember a tensor under a key."""
+        if tensor.dtype not in CODES:
+            raise TypeError(f"{key} is {tensor.dtype}, which a checkpoint cannot hold")
+        if tensor.is_meta:
+            raise ValueError(f"{key} is on the meta device and has no values; materialize the model first")
+        part = part_of(tensor, self.rank)
+        number = len(self.tensors)
+        self.tensors[key] = (CODES[tensor.dtype], part.shape)
+        # replicas take turns, so that each writes its share
+        if part.offsets is not None and part.local.numel() and number % part.replicas == part.replica:
+            self.writes.append((key, part.offsets, part.local))
+        return key
+
+    def to_host(self) -> None:
+        """Copy what is to be written, so that it may change afterwards."""
+        pinned = torch.cuda.is_available()
+        copies = []
+        for key, offsets, local in self.writes:
+            copy = torch.empty(local.shape, dtype=local.dtype, pin_memory=pinned and local.is_cuda)
+            copies.append((key, offsets, copy.copy_(local, non_blocking=True)))
+        if pinned:
+            torch.cuda.synchronize()
+        self.writes = copies
+
+
+def take(model: nn.Module, optimizer: Optimizer | None, extra: Any, rank: int) -> Snapshot:
+    """The state of a model, of its optimizer, and what this rank adds. Nothing is copied or communicated."""
+    found = Snapshot(rank)
+    known: dict[int, str] = {}
+
+    def put_once(key: str, tensor: torch.Tensor) -> str:
+        if id(tensor) not in known:  # tied parameters are one tensor
+            known[id(tensor)] = found.put(key, tensor)
+        return known[id(tensor)]
+
+    state = model.state_dict(keep_vars=True)
+    found.model = encode(dict(state), put_once, "model")
+    if optimizer is not None:
+        names = names_of(model)
+        groups = []
+        for group in optimizer.param_groups:
+            options = {key: value for key, value in group.items() if key != "params"}
+            groups.append({**options, "params": [name_of(p, names) for p in group["params"]]})
+        entries = {names[p]: optimizer.state[p] for p in _parameters(optimizer) if p in optimizer.state}
+        found.optimizer = encode({"groups": groups, "state": entries}, found.put, "optimizer")
+    found.extra = encode(extra, lambda path, tensor: _put_extra(found, path, tensor), f"extra/{rank}")
+    return found
+
+
+def _put_extra(found: Snapshot, path: str, tensor: torch.Tensor) -> str:
+    """Every rank writes its own."""
+    if isinstance(tensor, DTensor):
+        raise TypeError(f"{path} is a DTensor; extra takes plain tensors, each rank's own")
+    if tensor.numel():
+        found.writes.append((path, (0,) * tensor.dim(), tensor.detach()))
+    found.tensors[path] = (CODES[tensor.dtype], tuple(tensor.shape))
+    return path
+
+
+def names_of(model: nn.Module) -> dict[torch.Tensor, str]:
+    """The name of each parameter, the first of several."""
+    return {parameter: name for name, parameter in model.named_parameters()}
+
+
+def name_of(parameter: torch.Tensor, names: dict[torch.Tensor, str]) -> str:
+    if parameter not in names:
+        raise ValueError(
+            f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that the model does not; build it on "
+            "model.parameters() after fully_shard"
+        )
+    return names[parameter]
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -1,0 +1,212 @@
+"""Damaged and foreign files: an error that names them, nothing changed, nothing executed. Killed saves lose nothing."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from flatshard import fully_shard
+from flatshard.checkpoint import CheckpointError, latest, load, save
+from tests.checkpoint.cases import PLACES, ROWS, assert_same, full_state, groups_of, make, trained
+from tests.dist.models import train
+
+MUTATIONS = 220
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+def _saved(rank, world, folder):
+    model, optimizer = trained(rank, world, PLACES[1])
+    # one rank will load this, and of what is extra it reads only rank 0's
+    save(folder, model, optimizer, {"rng": torch.get_rng_state()} if rank == 0 else None)
+
+
+def _mutate(folder: Path, draw: random.Random) -> str:
+    """Do one harm to a checkpoint and say which."""
+    file = draw.choice(sorted(folder.iterdir()))
+    content = bytearray(file.read_bytes())
+    kind = draw.choice(["flip", "flip", "flip", "cut", "missing", "renamed", "foreign", "pickle", "longer", "zeros"])
+    if kind == "flip":
+        place = draw.randrange(len(content))
+        content[place] ^= 1 << draw.randrange(8)
+        file.write_bytes(content)
+    elif kind == "cut":
+        file.write_bytes(content[: draw.randrange(len(content))])
+    elif kind == "missing":
+        file.unlink()
+    elif kind == "renamed":
+        file.rename(file.with_name("other"))
+    elif kind == "foreign":
+        file.write_bytes(draw.randbytes(len(content)))
+    elif kind == "pickle":
+        file.write_bytes(pickle.dumps(Bomb()).ljust(len(content), b"\0"))
+    elif kind == "longer":
+        file.write_bytes(content + draw.randbytes(9))
+    else:
+        start = draw.randrange(len(content))
+        stop = min(len(content), start + draw.randrange(1, 400))
+        if not any(content[start:stop]):
+            content[start] = 1
+        else:
+            content[start:stop] = bytes(stop - start)
+        file.write_bytes(content)
+    return f"{kind} {file.name}"
+
+
+def test_random_damage_is_named_and_changes_nothing(ranks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ranks(2, _saved, str(tmp_path / "good"))
+    model = make(2)
+    optimizer = torch.optim.AdamW(groups_of(model))
+    train(model, optimizer, 1, ROWS, 0, 1)
+    before = full_state(model, optimizer)
+    draw = random.Random(5)
+    harmless = 0  # the manifest is text: a blank more says the same
+    for number in range(MUTATIONS):
+        folder = tmp_path / "bad"
+        shutil.copytree(tmp_path / "good", folder)
+        harm = _mutate(folder, draw)
+        try:
+            load(folder, model, optimizer)
+        except CheckpointError as error:
+            text = str(error)
+            kind, file = harm.split()
+            if file != "manifest.json":
+                assert file in text, (number, harm, text)
+                assert "'" in text, (number, harm, text)  # the tensor
+            elif kind in ("missing", "renamed"):
+                assert "bad has no manifest" in text, (number, harm, text)
+            else:
+                assert "bad/manifest.json" in text, (number, harm, text)
+            assert_same(full_state(model, optimizer), before)
+        else:
+            assert harm in ("flip manifest.json", "longer manifest.json"), (number, harm)
+            harmless += 1
+        shutil.rmtree(folder)
+    assert not (tmp_path / "executed").exists()
+    assert harmless <= 2
+    load(tmp_path / "good", model, optimizer)
+
+
+def _damage_seen_by_one_rank(rank, world, folder):
+    model, optimizer = trained(rank, world, PLACES[0])
+    save(f"{folder}/a", model, optimizer)
+    train(model, optimizer, 1, ROWS, rank, world)
+    before = full_state(model, optimizer)
+    file = Path(folder, "a", "rank-00001.safetensors")
+    if rank == 0:
+        content = bytearray(file.read_bytes())
+        content[-3] ^= 16
+        file.write_bytes(content)
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"rank-00001.safetensors is damaged: '.*' cannot be read from it"):
+        load(f"{folder}/a", model, optimizer)
+    assert_same(full_state(model, optimizer), before)
+
+
+def test_damage_that_one_rank_sees_stops_all(ranks, tmp_path):
+    ranks(2, _damage_seen_by_one_rank, str(tmp_path))
+
+
+def test_what_does_not_fit_is_named(tmp_path):
+    save(tmp_path / "a", nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4)), None)
+
+    def refused(model, message, optimizer=None, **kwargs):
+        before = full_state(model)
+        with pytest.raises(CheckpointError, match=message):
+            load(tmp_path / "a", model, optimizer, **kwargs)
+        assert_same(full_state(model), before)
+
+    refused(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 5)), r"'1.weight' has shape \(4, 3\) there and \(5, 3\) here")
+    refused(nn.Sequential(nn.Linear(2, 3)), "'1.weight' is not in the model")
+    wider = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4), nn.Linear(4, 1))
+    refused(wider, "'2.weight' is not in it")
+    load(tmp_path / "a", wider, strict=False)
+    same = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4))
+    refused(same, "was saved without an optimizer", torch.optim.SGD(same.parameters()))
+    square = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    save(tmp_path / "square", square, torch.optim.SGD([square[0].weight]))
+    with pytest.raises(CheckpointError, match=r"'1.weight' is in parameter group 0 here but not there"):
+        load(tmp_path / "square", square, torch.optim.SGD(square.parameters()))
+    square[1].weight = square[0].weight
+    with pytest.raises(CheckpointError, match=r"'1.weight' is tied to '0.weight' here and has other values there"):
+        load(tmp_path / "square", square)
+    with pytest.raises(CheckpointError, match="none does not exist"):
+        load(tmp_path / "none", same)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="empty has no manifest: it is not a complete checkpoint"):
+        load(tmp_path / "empty", same)
+
+
+# Killing
+
+
+def _weights(step):
+    return torch.full((64, 33), float(step))
+
+
+def _save_forever(rank, world, folder, asynchronous):
+    """Save step after step until killed. What belongs to a step can be told from the number alone."""
+    torch.set_num_threads(1)
+    if world > 1:
+        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
+    model = nn.Sequential(nn.Linear(33, 64, bias=False), nn.Linear(33, 64, bias=False))
+    if world > 1:
+        fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+    for step in range(10_000):
+        for parameter in model.parameters():
+            local = parameter.to_local() if world > 1 else parameter
+            local.data.fill_(step)
+            parameter.grad = torch.full_like(parameter, step)
+        optimizer.state.clear()
+        optimizer.step()
+        save(f"{folder}/run/{step}", model, optimizer, step, keep_last=2, asynchronous=asynchronous)
+
+
+@pytest.mark.parametrize(("world", "kills"), [(1, 14), (2, 8)])
+def test_a_killed_save_loses_nothing(tmp_path, world, kills):
+    context = multiprocessing.get_context("forkserver")
+    draw = random.Random(world)
+    for number in range(kills):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        arguments = [(rank, world, str(folder), number % 2 == 1) for rank in range(world)]
+        processes = [context.Process(target=_save_forever, args=each) for each in arguments]
+        for process in processes:
+            process.start()
+        until = time.monotonic() + 60
+        while latest(folder / "run") is None and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(draw.random() * 0.1)
+        seen = max((int(path.name) for path in (folder / "run").iterdir() if path.name.isdigit()), default=-1)
+        for process in processes:
+            os.kill(process.pid, signal.SIGKILL)
+        for process in processes:
+            process.join()
+        found = latest(folder / "run")
+        assert found is not None
+        assert int(found.name) >= seen
+        model = nn.Sequential(nn.Linear(33, 64, bias=False), nn.Linear(33, 64, bias=False))
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+        step = load(found, model, optimizer)
+        assert step == int(found.name)
+        for parameter in model.parameters():
+            assert torch.equal(parameter.data, _weights(step))
+            assert torch.equal(optimizer.state[parameter]["momentum_buffer"], _weights(step))
+        save(folder / "run" / "after", model, optimizer, keep_last=1)  # and what was left behind is in nobody's way
+        assert [path.name for path in (folder / "run").iterdir()] == ["after"]

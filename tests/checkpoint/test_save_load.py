@@ -1,0 +1,219 @@
+"""flatshard.checkpoint: exact from anywhere to anywhere, atomic, in the background, and with what else a run needs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from flatshard import fully_shard, fully_shard_optimizer
+from flatshard.checkpoint import CheckpointError, latest, load, save, saving, verify
+from tests.checkpoint.cases import PLACES, ROWS, assert_same, fits, full_state, groups_of, make, shard, trained
+from tests.dist.models import train
+
+ENDS = [(world, place) for world in (1, 2, 3, 4) for place in PLACES if fits(place, world)]
+PRODUCT = list(itertools.product(ENDS, ENDS))
+SOME = [(ENDS[i], ENDS[(7 * i + 3) % len(ENDS)]) for i in range(len(ENDS))]
+
+
+def _save(rank, world, place, folder, local_step=False):
+    model, optimizer = trained(rank, world, place)
+    if local_step:
+        fully_shard_optimizer(optimizer)
+    wanted = full_state(model, optimizer)
+    rng = torch.get_rng_state()
+    save(folder, model, optimizer, {"step": 2, "rank": rank, "rng": rng, "odd": (1, None, [float("inf"), b"\0x"])})
+    assert_same(full_state(model, optimizer), wanted)
+    train(model, optimizer, 2, ROWS, rank, world)
+    return (wanted, full_state(model, optimizer)) if rank == 0 else full_state(model, optimizer) and None
+
+
+def _load(rank, world, place, folder, wanted, after, local_step=False):
+    model, optimizer = trained(rank, world, place, seed=2, steps=1)
+    if local_step:
+        fully_shard_optimizer(optimizer)
+    optimizer.param_groups[0]["lr"] = 7.0
+    extra = load(folder, model, optimizer)
+    assert extra["step"] == 2
+    assert extra["odd"] == (1, None, [float("inf"), b"\0x"])
+    assert extra["rng"].dtype == torch.uint8
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.9, 0.999), (0.8, 0.9)]
+    assert_same(full_state(model, optimizer), wanted)
+    assert model.head.weight is model.embed.weight
+    train(model, optimizer, 2, ROWS, rank, world)
+    for name, value in full_state(model, optimizer).items():
+        torch.testing.assert_close(value, after[name], rtol=1e-3, atol=1e-3, msg=name)
+    return extra["rank"]
+
+
+def _round_trip(ranks, tmp_path, ends, local_step=False):
+    (world, place), (other_world, other_place) = ends
+    folder = str(tmp_path / "saved")
+    wanted, after = ranks(world, _save, place, folder, local_step)[0]
+    found = ranks(other_world, _load, other_place, folder, wanted, after, local_step)
+    assert found == (list(range(world)) if world == other_world else [0] * other_world)
+
+
+@pytest.mark.parametrize("ends", SOME, ids=str)
+def test_from_any_to_any(ranks, tmp_path, ends):
+    _round_trip(ranks, tmp_path, ends, local_step=SOME.index(ends) % 2 == 1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ends", [ends for ends in PRODUCT if ends not in SOME], ids=str)
+def test_from_any_to_any_full(ranks, tmp_path, ends):
+    _round_trip(ranks, tmp_path, ends)
+
+
+def test_without_processes(tmp_path):
+    """A plain model, and one that was sharded, without torch.distributed; and the files are safetensors."""
+    model = make(1)
+    optimizer = torch.optim.AdamW(groups_of(model))
+    train(model, optimizer, 2, ROWS, 0, 1)
+    wanted = full_state(model, optimizer)
+    assert save(tmp_path / "plain", model, optimizer).result() == tmp_path / "plain"
+    other = make(2)
+    fresh = torch.optim.AdamW(groups_of(other))
+    assert load(tmp_path / "plain", other, fresh) is None
+    assert_same(full_state(other, fresh), wanted)
+    verify(tmp_path / "plain")
+    stored = load_file(tmp_path / "plain" / "rank-00000.safetensors")
+    assert torch.equal(stored["model/blocks.0.up.weight"], model.blocks[0].up.weight)
+
+
+def _into_meta(rank, world, folder):
+    with torch.device("meta"):
+        model = make(1)
+    shard(model, world, PLACES[1])
+    load(folder, model)
+    assert_same(full_state(model), {f"model.{name}": value for name, value in make(1).state_dict().items()})
+
+
+def test_into_a_meta_model(ranks, tmp_path):
+    save(tmp_path / "a", make(1))
+    ranks(2, _into_meta, str(tmp_path / "a"))
+
+
+def _each_byte_once(rank, world, place, folder):
+    model, optimizer = trained(rank, world, place)
+    save(folder, model, optimizer)
+    return sum(value.numel() * value.element_size() for value in full_state(model, optimizer).values())
+
+
+@pytest.mark.parametrize("place", [PLACES[3], PLACES[4], PLACES[7]], ids=str)
+def test_each_byte_is_written_once(ranks, tmp_path, place):
+    """Replicas take turns; tied weights are written once."""
+    total = ranks(4, _each_byte_once, place, str(tmp_path / "a"))[0]
+    known = json.loads((tmp_path / "a" / "manifest.json").read_text())["body"]["files"]
+    contents = [file["bytes"] - file["header"] for file in known.values()]
+    tied = 29 * 12 * 4
+    assert sum(contents) == total - tied
+    assert max(contents) < 0.6 * total
+
+
+def _in_background(rank, world, folder):
+    model, optimizer = trained(rank, world, PLACES[1])
+    wanted = full_state(model, optimizer)
+    gate, write = threading.Event(), saving._write
+
+    def held(*args):
+        gate.wait(20)
+        write(*args)
+
+    saving._write = held
+    try:
+        pending = save(f"{folder}/a", model, optimizer, asynchronous=True)
+        assert not pending.done()
+        assert latest(folder) is None
+        train(model, optimizer, 2, ROWS, rank, world)  # while the file is being written
+        gate.set()
+        assert pending.wait()
+    finally:
+        saving._write = write
+    load(pending.result(), model, optimizer)
+    assert_same(full_state(model, optimizer), wanted)
+    # an error surfaces in the handle, and the next save works
+    broken = save(f"{folder}/no/b", model, asynchronous=True)
+    broken.wait()
+    blocked = save(f"{folder}/a/rank-00000.safetensors/c", model, asynchronous=True)
+    with pytest.raises(CheckpointError, match=r"NotADirectory|FileExists"):
+        blocked.wait()
+    save(f"{folder}/a/rank-00000.safetensors/c", model, asynchronous=True)
+    with pytest.raises(CheckpointError, match=r"NotADirectory|FileExists"):  # nobody asked, so the next save tells
+        save(f"{folder}/d", model)
+    save(f"{folder}/d", model)
+    dist.barrier()
+    assert latest(folder).name == "d"
+
+
+def test_asynchronous(ranks, tmp_path):
+    ranks(2, _in_background, str(tmp_path))
+
+
+def test_the_newest_are_kept(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    assert latest(tmp_path / "none") is None
+    (tmp_path / ".saving-left").mkdir()
+    for step in range(12):
+        save(tmp_path / f"step-{step}", model, extra=step, keep_last=3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-10", "step-11", "step-9"]
+    assert load(latest(tmp_path), model) == 11
+    with pytest.raises(CheckpointError, match="step-11 exists; a checkpoint is never overwritten"):
+        save(tmp_path / "step-11", model)
+    with pytest.raises(ValueError, match="keep_last=0: must be at least 1"):
+        save(tmp_path / "x", model, keep_last=0)
+    with pytest.raises(CheckpointError, match="extra/0/a is a set; a checkpoint takes tensors"):
+        save(tmp_path / "x", model, extra={"a": set()})
+
+
+def _one_rank_fails(rank, world, folder):
+    model = fully_shard(torch.nn.Linear(6, 6))
+    with pytest.raises(
+        CheckpointError, match="rank 1: TypeError: extra/1 is a set" if rank == 0 else "extra/1 is a set"
+    ):
+        save(f"{folder}/a", model, extra=set() if rank == 1 else None)
+    assert latest(folder) is None
+
+
+def test_a_save_that_fails_on_one_rank_fails_on_all(ranks, tmp_path):
+    ranks(2, _one_rank_fails, str(tmp_path))
+
+
+def test_state_of_any_optimizer(tmp_path):
+    """bfloat16 weights with float32 state, and states that are not tensors, come back as they were."""
+    model = torch.nn.Linear(3, 3, dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1), momentum=0.9)
+    optimizer.state[model.weight] = {"momentum_buffer": torch.randn(3, 3), "note": "kept", "seen": 3}
+    save(tmp_path / "a", model, optimizer)
+    other = torch.nn.Linear(3, 3, dtype=torch.bfloat16)
+    fresh = torch.optim.SGD(other.parameters(), lr=1.0, momentum=0.9)
+    load(tmp_path / "a", other, fresh)
+    found = fresh.state[other.weight]
+    assert torch.equal(found.pop("momentum_buffer"), optimizer.state[model.weight]["momentum_buffer"])
+    assert found == {"note": "kept", "seen": 3}
+    assert fresh.param_groups[0]["lr"] == torch.tensor(0.1)
+
+
+def test_large_tensors_are_read_in_part(tmp_path):
+    """Blocks of a mebibyte: a part of a box is verified by reading the blocks that it touches."""
+    from flatshard.checkpoint.files import BLOCK, Manifest
+    from flatshard.checkpoint.reader import Reader
+
+    value = torch.arange(1_500_000, dtype=torch.float32).view(1500, 1000)
+    model = torch.nn.Module()
+    model.register_buffer("table", value)
+    save(tmp_path / "a", model)
+    manifest = Manifest(tmp_path / "a")
+    read = []
+    with Reader(manifest, read.append) as reader:
+        entry = manifest.tensors["model/table"]
+        assert torch.equal(reader.read("t", entry, (700, 0), (20, 1000)), value[700:720])
+        assert sum(read) == BLOCK
+        assert torch.equal(reader.read("t", entry, (3, 10), (1400, 7)), value[3:1403, 10:17])
+        assert torch.equal(reader.read("t", entry, (0, 0), (1500, 1000)), value)
