@@ -84,6 +84,7 @@ class Unit:
         for module in modules if hooked else ():
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward)
+            module.register_forward_hook(self._after_exception, always_call=True)
             module.register_state_dict_pre_hook(self._before_state_dict)
             module.register_state_dict_post_hook(_after_state_dict)
             module.register_load_state_dict_pre_hook(self._before_load_state_dict)
@@ -166,6 +167,13 @@ class Unit:
         else:
             self._after_forward(scope, grads)
         return output
+
+    def _after_exception(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Called after every forward of a module; only where one raised is there something to do."""
+        # A module that ended well has been struck off; a recompute that stops early raises too, but enters nothing.
+        running = self.phase is Phase.FORWARD and id(module) in self._to_run and not _torch.in_backward()
+        if running and self.scope is not None and self.scope.entry is self:
+            self.scope.entry = None  # what comes next starts a pass of its own, and clears what is left of this one
 
     def _after_forward(self, scope: Scope, grads: bool) -> None:
         self._awaited |= grads

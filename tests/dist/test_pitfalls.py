@@ -347,8 +347,5 @@ def _stale_child(rank: int, world: int) -> None:
     assert found == 0, f"block 1 was gathered ahead, before its weights became zero: {found}"
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a forward that raised is noticed only by the next forward of the root, or reset()"
-)
 def test_a_child_called_alone_after_a_forward_that_raised_sees_new_weights(ranks):
     ranks(2, _stale_child)
