@@ -300,6 +300,10 @@ def microbatch(module: nn.Module, *, is_first: bool = True, is_last: bool = True
         unit.is_first, unit.is_last = is_first, is_last
     try:
         yield
+        if is_last:
+            # The last micro-batch may have used nothing that is trained here, and so have had no backward.
+            for scope in dict.fromkeys(unit.scope for unit in units if unit.scope is not None):
+                scope.flush(units)
     finally:
         for unit, (first, last) in zip(units, before):
             unit.is_first, unit.is_last = first, last

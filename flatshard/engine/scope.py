@@ -124,6 +124,14 @@ class Scope:
         if not self._agreed:
             self._agree()
 
+    def flush(self, units: Sequence[Unit]) -> None:
+        """Reduce what waits in these units for a backward that goes all the way: the last micro-batch had none."""
+        for unit in reversed(self.units):
+            if unit in units:
+                unit.flush()
+        while self._reducing:
+            self._land()
+
     def reset(self) -> None:
         """Give up the running pass, whatever it was: nothing stays gathered, no unreduced gradient is kept."""
         while self._reducing:

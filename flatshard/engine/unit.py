@@ -249,11 +249,12 @@ class Unit:
                 scope.reduce(self, group)
 
     def flush(self) -> None:
-        """At the end of a backward that goes all the way: reduce what earlier ones left and this one did not use."""
+        """Where gradients are to go all the way: reduce what earlier backwards left and the last one did not use."""
         for group in self.groups:
             if self.goal is Goal.FINAL and group.gradients.has_partial:
                 assert self.scope is not None
                 self.scope.reduce(self, group)
+                group.gradients.reduced = False  # not by a backward that is running
 
     @property
     def goal(self) -> Goal:

@@ -123,6 +123,49 @@ def test_what_no_micro_batch_used_has_no_gradient(ranks):
         assert ranks(4, _unused_by_all, case) == [None] * 4
 
 
+def _no_last_backward(rank, world, case):
+    """The last micro-batch goes through nothing that is trained, or through one of two roots: the rest is reduced."""
+    model, reference = chain(case, world), chain()
+    rows = [torch.randn(8, DIM, generator=torch.Generator().manual_seed(number)) for number in range(MICRO)]
+    for number in range(MICRO):
+        with Say.scope(model, number):
+            if number < MICRO - 1:
+                model(rows[number].chunk(world)[rank]).square().mean().backward()
+            else:
+                with torch.no_grad():
+                    model(rows[number].chunk(world)[rank])
+    for number in range(MICRO - 1):
+        reference(rows[number]).square().mean().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters()):
+        torch.testing.assert_close(full(ours.grad), theirs.grad, rtol=1e-4, atol=1e-6)
+    counts = [op.kind for op in unit_of(model).scope.reduce_lane.history]
+    model.zero_grad()
+    with microbatch(model):
+        model(rows[0].chunk(world)[rank]).square().mean().backward()
+    assert len(unit_of(model).scope.reduce_lane.history) > len(counts)  # as ever, afterwards
+    axes, strategy, outer = case
+    kwargs = {"mesh": mesh_of(axes, world), "strategy": strategy, "outer_strategy": outer}
+    torch.manual_seed(1)
+    pair = Unwrapped()
+    fully_shard(pair.one, **kwargs)
+    fully_shard(pair.two, **kwargs)
+    with microbatch(pair, is_last=False):
+        pair(rows[0].chunk(world)[rank]).mean().backward()
+    with microbatch(pair):
+        pair.one(rows[1].chunk(world)[rank]).mean().backward()
+    torch.manual_seed(1)
+    plain = Unwrapped()
+    plain(rows[0]).mean().backward()
+    plain.one(rows[1]).mean().backward()
+    for ours, theirs in zip(pair.parameters(), plain.parameters()):
+        torch.testing.assert_close(full(ours.grad), theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_last_micro_batch_without_backward_reduces_what_waits(ranks):
+    for case in STRATEGIES:
+        assert ranks(4, _no_last_backward, case) == [None] * 4
+
+
 class Unwrapped(nn.Module):
     """Not a unit; each of its children is, and a root of its own."""
 
