@@ -16,7 +16,7 @@ _ROOT = Path(__file__).parents[1]
 
 _ENGINE_AND_BELOW = {"engine", "buffer", "policy", "layout", "_torch", "_waits"}
 _API_AND_BELOW = {"api", *_ENGINE_AND_BELOW}
-_ANY = {"api", "optim", "checkpoint", "megatron", "rehearsal", "tools", "train", "cli", *_ENGINE_AND_BELOW}
+_ANY = {"api", "whole", "optim", "checkpoint", "megatron", "rehearsal", "tools", "train", "cli", *_ENGINE_AND_BELOW}
 
 # Room (a file or folder of flatshard/) -> the rooms it may import, besides itself.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"buffer", "policy", "layout", "_torch", "_waits"},
     "api": _ENGINE_AND_BELOW,
     "optim": _ENGINE_AND_BELOW,
+    "whole": {"optim", *_API_AND_BELOW},
     "checkpoint": {"optim", *_ENGINE_AND_BELOW},
     "megatron": {"optim", *_API_AND_BELOW},
     "train": {"optim", "checkpoint", *_API_AND_BELOW},
