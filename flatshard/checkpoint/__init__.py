@@ -1,8 +1,20 @@
 """Checkpoints: atomic, verified, and loadable on any number of ranks."""
 
 from flatshard.checkpoint.errors import CheckpointError
+from flatshard.checkpoint.full import iter_full_tensors
 from flatshard.checkpoint.loading import load
 from flatshard.checkpoint.reader import verify
+from flatshard.checkpoint.safetensors import export_safetensors, load_safetensors
 from flatshard.checkpoint.saving import Pending, latest, save
 
-__all__ = ["CheckpointError", "Pending", "latest", "load", "save", "verify"]
+__all__ = [
+    "CheckpointError",
+    "Pending",
+    "export_safetensors",
+    "iter_full_tensors",
+    "latest",
+    "load",
+    "load_safetensors",
+    "save",
+    "verify",
+]

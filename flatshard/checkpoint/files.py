@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -53,7 +53,10 @@ DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a tensor in a file: ``sizes`` elements from ``offsets``, row-major, from byte ``begin`` of the file."""
+    """A part of a tensor in a file: ``sizes`` elements from ``offsets``, row-major, from byte ``begin`` of the file.
+
+    ``crcs`` are the checksums of its blocks; none where the file has none.
+    """
 
     file: str
     begin: int
@@ -140,6 +143,15 @@ def write_manifest(folder: Path, body: dict[str, Any]) -> None:
 
 def _canonical(body: Any) -> bytes:
     return json.dumps(body, separators=(",", ":"), sort_keys=True).encode()
+
+
+class Source(Protocol):
+    """Files with tensors in them. ``model`` is a tree of names, ``files`` says of each how it begins and ends."""
+
+    folder: Path
+    files: dict[str, Any]
+    model: Any
+    tensors: dict[str, Entry]
 
 
 class Manifest:

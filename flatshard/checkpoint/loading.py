@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from flatshard import _torch
 from flatshard.checkpoint.errors import CheckpointError, exchange, together
-from flatshard.checkpoint.files import Manifest
+from flatshard.checkpoint.files import Manifest, Source
 from flatshard.checkpoint.progress import bar
 from flatshard.checkpoint.reader import Reader
 from flatshard.checkpoint.state import name_of, names_of, part_of
@@ -53,7 +53,7 @@ def load(
         own = ranks.rank if manifest.world == ranks.size else 0
         total = sum(known["bytes"] for known in manifest.files.values()) // ranks.size
         with bar("loading", total, progress and ranks.rank == 0) as advance, Reader(manifest, advance) as reader:
-            weights = _stage_model(manifest, reader, model, strict)
+            weights = stage_model(manifest, reader, model, strict)
             state = None if optimizer is None else _stage_optimizer(manifest, reader, model, optimizer)
             extra = decode(manifest.extra[own], lambda key: _whole(manifest, reader, key))
             staged.append((weights, state, extra))
@@ -63,19 +63,25 @@ def load(
         raise CheckpointError(f"ranks find different checkpoints at {path}: it must be on storage that they share")
     together(ranks, stage)
     weights, state, extra = staged[0]
-    meta = any(isinstance(value, torch.Tensor) and value.is_meta for value in model.state_dict().values())
-    model.load_state_dict(weights, strict=False, assign=meta)  # names have been compared
+    put_weights(model, weights)
     if optimizer is not None:
         optimizer.__setstate__(state)
     return extra
 
 
-def _whole(manifest: Manifest, reader: Reader, key: str) -> torch.Tensor:
+def put_weights(model: nn.Module, weights: dict[str, Any]) -> None:
+    """Give a model what `stage_model` has staged."""
+    meta = any(isinstance(value, torch.Tensor) and value.is_meta for value in model.state_dict().values())
+    model.load_state_dict(weights, strict=False, assign=meta)  # names have been compared
+
+
+def _whole(manifest: Source, reader: Reader, key: str) -> torch.Tensor:
     entry = manifest.tensors[key]
     return reader.read(key, entry, (0,) * len(entry.shape), entry.shape)
 
 
-def _stage_model(manifest: Manifest, reader: Reader, model: nn.Module, strict: bool) -> dict[str, Any]:
+def stage_model(manifest: Source, reader: Reader, model: nn.Module, strict: bool) -> dict[str, Any]:
+    """This rank's parts of a model's state, read. CheckpointError names what does not fit."""
     saved: dict[str, Any] = dict(manifest.model["dict"])
     here = model.state_dict(keep_vars=True)
     tied: dict[int, list[str]] = defaultdict(list)
@@ -115,7 +121,7 @@ def _stage_model(manifest: Manifest, reader: Reader, model: nn.Module, strict: b
     return found
 
 
-def _misfit(manifest: Manifest, key: str, value: torch.Tensor) -> str | None:
+def _misfit(manifest: Source, key: str, value: torch.Tensor) -> str | None:
     entry = manifest.tensors[key]
     if entry.shape != tuple(value.shape):
         return f"has shape {entry.shape} there and {tuple(value.shape)} here"
@@ -124,7 +130,7 @@ def _misfit(manifest: Manifest, key: str, value: torch.Tensor) -> str | None:
     return None
 
 
-def _read_part(manifest: Manifest, reader: Reader, name: str, key: str, like: torch.Tensor) -> torch.Tensor:
+def _read_part(manifest: Source, reader: Reader, name: str, key: str, like: torch.Tensor) -> torch.Tensor:
     """The rows of a saved tensor that this rank holds of ``like``."""
     entry, part = manifest.tensors[key], part_of(like)
     if part.offsets is None:

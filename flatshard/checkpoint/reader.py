@@ -11,13 +11,13 @@ from typing import BinaryIO
 import torch
 
 from flatshard.checkpoint.errors import CheckpointError
-from flatshard.checkpoint.files import BLOCK, Box, Entry, Manifest, as_bytes
+from flatshard.checkpoint.files import BLOCK, Box, Entry, Manifest, Source, as_bytes
 
 
 class Reader:
     """The files of one checkpoint, opened when they are needed. A context manager."""
 
-    def __init__(self, manifest: Manifest, advance: Callable[[int], None]) -> None:
+    def __init__(self, manifest: Source, advance: Callable[[int], None]) -> None:
         self._manifest = manifest
         self._advance = advance
         self._open: dict[str, BinaryIO] = {}
@@ -54,10 +54,11 @@ class Reader:
         start, stop = first * row, last * row
         total = math.prod(box.sizes) * result.element_size()
         whole_rows = into.is_contiguous() and into.numel() * result.element_size() == stop - start
-        if whole_rows and start % BLOCK == 0 and (stop % BLOCK == 0 or stop == total):
+        block = BLOCK if box.crcs else 1  # what can be read and verified
+        if whole_rows and start % block == 0 and (stop % block == 0 or stop == total):
             self._read(name, box, start, as_bytes(into))
             return
-        begin, end = start - start % BLOCK, min(total, -(-stop // BLOCK) * BLOCK)
+        begin, end = start - start % block, min(total, -(-stop // block) * block)
         scratch = torch.empty(end - begin, dtype=torch.uint8)
         self._read(name, box, begin, as_bytes(scratch))
         part = scratch[start - begin : stop - begin].clone().view(result.dtype).view(last - first, *box.sizes[1:])
@@ -66,14 +67,14 @@ class Reader:
         into.copy_(part[index] if low else part[0])
 
     def _read(self, name: str, box: Box, start: int, into: memoryview) -> None:
-        """Fill ``into`` with the bytes of a box from ``start``, a multiple of the block size, and verify them."""
+        """Fill ``into`` with the bytes of a box from ``start``, and verify them where there are checksums."""
         file = self._file(box.file, name)
         file.seek(box.begin + start)
         for place in range(0, len(into), BLOCK):
             block = into[place : place + BLOCK]
             count = file.readinto(block)  # type: ignore[attr-defined]
             number = (start + place) // BLOCK
-            if count != len(block) or zlib.crc32(block) != box.crcs[number]:
+            if count != len(block) or (box.crcs and zlib.crc32(block) != box.crcs[number]):
                 reason = "ends too soon" if count != len(block) else "is damaged"
                 raise CheckpointError(f"{self._path(box.file)} {reason}: '{name}' cannot be read from it")
             self._advance(count)

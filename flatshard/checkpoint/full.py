@@ -1,0 +1,102 @@
+"""Whole tensors of a sharded model, a bucket at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from flatshard.buffer import Lane
+from flatshard.checkpoint.state import part_of
+
+_ALIGN = 16  # bytes; a bucket is reduced as integers of 4
+
+
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of a model's state, tied ones once, under the first of their names."""
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor):
+            found.setdefault(id(value), (name, value))
+    return dict(found.values())
+
+
+def iter_full_tensors(model: nn.Module, bucket_bytes: int = 256 << 20) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, whole tensor) of all that ``model.state_dict()`` holds, on every rank. All ranks iterate to the end.
+
+    Tensors are gathered into one buffer of at most ``bucket_bytes``, or of the largest tensor if that is more; nothing
+    else is allocated. A tensor is valid until the next one is asked for: clone what is to be kept. Tied tensors are
+    yielded once, under their first name.
+    """
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes={bucket_bytes}: must be at least 1")
+    tensors = named_tensors(model)
+    buckets = _buckets(tensors, bucket_bytes)
+    sharded = [sum(_size(tensors[name]) for name in names) for names, axes in buckets if axes]
+    storage: torch.Tensor | None = None
+    for names, axes in buckets:
+        if not axes:
+            for name in names:
+                value = tensors[name]
+                yield name, (part_of(value).local if isinstance(value, DTensor) else value.detach())
+            continue
+        if storage is None:
+            first = part_of(tensors[names[0]]).local
+            storage = torch.empty(max(sharded), dtype=torch.uint8, device=first.device)
+        yield from _gathered(tensors, names, axes, storage)
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
+
+
+def _axes(tensor: torch.Tensor) -> tuple[int, ...]:
+    if not isinstance(tensor, DTensor):
+        return ()
+    return tuple(axis for axis, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate))
+
+
+def _buckets(tensors: dict[str, torch.Tensor], limit: int) -> list[tuple[list[str], tuple[int, ...]]]:
+    """Names of neighbours that are gathered together, with the sharded axes of their mesh."""
+    found: list[tuple[list[str], tuple[int, ...]]] = []
+    kind: Any = None
+    size = 0
+    for name, tensor in tensors.items():
+        axes = _axes(tensor)
+        mine = (axes, tensor.device_mesh if isinstance(tensor, DTensor) and axes else None)
+        if mine != kind or size + _size(tensor) > limit:
+            found.append(([], axes))
+            kind, size = mine, 0
+        found[-1][0].append(name)
+        size += _size(tensor)
+    return found
+
+
+def _gathered(
+    tensors: dict[str, torch.Tensor], names: list[str], axes: tuple[int, ...], storage: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Gather by adding: every rank has zeros where others have values, so that the sum of the bits is their union.
+
+    That takes twice the traffic of a gather, and no memory beyond the result, however ragged the shards are.
+    """
+    used = storage[: sum(_size(tensors[name]) for name in names)].zero_()
+    views, place = [], 0
+    for name in names:
+        tensor, part = tensors[name], part_of(tensors[name])
+        count = math.prod(part.shape) * tensor.element_size()
+        view = used[place : place + count].view(tensor.dtype).view(part.shape)
+        place += _size(tensor)
+        views.append(view)
+        if part.offsets is not None:
+            view[tuple(slice(o, o + n) for o, n in zip(part.offsets, part.local.shape))].copy_(part.local)
+    first = tensors[names[0]]
+    assert isinstance(first, DTensor)
+    lane = Lane("full_tensors", used.device)
+    for axis in axes if used.numel() else ():
+        bits = used.view(torch.int32)
+        lane.all_reduce(lane.group(first.device_mesh, axis), [bits], after=(lane.mark(),), name="full tensors").wait()
+    yield from zip(names, views)

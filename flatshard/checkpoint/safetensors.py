@@ -1,0 +1,225 @@
+"""Whole weights in the files that Hugging Face libraries read and write."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatshard.checkpoint.errors import CheckpointError, exchange, together
+from flatshard.checkpoint.files import CODES, DTYPES, Box, Entry, as_bytes, header_of, sync_folder
+from flatshard.checkpoint.full import iter_full_tensors, named_tensors
+from flatshard.checkpoint.loading import put_weights, stage_model
+from flatshard.checkpoint.progress import bar
+from flatshard.checkpoint.reader import Reader
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_HEADER_LIMIT = 100_000_000  # as in the safetensors library
+
+
+@dataclass
+class _File:
+    name: str
+    size: int = 0
+    tensors: list[tuple[str, torch.dtype, tuple[int, ...]]] = field(default_factory=list)
+
+
+def export_safetensors(
+    model: nn.Module,
+    folder: str | Path,
+    max_shard_size: int | str = "5GB",
+    *,
+    dtype: torch.dtype | None = None,
+    bucket_bytes: int = 256 << 20,
+    progress: bool = True,
+) -> None:
+    """Write a model's whole weights as `from_pretrained` reads them. All ranks call it; rank 0 writes.
+
+    Files hold at most ``max_shard_size`` bytes (a number, or "5GB", "200MiB"), unless one tensor is larger; several
+    have an index. They take the place of earlier ones when all are complete. Beyond the shards, one bucket of memory is
+    used. Tied weights are written once. ``dtype`` casts floating-point tensors.
+    """
+    folder, limit = Path(folder), _bytes(max_shard_size)
+    ranks = exchange("checkpoint_save")
+    files = _planned(model, limit, dtype)
+    together(ranks, lambda: folder.mkdir(parents=True, exist_ok=True) if ranks.rank == 0 else None)
+    error: Exception | None = None
+    writer = _Writer(folder, files) if ranks.rank == 0 else None
+    with bar("exporting", sum(file.size for file in files), progress and ranks.rank == 0) as advance:
+        for _, tensor in iter_full_tensors(model, bucket_bytes):
+            if writer is None or error is not None:
+                continue  # others wait for this rank in the next gather, whatever happens here
+            try:
+                advance(writer.write(tensor))
+            except Exception as found:
+                error = found
+
+    def finish() -> None:
+        if error is not None:
+            raise error
+        if writer is not None:
+            writer.publish()
+
+    try:
+        together(ranks, finish)
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+def _bytes(size: int | str) -> int:
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    match = re.fullmatch(r"\s*(\d+)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
+    if match is None or match[2].upper() not in _UNITS or not int(match[1]):
+        raise ValueError(f"max_shard_size={size!r}: must be a number of bytes, or one with KB, MB, GB, KiB, MiB or GiB")
+    return int(match[1]) * _UNITS[match[2].upper()]
+
+
+def _planned(model: nn.Module, limit: int, dtype: torch.dtype | None) -> list[_File]:
+    files = [_File("")]
+    for name, tensor in named_tensors(model).items():
+        kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        if kind not in CODES:
+            raise TypeError(f"'{name}' is {kind}, which safetensors files cannot hold")
+        if tensor.is_meta:
+            raise ValueError(f"'{name}' is on the meta device and has no values; materialize the model first")
+        size = tensor.numel() * kind.itemsize
+        if files[-1].size and files[-1].size + size > limit:
+            files.append(_File(""))
+        files[-1].tensors.append((name, kind, tuple(tensor.shape)))
+        files[-1].size += size
+    for number, file in enumerate(files, 1):
+        file.name = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+    return files
+
+
+class _Writer:
+    """Writes tensors one after another into the planned files, under other names until all are complete."""
+
+    def __init__(self, folder: Path, files: list[_File]) -> None:
+        self._folder = folder
+        self._files = files
+        self._todo = [(file, number) for file in files for number in range(len(file.tensors))]
+        self._open: Any = None
+
+    def write(self, tensor: torch.Tensor) -> int:
+        file, number = self._todo.pop(0)
+        if number == 0:
+            self._finish()
+            self._open = open(self._temporary(file.name), "wb")  # noqa: SIM115 - stays open between tensors
+            self._open.write(header_of(file.tensors, {"format": "pt"}))
+        content = as_bytes(tensor.to(file.tensors[number][1]).cpu().contiguous())
+        self._open.write(content)
+        return len(content)
+
+    def publish(self) -> None:
+        self._finish()
+        names = [file.name for file in self._files]
+        if len(names) > 1:
+            weights = {name: file.name for file in self._files for name, _, _ in file.tensors}
+            index = {"metadata": {"total_size": sum(file.size for file in self._files)}, "weight_map": weights}
+            self._temporary(INDEX).write_text(json.dumps(index, indent=2) + "\n")
+            names.append(INDEX)
+        for name in names:
+            self._temporary(name).rename(self._folder / name)
+        (self._folder / (INDEX if len(names) == 1 else SINGLE)).unlink(missing_ok=True)  # of an earlier export
+        sync_folder(self._folder)
+
+    def close(self) -> None:
+        """Leave nothing unfinished behind."""
+        if self._open is not None:
+            self._open.close()
+        for file in self._files:
+            self._temporary(file.name).unlink(missing_ok=True)
+
+    def _temporary(self, name: str) -> Path:
+        return self._folder / f".{name}.part"
+
+    def _finish(self) -> None:
+        if self._open is not None:
+            self._open.flush()
+            os.fsync(self._open.fileno())
+            self._open.close()
+            self._open = None
+
+
+@dataclass
+class _Found:
+    """The tensors in safetensors files, as a `Source`."""
+
+    folder: Path
+    files: dict[str, Any] = field(default_factory=dict)
+    model: Any = None
+    tensors: dict[str, Entry] = field(default_factory=dict)
+
+
+def load_safetensors(model: nn.Module, folder: str | Path, *, strict: bool = True, progress: bool = True) -> None:
+    """Load whole weights from the safetensors files in ``folder`` into a model, sharded or not. All ranks call it.
+
+    Each rank reads the bytes of its own rows. Everything is read before anything changes; CheckpointError names what is
+    missing or of another shape, unless ``strict`` is off. Weights are cast to the model's dtype. No code is run.
+    """
+    ranks = exchange("checkpoint_load")
+    staged: list[dict[str, Any]] = []
+
+    def stage() -> None:
+        found = _find(Path(folder))
+        total = sum(file["bytes"] for file in found.files.values()) // ranks.size
+        with bar("loading", total, progress and ranks.rank == 0) as advance, Reader(found, advance) as reader:
+            staged.append(stage_model(found, reader, model, strict))
+
+    together(ranks, stage)
+    put_weights(model, staged[0])
+
+
+def _find(folder: Path) -> _Found:
+    found = _Found(folder)
+    names = [SINGLE]
+    if (folder / INDEX).is_file():
+        try:
+            names = sorted(set(json.loads((folder / INDEX).read_bytes())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{folder / INDEX} is damaged, or is not an index of safetensors files") from error
+        for name in names:
+            if not isinstance(name, str) or Path(name).name != name:
+                raise CheckpointError(f"{folder / INDEX} names {name!r}, which is not a file in this folder")
+    for name in names:
+        _read_header(found, name)
+    found.model = {"dict": [(name, {"tensor": name}) for name in found.tensors]}
+    return found
+
+
+def _read_header(found: _Found, name: str) -> None:
+    path = found.folder / name
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            start = file.read(8)
+            length = int.from_bytes(start, "little")
+            if len(start) < 8 or length > min(size - 8, _HEADER_LIMIT):
+                raise CheckpointError(f"{path} is damaged, or is not a safetensors file")
+            text = file.read(length)
+        described = json.loads(text)
+        described.pop("__metadata__", None)
+        for key, entry in described.items():
+            dtype, shape, (begin, end) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+            if end - begin != torch.Size(shape).numel() * dtype.itemsize or not 0 <= begin <= end <= size - 8 - length:
+                raise CheckpointError(f"{path} is damaged: '{key}' does not lie in it")
+            box = Box(name, 8 + length + begin, (0,) * len(shape), shape, ())
+            found.tensors[key] = Entry(dtype, shape, (box,))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"{path} is damaged, or is not a safetensors file") from error
+    found.files[name] = {"bytes": size, "header": 8 + length, "crc": zlib.crc32(start + text)}
