@@ -112,7 +112,8 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     reshard, park = choices.reshard_after_forward, None
     if reshard is not None and not isinstance(reshard, bool):
         reshard, park = True, _park_mesh(choices.mesh, reshard)
-    hooked = bool(groups) or not plain  # a unit of nothing but resident frozen weights has nothing to do
+    # A unit of nothing but frozen weights that rest whole has nothing to do, unless it is the root of other units.
+    hooked = bool(groups) or not plain or any(units_below(module) for module in modules)
     unit = Unit(modules, groups, choices.mesh, choices.device, choices.precision, reshard, choices.schedule, hooked)
     unit.plain = [Plain(name, sites) for name, _, sites in plain]
     for each in unit.plain:

@@ -224,6 +224,33 @@ def _scopes(rank, world):
         pass
 
 
+def _first_used_later(rank, world, case):
+    """One of two roots is not used by the first micro-batch: its weights are new all the same."""
+    axes, strategy, outer = case
+    kwargs = {"mesh": mesh_of(axes, world), "strategy": strategy, "outer_strategy": outer}
+    torch.manual_seed(1)
+    pair = Unwrapped()
+    fully_shard(pair.one, **kwargs)
+    fully_shard(pair.two, **kwargs)
+    torch.manual_seed(1)
+    models = [pair, Unwrapped()]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in models]
+    x = torch.randn(8, DIM, generator=torch.Generator().manual_seed(0))
+    for model, optimizer, rows in zip(models, optimizers, (x.chunk(world)[rank], x)):
+        model(rows).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with microbatch(pair, is_last=False):
+        pair.one(x)
+    with microbatch(pair, is_first=False):
+        torch.testing.assert_close(pair(x), models[1](x))
+
+
+def test_weights_that_only_a_later_micro_batch_uses_are_refreshed(ranks):
+    for case in STRATEGIES:
+        assert ranks(4, _first_used_later, case) == [None] * 4
+
+
 def test_microbatch_nests_over_wrapped_and_unwrapped_parents(ranks):
     assert ranks(4, _scopes) == [None] * 4
 
