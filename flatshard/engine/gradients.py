@@ -188,6 +188,7 @@ class Gradients:
     ) -> Ticket:
         """Reduce full-size runs over all axes into ``target``, taking along what rests on the way."""
         lane, final = pool.lane, target.placements
+        resting, self._resting = self._resting, None
         if not inputs:  # only empty tensors
             return Ticket()
         if len(final) == 1:
@@ -197,7 +198,6 @@ class Gradients:
             inner = self._buffer(halfway, self.reduce_dtype, pool.temporary)
         keep.append(inner.local)
         ticket = self._inner(inner, inputs, lane, name)
-        resting, self._resting = self._resting, None
         if resting is not None:
             with lane.entered((ticket,)):
                 resting.local.add_(inner.local)
