@@ -15,7 +15,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 train: $(READY)
-	$(PY) -m flatshard.cli train
+	$(PY) -m flatshard.cli train --checkpoint runs/train
 
 lint: $(READY)
 	$(PY) -m ruff check .

@@ -31,6 +31,8 @@ def check(settings: Settings) -> None:
     world = _started_world()
     if world and settings.processes not in (None, world):
         raise ValueError(f"--processes {settings.processes}: torchrun has started {world}; leave it out")
+    if settings.checkpoint is not None and settings.checkpoint.exists() and not settings.checkpoint.is_dir():
+        raise ValueError(f"--checkpoint {settings.checkpoint}: not a folder")
     settings.rows_per_rank(world or _processes(settings))
     load_bytes(settings)
 

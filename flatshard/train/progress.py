@@ -66,6 +66,13 @@ def headline(trainer: Trainer) -> str:
     return f"{size} parameters on {ranks} ({trainer.device.type}, {trainer.settings.precision}), {text}"
 
 
+def resumed(settings: Settings, done: int) -> str:
+    """One line about where a run continues."""
+    if done < settings.steps:
+        return f"continues after step {done} of {settings.checkpoint}"
+    return f"{settings.checkpoint} has step {done} already: give more --steps, or another --checkpoint, to train on"
+
+
 class Plain:
     """A dozen lines, for logs."""
 
@@ -127,7 +134,7 @@ class Meter:
     def __init__(self, trainer: Trainer) -> None:
         self._tokens = trainer.settings.batch * trainer.settings.context
         self._device = trainer.device
-        self._step, self._time = 0, time.monotonic()
+        self._step, self._time = trainer.done, time.monotonic()
 
     def read(self, step: Step) -> Reading:
         loss = float(step.loss)  # waits for the device: the clock is read after it
@@ -141,14 +148,18 @@ def run_with_display(trainer: Trainer) -> None:
     """Train, sample, and show both."""
     began = time.monotonic()
     print(headline(trainer), flush=True)
+    if trainer.done:
+        print(resumed(trainer.settings, trainer.done), flush=True)
     meter = Meter(trainer)
     first = last = float("nan")
     with display(trainer.settings) as shown:
         for step in trainer.steps():
-            if step.number == 1 or shown.due(step.number):
+            is_first = step.number == trainer.done + 1
+            if is_first or shown.due(step.number):
                 reading = meter.read(step)
                 shown.show(reading)
-                first, last = (reading.loss if step.number == 1 else first), reading.loss
-    print(f"loss {first:.3f} -> {last:.3f} in {time.monotonic() - began:.0f} s", flush=True)
+                first, last = (reading.loss if is_first else first), reading.loss
+    if trainer.done < trainer.settings.steps:
+        print(f"loss {first:.3f} -> {last:.3f} in {time.monotonic() - began:.0f} s", flush=True)
     if trainer.settings.sample:
         print(f"\n{trainer.sample()}", flush=True)

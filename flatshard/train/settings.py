@@ -35,11 +35,28 @@ class Settings:
     clip: Annotated[float, "largest norm of the gradient; 0 leaves it as it is"] = 1.0
     seed: Annotated[int, "of weights, batches and the sample"] = 0
     sample: Annotated[int, "bytes of sample text at the end"] = 240
+    checkpoint: Annotated[Path | None, "folder of checkpoints: the run continues from the newest and writes more"] = (
+        None
+    )
+    save_every: Annotated[int, "steps from one checkpoint to the next; the last step is always saved"] = 50
+    keep: Annotated[int, "newest checkpoints to keep"] = 2
     prompt: Annotated[str | None, "how the sample starts (default: the first words of the text)"] = None
     temperature: Annotated[float, "of the sample; 0 always takes the likeliest byte"] = 0.5
 
     def __post_init__(self) -> None:
-        for name in ("processes", "steps", "batch", "context", "width", "layers", "heads", "kv_heads", "ffn"):
+        for name in (
+            "processes",
+            "steps",
+            "batch",
+            "context",
+            "width",
+            "layers",
+            "heads",
+            "kv_heads",
+            "ffn",
+            "save_every",
+            "keep",
+        ):
             self._require(name, lambda value: value >= 1, "at least 1")
         for name in ("warmup", "weight_decay", "clip", "seed", "sample", "temperature"):
             self._require(name, lambda value: value >= 0 and math.isfinite(value), "0 or more")
@@ -66,6 +83,22 @@ class Settings:
             rope_theta=1e4,
             recompute=self.recompute,
         )
+
+    @property
+    def recipe(self) -> dict[str, str]:
+        """What a run must have in common with one that it continues, by flag."""
+        free = (
+            "processes",
+            "steps",
+            "recompute",
+            "sample",
+            "checkpoint",
+            "save_every",
+            "keep",
+            "prompt",
+            "temperature",
+        )
+        return {flag_of(each.name): str(getattr(self, each.name)) for each in fields(self) if each.name not in free}
 
     def rows_per_rank(self, world: int) -> int:
         """The rows of one rank in each step. ValueError where ``world`` ranks cannot share them equally."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
+from flatshard import checkpoint
 from flatshard.api import fully_shard
 from flatshard.policy import MixedPrecisionPolicy
 from flatshard.train.data import batch_rows, first_words
@@ -44,6 +46,22 @@ class Trainer:
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self._shard()
         self.optimizer = self._make_optimizer()
+        self.done = self._resume()  # steps that a checkpoint has
+
+    def _resume(self) -> int:
+        """Continue from the newest checkpoint of the settings; the number of its step, 0 where there is none."""
+        found = None if self.settings.checkpoint is None else checkpoint.latest(self.settings.checkpoint)
+        if found is None:
+            return 0
+        extra = checkpoint.load(found, self.model, self.optimizer)
+        recipe = self.settings.recipe
+        odd = [flag for flag, value in extra["recipe"].items() if recipe.get(flag) != value]
+        if odd:
+            raise ValueError(
+                f"{found} was trained with {odd[0]} {extra['recipe'][odd[0]]}, not {recipe.get(odd[0])}; "
+                "give it the same flags, or another --checkpoint"
+            )
+        return int(extra["step"])
 
     def _shard(self) -> None:
         policy = MixedPrecisionPolicy()
@@ -62,9 +80,24 @@ class Trainer:
         return torch.optim.AdamW(groups, lr=self.settings.lr, betas=(0.9, 0.95), fused=True)
 
     def steps(self) -> Iterator[Step]:
-        """Train, one step each time the next is asked for."""
-        for number in range(1, self.settings.steps + 1):
-            yield self._step(number)
+        """Train, one step each time the next is asked for. Batches follow from the number of the step alone."""
+        saving: checkpoint.Pending | None = None
+        try:
+            for number in range(self.done + 1, self.settings.steps + 1):
+                step = self._step(number)
+                if self.settings.checkpoint is not None and self._is_saved(number):
+                    saving = self._save(self.settings.checkpoint / f"step-{number}", number)
+                yield step
+        finally:
+            if saving is not None:
+                saving.wait()
+
+    def _is_saved(self, number: int) -> bool:
+        return number == self.settings.steps or number % self.settings.save_every == 0
+
+    def _save(self, path: Path, number: int) -> checkpoint.Pending:
+        extra = {"step": number, "recipe": self.settings.recipe}
+        return checkpoint.save(path, self.model, self.optimizer, extra, keep_last=self.settings.keep, asynchronous=True)
 
     def _step(self, number: int) -> Step:
         tokens, targets = batch_rows(self.text, self.settings, number, self.mesh.get_local_rank(), self.mesh.size())

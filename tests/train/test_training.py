@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from flatshard.train.data import batch_rows, load_bytes
 from flatshard.train.settings import Settings
 from flatshard.train.trainer import Trainer
+from tests.bench import RankError
 
 TINY = Settings(steps=6, batch=4, context=32, width=32, layers=2, heads=4, kv_heads=2, ffn=64, warmup=2, sample=8)
 
@@ -80,3 +81,35 @@ def test_the_learning_rate_warms_up_and_falls():
     assert rates[-1] == pytest.approx(0.1)
     constant = replace(settings, schedule="constant", warmup=0)
     assert {constant.lr_at(step) for step in range(1, 101)} == {1.0}
+
+
+def _resumed(rank, world, settings, stop):
+    trainer = Trainer(settings, load_bytes(settings), init_device_mesh("cpu", (world,)))
+    losses = {}
+    for step in trainer.steps():
+        losses[step.number] = (float(step.loss), float(step.grad_norm), step.lr)
+        if step.number == stop:
+            break
+    return trainer.done, losses
+
+
+def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(ranks, tmp_path):
+    whole = ranks(2, _resumed, replace(TINY, steps=12), 12)[0][1]
+    settings = replace(TINY, steps=12, checkpoint=tmp_path, save_every=3, keep=2)
+    done, first = ranks(2, _resumed, settings, 7)[0]
+    assert done == 0
+    again, second = ranks(2, _resumed, settings, 12)[0]
+    assert again == 6
+    assert {**first, **second} == whole  # exactly
+    assert first[7] == second[7]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-12", "step-9"]
+    assert ranks(2, _resumed, settings, 12)[0] == (12, {})
+    other, third = ranks(4, _resumed, replace(settings, steps=13), 13)[0]
+    assert other == 12
+    assert third.keys() == {13}
+
+
+def test_a_checkpoint_of_another_run_is_refused(ranks, tmp_path):
+    ranks(2, _resumed, replace(TINY, steps=1, checkpoint=tmp_path), 1)
+    with pytest.raises(RankError, match="was trained with --seed 0, not 7; give it the same flags"):
+        ranks(2, _resumed, replace(TINY, steps=2, seed=7, checkpoint=tmp_path), 2)
