@@ -184,7 +184,7 @@ def dtensors_are_canonical(rank, world, device):
     pair = [torch.randn(5, 3, device=device), torch.randn(7, 3, device=device)]
     packed = DBuffer.distribute(pair, plan([(5, 3), (7, 3)], world, layout="flat"), mesh, [Flat()])
     if not SUBCLASSES_DISPATCH:
-        with pytest.raises(NotImplementedError, match="2.13"):
+        with pytest.raises(NotImplementedError, match="need torch"):
             as_dtensor(packed, 1)
         return
     ragged = as_dtensor(packed, 1)
