@@ -138,8 +138,8 @@ def _wrapped(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return made
 
 
-# On torch 2.11 every operation on a DTensor, of whatever class, goes to DTensor's own dispatch: a subclass cannot say what
-# its operations mean. On 2.13 it can.
+# On torch 2.11 every operation on a DTensor, of whatever class, goes to DTensor's own dispatch: a subclass cannot say
+# what its operations mean. On 2.13 it can.
 SUBCLASSES_DISPATCH = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
