@@ -1,11 +1,14 @@
 """fully_shard equals one process with the whole batch: losses, gradients, weights."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from flatshard import MixedPrecisionPolicy, fully_shard
+from tests.bench.pairs import pairwise
 from tests.dist.models import batches, loss_of, make_net, train
 
 OPTIMIZERS = {
@@ -43,12 +46,22 @@ def _against_one_process(rank, world, optimizer, recompute, micro, set_to_none):
     return losses
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
-@pytest.mark.parametrize("micro", [1, 3])
-def test_training_equals_one_process(ranks, world, optimizer, recompute, micro):
-    assert ranks(world, _against_one_process, optimizer, recompute, micro, optimizer == "sgd")
+PRODUCT = list(
+    itertools.product([2, 3, 4], ["sgd", "adamw"], [None, "reentrant", "non-reentrant"], [1, 3], [True, False])
+)
+PAIRWISE = pairwise(PRODUCT)
+COLUMNS = ("world", "optimizer", "recompute", "micro", "set_to_none")
+
+
+@pytest.mark.parametrize(COLUMNS, PAIRWISE)
+def test_training_equals_one_process(ranks, world, optimizer, recompute, micro, set_to_none):
+    assert ranks(world, _against_one_process, optimizer, recompute, micro, set_to_none)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(COLUMNS, [row for row in PRODUCT if row not in PAIRWISE])
+def test_training_equals_one_process_full(ranks, world, optimizer, recompute, micro, set_to_none):
+    assert ranks(world, _against_one_process, optimizer, recompute, micro, set_to_none)
 
 
 def _gradients(rank, world):

@@ -11,6 +11,7 @@ from flatshard import MixedPrecisionPolicy, Placements, fully_shard, microbatch
 from flatshard.engine.build import units_below
 from flatshard.engine.unit import unit_of
 from flatshard.layout import Flat, Partial, Replicate
+from tests.bench.pairs import pairwise
 from tests.dist.models import batches, loss_of, make_net
 from tests.dist.test_engine import ROWS, full, shard_net
 
@@ -81,22 +82,6 @@ def plain_losses(reference, steps):
 RECOMPUTE = [None, "reentrant", "non-reentrant"]
 MICRO = [(1, True), (3, True), (3, False)]  # how many, and whether `microbatch` says so
 PRODUCT = list(itertools.product(STRATEGIES, RECOMPUTE, MICRO, [None, torch.bfloat16], ["tensor", "flat", "auto"]))
-
-
-def pairwise(product):
-    """A subset in which every pair of values of any two columns occurs."""
-    chosen, missing = [], set()
-    for row in product:
-        missing.update(_pairs(row))
-    while missing:
-        best = max(product, key=lambda row: len(missing & _pairs(row)))
-        missing -= _pairs(best)
-        chosen.append(best)
-    return chosen
-
-
-def _pairs(row):
-    return {(i, j, repr(row[i]), repr(row[j])) for i, j in itertools.combinations(range(len(row)), 2)}
 
 
 PAIRWISE = pairwise(PRODUCT)
