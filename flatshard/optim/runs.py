@@ -145,7 +145,7 @@ class Run:
         parameter = self.parameters[place]
         assert isinstance(parameter, DTensor)
         if isinstance(value, DTensor):
-            if _cut_of(value) == _cut_of(parameter):
+            if cut_of(value) == cut_of(parameter):
                 return _torch.local_of(value)
             value = value.full_tensor()
         return local_part(self.main, self._indices[place], value)
@@ -185,7 +185,7 @@ def window(main: DBuffer, index: int) -> Any:
     return main.layout.windows(main.held.first, main.held.count)[index]
 
 
-def _cut_of(tensor: DTensor) -> Any:
+def cut_of(tensor: DTensor) -> Any:
     """What says which rows of a tensor a rank holds; ragged ones have more to say than mesh and placements."""
     return tensor.device_mesh, tensor.placements, getattr(tensor, "_cut", None)
 

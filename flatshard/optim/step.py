@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatshard import _torch
 from flatshard.engine.homes import group_of, is_replaced, settled, successor_of
-from flatshard.optim.runs import MAIN_GRAD, Run, State, cut, is_elementwise, local_part
+from flatshard.optim.runs import MAIN_GRAD, Run, State, cut, cut_of, is_elementwise, local_part
 
 Opt = TypeVar("Opt", bound=Optimizer)
 
@@ -270,6 +270,7 @@ class _Local:
         """Cut runs, and fill our state from the one that others see."""
         outer = self.look(optimizer)
         groups = optimizer.param_groups
+        _cut_as_parameters(groups, outer)
         _refuse_replaced(optimizer)
         self._runs, self._absent, self._others = cut(groups, outer, self.flat)
         self._ids = [list(map(id, group["params"])) for group in groups]
@@ -289,6 +290,24 @@ class _Local:
 
     def _forget(self) -> None:
         self._runs, self._outdated, self._state = None, False, defaultdict(dict)
+
+
+# Of one number per parameter, whatever its shape: names in the state of torch's optimizers.
+_PER_PARAMETER = {"step", "mu_product", "eta", "mu"}
+
+
+def _cut_as_parameters(groups: Sequence[dict[str, Any]], state: Any) -> None:
+    """Cut state anew that was loaded in another form, as torch's full state dicts give it.
+
+    In the order of the parameters: runs lie in another order on each rank, and gathering is collective.
+    """
+    for parameter in (p for group in groups for p in group["params"] if isinstance(p, DTensor)):
+        for key, value in list(state.get(parameter, {}).items()):
+            if isinstance(value, DTensor) and cut_of(value) != cut_of(parameter):
+                fresh = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+                state[parameter][key] = fresh.copy_(value)
+            elif type(value) is torch.Tensor and value.shape == parameter.shape == () and key not in _PER_PARAMETER:
+                state[parameter][key] = _torch.like_dtensor(parameter, value.to(parameter.device))
 
 
 # Optimizers from before sharding
