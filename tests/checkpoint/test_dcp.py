@@ -86,7 +86,7 @@ def _options(rank, world, place, local_step):
         assert torch.equal(value, wanted[f"model.{name}"]), name
     offloaded = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     assert offloaded.keys() == (weights.keys() if rank == 0 else set())
-    for broadcast in (False, True):
+    for broadcast in (True,) if local_step == "broadcast" else (False, True):
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast, strict=False)
         other, fresh = trained(rank, world, place, seed=3, steps=0)
         if local_step:
@@ -96,9 +96,15 @@ def _options(rank, world, place, local_step):
         set_optimizer_state_dict(other, fresh, dict(given[1]), options=options)
         found = full_state(other, fresh)
         assert_same({name: found[name] for name in wanted}, wanted)
+        if local_step:  # which takes state in whatever form torch gives it back
+            train(model, optimizer, 1, ROWS, rank, world)
+            train(other, fresh, 1, ROWS, rank, world)
+            found, ahead = full_state(other, fresh), full_state(model, optimizer)
+            assert_same({name: found[name] for name in ahead}, ahead)
+            break
 
 
-@pytest.mark.parametrize("local_step", [False, True])
+@pytest.mark.parametrize("local_step", [None, "distribute", "broadcast"])
 @pytest.mark.parametrize("place", [PLACES[0], PLACES[1], PLACES[6], PLACES[7]], ids=str)
 def test_full_state_dicts(ranks, place, local_step):
     ranks(4, _options, place, local_step)
