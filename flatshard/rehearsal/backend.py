@@ -6,7 +6,8 @@ every other rank were a twin of this one (:mod:`transfer`), and takes its modell
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ _SUM, _AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 _IDEMPOTENT = (dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.BAND, dist.ReduceOp.BOR)
 
 Tensors = Sequence[torch.Tensor]
+_is_contiguous, _nbytes = torch.Tensor.is_contiguous, operator.attrgetter("nbytes")
 Pair = tuple[torch.Tensor, torch.Tensor]
 Pairs = list[Pair]
 
@@ -83,12 +85,14 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
 
     def _launch(
         self, kind: Kind, size: int, pairs: Pairs, opts: Any = None, segments: int = 1, fold: bool = False,
-        slots: int = 1, scale: float = 1.0, result: list[torch.Tensor] | None = None,
+        slots: int = 1, scale: float = 1.0, result: list[torch.Tensor] | None = None, sizes: list[int] | None = None,
     ) -> dist.Work:  # fmt: skip
         """Hand one collective of ``size`` bytes to its device's clock; the rest as in :class:`Transfer`."""
-        for dst, src in pairs:
-            if not (dst.is_contiguous() and src.is_contiguous()):
+        for tensors in zip(*pairs):
+            if not all(map(_is_contiguous, tensors)):
                 raise ValueError(f"{kind}: tensors must be contiguous, as for every backend; call .contiguous() first")
+        if sizes is None:
+            sizes = [dst.nbytes if fold else src.nbytes for dst, src in pairs]
         device = pairs[0][0].device if pairs else self._device()
         key = (kind, size, segments)
         if key not in self._costs:
@@ -100,7 +104,9 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
             clock = self._clocks[device] = self._medium.clock(device)
         own = self._own if slots > 1 else 0
         in_line = not getattr(opts, "asyncOp", True)  # as NCCL: nobody overlaps with a call that is waited for at once
-        transfer = Transfer(pairs, self._level, seconds, fold, slots, own, scale, result, kind == "barrier", in_line)
+        transfer = Transfer(
+            pairs, sizes, self._level, seconds, fold, slots, own, scale, result, kind == "barrier", in_line
+        )
         work = clock.submit(transfer)
         if self._coalesced is not None:
             self._coalesced[:] = [work]
@@ -123,18 +129,16 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
             return 1.0
         raise ValueError(f"rehearsal reduces with SUM, AVG, MIN, MAX, BAND, BOR and PREMUL_SUM, not with {op}")
 
-    def _sharded_size(self, kind: Kind, full_name: str, shard_name: str, pairs: Iterable[Pair]) -> int:
-        """Bytes of all full tensors, each of which must be W times its shard."""
-        count, size = self._count, 0
-        for full, shard in pairs:
-            full_size = full.nbytes
-            if full_size != shard.nbytes * count:
-                raise ValueError(
-                    f"{kind}: the {full_name} has {full.numel()} elements of {full.dtype} and the {shard_name} "
-                    f"{shard.numel()} of {shard.dtype}; with {count} ranks it must have {shard.numel() * count}"
-                )
-            size += full_size
-        return size
+    def _launch_sharded(
+        self, kind: Kind, fulls: Tensors, shards: Tensors, pairs: Pairs, opts: Any, fold: bool, scale: float
+    ) -> dist.Work:
+        """A collective between full tensors and shards, each full one W times its shard. Loops run in C: it is hot."""
+        count = self._count
+        sizes = list(map(_nbytes, shards))
+        size = sum(sizes) * count
+        if list(map(_nbytes, fulls)) != [count * own for own in sizes]:
+            _refuse_sizes(kind, fulls, shards, count)
+        return self._launch(kind, size, pairs, opts, len(pairs), fold, count, scale, None, sizes)
 
     # -- gathers: every slot of the output gets this rank's shard
 
@@ -143,8 +147,7 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
 
     def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         pairs = list(zip(outputs, inputs))
-        size = self._sharded_size("all_gather", "output", "input", pairs)
-        return self._launch("all_gather", size, pairs, opts, len(pairs), False, self._count)
+        return self._launch_sharded("all_gather", outputs, inputs, pairs, opts, False, 1.0)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         pairs = [(output, shard) for row, shard in zip(outputs, inputs) for output in row]
@@ -165,9 +168,8 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
         return self.reduce_scatter_tensor_coalesced([output], [input], opts)
 
     def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        size = self._sharded_size("reduce_scatter", "input", "output", zip(inputs, outputs))
         pairs = list(zip(outputs, inputs))
-        return self._launch("reduce_scatter", size, pairs, opts, len(pairs), True, self._count, self._scale(opts))
+        return self._launch_sharded("reduce_scatter", inputs, outputs, pairs, opts, True, self._scale(opts))
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
         """The form with lists, which nothing that is fast uses: charged in full, but only the own slot is read."""
@@ -257,6 +259,16 @@ for _old, _new in NEW_NAMES.items():
 
 def _listed(tensors: Tensors | torch.Tensor) -> Tensors:
     return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+
+
+def _refuse_sizes(kind: Kind, fulls: Tensors, shards: Tensors, count: int) -> None:
+    full_name, shard_name = ("output", "input") if kind == "all_gather" else ("input", "output")
+    for full, shard in zip(fulls, shards):
+        if full.nbytes != shard.nbytes * count:
+            raise ValueError(
+                f"{kind}: the {full_name} has {full.numel()} elements of {full.dtype} and the {shard_name} "
+                f"{shard.numel()} of {shard.dtype}; with {count} ranks it must have {shard.numel() * count}"
+            )
 
 
 def _size(tensors: Tensors) -> int:

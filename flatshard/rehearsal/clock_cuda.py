@@ -9,6 +9,8 @@ collective takes the longer of the two.
 from __future__ import annotations
 
 import ctypes
+import functools
+import operator
 import struct
 from contextlib import nullcontext
 from typing import Any
@@ -25,6 +27,7 @@ _THREADS = 512
 _MAX_BLOCKS = 32
 _BYTES_PER_BLOCK = 1 << 18
 _ONE = 0x3F800000  # the bits of 1.0, by far the most frequent scale
+_data_ptr = torch.Tensor.data_ptr
 _COPY, _SCALE_FLOAT32, _SCALE_BFLOAT16 = 0, 1, 2
 _SCALED_IN_KERNEL = {torch.float32: _SCALE_FLOAT32, torch.bfloat16: _SCALE_BFLOAT16}
 
@@ -243,28 +246,30 @@ class CudaClock:
             driver.wait(stream, self._before)
         if self._last is not None and self._last[1] != stream:
             driver.wait(stream, self._last[0].handle)
-        pairs = transfer.pairs
+        pairs, sizes = transfer.pairs, transfer.sizes
         while len(pairs) > _MAX_SEGMENTS:
-            self._launch(transfer, pairs[:_MAX_SEGMENTS], 0.0, stream)
-            pairs = pairs[_MAX_SEGMENTS:]
-        self._launch(transfer, pairs, transfer.seconds, stream)
+            self._launch(transfer, pairs[:_MAX_SEGMENTS], sizes[:_MAX_SEGMENTS], 0.0, stream)
+            pairs, sizes = pairs[_MAX_SEGMENTS:], sizes[_MAX_SEGMENTS:]
+        self._launch(transfer, pairs, sizes, transfer.seconds, stream)
         event = _Event(link)
         driver.record(event.handle, stream)
         self._last = (event, stream)
         return CudaWork(transfer, event, stream, link)
 
     def _launch(
-        self, transfer: Transfer, pairs: list[tuple[torch.Tensor, torch.Tensor]], seconds: float, stream: int
+        self,
+        transfer: Transfer,
+        pairs: list[tuple[torch.Tensor, torch.Tensor]],
+        sizes: list[int],
+        seconds: float,
+        stream: int,
     ) -> None:
         fold, slots, scale = transfer.fold, transfer.slots, transfer.scale
-        fields: list[int] = []
-        total = alignment = 0
-        for dst, src in pairs:
-            size = dst.nbytes if fold else src.nbytes
-            to, source = dst.data_ptr(), src.data_ptr()
-            fields += (to, source, size)
-            alignment |= to | source | size
-            total += size
+        fields = [0] * (3 * len(pairs))
+        fields[2::3] = sizes
+        for at, tensors in enumerate(zip(*pairs)):  # the destinations, then the sources
+            fields[at::3] = map(_data_ptr, tensors)
+        alignment = functools.reduce(operator.or_, fields, 0)
         width = 16 if not alignment & 15 else 4 if not alignment & 3 else 2 if not alignment & 1 else 1
         arithmetic = _COPY if scale == 1.0 else _SCALED_IN_KERNEL.get(pairs[0][0].dtype, _COPY)
         # struct Call: its 32-bit fields are packed here in pairs
@@ -281,7 +286,7 @@ class CudaClock:
             0,
             *fields,
         )
-        blocks = min(_MAX_BLOCKS, total * slots // _BYTES_PER_BLOCK + 1)
+        blocks = min(_MAX_BLOCKS, sum(sizes) * slots // _BYTES_PER_BLOCK + 1)
         self._driver.launch(self._link.function, blocks, _THREADS, stream, self._pointers)
         if scale != 1.0 and arithmetic == _COPY:
             own_stream = stream == self._raw_stream

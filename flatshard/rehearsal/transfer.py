@@ -28,6 +28,7 @@ class Transfer:
     """
 
     pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    sizes: list[int]  # per pair, the bytes of one slot
     level: Level
     seconds: float
     fold: bool = False
