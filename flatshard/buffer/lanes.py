@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -281,6 +282,33 @@ class Lane:
         numbytes = sum([tensor.nbytes for tensor in tensors])
         self.history.append(Operation(self.launched, kind, name, numbytes, ticket))
         return ticket
+
+
+# Groups over several axes, by their ranks, for as long as the default process group lives.
+_joint: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]] = WeakKeyDictionary()
+
+
+def joint_group(mesh: DeviceMesh, axes: Sequence[int]) -> ProcessGroup:
+    """The process group of all ranks that differ from this one along these axes of a mesh only.
+
+    It is the axis's own or the default one if that has the same ranks. Otherwise the first call makes it, is collective
+    among its ranks, and later ones find it.
+    """
+    if len(axes) == 1:
+        return mesh.get_group(axes[0])
+    place = mesh.get_coordinate()
+    assert place is not None
+    ranks = mesh.mesh[tuple(slice(None) if axis in axes else place[axis] for axis in range(mesh.ndim))]
+    members, world = tuple(sorted(ranks.flatten().tolist())), dist.group.WORLD
+    assert world is not None
+    if len(members) == world.size():
+        return world
+    known = _joint.setdefault(world, {})
+    if members not in known:
+        made = dist.new_group(members, use_local_synchronization=True, group_desc="flatshard_joint")
+        assert isinstance(made, ProcessGroup)
+        known[members] = made
+    return known[members]
 
 
 class Exchange:

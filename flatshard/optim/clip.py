@@ -1,7 +1,7 @@
 """Norms of sharded gradients and weights, clipping by them, and which gradients are not finite.
 
-Every rank computes over what it holds. The results of all parameters on one mesh are combined by one collective per
-axis that cuts them, so by one; a parameter that every rank holds whole is counted once.
+Every rank computes over what it holds. The results of all parameters on one mesh are combined by one collective over
+the axes that cut them; what several ranks hold alike is counted once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from flatshard import _torch
 from flatshard.buffer import DBuffer, Lane
-from flatshard.buffer.lanes import Op
+from flatshard.buffer.lanes import Op, joint_group
 from flatshard.optim.runs import MAIN_GRAD
 
 # Where a tensor is: its mesh, and the axes of it that cut the tensor. Plain tensors: (None, ()).
@@ -170,15 +170,20 @@ def _over_ranks(shares: dict[_Where, torch.Tensor], norm_type: float) -> dict[_W
             torch.cat([share.nan_to_num(0.0, math.inf), share.isnan().to(share.dtype)]) if highest else share
         )
     for mesh in dict.fromkeys(mesh for mesh, axes in shares if mesh is not None and axes):
+        cut = [where for where in shares if where[0] == mesh and where[1]]
+        axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1 and any(axis in where[1] for where in cut)]
+        if not axes:
+            continue
+        place = mesh.get_coordinate()
+        assert place is not None
+        for where in cut:
+            if not highest and any(place[axis] for axis in axes if axis not in where[1]):
+                result[where] = torch.zeros_like(result[where])  # the first rank along the axis counts it
+        both = torch.cat([result[where] for where in cut])
         lane = Lane("norms", _mesh_device(mesh))
-        for axis in range(mesh.ndim):
-            cut = [where for where in shares if where[0] == mesh and axis in where[1]]
-            if not cut or mesh.size(axis) == 1:
-                continue
-            both = torch.cat([result[where] for where in cut]) if len(cut) > 1 else result[cut[0]]
-            op: Op = "max" if highest else "sum"
-            lane.all_reduce(lane.group(mesh, axis), [both], op, after=(lane.mark(),), name="norms").wait()
-            result.update(zip(cut, both.split([result[where].numel() for where in cut])))
+        op: Op = "max" if highest else "sum"
+        lane.all_reduce(joint_group(mesh, axes), [both], op, after=(lane.mark(),), name="norms").wait()
+        result.update(zip(cut, both.split([result[where].numel() for where in cut])))
     if highest:
         for where, value in result.items():
             norms, undefined = value.chunk(2)
