@@ -191,6 +191,60 @@ def is_cut_alike(one: DTensor, other: DTensor) -> bool:
     return one._spec.mesh == other._spec.mesh and one._spec.placements == other._spec.placements and mine == theirs
 
 
+def is_masked_fill(op: Any, args: Sequence[Any]) -> bool:
+    """Whether an operation is ``x[mask] = number`` with a mask of the shape of ``x``, which is elementwise."""
+    if op._schema.name != "aten::index_put_" or any(args[3:]) or len(args[1]) != 1:
+        return False
+    mask = args[1][0]
+    return bool(mask is not None and mask.dtype == torch.bool and mask.shape == args[0].shape and args[2].numel() == 1)
+
+
+def _on_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An elementwise operation in place on the shards, where the tensors of each place in its lists are cut alike."""
+    if op._schema.name != "aten::index_put_":
+        columns = list(zip(*[arg for arg in args if isinstance(arg, (list, tuple)) and arg]))
+    elif is_masked_fill(op, args):
+        columns = [(args[0], args[1][0])]
+    elif args[0].numel() == 1 and all(p.is_replicate() for p in args[0].placements):
+        columns = [(args[0],)]  # without dims: torch has read the mask already and made an index of it
+    else:
+        columns = [(None,)]
+    if not all(are_cut_alike(column) for column in columns):
+        handlers = DTensor._op_dispatcher._custom_op_handlers
+        ours = handlers.pop(op)
+        try:
+            return op(*args, **kwargs)  # what DTensor itself has for it, if only an error
+        finally:
+            handlers[op] = ours
+    local_args, local_kwargs = pytree.tree_map_only(DTensor, local_of, (args, kwargs))
+    op(*local_args, **local_kwargs)
+    return args[0] if op._schema.returns else None
+
+
+def are_cut_alike(tensors: Sequence[torch.Tensor | None]) -> bool:
+    """Whether the same rows of all tensors are here, none waiting for a sum. A number on every rank suits them all."""
+    cut: list[Any] = [tensor for tensor in tensors if tensor is None or not _is_number_everywhere(tensor)]
+    if not all(isinstance(tensor, DTensor) and is_cut_alike(cut[0], tensor) for tensor in cut):
+        return False
+    return not any(placement.is_partial() for tensor in cut[:1] for placement in tensor._spec.placements)
+
+
+def _is_number_everywhere(tensor: torch.Tensor) -> bool:
+    return tensor.numel() <= 1 and not (
+        isinstance(tensor, DTensor) and any(not p.is_replicate() for p in tensor.placements)
+    )
+
+
+def add_elementwise_rules() -> None:
+    """Teach DTensor what torch.optim asks of it and it has no rule for: the rest of Rprop, fused SGD and Adagrad."""
+    aten = torch.ops.aten
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    for packet in (aten._foreach_copy_, aten._fused_sgd_, aten._fused_adagrad_, aten.index_put_):
+        for overload in packet.overloads():
+            if overload != "out":
+                handlers.setdefault(getattr(packet, overload), _on_shards)
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor of a DTensor, without autograd or dispatch."""
     assert isinstance(tensor, DTensor)

@@ -12,6 +12,8 @@ from flatshard.buffer.dbuffer import DBuffer
 from flatshard.buffer.ragged import Cut, RaggedDTensor
 from flatshard.layout import Flat, Replicate
 
+_torch.add_elementwise_rules()
+
 
 def as_dtensor(buffer: DBuffer, index: int, inner: _torch.Spec | None = None) -> DTensor:
     """Tensor ``index`` of a buffer as a DTensor over the buffer's memory.

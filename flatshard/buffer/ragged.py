@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from flatshard import _torch
-from flatshard.buffer.lanes import Lane
+from flatshard.buffer.lanes import Lane, joint_group
 from flatshard.layout import Holding, Layout, holding
 
 
@@ -151,10 +151,10 @@ class RaggedDTensor(DTensor):
         if func._schema.name == "aten::new_empty" and torch.Size(args[1]) == args[0].shape:
             local = _torch.local_of(args[0])
             return args[0].with_local(local.new_empty(local.shape, **kwargs))
-        if not _is_elementwise(func):
+        if not _is_elementwise(func) and not _torch.is_masked_fill(func, args):
             raise NotImplementedError(_refusal(str(func)))
         _require_same_rows(func, args, kwargs)
-        local_args, local_kwargs = _torch.map_leaves(RaggedDTensor, _torch.local_of, (args, kwargs))
+        local_args, local_kwargs = _torch.map_leaves(DTensor, _torch.local_of, (args, kwargs))
         result = func(*local_args, **local_kwargs)
         if not func._schema.returns:
             return None
@@ -204,17 +204,17 @@ def _is_elementwise(func: Any) -> bool:
 
 
 def _require_same_rows(func: Any, args: Any, kwargs: Any) -> None:
-    """All tensors of an elementwise operation are cut alike, place by place in lists, or have one element."""
+    """All tensors of an elementwise operation are cut alike, place by place in lists, or have one element.
+
+    Canonical DTensors may stand in other places of the lists: an optimizer's list holds all its parameters.
+    """
     columns = max([len(arg) for arg in args if isinstance(arg, (list, tuple))], default=0)
     for column in range(max(columns, 1)):
-        cuts: list[Cut] = []
-        for arg in (*args, *kwargs.values()):
-            value = arg[column] if isinstance(arg, (list, tuple)) and column < len(arg) else arg
-            if isinstance(value, RaggedDTensor):
-                cuts.append(value._cut)
-            elif isinstance(value, DTensor) or (isinstance(value, torch.Tensor) and value.numel() > 1):
-                raise NotImplementedError(_refusal(f"{func} with a {type(value).__name__} of another cut"))
-        if any(cut is not cuts[0] and cut != cuts[0] for cut in cuts[1:]):
+        place = [
+            arg[column] if isinstance(arg, (list, tuple)) and column < len(arg) else arg
+            for arg in (*args, *kwargs.values())
+        ]
+        if not _torch.are_cut_alike([value for value in place if isinstance(value, torch.Tensor)]):
             raise NotImplementedError(_refusal(f"{func} of tensors that are cut differently"))
 
 
@@ -236,7 +236,7 @@ def _wrap(result: Any, args: Any, like: RaggedDTensor) -> Any:
     if isinstance(result, torch.Tensor):
         return like.with_local(result)
     first = next(arg for arg in args if isinstance(arg, (list, tuple)))
-    return [template.with_local(part) for part, template in zip(result, first)]
+    return [_torch.like_dtensor(template, part) for part, template in zip(result, first)]
 
 
 def _refusal(what: str) -> str:
@@ -250,35 +250,36 @@ def _refusal(what: str) -> str:
 
 
 def _all_reduced(cut: Cut, local: torch.Tensor, biggest: bool) -> torch.Tensor:
-    lane = Lane("norm", local.device)
-    for axis, sharded in enumerate(cut.sharded):
-        if not sharded:
-            continue
-        group = lane.group(cut.mesh, axis)
-        if biggest:
-            parts = local.new_empty(cut.mesh.size(axis) * local.numel())
-            lane.all_gather(group, [parts], [local.reshape(-1)], after=(lane.mark(),), name="norm").wait()
-            local = parts.view(cut.mesh.size(axis), *local.shape).amax(0)
-        else:
-            lane.all_reduce(group, [local], after=(lane.mark(),), name="norm").wait()
+    lane, axes = Lane("norm", local.device), [axis for axis, sharded in enumerate(cut.sharded) if sharded]
+    group = joint_group(cut.mesh, axes)
+    if biggest:
+        parts = local.new_empty(group.size() * local.numel())
+        lane.all_gather(group, [parts], [local.reshape(-1)], after=(lane.mark(),), name="norm").wait()
+        return parts.view(group.size(), *local.shape).amax(0)
+    lane.all_reduce(group, [local], after=(lane.mark(),), name="norm").wait()
     return local
 
 
-def _norms(tensors: Sequence[RaggedDTensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """The norms of whole tensors. One collective per axis for all that are cut over the same mesh."""
+def _norms(tensors: Sequence[DTensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """The norms of whole tensors. One collective for all ragged ones that are cut over the same mesh."""
     if order not in (math.inf, 0.0) and order < 1:
         raise NotImplementedError(_refusal(f"a norm of order {order}"))
     results: dict[int, torch.Tensor] = {}
     by_mesh: dict[tuple[int, tuple[bool, ...]], list[int]] = {}
     for number, tensor in enumerate(tensors):
-        by_mesh.setdefault((id(tensor._cut.mesh), tensor._cut.sharded), []).append(number)
+        if isinstance(tensor, RaggedDTensor):
+            by_mesh.setdefault((id(tensor._cut.mesh), tensor._cut.sharded), []).append(number)
+        else:
+            results[number] = torch.linalg.vector_norm(tensor, order, dtype=dtype).full_tensor()
     for numbers in by_mesh.values():
         locals_ = [_torch.local_of(tensors[number]).detach() for number in numbers]
         wide = [part.to(dtype) if dtype is not None else part for part in locals_]
         zero = wide[0].new_zeros(())
         norms = torch.stack([torch.linalg.vector_norm(part, order) if part.numel() else zero for part in wide])
         power = 1.0 if order in (math.inf, 0.0) else order
-        total = _all_reduced(tensors[numbers[0]]._cut, norms.pow(power), order == math.inf).pow(1 / power)
+        first = tensors[numbers[0]]
+        assert isinstance(first, RaggedDTensor)
+        total = _all_reduced(first._cut, norms.pow(power), order == math.inf).pow(1 / power)
         results.update(zip(numbers, total.unbind()))
     return [results[number] for number in range(len(tensors))]
 
@@ -301,8 +302,20 @@ def _sum(func: Any, ragged: Sequence[RaggedDTensor], args: Any, kwargs: Any) -> 
     return _all_reduced(ragged[0]._cut, _torch.local_of(ragged[0]).sum(**kwargs), False)
 
 
+def _unscale(func: Any, ragged: Sequence[RaggedDTensor], args: Any, kwargs: Any) -> None:
+    """What a GradScaler does to gradients; ``found_inf`` becomes 1 on every rank if one rank finds an infinity."""
+    grads, found_inf, scale = args
+    canonical = [grad for grad in grads if not isinstance(grad, RaggedDTensor)]
+    if canonical:
+        func(canonical, found_inf, scale)
+    func([_torch.local_of(grad) for grad in ragged], found_inf, scale)
+    for cut in {(id(grad._cut.mesh), grad._cut.sharded): grad._cut for grad in ragged}.values():
+        found_inf.copy_(_all_reduced(cut, found_inf.clone(), True))
+
+
 _REDUCTIONS: dict[str, Callable[[Any, Sequence[RaggedDTensor], Any, Any], Any]] = {
     "aten::linalg_vector_norm": _vector_norm,
     "aten::_foreach_norm": _foreach_norm,
     "aten::sum": _sum,
+    "aten::_amp_foreach_non_finite_check_and_unscale_": _unscale,
 }

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -18,6 +19,7 @@ from flatshard import (
     weight_norms,
 )
 from flatshard.buffer import Lane
+from flatshard.buffer.lanes import joint_group
 from tests.dist.models import batches, loss_of, make_net
 
 ROWS = 12
@@ -61,11 +63,11 @@ def collectives(monkeypatched=Lane):
     return count, lambda: setattr(monkeypatched, "_finish", finish)
 
 
-def _clip(rank, world, norm_type, shape):
+def _clip(rank, world, norm_type, shape, outer=None):
     mesh = init_device_mesh("cpu", shape)
     for share in (0.3, 10.0):  # of the norm: clips, does not clip
-        one, ours = with_gradients(rank, world, mesh=mesh)
-        theirs = with_gradients(rank, world, mesh=mesh)[1]
+        one, ours = with_gradients(rank, world, mesh=mesh, outer_strategy=outer)
+        theirs = with_gradients(rank, world, mesh=mesh, outer_strategy=outer)[1]
         before = torch.nn.utils.get_total_norm([p.grad for p in one.parameters() if p.grad is not None], norm_type)
         wanted = torch.nn.utils.clip_grad_norm_(one.parameters(), share * before.item(), norm_type)
         count, stop = collectives()
@@ -86,10 +88,26 @@ def _clip(rank, world, norm_type, shape):
 
 
 @pytest.mark.parametrize("norm_type", [1, 2, 3.5, INF])
-@pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=str)
-def test_the_norm_is_that_of_the_unsharded_model(ranks, norm_type, shape):
-    norms = ranks(math.prod(shape), _clip, norm_type, shape)
+@pytest.mark.parametrize(("shape", "outer"), [((3,), None), ((2, 2), None), ((2, 2), "optim")], ids=str)
+def test_the_norm_is_that_of_the_unsharded_model(ranks, norm_type, shape, outer):
+    norms = ranks(math.prod(shape), _clip, norm_type, shape, outer)
     assert len(set(norms)) == 1  # to the bit, or ranks would drift apart
+
+
+def _joint(rank, world):
+    mesh = init_device_mesh("cpu", (2, 1, 2))
+    assert joint_group(mesh, (0, 1, 2)) is dist.group.WORLD  # nothing new where there is one
+    assert joint_group(mesh, (2,)) is mesh.get_group(2)
+    made = joint_group(mesh, (1, 2))
+    assert dist.get_process_group_ranks(made) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert joint_group(init_device_mesh("cpu", (2, 1, 2)), (1, 2)) is made  # by its ranks, once
+    value, lane = torch.tensor([float(rank)]), Lane("test", torch.device("cpu"))
+    lane.all_reduce(made, [value], name="test").wait()
+    assert value.item() == (1.0 if rank < 2 else 5.0)
+
+
+def test_a_group_over_several_axes_is_made_once(ranks):
+    ranks(4, _joint)
 
 
 def _scalar_only(rank, world):
@@ -118,13 +136,15 @@ def _mixed(rank, world):
     meshes = [init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))]
     torch.manual_seed(1)
     parts = [nn.Linear(5, 6), nn.Linear(6, 7, dtype=torch.bfloat16), nn.Linear(3, 3, bias=False)]
-    parts.append(nn.Linear(4, 4, bias=False))
+    parts.extend(nn.Linear(4, 4, bias=False) for _ in range(3))
     gradients = [torch.randn_like(p) for part in parts for p in part.parameters()]
     wanted = {t: torch.linalg.vector_norm(torch.cat([g.double().flatten() for g in gradients]), t) for t in (1, 2, INF)}
     for part, mesh in zip(parts, meshes):
         fully_shard(part, mesh=mesh)
-    columns = distribute_tensor(parts[3].weight.detach(), meshes[1], [Replicate(), Shard(1)])
-    parts[3].weight = nn.Parameter(columns)
+    # The second mesh has parameters that are cut over either of its axes, and over both.
+    cuts = ([Replicate(), Shard(1)], [Shard(0), Replicate()], [Shard(1), Shard(0)])
+    for part, placements in zip(parts[3:], cuts):
+        part.weight = nn.Parameter(distribute_tensor(part.weight.detach(), meshes[1], placements))
     parameters = [p for part in parts for p in part.parameters()]
     for p, g in zip(parameters, gradients):
         cut = isinstance(p, DTensor)

@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from flatshard import fully_shard, fully_shard_optimizer
@@ -110,8 +111,6 @@ def _equal(rank, world, name, steps=4):
     make = OPTIMIZERS[name]
     one, plain, ours = Gated(), shard(Gated()), shard(Gated())
     optimizers = [make(by_attribute(model)) for model in (one, plain, ours)]
-    if name == "rprop":
-        optimizers[1] = None  # torch's own cannot step DTensors: it assigns to masked elements
     assert fully_shard_optimizer(optimizers[2]) is optimizers[2]
     kind = type(optimizers[2])
     assert fully_shard_optimizer(optimizers[2]) is optimizers[2]  # once, however often it is called
@@ -122,13 +121,11 @@ def _equal(rank, world, name, steps=4):
         use, none = number != 2, number % 2 == 0
         one_step(one, optimizers[0], tokens, none, use)
         for model, optimizer in zip((plain, ours), optimizers[1:]):
-            if optimizer is not None:
-                one_step(model, optimizer, mine, none, use)
+            one_step(model, optimizer, mine, none, use)
     if name != "user":  # a sign decides there: what rounding does to a gradient near zero is a whole step
         assert_same(weights(ours), weights(one), rtol=5e-3, atol=5e-4)
-    if optimizers[1] is not None:
-        assert_same(weights(ours), weights(plain))
-        same_state_dict(optimizers[2].state_dict(), optimizers[1].state_dict())
+    assert_same(weights(ours), weights(plain))
+    same_state_dict(optimizers[2].state_dict(), optimizers[1].state_dict())
     assert [g["lr"] for g in optimizers[2].param_groups] == [g["lr"] for g in optimizers[0].param_groups]
     if name == "user":
         assert [g["k"] for g in optimizers[2].param_groups] == [steps, steps]
@@ -155,6 +152,70 @@ def same_state_dict(ours, theirs):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_equal_one_process_and_the_dtensor_path(ranks, name):
     ranks(3 if name == "adamw" else 2, _equal, name)
+
+
+def every_torch_optimizer():
+    """(class name, options) of each elementwise optimizer of torch, in each of its implementations."""
+    decay = {"weight_decay": 0.1}
+    by_name = {
+        "SGD": [decay, {"momentum": 0.9, "nesterov": True, "maximize": True}],
+        "Adam": [decay, {"amsgrad": True}],
+        "AdamW": [{"maximize": True}],
+        "RMSprop": [decay, {"momentum": 0.9, "centered": True}],
+        "Rprop": [{}],
+        **{name: [decay] for name in ("Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "ASGD")},
+    }
+    for name, variants in by_name.items():
+        fused = [{"fused": True}] if name in ("SGD", "Adam", "AdamW", "Adagrad") else []
+        for mode in ({"foreach": False}, {"foreach": True}, *fused):
+            yield from ((name, {**mode, **options}) for options in variants)
+    yield "SGD", {"fused": True, "lr": torch.tensor(1e-2)}
+
+
+def _without_help(rank, world, layout):
+    """Every rank has the whole batch: the mean over the ranks is the gradient of one process, to the bit."""
+
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+    for name, options in every_torch_optimizer():
+        one, ours = make(), fully_shard(make(), layout=layout)
+        assert any(type(p) is not DTensor for p in ours.parameters()) == (layout == "flat")
+        for model in (one, ours):
+            optimizer = getattr(torch.optim, name)(model.parameters(), **{"lr": 1e-2, **options})
+            rng = torch.Generator().manual_seed(1)
+            for _ in range(2):
+                model(torch.randn(4, 5, generator=rng)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for (key, mine), wanted in zip(weights(ours).items(), one.parameters()):
+            note = f"{key} after {name}({options})"
+            torch.testing.assert_close(mine, wanted.data, rtol=1e-6, atol=1e-7, msg=note)
+
+
+@pytest.mark.parametrize("layout", ["tensor", "flat"])
+def test_every_elementwise_optimizer_of_torch_steps_the_dtensors(ranks, layout):
+    ranks(2, _without_help, layout)
+
+
+def _rules(rank, world):
+    """What flatshard adds to DTensor leaves alone what is not elementwise."""
+    whole = torch.arange(12.0).view(6, 2)
+    x = distribute_tensor(whole, init_device_mesh("cpu", (world,)), [Shard(0)])
+    x[x.gt(4.0)] = -1.0
+    assert torch.equal(x.full_tensor(), whole.masked_fill(whole > 4, -1))
+    with pytest.raises(RuntimeError):  # as without flatshard: the rows may be on another rank
+        x[torch.tensor([0, 5])] = 1.0
+    with pytest.raises(RuntimeError):
+        x[distribute_tensor(whole > 4, x.device_mesh, [Replicate()])] = 1.0
+    y = distribute_tensor(whole, x.device_mesh, [Replicate()])
+    y[distribute_tensor(torch.tensor([0, 5]), x.device_mesh, [Replicate()])] = 1.0
+    assert y.full_tensor()[5].tolist() == [1.0, 1.0]
+
+
+def test_masked_assignment_is_elementwise_and_other_assignment_is_torchs(ranks):
+    ranks(2, _rules)
 
 
 def ready(rank, world, make=OPTIMIZERS["adamw"], steps=1, params=by_attribute, wrap=True, **kwargs):

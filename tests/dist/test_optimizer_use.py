@@ -17,9 +17,9 @@ from tests.dist.test_optimizer import Gated, assert_same, by_attribute, one_step
 ROWS = 12
 
 
-def pair(make):
+def pair(make, **kwargs):
     """The same model twice with the same optimizer, the second one wrapped."""
-    models = [shard(Gated()), shard(Gated())]
+    models = [shard(Gated(), **kwargs), shard(Gated(), **kwargs)]
     optimizers = [make(by_attribute(model)) for model in models]
     fully_shard_optimizer(optimizers[1])
     return models, optimizers
@@ -75,15 +75,23 @@ def _closure_and_scaler(rank, world):
             assert calls == [True]
             assert isinstance(loss, torch.Tensor)
     assert_same(weights(models[0]), weights(models[1]))
-    for fused in (None, True):
-        models, optimizers = pair(lambda params, fused=fused: torch.optim.AdamW(params, lr=1e-2, fused=fused))
+    for fused, layout in ((None, "tensor"), (True, "tensor"), (None, "flat"), (True, "flat")):
+        models, optimizers = pair(
+            lambda params, fused=fused: torch.optim.AdamW(params, lr=1e-2, fused=fused), layout=layout
+        )
         for model, optimizer in zip(models, optimizers):
             scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-            for tokens in stream:
+            for number, tokens in enumerate(stream):
                 scaler.scale(loss_of(model, tokens.chunk(world)[rank])).backward()
+                before = weights(model)
+                if number == 1 and rank == 1:
+                    model.net.blocks[0].up.weight.grad.to_local()[0, 0] = torch.inf
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad()
+                moved = not torch.equal(weights(model)["net.head.weight"], before["net.head.weight"])
+                assert moved == (number == 0)  # an infinity on one rank holds the step on all of them
+            assert scaler.get_scale() == 128.0
         assert_same(weights(models[0]), weights(models[1]))
 
 
