@@ -23,7 +23,10 @@ Wrap = Callable[[torch.optim.Optimizer], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Setup:
-    """``batch`` sequences of ``seq`` tokens per micro-batch and rank; compute and reduction in ``dtype``."""
+    """``batch`` sequences of ``seq`` tokens per micro-batch and rank; compute and reduction in ``dtype``.
+
+    ``compiled``: the blocks go through torch.compile, before they are sharded.
+    """
 
     model: LlamaConfig
     batch: int
@@ -32,6 +35,7 @@ class Setup:
     microbatches: int = 1
     device: str = "cuda"
     dtype: torch.dtype = torch.bfloat16
+    compiled: bool = False
 
 
 def limit(setup: Setup) -> Step:
@@ -40,8 +44,7 @@ def limit(setup: Setup) -> Step:
     The optimizer's main weights are the first 1/W of every parameter; their gradients are cast from the model's and
     the result is cast back, since every system has to do this much.
     """
-    with torch.device("meta"):
-        model = Llama(setup.model)
+    model = on_meta(setup)
     model = model.to(setup.dtype).to_empty(device=setup.device)
     model.init_weights()
     weights = [parameter.detach().view(-1)[: -(-parameter.numel() // setup.world)] for parameter in model.parameters()]
@@ -65,7 +68,8 @@ def limit(setup: Setup) -> Step:
 
 def ddp(setup: Setup) -> Step:
     """PyTorch DistributedDataParallel: everything replicated."""
-    model = Llama(setup.model).to(setup.device)
+    model = on_meta(setup).to_empty(device=setup.device)
+    model.init_weights()
     return trainer(setup, nn.parallel.DistributedDataParallel(model))
 
 
@@ -88,10 +92,17 @@ if hasattr(flatshard, "fully_shard"):
     SYSTEMS["flatshard"] = flat
 
 
-def sharded(setup: Setup, fully_shard: Callable[..., object], policy: object, wrap: Wrap | None = None) -> Step:
-    mesh = init_device_mesh(setup.device, (setup.world,))
+def on_meta(setup: Setup) -> Llama:
     with torch.device("meta"):
         model = Llama(setup.model)
+    for block in model.blocks if setup.compiled else ():
+        block.compile(fullgraph=True)
+    return model
+
+
+def sharded(setup: Setup, fully_shard: Callable[..., object], policy: object, wrap: Wrap | None = None) -> Step:
+    mesh = init_device_mesh(setup.device, (setup.world,))
+    model = on_meta(setup)
     for unit in (model.embed, *model.blocks, model.head):
         fully_shard(unit, mesh=mesh, reshard_after_forward=unit is not model.head, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)

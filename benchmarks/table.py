@@ -2,10 +2,11 @@
 
     python -m benchmarks.table --case a            the cases are in CASES below
     python -m benchmarks.table --case all --json benchmarks/results/NAME.json
+    python -m benchmarks.table --case a --compile  every system once more, with its blocks compiled
 
-Each system runs in a process of its own.  ``ratio`` is to the compute limit of the same run.  Host time is how long the
-Python of a step takes when the device is idle at its start (with thousands of kernels per step the driver's queue fills
-and part of the device time shows in it).
+Each system runs in a process of its own.  ``ratio`` is to the compute limit of the same run, for compiled rows to the
+compiled one.  Host time is how long the Python of a step takes when the device is idle at its start (with thousands of
+kernels per step the driver's queue fills and part of the device time shows in it).
 """
 
 from __future__ import annotations
@@ -41,11 +42,13 @@ CASES = {
     "tiny": Setup(LLAMA_TINY, batch=2, seq=128, world=8, device="cpu", dtype=torch.float32),
 }
 DEFAULT_SYSTEMS = [name for name in SYSTEMS if name != "ddp"]
+COMPILED = "+compile"  # ends the name of a row whose blocks are compiled
 
 
-def measure(case: str, system: str, steps: int, warmup: int = 3) -> dict[str, float]:
+def measure(case: str, row: str, steps: int, warmup: int = 3) -> dict[str, float]:
     """Figures of one system, in this process: milliseconds and bytes."""
-    setup = CASES[case]
+    system = row.removesuffix(COMPILED)
+    setup = dataclasses.replace(CASES[case], compiled=row.endswith(COMPILED))
     on_gpu = setup.device == "cuda"
     synchronize = torch.cuda.synchronize if on_gpu else lambda: None
     with rehearse(setup.world, NETWORK) as rehearsal:
@@ -66,7 +69,7 @@ def measure(case: str, system: str, steps: int, warmup: int = 3) -> dict[str, fl
             host.append(time.perf_counter() - begin)
             synchronize()
         if not torch.isfinite(loss):
-            raise RuntimeError(f"the loss of {system} in case {case} is {loss.item()}: its figures mean nothing")
+            raise RuntimeError(f"the loss of {row} in case {case} is {loss.item()}: its figures mean nothing")
     return {
         "ms": 1e3 * statistics.median(durations),
         "min_ms": 1e3 * min(durations),
@@ -103,17 +106,18 @@ def timed(step, steps: int, on_gpu: bool) -> list[float]:
 
 def describe(rows: dict[str, dict[str, float]]) -> str:
     lines = [
-        f"{'system':10}{'ms':>9}{'min':>9}{'ratio':>8}{'host ms':>9}{'wire ms':>9}{'launches':>10}"
+        f"{'system':18}{'ms':>9}{'min':>9}{'ratio':>8}{'host ms':>9}{'wire ms':>9}{'launches':>10}"
         f"{'peak GB':>9}{'reserved':>10}{'TFLOP/s':>9}"
     ]
     for name, row in rows.items():
         if "error" in row:
-            lines.append(f"{name:10} failed: {row['error']}")
+            lines.append(f"{name:18} failed: {row['error']}")
             continue
-        base = rows.get("limit", {}).get("ms")
+        limit = f"limit{COMPILED}" if name.endswith(COMPILED) else "limit"
+        base = rows.get(limit, {}).get("ms")
         ratio = f"{row['ms'] / base:.3f}" if base else "-"
         lines.append(
-            f"{name:10}{row['ms']:9.1f}{row['min_ms']:9.1f}{ratio:>8}{row['host_ms']:9.1f}{row['wire_ms']:9.1f}{row['launches']:10.0f}"
+            f"{name:18}{row['ms']:9.1f}{row['min_ms']:9.1f}{ratio:>8}{row['host_ms']:9.1f}{row['wire_ms']:9.1f}{row['launches']:10.0f}"
             f"{row['peak'] / 1e9:9.1f}{row['reserved'] / 1e9:10.1f}{row['tflops']:9.1f}"
         )
     return "\n".join(lines)
@@ -134,7 +138,9 @@ def run_apart(case: str, system: str, steps: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", default="a", choices=[*CASES, "all"], help="all: a to d")
-    parser.add_argument("--systems", nargs="+", default=DEFAULT_SYSTEMS, choices=list(SYSTEMS))
+    names = [*SYSTEMS, *(name + COMPILED for name in SYSTEMS)]
+    parser.add_argument("--systems", nargs="+", default=DEFAULT_SYSTEMS, choices=names)
+    parser.add_argument("--compile", action="store_true", help="measure every system with compiled blocks too")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--json", type=Path, help="write the figures with command, device and date")
     parser.add_argument("--row", type=Path, help=argparse.SUPPRESS)
@@ -142,9 +148,11 @@ def main() -> None:
     if options.row:
         options.row.write_text(json.dumps(measure(options.case, options.systems[0], options.steps)))
         return
+    systems = options.systems + [name + COMPILED for name in options.systems] * options.compile
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     document = {
-        "command": f"python -m benchmarks.table --case {options.case} --steps {options.steps}",
+        "command": f"python -m benchmarks.table --case {options.case} --steps {options.steps}"
+        + " --compile" * options.compile,
         "date": datetime.date.today().isoformat(),
         "device": device,
         "torch": torch.__version__,
@@ -153,7 +161,7 @@ def main() -> None:
     }
     print(f"{device}, torch {torch.__version__}, {NETWORK.name}")
     for case in ["a", "b", "c", "d"] if options.case == "all" else [options.case]:
-        rows = {system: run_apart(case, system, options.steps) for system in options.systems}
+        rows = {system: run_apart(case, system, options.steps) for system in systems}
         document["cases"][case] = rows
         setup = CASES[case]
         print(

@@ -6,10 +6,11 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -291,6 +292,21 @@ def in_backward() -> bool:
 def at_end_of_backward(action: Callable[[], None]) -> None:
     """Call ``action`` when the backward that is running on this thread has finished."""
     torch.autograd.Variable._execution_engine.queue_callback(action)
+
+
+_SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def uncompiled(function: F) -> F:
+    """Let torch.compile leave a function alone, with all that it calls: one graph ends before it, another begins after.
+
+    torch.compiler.disable does the same with a wrapper, which costs microseconds a call and imports the compiler.
+    """
+    marks: Any = function
+    marks._torchdynamo_disable, marks._torchdynamo_disable_msg = True, "hooks of flatshard are not compiled"
+    set_code_exec_strategy(marks.__code__, _SKIP)
+    return function
 
 
 def profiling() -> bool:

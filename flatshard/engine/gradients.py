@@ -332,6 +332,7 @@ def _is_shown(grad: torch.Tensor, main_grad: DBuffer, index: int) -> bool:
     return grad.__dict__.get(_MAIN_GRAD) is main_grad and grad.__dict__.get(_PLACE) == index
 
 
+@_torch.uncompiled
 def gradient_arrived(gradients: weakref.ref[Gradients], index: int, full: torch.Tensor) -> None:
     """The one autograd hook of a parameter."""
     target, gradient = gradients(), full.grad

@@ -269,6 +269,7 @@ class _End:
     def __init__(self, scope: Scope) -> None:
         self._scope = weakref.ref(scope)
 
+    @_torch.uncompiled
     def __call__(self) -> None:
         scope = self._scope()
         if scope is not None:

@@ -112,6 +112,7 @@ class Unit:
 
     # Forward
 
+    @_torch.uncompiled
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         scope = scope_of(self, module)
         recompute = _torch.in_backward()
@@ -146,6 +147,7 @@ class Unit:
         args, kwargs = map_tensors(lambda t: instead.get(id(t), t), both)
         return args, kwargs
 
+    @_torch.uncompiled
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         scope = self.scope
         assert scope is not None
@@ -168,6 +170,7 @@ class Unit:
             self._after_forward(scope, grads)
         return output
 
+    @_torch.uncompiled
     def _after_exception(self, module: nn.Module, args: Any, output: Any) -> None:
         """Called after every forward of a module; only where one raised is there something to do."""
         # A module that ended well has been struck off; a recompute that stops early raises too, but enters nothing.
@@ -345,6 +348,7 @@ class _InputsPassed(torch.autograd.Function):
         return tensors
 
     @staticmethod
+    @_torch.uncompiled
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         unit = ctx.unit()
         if unit is not None:
@@ -359,6 +363,7 @@ def _after_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, met
             state[name] = _torch.like_dtensor(value, _torch.local_of(value))
 
 
+@_torch.uncompiled
 def _gradient_at_output(unit: weakref.ref[Unit], grad: torch.Tensor) -> None:
     found = unit()
     if found is not None:
