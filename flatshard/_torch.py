@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -307,6 +308,14 @@ def uncompiled(function: F) -> F:
     marks._torchdynamo_disable, marks._torchdynamo_disable_msg = True, "hooks of flatshard are not compiled"
     set_code_exec_strategy(marks.__code__, _SKIP)
     return function
+
+
+def transforming() -> bool:
+    """Whether a transform of torch.func (jvp, vmap ...) or forward-mode differentiation is going on."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+Untransformed = torch._C._DisableFuncTorch  # within, operations are outside of the transforms of torch.func
 
 
 def profiling() -> bool:

@@ -216,7 +216,7 @@ class Group:
             full, sharded = member.full, member.sharded
             assert full is not None
             if full.requires_grad != sharded.requires_grad:
-                full.requires_grad_(sharded.requires_grad)
+                full.requires_grad = sharded.requires_grad
                 self.gradients.expected += 1 if sharded.requires_grad else -1
             for site in member.sites:
                 site.put(full)
@@ -230,7 +230,7 @@ class Group:
             full, sharded = member.full, member.sharded
             assert full is not None
             if full.requires_grad != sharded.requires_grad:  # toggled while the full one was shown
-                sharded.requires_grad_(full.requires_grad)
+                sharded.requires_grad = full.requires_grad
                 self.gradients.expected += 1 if full.requires_grad else -1
             for site in member.sites:
                 site.put(sharded)
@@ -288,7 +288,7 @@ class Group:
                 # Frozen ones get the hook too, for when they are unfrozen; it can be put only on what needs a gradient.
                 hook = functools.partial(gradient_arrived, weakref.ref(self.gradients), index)
                 member.full.register_post_accumulate_grad_hook(hook)
-                member.full.requires_grad_(member.sharded.requires_grad)
+                member.full.requires_grad = member.sharded.requires_grad
         self.gradients.expected = sum(member.sharded.requires_grad for member in self.members)
 
 

@@ -273,4 +273,5 @@ class _End:
     def __call__(self) -> None:
         scope = self._scope()
         if scope is not None:
-            scope.end_backward()
+            with _torch.Untransformed() if _torch.transforming() else nullcontext():
+                scope.end_backward()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from enum import Enum
 from typing import Any
 
@@ -21,6 +21,7 @@ from flatshard.engine.moved import Change, absorb, applying, check_change, is_mo
 from flatshard.engine.plain import Plain
 from flatshard.engine.schedule import Pass
 from flatshard.engine.scope import Scope
+from flatshard.engine.transforms import watch_outputs
 from flatshard.engine.trees import cast_floating, map_tensors, tensors_in
 from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy
 
@@ -114,6 +115,14 @@ class Unit:
 
     @_torch.uncompiled
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not _torch.transforming():
+            return self._begin(module, args, kwargs)
+        with _torch.Untransformed():
+            self._begin(module, (), {})
+        return self._cast_inputs(args, kwargs)
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A forward is to run; what it is to be called with."""
         scope = scope_of(self, module)
         recompute = _torch.in_backward()
         fresh = len(self._to_run) in (0, len(self._modules))
@@ -128,11 +137,15 @@ class Unit:
         if not recompute:
             self._enter(Phase.FORWARD)
         scope.need(self)
+        args, kwargs = self._cast_inputs(args, kwargs)
+        if attach:
+            args, kwargs = self._watch_inputs(args, kwargs)
+        return args, kwargs
+
+    def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         policy = self.policy
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             args, kwargs = cast_floating(policy.param_dtype, args), cast_floating(policy.param_dtype, kwargs)
-        if attach:
-            args, kwargs = self._watch_inputs(args, kwargs)
         return args, kwargs
 
     def _watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -149,10 +162,13 @@ class Unit:
 
     @_torch.uncompiled
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        scope = self.scope
-        assert scope is not None
         if self.policy.output_dtype is not None:
             output = cast_floating(self.policy.output_dtype, output)
+        if _torch.transforming():
+            output, grads = watch_outputs(functools.partial(_gradient_at_output, weakref.ref(self)), output)
+            with _torch.Untransformed():
+                self._end(module, grads)
+            return output
         grads = False
         if torch.is_grad_enabled():
             hook = functools.partial(_gradient_at_output, weakref.ref(self))
@@ -160,15 +176,20 @@ class Unit:
                 if tensor.requires_grad:
                     tensor.register_hook(hook)
                     grads = True
+        self._end(module, grads)
+        return output
+
+    def _end(self, module: nn.Module, grads: bool) -> None:
+        """A forward has run; ``grads``: a gradient may come to its output."""
+        scope = self.scope
+        assert scope is not None
         self._to_run.discard(id(module))
         if self._to_run:
             self._awaited |= grads
-            return output
-        if _torch.in_backward():
+        elif _torch.in_backward():
             self._after_recompute(scope, grads)
         else:
             self._after_forward(scope, grads)
-        return output
 
     @_torch.uncompiled
     def _after_exception(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -364,9 +385,11 @@ def _after_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, met
 
 
 @_torch.uncompiled
-def _gradient_at_output(unit: weakref.ref[Unit], grad: torch.Tensor) -> None:
+def _gradient_at_output(unit: weakref.ref[Unit], grad: torch.Tensor | None = None) -> None:
     found = unit()
-    if found is not None:
+    if found is None:
+        return
+    with _torch.Untransformed() if _torch.transforming() else nullcontext():
         found.gradient_at_output()
 
 
