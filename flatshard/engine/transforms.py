@@ -32,12 +32,12 @@ class _OutputReached(torch.autograd.Function):
         ctx.reached = inputs[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         ctx.reached()
         return None, grad
 
     @staticmethod
-    def jvp(ctx: Any, _: None, tangent: torch.Tensor) -> Any:  # type: ignore[override]
+    def jvp(ctx: Any, _: None, tangent: torch.Tensor) -> Any:
         return _OutputReached.apply(ctx.reached, tangent)  # type: ignore[no-untyped-call]
 
 
