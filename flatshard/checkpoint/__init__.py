@@ -3,6 +3,7 @@
 from flatshard.checkpoint.errors import CheckpointError
 from flatshard.checkpoint.full import iter_full_tensors
 from flatshard.checkpoint.loading import load
+from flatshard.checkpoint.names import renamed
 from flatshard.checkpoint.reader import verify
 from flatshard.checkpoint.safetensors import export_safetensors, load_safetensors
 from flatshard.checkpoint.saving import Pending, latest, save
@@ -15,6 +16,7 @@ __all__ = [
     "latest",
     "load",
     "load_safetensors",
+    "renamed",
     "save",
     "verify",
 ]

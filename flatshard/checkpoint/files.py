@@ -3,8 +3,8 @@
     manifest.json               every tensor: dtype, shape, and its boxes: which file, which bytes, their checksums
     rank-00000.safetensors      the boxes that rank 0 wrote, one after another
 
-Checksums are CRC-32 of every mebibyte of a box, so that a part of a box can be verified by reading little more than it.
-The manifest carries its own SHA-256.
+Every mebibyte of a box has a checksum, so that a part of a box can be verified by reading little more than it. The
+manifest carries its own SHA-256, and a checksum for what it says of each tensor, so that damage to it can be named too.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from flatshard.checkpoint.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 BLOCK = 1 << 20
-FORMAT = "flatshard checkpoint 1"
+FORMAT = "flatshard checkpoint 2"
+_KEY = re.compile(r'"((?:model|optimizer|extra)/[ -~]*?)":\{"boxes"')
 _FILE = re.compile(r"rank-\d{5,}\.safetensors")
 
 # Names of dtypes in safetensors files.
@@ -55,14 +57,14 @@ DTYPES = {code: dtype for dtype, code in CODES.items()}
 class Box:
     """A part of a tensor in a file: ``sizes`` elements from ``offsets``, row-major, from byte ``begin`` of the file.
 
-    ``crcs`` are the checksums of its blocks; none where the file has none.
+    ``sums`` are the checksums of its blocks; none where the file has none.
     """
 
     file: str
     begin: int
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    crcs: tuple[int, ...]
+    sums: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,29 @@ class Entry:
     dtype: torch.dtype
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
+
+
+def _weights(count: int) -> Any:
+    """Odd numbers of 64 bits without a pattern: the golden ratio's multiples, mixed."""
+    mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)
+
+
+_WEIGHTS = _weights(BLOCK // 8)
+
+
+def checksum(block: memoryview) -> int:
+    """The checksum of at most ``BLOCK`` bytes: the sum of its words of 64 bits, each times a weight of its place.
+
+    Weights are odd, so a change of one word always shows, whatever it is; other damage goes unseen once in 2**64. It
+    takes half the time of a CRC, and loading is as fast as this is.
+    """
+    words = np.frombuffer(block, dtype=np.dtype("<u8"), count=len(block) // 8)
+    rest = int.from_bytes(block[8 * len(words) :], "little")
+    total = int(np.dot(words, _WEIGHTS[: len(words)]))
+    return (total + rest * int(_WEIGHTS[len(words)]) if rest else total) % 2**64
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
@@ -106,13 +131,13 @@ def write_boxes(
         place = len(header)
         for _, tensor in boxes:
             content = as_bytes(tensor.detach().cpu().contiguous())
-            crcs = []
+            sums = []
             for start in range(0, len(content), BLOCK):
                 block = content[start : start + BLOCK]
-                crcs.append(zlib.crc32(block))
+                sums.append(checksum(block))
                 _write(file, block)
                 advance(len(block))
-            stored.append((place, crcs))
+            stored.append((place, sums))
             place += len(content)
         os.fsync(file.fileno())
     return {"bytes": place, "header": len(header), "crc": zlib.crc32(header)}, stored
@@ -134,6 +159,8 @@ def sync_folder(path: Path) -> None:
 
 def write_manifest(folder: Path, body: dict[str, Any]) -> None:
     """Write the manifest of a checkpoint whose other files are on disk."""
+    for key, described in body["tensors"].items():
+        described["check"] = _check(key, described)
     text = _canonical(body)
     with open(folder / MANIFEST, "xb") as file:
         file.write(b'{"sha256":"%s",\n"body":%s}\n' % (hashlib.sha256(text).hexdigest().encode(), text))
@@ -143,6 +170,27 @@ def write_manifest(folder: Path, body: dict[str, Any]) -> None:
 
 def _canonical(body: Any) -> bytes:
     return json.dumps(body, separators=(",", ":"), sort_keys=True).encode()
+
+
+def _check(key: str, described: dict[str, Any]) -> int:
+    """A checksum for what the manifest says of one tensor."""
+    said = {name: value for name, value in described.items() if name != "check"}
+    return zlib.crc32(_canonical([key, said]))
+
+
+def _damaged_tensor(text: bytes) -> str:
+    """Which tensor a damaged manifest tells wrong things of, as words of an error; nothing where it cannot be told."""
+    wrong: list[str] = []
+    try:
+        tensors = json.loads(text)["body"]["tensors"]
+        wrong = [key for key, described in tensors.items() if described.get("check") != _check(key, described)]
+    except UnicodeDecodeError as error:
+        wrong = _KEY.findall(text[: error.start].decode(errors="ignore"))[-1:]
+    except json.JSONDecodeError as error:
+        wrong = _KEY.findall(error.doc[: error.pos])[-1:]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass  # not even the outline of a manifest
+    return f" in what it says of '{wrong[0]}'" if wrong else ""
 
 
 class Source(Protocol):
@@ -158,9 +206,10 @@ class Manifest:
     """What a checkpoint holds. CheckpointError where the manifest is missing or damaged."""
 
     def __init__(self, folder: Path) -> None:
-        path = folder / MANIFEST
+        path, text = folder / MANIFEST, b""
         try:
-            outer = json.loads(path.read_bytes())
+            text = path.read_bytes()
+            outer = json.loads(text)
             body, digest = outer["body"], outer["sha256"]
         except FileNotFoundError:
             reason = "does not exist" if not folder.exists() else "has no manifest: it is not a complete checkpoint"
@@ -168,9 +217,11 @@ class Manifest:
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"{path} is damaged, or is not a manifest of flatshard") from error
+            where = _damaged_tensor(text)
+            raise CheckpointError(f"{path} is damaged{where or ', or is not a manifest of flatshard'}") from error
         if hashlib.sha256(_canonical(body)).hexdigest() != digest:
-            raise CheckpointError(f"{path} is damaged: its checksum is not that of its content")
+            where = _damaged_tensor(text)
+            raise CheckpointError(f"{path} is damaged{where}: its checksum is not that of its content")
         if body.get("format") != FORMAT:
             raise CheckpointError(f"{path} is of format {body.get('format')!r}; this version reads {FORMAT!r}")
         self.folder = folder
@@ -189,7 +240,7 @@ class Manifest:
 
 def _entry(described: dict[str, Any]) -> Entry:
     boxes = tuple(
-        Box(file, begin, tuple(offsets), tuple(sizes), tuple(crcs))
-        for file, begin, offsets, sizes, crcs in described["boxes"]
+        Box(file, begin, tuple(offsets), tuple(sizes), tuple(sums))
+        for file, begin, offsets, sizes, sums in described["boxes"]
     )
     return Entry(DTYPES[described["dtype"]], tuple(described["shape"]), boxes)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from flatshard import _torch
 from flatshard.checkpoint.errors import CheckpointError, exchange, together
 from flatshard.checkpoint.files import Manifest, Source
+from flatshard.checkpoint.names import renaming
 from flatshard.checkpoint.progress import bar
 from flatshard.checkpoint.reader import Reader
 from flatshard.checkpoint.state import name_of, names_of, part_of
@@ -36,7 +37,8 @@ def load(
     optimizer changed; CheckpointError says what is damaged, missing or of another shape, on every rank. No code from
     the files is run. Optimizer state comes back as it was saved, in its dtype; weights are cast to the model's.
 
-    ``strict=False`` leaves alone what only the model has and ignores what only the checkpoint has.
+    ``strict=False`` leaves alone what only the model has and ignores what only the checkpoint has. A ``module.`` that
+    a wrapper has put before all names, on one side only, makes no difference.
     Returns the ``extra`` that this rank saved; on another number of ranks, rank 0's.
     """
     ranks = exchange("checkpoint_load")
@@ -82,8 +84,9 @@ def _whole(manifest: Source, reader: Reader, key: str) -> torch.Tensor:
 
 def stage_model(manifest: Source, reader: Reader, model: nn.Module, strict: bool) -> dict[str, Any]:
     """This rank's parts of a model's state, read. CheckpointError names what does not fit."""
-    saved: dict[str, Any] = dict(manifest.model["dict"])
     here = model.state_dict(keep_vars=True)
+    rename = renaming([name for name, _ in manifest.model["dict"]], here)
+    saved: dict[str, Any] = {rename(name): tree for name, tree in manifest.model["dict"]}
     tied: dict[int, list[str]] = defaultdict(list)
     for name, value in here.items():
         tied[id(value)].append(name)
@@ -151,7 +154,8 @@ def _stage_optimizer(manifest: Manifest, reader: Reader, model: nn.Module, optim
     if manifest.optimizer is None:
         raise CheckpointError(f"{manifest.folder} was saved without an optimizer; load it without one")
     saved = dict(manifest.optimizer["dict"])
-    states = dict(saved["state"]["dict"])
+    rename = renaming([name for name, _ in manifest.model["dict"]], model.state_dict(keep_vars=True))
+    states = {rename(name): entries for name, entries in saved["state"]["dict"]}
     groups = [decode(group, lambda key: _whole(manifest, reader, key)) for group in saved["groups"]]
     if len(groups) != len(optimizer.param_groups):
         raise CheckpointError(
@@ -161,7 +165,7 @@ def _stage_optimizer(manifest: Manifest, reader: Reader, model: nn.Module, optim
     state: dict[Any, Any] = defaultdict(dict)
     for number, (theirs, ours) in enumerate(zip(groups, optimizer.param_groups)):
         mine = [name_of(parameter, names) for parameter in ours["params"]]
-        odd = set(mine) ^ set(theirs.pop("params"))
+        odd = set(mine) ^ {rename(name) for name in theirs.pop("params")}
         if odd:
             raise CheckpointError(
                 f"{manifest.folder}: '{min(odd)}' is in parameter group {number} "

@@ -11,7 +11,7 @@ from typing import BinaryIO
 import torch
 
 from flatshard.checkpoint.errors import CheckpointError
-from flatshard.checkpoint.files import BLOCK, Box, Entry, Manifest, Source, as_bytes
+from flatshard.checkpoint.files import BLOCK, Box, Entry, Manifest, Source, as_bytes, checksum
 
 
 class Reader:
@@ -54,7 +54,7 @@ class Reader:
         start, stop = first * row, last * row
         total = math.prod(box.sizes) * result.element_size()
         whole_rows = into.is_contiguous() and into.numel() * result.element_size() == stop - start
-        block = BLOCK if box.crcs else 1  # what can be read and verified
+        block = BLOCK if box.sums else 1  # what can be read and verified
         if whole_rows and start % block == 0 and (stop % block == 0 or stop == total):
             self._read(name, box, start, as_bytes(into))
             return
@@ -74,7 +74,7 @@ class Reader:
             block = into[place : place + BLOCK]
             count = file.readinto(block)  # type: ignore[attr-defined]
             number = (start + place) // BLOCK
-            if count != len(block) or (box.crcs and zlib.crc32(block) != box.crcs[number]):
+            if count != len(block) or (box.sums and checksum(block) != box.sums[number]):
                 reason = "ends too soon" if count != len(block) else "is damaged"
                 raise CheckpointError(f"{self._path(box.file)} {reason}: '{name}' cannot be read from it")
             self._advance(count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import shutil
 import threading
@@ -91,18 +92,20 @@ def save(
     ranks = exchange("checkpoint_save")
     taken: list[Snapshot] = []
 
-    def prepare() -> str:
+    def prepare() -> tuple[str, Any]:
         if path.exists():
             raise CheckpointError(f"{path} exists; a checkpoint is never overwritten: choose another name")
-        taken.append(take(model, optimizer, extra, ranks.rank))
+        taken.append(take(model, optimizer, extra, ranks.rank, ranks.size))
         if asynchronous:
             taken[0].to_host()
-        return str([(key, *kind) for key, kind in taken[0].tensors.items() if not key.startswith("extra/")])
+        kinds = [(key, *kind) for key, kind in taken[0].tensors.items() if not key.startswith("extra/")]
+        return hashlib.sha256(repr(kinds).encode()).hexdigest(), taken[0].doubtful
 
     found = together(ranks, prepare)
-    for rank, described in enumerate(found):
-        if described != found[0]:
+    for rank, (described, _) in enumerate(found):
+        if described != found[0][0]:
             raise CheckpointError(f"rank {rank} has other weights or other optimizer state than rank 0; nothing saved")
+    taken[0].settle([doubtful for _, doubtful in found])
     pending = Pending(path)
     arguments = (pending, taken[0], ranks, keep_last, progress and not asynchronous)
     if asynchronous:
@@ -151,8 +154,8 @@ def _write_own(folder: Path, taken: Snapshot, progress: bool) -> dict[str, Any]:
     with bar("saving", total, progress and taken.rank == 0) as advance:
         file, stored = write_boxes(folder / name, boxes, advance)
     described = [
-        (key, begin, offsets, list(local.shape), crcs)
-        for (key, offsets, local), (begin, crcs) in zip(taken.writes, stored)
+        (key, begin, offsets, list(local.shape), sums)
+        for (key, offsets, local), (begin, sums) in zip(taken.writes, stored)
     ]
     extras = {key: kind for key, kind in taken.tensors.items() if key.startswith("extra/")}
     return {"name": name, "file": file, "boxes": described, "extra": taken.extra, "extras": extras}
@@ -164,8 +167,8 @@ def _publish(path: Path, folder: Path, taken: Snapshot, written: list[Any], keep
         for key, (code, shape) in kinds.items():
             tensors[key] = {"dtype": code, "shape": shape, "boxes": []}
     for each in written:
-        for key, begin, offsets, sizes, crcs in each["boxes"]:
-            tensors[key]["boxes"].append((each["name"], begin, offsets, sizes, crcs))
+        for key, begin, offsets, sizes, sums in each["boxes"]:
+            tensors[key]["boxes"].append((each["name"], begin, offsets, sizes, sums))
         seen = folder / each["name"]
         if not seen.exists() or seen.stat().st_size != each["file"]["bytes"]:
             raise CheckpointError(f"{seen} was written by another rank and is not here: all ranks must share {path}")

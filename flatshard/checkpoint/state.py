@@ -25,6 +25,7 @@ class Part:
     local: torch.Tensor
     replica: int = 0  # of `replicas` ranks that hold the same box, this is the one of that number
     replicas: int = 1
+    ranks: int = 0  # of the mesh; 0 for a plain tensor
 
 
 def part_of(tensor: torch.Tensor, rank: int = 0) -> Part:
@@ -44,7 +45,7 @@ def part_of(tensor: torch.Tensor, rank: int = 0) -> Part:
     for axis, placement in enumerate(tensor.placements):
         if isinstance(placement, Replicate):
             replica, replicas = replica * mesh.size(axis) + coordinate[axis], replicas * mesh.size(axis)
-    return Part(shape, boxes[0][0], local, replica, replicas)
+    return Part(shape, boxes[0][0], local, replica, replicas, mesh.size())
 
 
 @dataclass
@@ -52,11 +53,14 @@ class Snapshot:
     """State as trees of JSON, and this rank's parts of the tensors in them."""
 
     rank: int
+    world: int = 1
     model: Any = None
     optimizer: Any = None
     extra: Any = None
     tensors: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # key -> dtype code, shape
     writes: list[tuple[str, tuple[int, ...], torch.Tensor]] = field(default_factory=list)  # key, offsets, local
+    # what this rank would write and ranks outside its mesh may have too: a norm beside tensor parallelism, say
+    doubtful: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
 
     def put(self, key: str, tensor: torch.Tensor) -> str:
         """Remember a tensor under a key."""
@@ -70,7 +74,18 @@ class Snapshot:
         # replicas take turns, so that each writes its share
         if part.offsets is not None and part.local.numel() and number % part.replicas == part.replica:
             self.writes.append((key, part.offsets, part.local))
+            if 0 < part.ranks < self.world:
+                self.doubtful.append((key, part.offsets))
         return key
+
+    def settle(self, doubtful: list[list[tuple[str, list[int]]]]) -> None:
+        """Leave to one rank what several would write, given what each rank says of it. They take turns."""
+        holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+        for rank, boxes in enumerate(doubtful):
+            for key, offsets in boxes:
+                holders.setdefault((key, tuple(offsets)), []).append(rank)
+        owners = {box: ranks[turn % len(ranks)] for turn, (box, ranks) in enumerate(holders.items())}
+        self.writes = [each for each in self.writes if owners.get(each[:2], self.rank) == self.rank]
 
     def to_host(self) -> None:
         """Copy what is to be written, so that it may change afterwards."""
@@ -84,9 +99,9 @@ class Snapshot:
         self.writes = copies
 
 
-def take(model: nn.Module, optimizer: Optimizer | None, extra: Any, rank: int) -> Snapshot:
+def take(model: nn.Module, optimizer: Optimizer | None, extra: Any, rank: int, world: int) -> Snapshot:
     """The state of a model, of its optimizer, and what this rank adds. Nothing is copied or communicated."""
-    found = Snapshot(rank)
+    found = Snapshot(rank, world)
     known: dict[int, str] = {}
 
     def put_once(key: str, tensor: torch.Tensor) -> str:

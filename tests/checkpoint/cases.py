@@ -6,12 +6,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from flatshard import fully_shard
-from tests.dist.models import Net, train
+from tests.dist import models
+from tests.dist.models import Net
 
 ROWS = 12
-# strategy, outer strategy on a mesh of two axes (None: one axis), layout
+# strategy, outer strategy on a mesh of two axes (None: one axis; "tp": tensor parallel), layout
 PLACES = [
     ("optim_grads_params", None, "tensor"),
     ("optim_grads_params", None, "flat"),
@@ -21,6 +23,8 @@ PLACES = [
     ("optim_grads", "no_shard", "flat"),
     ("optim_grads_params", "optim", "tensor"),
     ("optim_grads_params", "optim", "flat"),
+    ("optim_grads_params", None, "auto"),
+    ("optim_grads_params", "tp", "tensor"),
 ]
 
 
@@ -54,13 +58,40 @@ def fits(place, world) -> bool:
     return place[1] is None or world % 2 == 0
 
 
+# (world, place) of who saves or loads
+ENDS = [(world, place) for world in (1, 2, 3, 4) for place in PLACES if fits(place, world)]
+
+
+def partners(shift):
+    """Pairs of ends, as few as let every place save once and load once, in all worlds and with others."""
+
+    def end(place, number):
+        worlds = [world for world in (1, 2, 3, 4) if fits(place, world)]
+        return worlds[number % len(worlds)], place
+
+    loaders = PLACES[shift:] + PLACES[:shift]
+    return [(end(a, i), end(b, i // 2 + shift)) for i, (a, b) in enumerate(zip(PLACES, loaders))]
+
+
 def shard(model, world, place):
     strategy, outer, layout = place
-    shape, names = ((world,), ("inner",)) if outer is None else ((2, world // 2), ("outer", "inner"))
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    if outer == "tp":
+        mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("inner", "tp"))
+        for block in model.blocks:
+            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        mesh, outer = mesh["inner"], None
+    else:
+        shape, names = ((world,), ("inner",)) if outer is None else ((2, world // 2), ("outer", "inner"))
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, strategy=strategy, outer_strategy=outer, layout=layout)
     return fully_shard(model, mesh=mesh, strategy=strategy, outer_strategy=outer, layout=layout)
+
+
+def train(model, optimizer, steps, rank, world, place=PLACES[0]):
+    """Some steps, in which tensor-parallel ranks get the same rows."""
+    tensor_parallel = 2 if place[1] == "tp" else 1
+    return models.train(model, optimizer, steps, ROWS, rank // tensor_parallel, world // tensor_parallel)
 
 
 def groups_of(model):
@@ -76,7 +107,7 @@ def trained(rank, world, place, seed=1, steps=2, optimizer=torch.optim.AdamW):
     model = shard(make(seed), world, place)
     made = optimizer(groups_of(model), lr=1e-2)
     if steps:
-        train(model, made, steps, ROWS, rank, world)
+        train(model, made, steps, rank, world, place)
     return model, made
 
 

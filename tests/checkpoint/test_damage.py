@@ -18,8 +18,7 @@ from torch import nn
 
 from flatshard import fully_shard
 from flatshard.checkpoint import CheckpointError, latest, load, save
-from tests.checkpoint.cases import PLACES, ROWS, assert_same, full_state, groups_of, make, trained
-from tests.dist.models import train
+from tests.checkpoint.cases import PLACES, assert_same, full_state, groups_of, make, train, trained
 
 MUTATIONS = 220
 
@@ -72,7 +71,7 @@ def test_random_damage_is_named_and_changes_nothing(ranks, tmp_path, monkeypatch
     ranks(2, _saved, str(tmp_path / "good"))
     model = make(2)
     optimizer = torch.optim.AdamW(groups_of(model))
-    train(model, optimizer, 1, ROWS, 0, 1)
+    train(model, optimizer, 1, 0, 1)
     before = full_state(model, optimizer)
     draw = random.Random(5)
     harmless = 0  # the manifest is text: a blank more says the same
@@ -102,10 +101,61 @@ def test_random_damage_is_named_and_changes_nothing(ranks, tmp_path, monkeypatch
     load(tmp_path / "good", model, optimizer)
 
 
+def test_damage_to_the_manifest_names_the_tensor(tmp_path):
+    save(tmp_path / "a", nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4)), extra=torch.ones(2))
+    file = tmp_path / "a" / "manifest.json"
+    good = file.read_bytes()
+    entry = good.index(b'"model/1.bias":{"boxes"')
+    shape = good.index(b'"shape":[4]', entry)
+
+    def refused(bad, message):
+        file.write_bytes(bad)
+        with pytest.raises(CheckpointError, match=message):
+            load(tmp_path / "a", nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4)))
+
+    named = "manifest.json is damaged in what it says of 'model/1.bias'"
+    refused(good[:shape] + b'"shape":[5]' + good[shape + 11 :], named)  # still JSON
+    refused(good[:shape] + b'"shape"x[4]' + good[shape + 11 :], named)  # no longer
+    refused(good[:shape] + b'"sh\xffpe":[4]' + good[shape + 11 :], named)  # no longer text
+    refused(good[:shape], named)
+    refused(good.replace(b'"model/1.bias":{', b'"model/1.bia5":{'), "in what it says of 'model/1.bia5'")
+    refused(good[:40], "manifest.json is damaged, or is not a manifest of flatshard")
+    refused(
+        good.replace(b'"world":1', b'"world":2'), "manifest.json is damaged: its checksum is not that of its content"
+    )
+    refused(good[:shape].replace(b"\n", b"\0") + good[shape:], "manifest.json is damaged, or is not a manifest")
+
+
+def test_checksums_see_what_files_suffer():
+    from flatshard.checkpoint.files import BLOCK, checksum
+
+    draw = random.Random(3)
+    content = bytearray(draw.randbytes(BLOCK))
+    seen = {checksum(memoryview(content))}
+    for length in (*range(20), 100, BLOCK - 8, BLOCK - 1):  # of noise and of zeros, to every length of the rest
+        assert checksum(memoryview(content[:length])) not in seen or length == 0
+        assert checksum(memoryview(bytes(length))) == 0
+    for _ in range(200):
+        bad = bytearray(content)
+        start = draw.randrange(BLOCK - 600)
+        kind = draw.choice(["flip", "zeros", "swap", "shift"])
+        if kind == "flip":
+            bad[start] ^= 1 << draw.randrange(8)
+        elif kind == "zeros":
+            bad[start : start + 512] = bytes(512)
+        elif kind == "swap":
+            bad[start : start + 8], bad[start + 16 : start + 24] = bad[start + 16 : start + 24], bad[start : start + 8]
+        else:
+            bad[start:] = bad[start + 1 :] + b"\0"
+        found = checksum(memoryview(bad))
+        assert found not in seen, kind
+        seen.add(found)
+
+
 def _damage_seen_by_one_rank(rank, world, folder):
     model, optimizer = trained(rank, world, PLACES[0])
     save(f"{folder}/a", model, optimizer)
-    train(model, optimizer, 1, ROWS, rank, world)
+    train(model, optimizer, 1, rank, world)
     before = full_state(model, optimizer)
     file = Path(folder, "a", "rank-00001.safetensors")
     if rank == 0:

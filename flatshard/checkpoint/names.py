@@ -1,0 +1,43 @@
+"""Names of parameters with and without the ``module.`` of a wrapper (megatron_fsdp, DistributedDataParallel)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from typing import Any
+
+_WRAPPERS = re.compile(r"(?:module\.)*")
+
+
+def renaming(saved: Collection[str], here: Collection[str]) -> Callable[[str], str]:
+    """What makes a saved name one of a model: it takes off and puts on what wrappers have put before all names."""
+    theirs, ours = _wrapped(saved), _wrapped(here)
+    return lambda name: ours + name[len(theirs) :] if name.startswith(theirs) else name
+
+
+def _wrapped(names: Collection[str]) -> str:
+    """The ``module.`` that all of the names begin with, as often as they do."""
+    found = (_WRAPPERS.match(name) for name in names)
+    return min((match.group() for match in found if match), key=len, default="")
+
+
+def renamed(state: dict[str, Any], *, add: str = "", remove: str = "") -> dict[str, Any]:
+    """A state dict with other names for the same tensors: ``remove`` taken from the front of each, ``add`` put there.
+
+    ``state`` is of a model, or of an optimizer as torch's ``get_optimizer_state_dict`` makes it. With the result
+    torch.distributed.checkpoint reads and writes checkpoints of models that were wrapped:
+
+        theirs = renamed(get_model_state_dict(model), add="module.")
+        dcp.load({"model": theirs}, checkpoint_id=path)
+        set_model_state_dict(model, renamed(theirs, remove="module."))
+    """
+
+    def change(name: str) -> str:
+        if not name.startswith(remove):
+            raise ValueError(f"'{name}' does not begin with {remove!r}, so that cannot be removed")
+        return add + name[len(remove) :]
+
+    if state.keys() == {"state", "param_groups"}:
+        groups = [{**group, "params": [change(name) for name in group["params"]]} for group in state["param_groups"]]
+        return {"state": {change(name): entries for name, entries in state["state"].items()}, "param_groups": groups}
+    return {change(name): value for name, value in state.items()}
