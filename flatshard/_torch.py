@@ -185,10 +185,12 @@ def spec_with_dtype(like: DTensor, dtype: torch.dtype) -> DTensorSpec:
     return DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, dtype))
 
 
-def is_cut_alike(one: DTensor, other: DTensor) -> bool:
+def is_cut_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two DTensors of one shape hold the same rows on every rank."""
     if type(one) is not type(other) or one.shape != other.shape:
         return False
+    assert isinstance(one, DTensor)
+    assert isinstance(other, DTensor)
     mine, theirs = (getattr(tensor, "_cut", None) for tensor in (one, other))
     return one._spec.mesh == other._spec.mesh and one._spec.placements == other._spec.placements and mine == theirs
 
@@ -251,6 +253,29 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor of a DTensor, without autograd or dispatch."""
     assert isinstance(tensor, DTensor)
     return tensor._local_tensor
+
+
+def grads_and_hooks(parameters: Sequence[torch.Tensor]) -> tuple[list[bool], list[int], list[int]]:
+    """Whether each has a gradient; which have tensor hooks; which have post-accumulate hooks.
+
+    Asking a DTensor for an attribute takes several times as long unless its class is left out of it.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return (
+            [parameter.grad is not None for parameter in parameters],
+            [index for index, parameter in enumerate(parameters) if parameter._backward_hooks],
+            [index for index, parameter in enumerate(parameters) if parameter._post_accumulate_grad_hooks],
+        )
+
+
+def tensor_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
+    """What was given to ``register_hook``, in that order."""
+    return list((parameter._backward_hooks or {}).values())
+
+
+def post_accumulate_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
+    """What was given to ``register_post_accumulate_grad_hook``, in that order."""
+    return list((parameter._post_accumulate_grad_hooks or {}).values())
 
 
 def take_scheduler_patch(optimizer: Optimizer) -> bool:

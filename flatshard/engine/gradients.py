@@ -23,6 +23,7 @@ import torch
 
 from flatshard import _torch
 from flatshard.buffer import DBuffer, Lane, Pool, Ticket
+from flatshard.engine.hooks import call_finished, change_gradients
 from flatshard.layout import Layout, Partial, Placement, is_sharded
 from flatshard.policy import MixedPrecisionPolicy, Placements
 
@@ -46,11 +47,12 @@ class Goal(Enum):
 
 @dataclass
 class Reduction:
-    """A reduce on its way. ``keep`` are tensors that the lane still reads."""
+    """A reduce on its way. ``keep`` are tensors that the lane still reads; ``then`` is called when it is done."""
 
     ticket: Ticket
     name: str
     keep: list[torch.Tensor] = field(default_factory=list)
+    then: Callable[[], None] | None = None
 
 
 class Gradients:
@@ -167,7 +169,7 @@ class Gradients:
 
     def _reduce_to_final(self, gradients: Sequence[torch.Tensor | None], pool: Pool, name: str) -> Reduction:
         lane = pool.lane
-        had_grad = [member.sharded.grad is not None for member in self.members]
+        had_grad, changed, finished = _torch.grads_and_hooks([member.sharded for member in self.members])
         main_grad, fresh = self._take_main_grad(had_grad)
         direct = fresh and main_grad.dtype == self.reduce_dtype
         with lane.entered((lane.mark(),)):
@@ -175,13 +177,18 @@ class Gradients:
             target = main_grad if direct else self._buffer(self.main.placements, self.reduce_dtype, pool.temporary)
         ticket = self._through(target, inputs, pool, keep, name)
         factor = self.scale if isinstance(self.scale, float) else 1.0
+        if changed:
+            used = [index for index in changed if index in self._used]
+            ticket = lane.follow(ticket, functools.partial(change_gradients, self.members, used, target, factor))
+            factor = 1.0
         if not direct or factor != 1.0:
             ticket = lane.follow(ticket, functools.partial(_add_or_write, main_grad, target, fresh, factor))
         for index in sorted(self._used):
             if not had_grad[index]:
                 self._show(index, main_grad)
+        then = call_finished(self.members, [index for index in finished if index in self._used]) if finished else None
         self._used.clear()
-        return Reduction(ticket, name, [*keep, target.local])
+        return Reduction(ticket, name, [*keep, target.local], then)
 
     def _through(
         self, target: DBuffer, inputs: list[torch.Tensor], pool: Pool, keep: list[torch.Tensor], name: str

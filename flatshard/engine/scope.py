@@ -232,9 +232,11 @@ class Scope:
         waits = _waits.recorder()
         if waits is None:
             reduction.ticket.wait()
-            return
-        with waits.around(f"reduce {reduction.name}", self.device):
-            reduction.ticket.wait()
+        else:
+            with waits.around(f"reduce {reduction.name}", self.device):
+                reduction.ticket.wait()
+        if reduction.then is not None:
+            reduction.then()
 
     def _agree(self) -> None:
         """Compare the recorded program with the other ranks', once. A difference would hang sooner or later."""
