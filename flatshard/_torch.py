@@ -6,6 +6,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllTo
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup, ReduceOp, Work
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,6 +26,19 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 Spec: TypeAlias = DTensorSpec  # mesh, placements and global shape of a DTensor
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """A parameter that is a DTensor before it is sharded.
+
+    ``cut`` and ``copied`` are the axes of its own mesh over which it is then sharded and replicated: data parallelism
+    has axes of that mesh. Both are empty where it has a mesh of its own.
+    """
+
+    spec: DTensorSpec
+    cut: tuple[int, ...] = ()
+    copied: tuple[int, ...] = ()
 
 
 def _method(*names: str) -> Callable[..., Work]:
@@ -82,18 +97,73 @@ def spec_of(parameter: torch.Tensor) -> DTensorSpec:
     return parameter._spec
 
 
-def composed_dtensor(local: torch.Tensor, mesh: DeviceMesh, sharded: Sequence[bool], inner: DTensorSpec) -> DTensor:
-    """A DTensor over ``local``: rows of the local part of a DTensor of spec ``inner``, cut over the axes of ``mesh``.
+def composed_dtensor(
+    local: torch.Tensor, mesh: DeviceMesh, sharded: Sequence[bool], dim: int, parallel: Parallel
+) -> DTensor:
+    """A DTensor over ``local``, the local part of a ``parallel`` one after a cut on ``dim`` over axes of ``mesh``.
 
-    It lives on the axes of both meshes. Where tensor parallelism has cut dim 0 too, ours is the second cut of it.
+    It lives on the axes of both meshes. Where tensor parallelism has cut that dim too, ours is the second cut of it.
     """
+    inner = parallel.spec
     meta = inner.tensor_meta
     assert meta is not None
-    cuts = math.prod(inner.mesh.size(axis) for axis, p in enumerate(inner.placements) if p.is_shard(0))
-    ours = _StridedShard(0, split_factor=cuts) if cuts > 1 else Shard(0)
-    placements = (*(ours if cut else Replicate() for cut in sharded), *inner.placements)
-    both = DeviceMesh._concatenate([mesh, inner.mesh])
-    return _wrapped(local, DTensorSpec(both, placements, tensor_meta=TensorMeta(meta.shape, meta.stride, local.dtype)))
+    if parallel.cut or parallel.copied:
+        placed, placements = _within(mesh, sharded, dim, parallel)
+    else:
+        ours = _cut_after(inner, dim, 0)
+        placements = [*(ours if cut else Replicate() for cut in sharded), *inner.placements]
+        placed = DeviceMesh._concatenate([mesh, inner.mesh])
+    meta = TensorMeta(meta.shape, meta.stride, local.dtype)
+    return _wrapped(local, DTensorSpec(placed, tuple(placements), tensor_meta=meta))
+
+
+def _within(
+    mesh: DeviceMesh, sharded: Sequence[bool], dim: int, parallel: Parallel
+) -> tuple[DeviceMesh, list[TorchPlacement]]:
+    """Where a parameter lies that is sharded over axes of its own mesh. Several of them become one, ``mesh``'s last."""
+    inner = parallel.spec
+    placements = list(inner.placements)
+    for axis in parallel.cut:
+        placements[axis] = _cut_after(inner, dim, axis + 1) if sharded[-1] else Replicate()
+    if len(parallel.cut) < 2:
+        return inner.mesh, placements
+    names = inner.mesh.mesh_dim_names
+    assert names is not None
+    parts: list[DeviceMesh] = []
+    placed: list[TorchPlacement] = []
+    for axis, name in enumerate(names):
+        if axis == parallel.cut[0]:
+            parts.append(mesh)
+            placed += [Replicate()] * (mesh.ndim - 1) + [placements[axis]]
+        elif axis not in parallel.cut and axis not in parallel.copied:
+            parts.append(inner.mesh[name])
+            placed.append(placements[axis])
+    return DeviceMesh._concatenate(parts), placed
+
+
+def _cut_after(inner: DTensorSpec, dim: int, first: int) -> TorchPlacement:
+    """A cut of ``dim`` that comes after those of the axes from ``first``."""
+    cuts = [inner.mesh.size(axis) for axis, p in enumerate(inner.placements) if axis >= first and _cuts(p, dim)]
+    return _StridedShard(dim, split_factor=math.prod(cuts)) if math.prod(cuts) > 1 else Shard(dim)
+
+
+def _cuts(placement: TorchPlacement, dim: int) -> bool:
+    return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
+
+
+def data_parallel_mesh(mesh: DeviceMesh, shard: Sequence[str], replicate: Sequence[str]) -> DeviceMesh:
+    """The mesh (replicate, shard), or of one of them, made of these axes of ``mesh``; several of a kind become one."""
+    parts = []
+    for names in (tuple(replicate), tuple(shard)):
+        if names:
+            parts.append(mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names)))
+    return parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
+
+
+def placement_result(given: Any) -> tuple[Any, DeviceMesh | None]:
+    """What a ``shard_placement_fn`` returned: the placement, and the mesh if it names one (torch 2.13)."""
+    info = getattr(given, "mesh_info", None)
+    return (given, None) if info is None else (given.placement, info.mesh)
 
 
 def dtensor_of(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
@@ -105,11 +175,20 @@ def dtensor_of(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     )
 
 
-def local_gradient(gradient: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """The local part of a gradient, placed as its parameter is; tensor parallelism may have left it otherwise."""
+def local_gradient(gradient: torch.Tensor, parallel: Parallel) -> torch.Tensor:
+    """The local part of a gradient, placed as its parameter is; tensor parallelism may have left it otherwise.
+
+    Along data-parallel axes it stays each rank's own: those are what our reduce is for.
+    """
+    if isinstance(gradient, AsyncCollectiveTensor):
+        gradient = gradient.wait()
     assert isinstance(gradient, DTensor)
-    if gradient.placements != spec.placements:
-        gradient = gradient.redistribute(placements=spec.placements)
+    placements = parallel.spec.placements
+    if parallel.cut or parallel.copied:
+        ours = {*parallel.cut, *parallel.copied}
+        placements = tuple(gradient.placements[a] if a in ours else p for a, p in enumerate(placements))
+    if gradient.placements != placements:
+        gradient = gradient.redistribute(placements=placements)
     return gradient._local_tensor
 
 

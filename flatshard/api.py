@@ -14,11 +14,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
-from flatshard.engine.build import NO_SHARD, OWNER, Choices, build_unit, owned_modules, units_below
+from flatshard import _torch
+from flatshard.engine.build import NO_SHARD, OWNER, Choices, Where, build_unit, owned_modules, units_below
 from flatshard.engine.gradients import GradientScale
 from flatshard.engine.unit import Unit, scope_of, unit_of
 from flatshard.layout.planner import LayoutName
-from flatshard.policy import MixedPrecisionPolicy, OffloadPolicy, Placements, SchedulePolicy, Strategy, placements_for
+from flatshard.policy import (
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    Placements,
+    SchedulePolicy,
+    Strategy,
+    placements_for,
+)
 
 M = TypeVar("M", nn.Module, list[nn.Module])
 
@@ -175,6 +184,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     offload_policy: OffloadPolicy = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
     strategy: Strategy | int | Placements | None = None,
     outer_strategy: Strategy | int | None = None,
     layout: LayoutName = "tensor",
@@ -194,8 +204,13 @@ def fully_shard(
     ``reshard_after_forward``: True frees the full parameters after forward and gathers them again in backward; False
     keeps them until the end of backward; a number that divides the shard axis keeps them sharded over groups of so many
     neighbours, which gather them in backward among themselves. Default: True, and False for the outermost unit.
+    ``shard_placement_fn``: given a parameter, returns ``Shard(dim)`` to cut it on that dim as torch.chunk does, or None
+    for dim 0. Other dims than 0 cost a copy in each gather and reduce, and need layout ``"tensor"``. It may also return
+    PyTorch's ``ShardPlacementResult``, to shard the parameter over another mesh than the unit's.
     ``mp_policy``: the dtypes of compute, reduction, gradients and main weights.
     ``ignored_params``: parameters that are left alone.
+    ``dp_mesh_dims``: which axes of ``mesh`` are data-parallel. ``mesh`` is then the mesh of all parallelism, and all
+    parameters are DTensors on it, replicated along those axes.
     ``strategy``: what is sharded over the last axis: ``"no_shard"`` or 0, nothing; ``"optim"`` or 1, main weights and
     optimizer state; ``"optim_grads"`` or 2, gradients too; ``"optim_grads_params"`` or 3, everything (the default). Or
     `Placements`, for every axis.
@@ -211,8 +226,8 @@ def fully_shard(
     _check_modules(modules)
     if layout not in get_args(LayoutName):
         raise ValueError(f"layout={layout!r}: must be one of {', '.join(get_args(LayoutName))}")
-    if shard_placement_fn is not None:
-        raise ValueError("shard_placement_fn: this version shards every parameter on dim 0; leave it out")
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise TypeError(f"shard_placement_fn={shard_placement_fn!r}: must be a function of a parameter")
     if type(offload_policy) is not OffloadPolicy:
         raise ValueError(f"offload_policy={offload_policy}: this version keeps everything on the device of the mesh")
     if gradient_scale not in ("mean", "sum") and not _is_number(gradient_scale):
@@ -223,6 +238,14 @@ def fully_shard(
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh={mesh!r}: must be a DeviceMesh")
     mesh = _default_mesh() if mesh is None else mesh
+    where = Where(shard_placement_fn)
+    if dp_mesh_dims is not None:
+        where = Where(shard_placement_fn, mesh, _axes_of(mesh, dp_mesh_dims))
+        mesh = _torch.data_parallel_mesh(mesh, dp_mesh_dims.shard_names, dp_mesh_dims.replicate_names)
+        if not where.axes[0]:
+            if strategy not in (None, 0, "no_shard"):
+                raise ValueError(f"strategy={strategy!r}: dp_mesh_dims names no axis to shard over")
+            strategy = "no_shard"
     if mesh.ndim not in (1, 2):
         raise ValueError(f"mesh has {mesh.ndim} axes; it must have one (shard) or two (outer, inner)")
     choices = Choices(
@@ -235,11 +258,23 @@ def fully_shard(
         gradient_scale=gradient_scale if isinstance(gradient_scale, str) else float(gradient_scale),
         schedule=schedule,
         ignored=frozenset(ignored_params or ()),
+        where=where,
+        strategy=(strategy, outer_strategy),
     )
     build_unit(modules, choices)
     for each in modules:
         each.__class__ = _unit_class(type(each))
     return module
+
+
+def _axes_of(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The axes of ``mesh`` that shard, and those that replicate."""
+    names = mesh.mesh_dim_names or ()
+    for name in (*dims.shard_names, *dims.replicate_names):
+        if name not in names:
+            raise ValueError(f"dp_mesh_dims names axis {name!r}, which was not found in mesh.mesh_dim_names {names}")
+    shard, replicate = (tuple(names.index(n) for n in given) for given in (dims.shard_names, dims.replicate_names))
+    return shard, replicate
 
 
 def _is_number(value: Any) -> bool:

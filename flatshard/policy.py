@@ -42,6 +42,34 @@ class OffloadPolicy:
 
 
 @dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Which axes of a mesh that all parameters are already DTensors on are data-parallel, by their names.
+
+    ``shard``: those that parameters are sharded over. ``replicate``: those that keep copies. Several of a kind count as
+    one. With ``replicate`` alone nothing is sharded, and gradients are averaged.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.shard_names and not self.replicate_names:
+            raise ValueError("DataParallelMeshDims: name at least one axis, in shard or in replicate")
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        return _names(self.replicate)
+
+
+def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if given is None else (given,) if isinstance(given, str) else tuple(given)
+
+
+@dataclass(frozen=True)
 class Placements:
     """How the three buffers of a group rest, one placement per axis of the mesh.
 

@@ -1,7 +1,7 @@
 """Flat local tensors on a mesh, and the only code that communicates."""
 
-from flatshard.buffer.dbuffer import DBuffer
+from flatshard.buffer.dbuffer import DBuffer, turns
 from flatshard.buffer.lanes import Exchange, Lane, Operation, Ticket
 from flatshard.buffer.pools import Pool
 
-__all__ = ["DBuffer", "Exchange", "Lane", "Operation", "Pool", "Ticket"]
+__all__ = ["DBuffer", "Exchange", "Lane", "Operation", "Pool", "Ticket", "turns"]

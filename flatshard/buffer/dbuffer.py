@@ -87,9 +87,8 @@ class DBuffer:
         if not tensors:
             raise ValueError("a buffer needs at least one tensor")
         made = cls.zeros(layout, mesh, placements, dtype=tensors[0].dtype, device=tensors[0].device)
-        for part in made.ranges():
-            source = tensors[part.tensor].detach().reshape(-1)[part.start : part.stop]
-            made.local[part.offset : part.offset + part.stop - part.start].copy_(source)
+        for index, tensor in enumerate(tensors):
+            made.local_view(index).copy_(made.part_of(index, tensor.detach()))
         return made
 
     @property
@@ -110,10 +109,19 @@ class DBuffer:
     def local_view(self, index: int) -> torch.Tensor:
         """This rank's rows of tensor ``index``, a view of ``local``: all of it where no axis is sharded.
 
-        A tensor of which this rank holds nothing is a view of zero rows.
+        A tensor of which this rank holds nothing is a view of zero rows. A turned tensor (`Layout.is_turned`) has no
+        such view; `turns` gives it in parts.
         """
+        assert not self.layout.is_turned(index, self.held.count)
         offset, shape, stride = self.layout.windows(self.held.first, self.held.count)[index]
         return self.local.as_strided(shape, stride, offset + self.local.storage_offset())
+
+    def part_of(self, index: int, whole: torch.Tensor) -> torch.Tensor:
+        """The part of tensor ``index``, given whole, of which `local_view` is the place in this buffer."""
+        slot = self.layout.slots[index]
+        if not slot.shape:
+            return whole
+        return whole.narrow(slot.dim, *self.layout.rows(slot, self.held.first, self.held.count))
 
     def runs(self, held: Holding | None = None) -> list[torch.Tensor]:
         """Per non-empty segment, the run of ``held`` (default: all that this buffer holds) as a view of ``local``."""
@@ -274,6 +282,31 @@ class DBuffer:
         for what, (found, wanted) in expected.items():
             if found != wanted:
                 raise ValueError(f"`out` has {what} {found}; expected {wanted}")
+
+
+def turns(
+    layout: Layout, index: int, run: torch.Tensor, whole: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Views of the full run of a segment, and of the one tensor in it, which hold the same elements, pair by pair.
+
+    A tensor cut on dim 1 over two ranks, with elements numbered in its own order:
+
+        whole   0 1 2 3        run   |0 1 4 5|2 3 6 7|
+                4 5 6 7               piece 0 piece 1
+    """
+    slot = layout.slots[index]
+    if not slot.numel:
+        return []
+    dim, piece, total = slot.dim, layout.segments[slot.segment].piece, slot.shape[slot.dim]
+    chunk = piece // slot.row
+    full, rest = divmod(total, chunk)
+    before, after = slot.shape[:dim], slot.shape[dim + 1 :]
+    in_run = run[: full * piece].view(full, *before, chunk, *after)
+    pairs = [(in_run, whole.narrow(dim, 0, full * chunk).unflatten(dim, (full, chunk)).movedim(dim, 0))]
+    if rest:
+        last = run[full * piece : full * piece + rest * slot.row].view(*before, rest, *after)
+        pairs.append((last, whole.narrow(dim, full * chunk, rest)))
+    return pairs
 
 
 def held_by_this_rank(layout: Layout, mesh: DeviceMesh, placements: Sequence[Placement]) -> Holding:

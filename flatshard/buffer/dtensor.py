@@ -15,12 +15,12 @@ from flatshard.layout import Flat, Replicate
 _torch.add_elementwise_rules()
 
 
-def as_dtensor(buffer: DBuffer, index: int, inner: _torch.Spec | None = None) -> DTensor:
+def as_dtensor(buffer: DBuffer, index: int, inner: _torch.Parallel | None = None) -> DTensor:
     """Tensor ``index`` of a buffer as a DTensor over the buffer's memory.
 
-    It is ``Shard(0)`` where an axis is sharded. Where the rows that this rank holds are not torch.chunk's, it is a
-    `RaggedDTensor`, which knows them. ``inner`` is given where the tensor is itself the local part of a DTensor, as
-    tensor parallelism makes it; the result then lives on both meshes.
+    It is ``Shard`` of the dim that its rows are slices of where an axis is sharded. Where the rows that this rank
+    holds are not torch.chunk's, it is a `RaggedDTensor`, which knows them. ``inner`` is given where the tensor is
+    itself the local part of a DTensor, as tensor parallelism makes it; the result then lives on both meshes.
     """
     slot = buffer.layout.slots[index]
     sharded = tuple(isinstance(placement, Flat) for placement in buffer.placements)
@@ -32,13 +32,16 @@ def as_dtensor(buffer: DBuffer, index: int, inner: _torch.Spec | None = None) ->
     if inner is not None:
         if not _is_canonical(buffer, index, sharded):
             raise ValueError("a tensor-parallel parameter can be cut over one axis, with layout 'tensor', only")
-        return _torch.composed_dtensor(_torch.rebased(buffer.local_view(index)), buffer.mesh, sharded, inner)
-    placements = [TorchShard(0) if cut else TorchReplicate() for cut in sharded]
+        local = _torch.rebased(buffer.local_view(index))
+        return _torch.composed_dtensor(local, buffer.mesh, sharded, slot.dim, inner)
+    placements = [TorchShard(slot.dim) if cut else TorchReplicate() for cut in sharded]
     meta = torch.empty(slot.shape, device="meta")
     local = _torch.rebased(buffer.local_view(index))
     made = _torch.make_dtensor(local, buffer.mesh, placements, meta.shape, meta.stride())
     if _is_canonical(buffer, index, sharded):
         return made
+    if slot.dim:
+        raise ValueError(f"a tensor that is cut on dim {slot.dim} can be cut over one axis only; cut it on dim 0")
     if not _torch.SUBCLASSES_DISPATCH:
         raise NotImplementedError(
             f"layout 'flat' and shards over two axes (HFSDP) need torch 2.13 or newer; this is {torch.__version__}. "
@@ -52,6 +55,6 @@ def _is_canonical(buffer: DBuffer, index: int, sharded: tuple[bool, ...]) -> boo
     slot, shards = buffer.layout.slots[index], buffer.layout.num_shards
     if shards == 1 or not any(sharded):
         return True
-    chunk = -(-slot.shape[0] // shards) * slot.row
+    chunk = -(-slot.shape[slot.dim] // shards) * slot.row
     piece = buffer.layout.segments[slot.segment].piece
     return sum(sharded) == 1 and buffer.held.count == 1 and slot.offset == 0 and piece == chunk

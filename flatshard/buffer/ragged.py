@@ -52,11 +52,7 @@ class Cut:
 
     def rows(self, held: Holding) -> tuple[int, int]:
         """The first row, and how many, of what ``held`` pieces hold of the tensor."""
-        count = self.layout.windows(held.first, held.count)[self.index].shape[0]
-        slot = self.layout.slots[self.index]
-        begin = max(held.first * self.layout.segments[slot.segment].piece - slot.offset, 0)
-        first = begin // slot.row if slot.row else 0
-        return (min(first, slot.shape[0]), count)
+        return self.layout.rows(self.layout.slots[self.index], held.first, held.count)
 
 
 class RaggedShard(Shard):

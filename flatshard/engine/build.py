@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from flatshard import _torch
 from flatshard.buffer import DBuffer
@@ -21,7 +22,7 @@ from flatshard.engine.plain import Plain
 from flatshard.engine.unit import Unit, unit_of
 from flatshard.layout import is_sharded, plan
 from flatshard.layout.planner import LayoutName
-from flatshard.policy import MixedPrecisionPolicy, Placements, SchedulePolicy, replicated, resident
+from flatshard.policy import MixedPrecisionPolicy, Placements, SchedulePolicy, placements_for, replicated, resident
 
 Named = tuple[str, nn.Parameter, list[Site]]
 
@@ -74,6 +75,48 @@ def _refuse(name: str, parameter: nn.Parameter) -> None:
 
 
 @dataclass(frozen=True)
+class Where:
+    """What says on which dim and over which mesh each parameter is sharded."""
+
+    choose: Callable[[nn.Parameter], Any] | None = None  # the user's ``shard_placement_fn``
+    mesh: DeviceMesh | None = None  # of all parameters, if data parallelism has axes of it
+    axes: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # those axes: that shard, that replicate
+
+    def of(self, name: str, parameter: nn.Parameter) -> tuple[int, DeviceMesh | None]:
+        """The dim, and the mesh if it is not the unit's."""
+        self._check_mesh(name, parameter)
+        if self.choose is None:
+            return 0, None
+        given, mesh = _torch.placement_result(self.choose(parameter))
+        if given is None:
+            return 0, mesh
+        if type(given) is not Shard:
+            raise ValueError(
+                f"shard_placement_fn returned {given!r} for parameter '{name}'; it must be Shard(dim) or None"
+            )
+        dims = max(parameter.dim(), 1)
+        if not -dims <= given.dim < dims:
+            shape = tuple(parameter.shape)
+            raise ValueError(f"shard_placement_fn returned {given!r} for parameter '{name}', whose shape is {shape}")
+        return given.dim % dims, mesh
+
+    def _check_mesh(self, name: str, parameter: nn.Parameter) -> None:
+        if self.mesh is None:
+            return
+        if not isinstance(parameter, DTensor) or parameter.device_mesh != self.mesh:
+            raise ValueError(
+                f"parameter '{name}' is not a DTensor on the mesh given; with dp_mesh_dims all are, for example by "
+                "torch.distributed.tensor.distribute_module"
+            )
+        for axis in (*self.axes[0], *self.axes[1]):
+            if not isinstance(parameter.placements[axis], Replicate):
+                raise ValueError(
+                    f"parameter '{name}' is placed {parameter.placements[axis]} on axis {axis} of its mesh; data "
+                    "parallelism, which dp_mesh_dims gives that axis, needs Replicate() there"
+                )
+
+
+@dataclass(frozen=True)
 class Choices:
     """What a call of `fully_shard` chose, checked."""
 
@@ -86,27 +129,40 @@ class Choices:
     gradient_scale: GradientScale
     schedule: SchedulePolicy | None
     ignored: frozenset[nn.Parameter]
+    where: Where
+    strategy: tuple[Any, Any] = (None, None)  # of the inner and the outer axis, for parameters with a mesh of their own
 
 
 def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     """Shard the parameters below ``modules`` and hook them up."""
-    by_kind: dict[tuple[torch.dtype, bool, bool, bool, DeviceMesh | None], list[Named]] = {}
+    by_kind: dict[tuple[Any, ...], list[Named]] = {}
     plain: list[Named] = []
+    dims: dict[nn.Parameter, int] = {}
     for named in owned_parameters(modules, choices.ignored):
         parameter, marked = named[1], _is_marked(named)
         if marked and not parameter.requires_grad:
             plain.append(named)
             continue
+        dims[parameter], mesh = choices.where.of(named[0], parameter)
+        if dims[parameter] and (
+            choices.layout == "flat" or sum(is_sharded(p) for p in choices.placements.optimizer) > 1
+        ):
+            raise ValueError(
+                f"parameter '{named[0]}' is to be cut on dim {dims[parameter]}, which needs layout='tensor' and "
+                "one sharded axis; cut it on dim 0"
+            )
         # A tensor without dims has no rows to shard.
         # Tensor parallelism has made some parameters DTensors; those of one mesh travel together.
         parallel = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        key = (parameter.dtype, parameter.requires_grad, parameter.dim() > 0, marked, parallel)
+        key = (parameter.dtype, parameter.requires_grad, parameter.dim() > 0, marked, mesh or choices.mesh, parallel)
         by_kind.setdefault(key, []).append(named)
     owner = type(modules[0]).__name__
     groups = []
-    for (_, _, has_rows, marked, _), members in by_kind.items():
-        placements = choices.placements if has_rows else replicated(choices.mesh.ndim)
-        groups.append(_build_group(members, choices, resident(placements) if marked else placements, owner))
+    for (_, _, has_rows, marked, mesh, _), members in by_kind.items():
+        placements = choices.placements if mesh == choices.mesh else placements_for(*choices.strategy, mesh.ndim)
+        placements = placements if has_rows else replicated(mesh.ndim)
+        placements = resident(placements) if marked else placements
+        groups.append(_build_group(members, [dims[p] for _, p, _ in members], mesh, choices, placements, owner))
     for _, module in owned_modules(modules):
         _move_buffers(module, choices.device)
     reshard, park = choices.reshard_after_forward, None
@@ -119,7 +175,8 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     for each in unit.plain:
         each.place(choices.device, choices.precision.param_dtype)
     for group in groups:
-        group.park_mesh = park
+        if park is not None:
+            group.park_mesh = park if group.mesh == choices.mesh else _park_mesh(group.mesh, park.size())
         group.gradients.scale = choices.gradient_scale
     for module in modules:
         module.__dict__["_flatshard_unit"] = unit
@@ -145,13 +202,15 @@ def _park_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
     return known[size]
 
 
-def _build_group(members: list[Named], choices: Choices, placements: Placements, owner: str) -> Group:
+def _build_group(
+    members: list[Named], dims: list[int], mesh: DeviceMesh, choices: Choices, placements: Placements, owner: str
+) -> Group:
     """Cut the parameters of one group; the full originals are freed when it returns."""
     whole = [_torch.local_of(p) if _torch.is_parallel(p) else p for _, p, _ in members]
     shapes = [tuple(tensor.shape) for tensor in whole]
-    mesh, precision = choices.mesh, choices.precision
+    precision = choices.precision
     shards = math.prod(mesh.size(axis) for axis, p in enumerate(placements.optimizer) if is_sharded(p))
-    planned = plan(shapes, shards, layout=choices.layout)
+    planned = plan(shapes, shards, layout=choices.layout, dims=dims)
     frozen = not members[0][1].requires_grad
     floating = members[0][1].is_floating_point()
     main_dtype = precision.main_dtype if precision.main_dtype is not None and floating and not frozen else None
@@ -159,7 +218,7 @@ def _build_group(members: list[Named], choices: Choices, placements: Placements,
     main = DBuffer.distribute(full, planned, mesh, placements.optimizer)
     if main_dtype is not None and main_dtype != main.dtype:
         main = main.cast(main_dtype)
-    made = make_members(main, members)
+    made = make_members(main, members, choices.where.axes)
     for member, (name, parameter, _) in zip(made, members):
         # Whoever still holds the original (a tied module, an optimizer) finds out, and holds no memory.
         if member.inner is None:

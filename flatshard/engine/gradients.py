@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 
 from flatshard import _torch
-from flatshard.buffer import DBuffer, Lane, Pool, Ticket
 from flatshard.engine.hooks import call_finished, change_gradients
+from flatshard.buffer import DBuffer, Lane, Pool, Ticket, turns
 from flatshard.layout import Layout, Partial, Placement, is_sharded
 from flatshard.policy import MixedPrecisionPolicy, Placements
 
@@ -148,9 +148,19 @@ class Gradients:
                 self.layout.buffer_numel(self.layout.num_shards), dtype=self.grad_dtype, device=self.main.device
             )
             self._unreduced = DBuffer(self.layout, self.main.mesh, self._partial(), local)
+        self._add_to(self._unreduced, gradients)
+
+    def _add_to(self, unreduced: DBuffer, gradients: Sequence[torch.Tensor | None]) -> None:
         for index, gradient in enumerate(gradients):
-            if gradient is not None:
-                self._unreduced.local_view(index).add_(gradient)
+            if gradient is None:
+                continue
+            if not self.layout.is_turned(index, self.layout.num_shards):
+                unreduced.local_view(index).add_(gradient)
+                continue
+            segment = self.layout.slots[index].segment
+            start = self.layout.run_starts(self.layout.num_shards)[segment]
+            for place, part in turns(self.layout, index, unreduced.local[start:], gradient):
+                place.add_(part)
 
     def _reduce_to_rest(self, gradients: Sequence[torch.Tensor | None], pool: Pool, name: str) -> Reduction:
         placements = self.placements.gradient
@@ -239,9 +249,7 @@ class Gradients:
         keep = [gradient for gradient in gradients if gradient is not None]
         unreduced, self._unreduced = self._unreduced, None
         if unreduced is not None:
-            for index, gradient in enumerate(gradients):
-                if gradient is not None:
-                    unreduced.local_view(index).add_(gradient)
+            self._add_to(unreduced, gradients)
             keep.append(unreduced.local)
             if unreduced.dtype != self.reduce_dtype:
                 cast = pool.temporary(unreduced.local.numel(), self.reduce_dtype)
@@ -280,10 +288,16 @@ class Gradients:
         for index, slot in enumerate(self.layout.slots):
             gradient, run = gradients[index], runs[slot.segment]
             assert run is not None
-            if gradient is not None and staged[slot.segment]:
+            if gradient is None or not staged[slot.segment]:
+                continue
+            filled += slot.numel
+            if self.layout.is_turned(index, self.layout.num_shards):
+                for place, part in turns(self.layout, index, run, gradient):
+                    places.append(place)
+                    sources.append(part)
+            else:
                 places.append(run[slot.offset : slot.stop].view(slot.shape))
                 sources.append(gradient)
-                filled += slot.numel
         if filled < end:
             staging.zero_()  # padding and missing gradients
         if places:
@@ -355,9 +369,11 @@ def gradient_arrived(gradients: weakref.ref[Gradients], index: int, full: torch.
 
 
 def _sole_owners(layout: Layout) -> tuple[int | None, ...]:
-    """Per segment, the tensor that fills it to the last element, if there is one."""
+    """Per segment, the tensor that fills it to the last element and in its own order, if there is one."""
     owners: list[int | None] = [None] * len(layout.segments)
     for index, slot in enumerate(layout.slots):
+        if layout.is_turned(index, layout.num_shards):
+            continue
         if slot.numel == layout.segments[slot.segment].piece * layout.num_shards:
             owners[slot.segment] = index
     return tuple(owners)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import _torch
-from flatshard.buffer import DBuffer, Pool, Ticket
+from flatshard.buffer import DBuffer, Pool, Ticket, turns
 from flatshard.buffer.dtensor import as_dtensor
 from flatshard.engine.codec import codec_for
 from flatshard.engine.gradients import Gradients, gradient_arrived
@@ -63,10 +63,11 @@ class Member:
     name: str  # from the unit's module down
     sites: list[Site]
     sharded: nn.Parameter  # a DTensor over main: what optimizers and checkpoints see
-    full: nn.Parameter | None = None  # a view of the gathered buffer: what the forward sees
+    full: nn.Parameter | None = None  # a view of the gathered buffer, or of `turned`: what the forward sees
+    turned: torch.Tensor | None = None  # the full values in their own order, where the gathered buffer has another
     local: torch.Tensor | None = None  # what `sharded` holds, as long as nobody has moved it
     arrived: torch.Tensor | None = None  # this backward's gradient of `full`
-    inner: _torch.Spec | None = None  # of the full parameter, where tensor parallelism made it a DTensor
+    inner: _torch.Parallel | None = None  # of the full parameter, where tensor parallelism made it a DTensor
     attributes: dict[str, object] = field(default_factory=dict)  # of `sharded`, should it be replaced
 
 
@@ -111,8 +112,9 @@ class Group:
         self._is_parked = False
         self._stale = True
         self._ticket = None
+        self._turned = [i for i in range(len(self.members)) if self.layout.is_turned(i, self.layout.num_shards)]
         for member in self.members:
-            member.full, member.local = None, _torch.local_of(member.sharded)
+            member.full, member.turned, member.local = None, None, _torch.local_of(member.sharded)
             member.attributes = dict(member.sharded.__dict__)
         # Views of the gathered buffer that stay valid between uses: a full copy rests on this rank anyway.
         everywhere = all(isinstance(p, Replicate) for p in self.placements.parameter)
@@ -166,6 +168,8 @@ class Group:
             if self._is_compute:
                 self.gathered, self._ticket = self.compute, refreshed
                 self._make_full()
+                if self._turned:
+                    self._ticket = lane.follow(refreshed, self._turn)
                 return
             if self.gathered is None:
                 numel = self.layout.buffer_numel(self.layout.num_shards)
@@ -176,6 +180,8 @@ class Group:
             self._make_full()
             with lane.entered((refreshed,)):
                 self._ticket = self._fill(self.gathered, pool, name)
+            if self._turned:
+                self._ticket = lane.follow(self._ticket, self._turn)
 
     def _fill(self, target: DBuffer, pool: Pool, name: str) -> Ticket:
         """Enqueue what fills the gathered buffer, inside the lane."""
@@ -250,6 +256,8 @@ class Group:
         assert self.gathered is not None
         assert self._gather_pool is not None
         self._gather_pool.release(self.gathered.local)
+        for index in self._turned:
+            self._gather_pool.release(self._whole(index))
 
     def park(self) -> None:
         """Before a release after forward: keep this rank's part of the full weights on the smaller mesh."""
@@ -272,15 +280,41 @@ class Group:
         self._parked = None
         self._is_parked = False
 
+    def _whole(self, index: int) -> torch.Tensor:
+        """The full values of a turned parameter, flat; without storage while nobody needs them."""
+        member = self.members[index]
+        if member.turned is None:
+            assert self._gather_pool is not None
+            member.turned = self._gather_pool.empty(self.layout.slots[index].numel, self.codec.wire_dtype)
+        return member.turned
+
+    def _turn(self) -> None:
+        """Bring what was gathered of the turned parameters into their own order."""
+        assert self.gathered is not None
+        pairs = []
+        for index in self._turned:
+            slot = self.layout.slots[index]
+            size = self.layout.segments[slot.segment].piece * self.layout.num_shards
+            run = self.gathered.local.narrow(0, self.layout.run_starts(self.layout.num_shards)[slot.segment], size)
+            pairs += turns(self.layout, index, run, self._whole(index).view(slot.shape))
+        if pairs:
+            gathered, whole = zip(*pairs)
+            torch._foreach_copy_(list(whole), list(gathered))
+
     def _make_full(self) -> None:
+        for index in self._turned:
+            assert self._gather_pool is not None
+            self._gather_pool.allocate(self._whole(index))
         if self.members[0].full is not None:
             return
         assert self.gathered is not None
         for index, member in enumerate(self.members):
             # `.data` gives the parameter a version counter of its own: refilling the buffer by a later gather must not
             # look to autograd as if a weight that it saved had been modified.
-            view = self.gathered.local_view(index).data
-            whole = view if member.inner is None else _torch.dtensor_of(view, member.inner)
+            slot = self.layout.slots[index]
+            turned = index in self._turned
+            view = self._whole(index).view(slot.shape).data if turned else self.gathered.local_view(index).data
+            whole = view if member.inner is None else _torch.dtensor_of(view, member.inner.spec)
             member.full = nn.Parameter(whole, requires_grad=view.is_floating_point())
             member.attributes = dict(member.sharded.__dict__)
             member.full.__dict__.update(member.attributes)
@@ -298,11 +332,18 @@ def _attributes(parameter: nn.Parameter) -> dict[str, object]:
     return {name: value for name, value in parameter.__dict__.items() if name not in own}
 
 
-def make_members(main: DBuffer, named: Sequence[tuple[str, nn.Parameter, list[Site]]]) -> list[Member]:
-    """Sharded parameters over ``main``, in the place of the originals and with their attributes."""
+def make_members(
+    main: DBuffer,
+    named: Sequence[tuple[str, nn.Parameter, list[Site]]],
+    axes: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
+) -> list[Member]:
+    """Sharded parameters over ``main``, in the place of the originals and with their attributes.
+
+    ``axes``: where data parallelism has axes of the parameters' own mesh, those that shard, and those that replicate.
+    """
     members = []
     for index, (name, original, sites) in enumerate(named):
-        inner = _torch.spec_of(original) if _torch.is_parallel(original) else None
+        inner = _torch.Parallel(_torch.spec_of(original), *axes) if _torch.is_parallel(original) else None
         sharded = nn.Parameter(as_dtensor(main, index, inner), requires_grad=original.requires_grad)
         sharded.__dict__.update(_attributes(original))
         for site in sites:

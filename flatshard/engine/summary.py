@@ -143,8 +143,8 @@ def _check_group(group: Group, unit: str) -> None:
             start = (local.data_ptr() - base) // local.element_size()
             taken.append((start, start + local.numel(), member.name))
         if group.is_full and member.full is not None and group.gathered is not None and member.full.numel():
-            expected = group.gathered.local_view(index).data_ptr()
-            assert member.full.data_ptr() == expected, f"{where} does not lie in its gathered buffer"
+            expected = member.turned if member.turned is not None else group.gathered.local_view(index)
+            assert member.full.data_ptr() == expected.data_ptr(), f"{where} does not lie in its gathered buffer"
     taken.sort()
     for (_, stop, before), (start, _, after) in pairwise(taken):
         assert stop <= start, f"parameters '{before}' and '{after}' of unit '{unit}' overlap"

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -55,6 +55,7 @@ class Slot:
     shape: Shape
     row: int  # elements of one row
     atom: int  # elements that are never split: a row, a block of rows, or the whole tensor
+    dim: int = 0  # rows are slices of this dim
 
     @property
     def numel(self) -> int:
@@ -66,7 +67,7 @@ class Slot:
 
 
 class Window(NamedTuple):
-    """One tensor's rows in a buffer: a strided view of the flat local tensor."""
+    """One tensor's rows in a buffer: a contiguous view of the flat local tensor."""
 
     offset: int
     shape: Shape
@@ -104,7 +105,8 @@ class Layout:
     def windows(self, first: int, pieces: int) -> tuple[Window, ...]:
         """Where each tensor's rows lie in a buffer that holds ``pieces`` pieces from ``first`` of every segment.
 
-        A tensor of which it holds nothing has a window of zero rows.
+        A tensor of which it holds nothing has a window of zero rows. Of a tensor with rows on another dim than 0, each
+        piece is contiguous for itself: it has a window in a buffer of one piece only (`is_turned`).
         """
         key = (first, pieces)
         if key not in self._windows:
@@ -118,14 +120,27 @@ class Layout:
         held = max(end - begin, 0)
         if (held == slot.numel and held) or pieces == self.num_shards:
             shape = slot.shape
-        elif slot.row:
-            shape = (held // slot.row, *slot.shape[1:])
         else:
-            # No elements, because a later dim is 0: rows are dealt out all the same, as torch.chunk does.
-            rows, chunk = slot.shape[0], -(-slot.shape[0] // self.num_shards)
-            shape = (min(rows, (first + pieces) * chunk) - min(rows, first * chunk), *slot.shape[1:])
+            shape = (*slot.shape[: slot.dim], self.rows(slot, first, pieces)[1], *slot.shape[slot.dim + 1 :])
         stride = tuple(max(math.prod(shape[dim + 1 :]), 1) for dim in range(len(shape)))
         return Window(self.run_starts(pieces)[slot.segment] + begin - low if held else 0, shape, stride)
+
+    def rows(self, slot: Slot, first: int, pieces: int) -> tuple[int, int]:
+        """The first row of a tensor, and how many, that lie in ``pieces`` pieces from ``first``."""
+        total = slot.shape[slot.dim] if slot.shape else 1
+        if not slot.row:
+            # No elements, because another dim is 0: rows are dealt out all the same, as torch.chunk does.
+            chunk = -(-total // self.num_shards)
+            low, high = first * chunk, (first + pieces) * chunk
+        else:
+            piece = self.segments[slot.segment].piece
+            low, high = ((p * piece - slot.offset) // slot.row for p in (first, first + pieces))
+        low, high = (min(max(row, 0), total) for row in (low, high))
+        return low, high - low
+
+    def is_turned(self, index: int, pieces: int) -> bool:
+        """Whether ``pieces`` pieces hold a tensor in another order than its own, which takes a copy to change."""
+        return self.slots[index].dim > 0 and pieces > 1
 
     @cached_property
     def run_numel(self) -> int:
@@ -154,13 +169,14 @@ def plan(
     *,
     layout: LayoutName = "tensor",
     placement: Placement | None = None,
+    dims: Sequence[int] | None = None,
 ) -> Layout:
-    """Cut tensors of these shapes over ``num_shards``.
+    """Cut tensors of these shapes over ``num_shards``, each on its dim of ``dims`` (default: 0).
 
     Promises, for every layout: no atom (row, block, tensor) is split between shards; tensors do not overlap and each
     is contiguous in the run of its segment; all pieces of a segment have equal length. ``tensor`` with `Flat` gives
-    each shard the rows that ``torch.chunk(tensor, num_shards)`` gives it. Tensors without dims count as one row of one
-    element; empty tensors occupy nothing.
+    each shard the rows that ``torch.chunk(tensor, num_shards, dim)`` gives it. Tensors without dims count as one row of
+    one element; empty tensors occupy nothing. Other dims than 0 need layout ``tensor`` (``auto`` chooses it for them).
 
     `Whole` packs all tensors into one segment under either layout: a segment per tensor would pad every one of them
     ``num_shards``-fold.
@@ -176,15 +192,26 @@ def plan(
     for shape in frozen:
         if any(n < 0 for n in shape):
             raise ValueError(f"shape {shape} has a negative size")
-    return _plan(frozen, num_shards, layout, placement)
+    rows_of = tuple(0 for _ in frozen) if dims is None else tuple(dims)
+    for shape, dim in zip(frozen, rows_of, strict=True):
+        if not 0 <= dim < max(len(shape), 1):
+            raise ValueError(f"dim {dim} is not one of shape {shape}")
+    if any(rows_of) and (layout == "flat" or not isinstance(placement, Flat)):
+        raise ValueError("a tensor can be cut on another dim than 0 with layout 'tensor' and Flat() only")
+    return _plan(frozen, rows_of, num_shards, layout, placement)
 
 
 @lru_cache(maxsize=4096)
-def _plan(shapes: tuple[Shape, ...], num_shards: int, layout: LayoutName, placement: Placement) -> Layout:
+def _plan(
+    shapes: tuple[Shape, ...], dims: tuple[int, ...], num_shards: int, layout: LayoutName, placement: Placement
+) -> Layout:
     if layout == "auto":
         mean = sum(math.prod(shape) for shape in shapes) / max(len(shapes), 1)
-        layout = "flat" if mean < AUTO_FLAT_BELOW else "tensor"
-    bare = [Slot(0, 0, shape, _row(shape), _atom(shape, placement)) for shape in shapes]
+        layout = "flat" if mean < AUTO_FLAT_BELOW and not any(dims) else "tensor"
+    bare = []
+    for shape, dim in zip(shapes, dims):
+        row = _row(shape, dim)
+        bare.append(Slot(0, 0, shape, row, _atom(shape, row, placement), dim))
     if isinstance(placement, Whole):
         runs = [_pack_whole(bare, num_shards)]
     elif layout == "tensor":
@@ -195,19 +222,19 @@ def _plan(shapes: tuple[Shape, ...], num_shards: int, layout: LayoutName, placem
     for number, run in enumerate(runs):
         for index, offset in run.offsets.items():
             slot = bare[index]
-            slots[index] = Slot(number, offset, slot.shape, slot.row, slot.atom)
+            slots[index] = replace(slot, segment=number, offset=offset)
     segments = tuple(Segment(run.piece) for run in runs)
     return Layout(tuple(slot for slot in slots if slot is not None), segments, num_shards, placement)
 
 
-def _row(shape: Shape) -> int:
-    return math.prod(shape[1:])
+def _row(shape: Shape, dim: int) -> int:
+    return math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
 
 
-def _atom(shape: Shape, placement: Placement) -> int:
+def _atom(shape: Shape, row: int, placement: Placement) -> int:
     if isinstance(placement, Whole):
         return math.prod(shape)
-    return _row(shape) * (placement.rows if isinstance(placement, Block) else 1)
+    return row * (placement.rows if isinstance(placement, Block) else 1)
 
 
 def _round_up(value: int, multiple: int) -> int:

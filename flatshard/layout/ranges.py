@@ -65,6 +65,8 @@ def local_ranges(layout: Layout, held: Holding) -> Iterator[Range]:
     """The non-empty tensor ranges in a buffer that holds ``held``, in the order of the tensors."""
     starts = layout.run_starts(held.count)
     for index, slot in enumerate(layout.slots):
+        if slot.dim:
+            raise ValueError(f"tensor {index} is cut on dim {slot.dim}; its parts are no ranges of it")
         piece = layout.segments[slot.segment].piece
         low, high = held.first * piece, (held.first + held.count) * piece
         begin, end = max(low, slot.offset), min(high, slot.stop)

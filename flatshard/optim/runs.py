@@ -195,11 +195,7 @@ def local_part(main: DBuffer, index: int, value: torch.Tensor) -> torch.Tensor:
     shape = main.local_view(index).shape
     if value.shape == shape:
         return value
-    part = value.new_empty(shape)
-    for found in main.ranges():
-        if found.tensor == index:
-            part.view(-1).copy_(value.reshape(-1)[found.start : found.stop])
-    return part
+    return main.part_of(index, value).clone()
 
 
 def is_elementwise(value: Any, parameter: torch.Tensor) -> bool:

@@ -133,7 +133,8 @@ def test_planning_work_does_not_grow_with_the_number_of_shards(monkeypatch):
 
     lay = planner._lay
     monkeypatch.setattr(planner, "_lay", counting)
-    planner._plan.__wrapped__(tuple(layer(16384, 53248, 1024)), 4096, "flat", Flat())
+    shapes = tuple(layer(16384, 53248, 1024))
+    planner._plan.__wrapped__(shapes, (0,) * len(shapes), 4096, "flat", Flat())
     assert 0 < calls <= 40
 
 
@@ -144,6 +145,8 @@ def test_planning_work_does_not_grow_with_the_number_of_shards(monkeypatch):
         ({"shapes": [(2, -2)], "num_shards": 1}, "negative"),
         ({"shapes": [(2, 2)], "num_shards": 1, "layout": "rows"}, "tensor, flat, auto"),
         ({"shapes": [(2, 2)], "num_shards": 1, "placement": Replicate()}, "Flat"),
+        ({"shapes": [(2, 2)], "num_shards": 1, "dims": [2]}, "dim 2"),
+        ({"shapes": [(2, 2)], "num_shards": 1, "dims": [1], "layout": "flat"}, "layout 'tensor'"),
     ],
 )
 def test_bad_input_is_refused(kwargs, message):
