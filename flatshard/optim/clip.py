@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,17 +81,20 @@ def _gradients(parameters: Sequence[torch.Tensor]) -> dict[_Where, _Held]:
     Every place of a parameter is listed, even without gradients here: the other ranks will wait for this one.
     """
     places: dict[_Where, _Held] = {}
-    buffers: dict[int, tuple[DBuffer, _Held, list[torch.Tensor]]] = {}
+    buffers: dict[Any, tuple[DBuffer, _Held, list[torch.Tensor]]] = {}
     for parameter in parameters:
         grad = parameter.grad
         buffer = getattr(grad, MAIN_GRAD, None)
-        known = buffers.get(id(buffer))  # asked first: where a tensor is takes longer to tell
+        key: Any = id(buffer)
+        if isinstance(grad, DTensor) and buffer is not None and grad.device_mesh is not buffer.mesh:
+            key = key, grad.placements  # tensor parallelism may cut some parameters of a group and copy others
+        known = buffers.get(key)  # asked first: where a tensor is takes longer to tell
         if known is not None and grad is not None:
             known[2].append(grad)
             continue
         held = places.setdefault(_where(parameter), _Held())
         if buffer is not None and grad is not None:
-            buffers[id(buffer)] = (buffer, held, [grad])
+            buffers[key] = (buffer, held, [grad])
         elif grad is not None:
             held.read.append(_summed(grad))
             held.scaled.append(_torch.local_of(grad) if isinstance(grad, DTensor) else grad)
