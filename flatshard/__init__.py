@@ -6,12 +6,20 @@ from flatshard.engine.materialize import materialize
 from flatshard.engine.summary import Summary, check_buffers, summary
 from flatshard.optim.clip import clip_grad_norm_, find_nonfinite, grad_norms, weight_norms
 from flatshard.optim.step import fully_shard_optimizer
-from flatshard.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, Placements, SchedulePolicy
+from flatshard.policy import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    Placements,
+    SchedulePolicy,
+)
 from flatshard.whole import shard_model
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
     "MixedPrecisionPolicy",

@@ -208,6 +208,7 @@ def fully_shard(
     for dim 0. Other dims than 0 cost a copy in each gather and reduce, and need layout ``"tensor"``. It may also return
     PyTorch's ``ShardPlacementResult``, to shard the parameter over another mesh than the unit's.
     ``mp_policy``: the dtypes of compute, reduction, gradients and main weights.
+    ``offload_policy``: `CPUOffloadPolicy` keeps main weights, gradients and optimizer state in host memory.
     ``ignored_params``: parameters that are left alone.
     ``dp_mesh_dims``: which axes of ``mesh`` are data-parallel. ``mesh`` is then the mesh of all parallelism, and all
     parameters are DTensors on it, replicated along those axes.
@@ -228,8 +229,8 @@ def fully_shard(
         raise ValueError(f"layout={layout!r}: must be one of {', '.join(get_args(LayoutName))}")
     if shard_placement_fn is not None and not callable(shard_placement_fn):
         raise TypeError(f"shard_placement_fn={shard_placement_fn!r}: must be a function of a parameter")
-    if type(offload_policy) is not OffloadPolicy:
-        raise ValueError(f"offload_policy={offload_policy}: this version keeps everything on the device of the mesh")
+    if not isinstance(offload_policy, OffloadPolicy):
+        raise TypeError(f"offload_policy={offload_policy!r}: must be a flatshard.OffloadPolicy or CPUOffloadPolicy")
     if gradient_scale not in ("mean", "sum") and not _is_number(gradient_scale):
         raise ValueError(f"gradient_scale={gradient_scale!r}: must be 'mean', 'sum' or a finite number")
     for name, given, kind in (("mp_policy", mp_policy, MixedPrecisionPolicy), ("schedule", schedule, SchedulePolicy)):
@@ -259,6 +260,7 @@ def fully_shard(
         schedule=schedule,
         ignored=frozenset(ignored_params or ()),
         where=where,
+        offload=offload_policy,
         strategy=(strategy, outer_strategy),
     )
     build_unit(modules, choices)

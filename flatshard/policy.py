@@ -42,6 +42,18 @@ class OffloadPolicy:
 
 
 @dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Main weights, gradients and optimizer state rest in host memory, and the optimizer steps there.
+
+    Weights are copied to the device for each gather; gradients are reduced there and copied back, and are complete when
+    the backward returns. ``pin_memory``: page-locked memory, from and to which copies overlap compute. On a mesh of
+    CPUs everything is in host memory anyway.
+    """
+
+    pin_memory: bool = True
+
+
+@dataclass(frozen=True)
 class DataParallelMeshDims:
     """Which axes of a mesh that all parameters are already DTensors on are data-parallel, by their names.
 

@@ -75,6 +75,12 @@ class Ticket:
             then, self._then = self._then, None
             then()
 
+    def synchronize(self) -> None:
+        """Hold up the caller until the operation is over, on CUDA too."""
+        if self._event is not None:
+            self._event.synchronize()
+        self.wait()
+
     def done(self) -> bool:
         """Whether the operation is over, without waiting."""
         if self._event is not None:

@@ -18,11 +18,20 @@ from flatshard.buffer import DBuffer
 from flatshard.engine.gradients import GradientScale
 from flatshard.engine.group import Group, Site, make_members
 from flatshard.engine.homes import settle
+from flatshard.engine.host import Home
 from flatshard.engine.plain import Plain
 from flatshard.engine.unit import Unit, unit_of
 from flatshard.layout import is_sharded, plan
 from flatshard.layout.planner import LayoutName
-from flatshard.policy import MixedPrecisionPolicy, Placements, SchedulePolicy, placements_for, replicated, resident
+from flatshard.policy import (
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    Placements,
+    SchedulePolicy,
+    placements_for,
+    replicated,
+    resident,
+)
 
 Named = tuple[str, nn.Parameter, list[Site]]
 
@@ -130,6 +139,7 @@ class Choices:
     schedule: SchedulePolicy | None
     ignored: frozenset[nn.Parameter]
     where: Where
+    offload: OffloadPolicy
     strategy: tuple[Any, Any] = (None, None)  # of the inner and the outer axis, for parameters with a mesh of their own
 
 
@@ -218,6 +228,8 @@ def _build_group(
     main = DBuffer.distribute(full, planned, mesh, placements.optimizer)
     if main_dtype is not None and main_dtype != main.dtype:
         main = main.cast(main_dtype)
+    home = Home.of(choices.device, choices.offload)
+    main = home.take(main)
     made = make_members(main, members, choices.where.axes)
     for member, (name, parameter, _) in zip(made, members):
         # Whoever still holds the original (a tied module, an optimizer) finds out, and holds no memory.
@@ -225,7 +237,7 @@ def _build_group(
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         parameter.__dict__[OWNER] = (name, owner)
         member.sharded.__dict__[OWNER] = (name, owner)  # a module that two units share
-    group = Group(made, main, placements, precision)
+    group = Group(made, main, placements, precision, home)
     settle(group, (parameter for _, parameter, _ in members))
     return group
 

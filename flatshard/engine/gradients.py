@@ -24,6 +24,7 @@ import torch
 from flatshard import _torch
 from flatshard.engine.hooks import call_finished, change_gradients
 from flatshard.buffer import DBuffer, Lane, Pool, Ticket, turns
+from flatshard.engine.host import Home
 from flatshard.layout import Layout, Partial, Placement, is_sharded
 from flatshard.policy import MixedPrecisionPolicy, Placements
 
@@ -68,8 +69,10 @@ class Gradients:
         placements: Placements,
         policy: MixedPrecisionPolicy,
         compute: torch.dtype,
+        home: Home,
     ) -> None:
         self.members = members
+        self.home = home
         self.main = main
         self.placements = placements
         self.reduce_dtype = policy.reduce_dtype or compute
@@ -145,7 +148,7 @@ class Gradients:
     def _add_unreduced(self, gradients: Sequence[torch.Tensor | None]) -> None:
         if self._unreduced is None:
             local = torch.zeros(
-                self.layout.buffer_numel(self.layout.num_shards), dtype=self.grad_dtype, device=self.main.device
+                self.layout.buffer_numel(self.layout.num_shards), dtype=self.grad_dtype, device=self.home.device
             )
             self._unreduced = DBuffer(self.layout, self.main.mesh, self._partial(), local)
         self._add_to(self._unreduced, gradients)
@@ -181,7 +184,7 @@ class Gradients:
         lane = pool.lane
         had_grad, changed, finished = _torch.grads_and_hooks([member.sharded for member in self.members])
         main_grad, fresh = self._take_main_grad(had_grad)
-        direct = fresh and main_grad.dtype == self.reduce_dtype
+        direct = fresh and main_grad.dtype == self.reduce_dtype and not self.home.host
         with lane.entered((lane.mark(),)):
             inputs, keep = self._inputs(gradients, pool)
             target = main_grad if direct else self._buffer(self.main.placements, self.reduce_dtype, pool.temporary)
@@ -191,7 +194,9 @@ class Gradients:
             used = [index for index in changed if index in self._used]
             ticket = lane.follow(ticket, functools.partial(change_gradients, self.members, used, target, factor))
             factor = 1.0
-        if not direct or factor != 1.0:
+        if self.home.host:
+            ticket = self.home.bring(target, ticket, lane, main_grad, fresh, factor)
+        elif not direct or factor != 1.0:
             ticket = lane.follow(ticket, functools.partial(_add_or_write, main_grad, target, fresh, factor))
         for index in sorted(self._used):
             if not had_grad[index]:
@@ -306,7 +311,7 @@ class Gradients:
     # Buffers of reduced gradients
 
     def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype, device=self.main.device)
+        return torch.empty(numel, dtype=dtype, device=self.home.device)
 
     def _buffer(
         self, placements: tuple[Placement, ...], dtype: torch.dtype, empty: Callable[[int, torch.dtype], torch.Tensor]
@@ -325,7 +330,7 @@ class Gradients:
         """The buffer of main gradients, and whether it is new (then it is to be written, not added to)."""
         known = self._main_grad() if self._main_grad is not None and any(had_grad) else None
         if known is None:
-            known = self._buffer(self.main.placements, self.grad_dtype, self._empty)
+            known = self._buffer(self.main.placements, self.grad_dtype, self.home.empty)
             self._main_grad = weakref.ref(known)
             if not any(had_grad):
                 return known, True

@@ -16,6 +16,7 @@ from flatshard.buffer import DBuffer, Pool, Ticket, turns
 from flatshard.buffer.dtensor import as_dtensor
 from flatshard.engine.codec import codec_for
 from flatshard.engine.gradients import Gradients, gradient_arrived
+from flatshard.engine.host import Home
 from flatshard.layout import Flat, Layout, Replicate
 from flatshard.policy import MixedPrecisionPolicy, Placements
 
@@ -85,11 +86,18 @@ class Group:
     """
 
     def __init__(
-        self, members: list[Member], main: DBuffer, placements: Placements, policy: MixedPrecisionPolicy
+        self,
+        members: list[Member],
+        main: DBuffer,
+        placements: Placements,
+        policy: MixedPrecisionPolicy,
+        home: Home | None = None,
     ) -> None:
         self.members = members
         self.placements = placements
         self.policy = policy
+        self.home = Home(main.device) if home is None else home
+        self._fetched: DBuffer | None = None  # main on the device, where it rests in host memory
         self.is_full = False  # the modules hold full parameters
         self.park_mesh: DeviceMesh | None = None  # between forward and backward, shard over this smaller mesh
         self._gather_pool: Pool | None = None
@@ -103,7 +111,7 @@ class Group:
         policy, floating = self.policy, main.dtype.is_floating_point
         dtype = policy.param_dtype if policy.param_dtype is not None and floating else main.dtype
         self.codec = codec_for(main.dtype, dtype)
-        self.gradients = Gradients(self.members, main, self.placements, policy, dtype)
+        self.gradients = Gradients(self.members, main, self.placements, policy, dtype, self.home)
         if known is not None:
             self.gradients.on_complete, self.gradients.scale = known.on_complete, known.scale
         self.gathered: DBuffer | None = None
@@ -118,7 +126,7 @@ class Group:
             member.attributes = dict(member.sharded.__dict__)
         # Views of the gathered buffer that stay valid between uses: a full copy rests on this rank anyway.
         everywhere = all(isinstance(p, Replicate) for p in self.placements.parameter)
-        self._is_main = everywhere and self._compute_rests_as_main and self.codec.sends_main
+        self._is_main = everywhere and self._compute_rests_as_main and self.codec.sends_main and not self.home.host
         self._is_compute = everywhere and not self._compute_rests_as_main
 
     @property
@@ -195,21 +203,28 @@ class Group:
             )
         if self.compute is not None:
             return target.gather_in_place(self.compute.placements, lane=lane, own=self.compute.runs(), name=name)
-        sharded = target.placements != self.main.placements
+        main = self._main_on_device(pool)
+        sharded = target.placements != main.placements
         if self.codec.sends_main and sharded:
-            return target.gather_in_place(self.main.placements, lane=lane, own=self.main.runs(), name=name)
-        self.codec.encode(target.runs(self.main.held), self.main.runs())
-        return target.gather_in_place(self.main.placements, lane=lane, name=name) if sharded else lane.mark()
+            return target.gather_in_place(main.placements, lane=lane, own=main.runs(), name=name)
+        self.codec.encode(target.runs(main.held), main.runs())
+        return target.gather_in_place(main.placements, lane=lane, name=name) if sharded else lane.mark()
+
+    def _main_on_device(self, pool: Pool) -> DBuffer:
+        if not self.home.host:
+            return self.main
+        self._fetched = self.home.fetched(self.main, pool)
+        return self._fetched
 
     def _refresh(self, pool: Pool, name: str) -> Ticket:
         """Bring the persistent compute weights up to date, inside the lane."""
         if self.compute is None:
-            dtype, device = self.codec.wire_dtype, self.main.device
+            dtype, device = self.codec.wire_dtype, self.home.device
             self.compute = DBuffer.zeros(self.layout, self.mesh, self.placements.parameter, dtype=dtype, device=device)
         if not self._stale or not self.compute.runs():
             return Ticket()
         self._stale = False
-        self.codec.encode(self.compute.runs(self.main.held), self.main.runs())
+        self.codec.encode(self.compute.runs(self.main.held), self._main_on_device(pool).runs())
         return self.compute.gather_in_place(self.main.placements, lane=pool.lane, name=f"refresh {name}")
 
     def swap_in(self) -> None:
@@ -252,7 +267,7 @@ class Group:
         self.swap_out()
         if self._is_main or self._is_compute:
             return
-        self._ticket = None
+        self._ticket = self._fetched = None
         assert self.gathered is not None
         assert self._gather_pool is not None
         self._gather_pool.release(self.gathered.local)
@@ -264,7 +279,7 @@ class Group:
         if self.park_mesh is None or self.gathered is None or self._is_parked or self._is_main or self._is_compute:
             return
         if self._parked is None:
-            dtype, device = self.codec.wire_dtype, self.main.device
+            dtype, device = self.codec.wire_dtype, self.home.device
             self._parked = DBuffer.zeros(self.layout, self.park_mesh, [Flat()], dtype=dtype, device=device)
         if self._parked.runs():
             torch._foreach_copy_(self._parked.runs(), self.gathered.runs(self._parked.held))

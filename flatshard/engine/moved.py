@@ -152,7 +152,7 @@ def _as_main(group: Group, given: Sequence[nn.Parameter]) -> DBuffer:
     main = DBuffer.zeros(group.layout, group.mesh, group.main.placements, dtype=dtype, device=device)
     for index, local in enumerate(locals_):
         main.local_view(index).copy_(local)
-    return main
+    return group.home.take(main)
 
 
 def _point(group: Group, main: DBuffer, given: Sequence[nn.Parameter]) -> None:
@@ -187,6 +187,6 @@ def _described(value: torch.Tensor) -> str:
 
 def fill(group: Group, full: Sequence[torch.Tensor]) -> None:
     """Take values from full tensors that every rank has, into a new main buffer on their device."""
-    main = DBuffer.distribute(full, group.layout, group.mesh, group.main.placements)
+    main = group.home.take(DBuffer.distribute(full, group.layout, group.mesh, group.main.placements))
     _point(group, main, [member.sharded for member in group.members])
     group.set_main(main)

@@ -1,0 +1,70 @@
+"""Where main weights and their gradients rest: on the device, or in host memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from flatshard.buffer import DBuffer, Lane, Pool, Ticket
+from flatshard.policy import CPUOffloadPolicy, OffloadPolicy
+
+
+@dataclass(frozen=True)
+class Home:
+    """``device`` is where a group computes and communicates. With ``host``, its main buffers rest in host memory."""
+
+    device: torch.device
+    host: bool = False
+    pinned: bool = False
+
+    @classmethod
+    def of(cls, device: torch.device, policy: OffloadPolicy) -> Home:
+        offloaded = isinstance(policy, CPUOffloadPolicy)
+        host = offloaded and device.type != "cpu"
+        pinned = isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and torch.accelerator.is_available()
+        return cls(device, host, pinned)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor where main weights and gradients rest."""
+        if not self.host:
+            return torch.empty(numel, dtype=dtype, device=self.device)
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self.pinned)
+
+    def take(self, main: DBuffer) -> DBuffer:
+        """A main buffer that was made anywhere, at home."""
+        if not self.host or main.device.type == "meta":
+            return main
+        rests = not self.pinned or main.local.is_pinned()
+        if main.device.type == "cpu" and rests:
+            return main
+        return main.like(self.empty(main.local.numel(), main.dtype).copy_(main.local))
+
+    def fetched(self, main: DBuffer, pool: Pool) -> DBuffer:
+        """Main that rests in host memory, on its way to the device, inside the lane."""
+        return main.like(pool.temporary(main.local.numel(), main.dtype).copy_(main.local, non_blocking=True))
+
+    def bring(
+        self, reduced: DBuffer, ticket: Ticket, lane: Lane, main_grad: DBuffer, fresh: bool, factor: float
+    ) -> Ticket:
+        """Take reduced gradients, times a factor, to host memory, written or added to what is there.
+
+        Waiting for the ticket holds up the host: afterwards anybody may read the gradients there.
+        """
+        landing = main_grad.local
+        if not fresh or landing.dtype != reduced.dtype or factor != 1.0:
+            landing = self.empty(landing.numel(), reduced.dtype)
+
+        def copy() -> None:
+            landing.copy_(reduced.local, non_blocking=True)
+
+        copied = lane.follow(ticket, copy)
+
+        def land() -> None:
+            copied.synchronize()
+            if fresh and landing is not main_grad.local:
+                main_grad.local.copy_(landing).mul_(factor)
+            elif not fresh:
+                main_grad.local.add_(landing, alpha=factor)
+
+        return Ticket(then=land)

@@ -1,0 +1,120 @@
+"""`CPUOffloadPolicy`: weights, gradients and optimizer state in host memory."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import flatshard
+from flatshard import CPUOffloadPolicy, fully_shard, fully_shard_optimizer
+from flatshard.engine.host import Home
+from flatshard.engine.unit import unit_of
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.Sequential(nn.Tanh(), nn.Linear(8, 7)), nn.Linear(7, 3))
+
+
+def shard(model, policy, **choices):
+    for module in model:
+        fully_shard(module, offload_policy=policy, **choices)
+    return fully_shard(model, offload_policy=policy, **choices)
+
+
+@pytest.fixture(params=[False, True], ids=["as it is", "by way of copies"])
+def apart(request):
+    """A mesh of CPUs copies nothing; with True it does what a mesh of accelerators does."""
+    return request.param
+
+
+def _keep_apart(monkeypatch):
+    monkeypatch.setattr(Home, "of", classmethod(lambda cls, device, policy: cls(device, True, False)))
+
+
+def _train(rank, world, apart, choices, sizes):
+    with pytest.MonkeyPatch.context() as patch:
+        if apart:
+            _keep_apart(patch)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+        reference, model = build(), shard(build(), CPUOffloadPolicy(), mesh=mesh, **choices)
+    assert all(group.home.host == apart for module in model for group in unit_of(module).groups)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, reference)]
+    fully_shard_optimizer(optimizers[0])
+    data = torch.randn(6, 2 * world, 5, generator=torch.Generator().manual_seed(1))
+    for number, batch in enumerate(data):
+        last = number % 2 == 1  # two micro-batches a step: the first is kept unreduced, or reduced and added to
+        model.set_requires_gradient_sync(last or number > 2)
+        model(batch.chunk(world)[rank]).square().mean().backward()
+        reference(batch).square().mean().backward()
+        if not last:
+            continue
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        torch.testing.assert_close(flatshard.clip_grad_norm_(model, 0.1), norm)
+        for ours, theirs in zip(model.parameters(), reference.parameters()):
+            assert ours.device.type == ours.grad.device.type == "cpu"
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    flatshard.check_buffers(model)
+    for ours, theirs in zip(model.parameters(), reference.parameters()):
+        torch.testing.assert_close(ours.full_tensor(), theirs.data)
+        assert all(value.device.type == "cpu" for value in optimizers[0].state[ours].values())
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if rank == 0:
+        torch.testing.assert_close(full, dict(reference.state_dict()))
+
+
+WIDE = flatshard.MixedPrecisionPolicy(reduce_dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("world", "choices", "sizes"),
+    [
+        (2, {}, (2,)),
+        (2, {"strategy": 2, "mp_policy": WIDE}, (2,)),
+        (4, {"reshard_after_forward": False, "gradient_scale": 0.25}, (2, 2)),
+    ],
+)
+def test_training_from_host_memory(ranks, apart, world, choices, sizes):
+    ranks(world, _train, apart, choices, sizes)
+
+
+def _meta(rank, world, apart, folder):
+    """A meta model that is given weights parameter by parameter; saved and loaded."""
+    with pytest.MonkeyPatch.context() as patch, torch.device("meta"):
+        if apart:
+            _keep_apart(patch)
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        shard(model, CPUOffloadPolicy(pin_memory=False))
+    torch.manual_seed(0)
+    whole = {name: torch.randn(p.shape) for name, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        given = distribute_tensor(whole[name], parameter.device_mesh, [Shard(0)])
+        model.load_state_dict({name: given}, assign=True, strict=False)
+    x = torch.randn(3, 4)
+    expected = x @ whole["0.weight"].T @ whole["1.weight"].T
+    torch.testing.assert_close(model(x), expected)
+    flatshard.checkpoint.save(folder, model, progress=False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert not model(x).any()
+    flatshard.checkpoint.load(folder, model, progress=False)
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_meta_models_and_checkpoints(ranks, apart, tmp_path):
+    ranks(2, _meta, apart, str(tmp_path / "saved"))
+
+
+def _refused(rank, world):
+    with pytest.raises(TypeError, match="CPUOffloadPolicy"):
+        fully_shard(nn.Linear(2, 2), offload_policy="cpu")
+
+
+def test_another_policy_is_refused(ranks):
+    ranks(1, _refused)
