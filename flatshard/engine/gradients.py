@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 
 from flatshard import _torch
-from flatshard.engine.hooks import call_finished, change_gradients
 from flatshard.buffer import DBuffer, Lane, Pool, Ticket, turns
+from flatshard.engine.hooks import call_finished, change_gradients
 from flatshard.engine.host import Home
 from flatshard.layout import Layout, Partial, Placement, is_sharded
 from flatshard.policy import MixedPrecisionPolicy, Placements
