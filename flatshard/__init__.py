@@ -1,9 +1,10 @@
 """flatshard: fully sharded data parallelism for PyTorch."""
 
 from flatshard import checkpoint
-from flatshard.api import FSDPModule, UnshardHandle, fully_shard, microbatch, no_shard
+from flatshard.api import fully_shard, microbatch, no_shard
 from flatshard.engine.materialize import materialize
 from flatshard.engine.summary import Summary, check_buffers, summary
+from flatshard.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from flatshard.optim.clip import clip_grad_norm_, find_nonfinite, grad_norms, weight_norms
 from flatshard.optim.step import fully_shard_optimizer
 from flatshard.policy import (
@@ -38,7 +39,9 @@ __all__ = [
     "materialize",
     "microbatch",
     "no_shard",
+    "register_fsdp_forward_method",
     "shard_model",
+    "share_comm_ctx",
     "summary",
     "weight_norms",
 ]

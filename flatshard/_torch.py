@@ -10,14 +10,17 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import torch
+from torch import nn
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup, ReduceOp, Work
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
@@ -506,3 +509,42 @@ class NvtxRange:
 
     def __exit__(self, *error: object) -> None:
         torch.cuda.nvtx.range_pop()
+
+
+# Composable APIs of torch know by this registry what has been applied to a module.
+
+
+def mark_sharded(module: nn.Module) -> None:
+    """Let torch's `replicate` see that `fully_shard` was called on a module: it leaves the parameters alone."""
+    registry: dict[str, Any] = module.__dict__.setdefault(REGISTRY_KEY, {})
+    registry["fully_shard"] = RegistryItem()
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether torch's `replicate` was called on a module."""
+    return "replicate" in module.__dict__.get(REGISTRY_KEY, {})
+
+
+# Implementations of FSDP's communication protocols that torch ships.
+
+
+def allocating_comms(group: ProcessGroup) -> tuple[Any, Any]:
+    """An ``AllGather`` and a ``ReduceScatter`` with buffers from the process group's allocator, where it has one."""
+    return _comm("ProcessGroupAllocAllGather")(group), _comm("ProcessGroupAllocReduceScatter")(group)
+
+
+def symmetric_comms(group: ProcessGroup) -> tuple[Any, Any]:
+    """An ``AllGather`` and a ``ReduceScatter`` with buffers in symmetric memory. A collective call."""
+    return _comm("SymmMemAllGather")(group), _comm("SymmMemReduceScatter")(group)
+
+
+def is_shipped_comm(comm: Any) -> bool:
+    """Whether torch ships the implementation of this object."""
+    return type(comm).__module__ == _fsdp_collectives.__name__
+
+
+def _comm(name: str) -> Any:
+    found = getattr(_fsdp_collectives, name, None)
+    if found is None:
+        raise RuntimeError(f"this torch ({torch.__version__}) has no {name}")
+    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, get_args
@@ -12,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from flatshard import _torch
 from flatshard.engine.build import NO_SHARD, OWNER, Choices, Where, build_unit, owned_modules, units_below
 from flatshard.engine.gradients import GradientScale
-from flatshard.engine.unit import Unit, scope_of, unit_of
+from flatshard.engine.unit import Unit, unit_of
 from flatshard.layout.planner import LayoutName
+from flatshard.module import unit_class
 from flatshard.policy import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
@@ -30,149 +29,6 @@ from flatshard.policy import (
 )
 
 M = TypeVar("M", nn.Module, list[nn.Module])
-
-
-class FSDPModule(TorchFSDPModule):
-    """What `fully_shard` adds to the class of a module.
-
-    It is a subclass of PyTorch's own class of that name for those who ask for it by `isinstance` (pipelining, the
-    compiler). It shares no code with it: methods of PyTorch's that are missing here refuse.
-    """
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Containers make new instances of their own class when they are sliced; those are not units."""
-        original = next(base for base in cls.__mro__ if not issubclass(base, TorchFSDPModule))
-        made: Any = original.__new__(original, *args, **kwargs)
-        made.__init__(*args, **kwargs)
-        return made
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """`.to`, `.float`, `to_empty` and their like replace parameters; the buffers take the new ones over."""
-        assert isinstance(self, nn.Module)
-        unit = unit_of(self)
-        assert unit is not None
-        for below in _units(self, True):
-            below.check_change(fn)
-        own: Any = super(TorchFSDPModule, self)  # the module's own class
-        with unit.applying(fn):
-            return own._apply(fn, recurse)
-
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
-        """Gather this unit's parameters and show them in full. With ``async_op`` the handle's ``wait`` shows them."""
-        unit, scope = _unit_and_scope(self)
-        scope.refresh_order()
-        for group in unit.groups:
-            if unit.is_first and not group.is_full:
-                group.mark_stale()
-        scope.gather(unit)
-        handle = UnshardHandle(unit)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
-
-    def reshard(self) -> None:
-        """Show this unit's sharded parameters and free the full ones."""
-        _unit_and_scope(self)[0].release()
-
-    def reset(self) -> None:
-        """Give up a step that an exception interrupted: the next one starts clean. Unreduced gradients are lost."""
-        _unit_and_scope(self)[1].reset()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any module; also where full parameters are shown, as between a forward and its backward.
-
-        Gradients of micro-batches that wait for the last one are forgotten too. `Optimizer.zero_grad` cannot do that.
-        """
-        assert isinstance(self, nn.Module)
-        nn.Module.zero_grad(self, set_to_none)
-        for unit in _units(self, True):
-            for group in unit.groups:
-                group.gradients.drop_partial()
-            for parameter in (member.sharded for group in unit.groups if group.is_full for member in group.members):
-                if set_to_none:
-                    parameter.grad = None
-                elif parameter.grad is not None:
-                    parameter.grad.zero_()
-
-    def set_modules_to_forward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
-        """Gather these units when this one's forward starts, instead of those that the recorded order says."""
-        refs = [weakref.ref(_unit_and_scope(module)[0]) for module in modules]
-        _unit_and_scope(self)[0].prefetch_in_forward = refs
-
-    def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
-        """Gather these units when this one's backward starts, instead of those that the recorded order says."""
-        refs = [weakref.ref(_unit_and_scope(module)[0]) for module in modules]
-        _unit_and_scope(self)[0].prefetch_in_backward = refs
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Off: gradients stay on their rank, whole and unreduced, until a backward with it on reduces them all."""
-        for unit in _units(self, recurse):
-            unit.reduces = requires_gradient_sync
-
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Off: gradients go no further than they rest between micro-batches; under HSDP, the outer axis waits."""
-        for unit in _units(self, recurse):
-            unit.all_reduces = requires_all_reduce
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the backwards that follow are the last of their optimizer step; `microbatch` says it for a body."""
-        for unit in _units(self, True):
-            unit.is_last = is_last_backward
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of the ranks' gradients by ``factor``, in this unit, instead of taking their mean."""
-        if not _is_number(factor) or factor == 0:
-            raise ValueError(f"set_gradient_divide_factor({factor!r}): the factor must be a finite number, and not 0")
-        for group in _unit_and_scope(self)[0].groups:
-            group.gradients.scale = 1.0 / factor
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Change ``reshard_after_forward`` of this unit and, with ``recurse``, of those below it."""
-        for unit in _units(self, recurse):
-            unit.reshard_after_forward = reshard_after_forward
-
-
-def _refuse(name: str) -> Callable[..., None]:
-    def refusal(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(f"{name}: flatshard does not offer this method of PyTorch's FSDPModule")
-
-    refusal.__name__ = name
-    refusal.__doc__ = "Not offered; raises NotImplementedError."
-    return refusal
-
-
-for _name in set(vars(TorchFSDPModule)) - set(vars(FSDPModule)):
-    if not _name.startswith("__") and callable(getattr(TorchFSDPModule, _name)):
-        setattr(FSDPModule, _name, _refuse(_name))
-
-
-class UnshardHandle:
-    """A gather on its way."""
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit: Unit | None = unit
-
-    def wait(self) -> None:
-        """Order what follows after the gather, and show the full parameters to the modules."""
-        if self._unit is not None:
-            for group in self._unit.groups:
-                group.swap_in()
-            self._unit = None
-
-
-def _units(module: FSDPModule, recurse: bool) -> list[Unit]:
-    assert isinstance(module, nn.Module)
-    own = unit_of(module)
-    return [unit for _, unit in units_below(module) if recurse or unit is own]
-
-
-def _unit_and_scope(module: TorchFSDPModule) -> tuple[Unit, Any]:
-    assert isinstance(module, nn.Module)
-    unit = unit_of(module)
-    if unit is None:
-        raise RuntimeError(f"{type(module).__name__} is not a unit: fully_shard was not called on it")
-    return unit, scope_of(unit, module)
 
 
 def fully_shard(
@@ -265,7 +121,7 @@ def fully_shard(
     )
     build_unit(modules, choices)
     for each in modules:
-        each.__class__ = _unit_class(type(each))
+        each.__class__ = unit_class(type(each))
     return module
 
 
@@ -382,7 +238,7 @@ def _default_mesh() -> DeviceMesh:
         )
     accelerator = torch.accelerator.current_accelerator()
     kind = accelerator.type if accelerator is not None and torch.accelerator.is_available() else "cpu"
-    return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    return init_device_mesh(kind, (dist.get_world_size(),))
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:
@@ -391,10 +247,4 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-_CLASSES: dict[type, type] = {}
-
-
-def _unit_class(cls: type) -> type:
-    if cls not in _CLASSES:
-        _CLASSES[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
-    return _CLASSES[cls]
+fully_shard.state = unit_of  # type: ignore[attr-defined]  # as of PyTorch's function: what it made of a module

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -200,6 +201,7 @@ class DBuffer:
         own: Sequence[torch.Tensor] | None = None,
         after: Sequence[Ticket] = (),
         name: str = "",
+        comm: Any = None,
     ) -> Ticket:
         """Fetch what other ranks hold under placements ``source``, as far as this buffer's own placements say.
 
@@ -213,7 +215,7 @@ class DBuffer:
             if number == 0 and own is not None:
                 inputs = list(own)
             tickets = after if number == 0 else (ticket,)
-            ticket = lane.all_gather(lane.group(self.mesh, axis), outputs, inputs, after=tickets, name=name)
+            ticket = lane.all_gather(lane.group(self.mesh, axis), outputs, inputs, after=tickets, name=name, comm=comm)
         return ticket
 
     def _plan_gathers(self, source: tuple[Placement, ...]) -> list[tuple[int, list[torch.Tensor], list[torch.Tensor]]]:

@@ -7,10 +7,11 @@ holds the work, and waiting for it completes it.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed import ProcessGroup, Work
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import _torch
+from flatshard.buffer.custom import gather_by, reduce_by
 
 Op: TypeAlias = Literal["sum", "avg", "max"]
 
@@ -126,23 +128,22 @@ class Lane:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.history: deque[Operation] = deque(maxlen=HISTORY)
         self.launched = 0
+        self.own_groups = own_groups
         self._inside = _Inside(self.stream)
-        self._own_groups = own_groups
-        self._groups: dict[tuple[DeviceMesh, int], ProcessGroup] = {}
+        self._groups: dict[tuple[DeviceMesh, int, bool], ProcessGroup] = {}
         self._backends: dict[ProcessGroup, str] = {}
 
     def group(self, mesh: DeviceMesh, axis: int) -> ProcessGroup:
         """The process group in which this lane communicates along one axis of a mesh.
 
-        With ``own_groups``, the first call for an axis makes the group and is collective among its ranks.
+        With ``own_groups``, the first call for an axis makes the group and is collective among its ranks. All lanes of
+        one name share it: models come and go, communicators stay.
         """
-        key = (mesh, axis)
+        key = (mesh, axis, self.own_groups)
         if key not in self._groups:
             made = mesh.get_group(axis)
-            if self._own_groups:
-                # Only the members of one line of the mesh meet here, so the group must not wait for all ranks.
-                ranks, title = dist.get_process_group_ranks(made), f"flatshard_{self.name}"
-                made = dist.new_group(ranks, use_local_synchronization=True, group_desc=title)
+            if self.own_groups and made.size() > 1:
+                made = _own_group(made, f"flatshard_{self.name}")
             assert isinstance(made, ProcessGroup)
             self._groups[key] = made
         return self._groups[key]
@@ -160,6 +161,10 @@ class Lane:
         index = self.stream.device_index
         event.record(_torch.current_stream(index))
         return Ticket(event, index)
+
+    def ticket(self, event: Any) -> Ticket:
+        """A ticket for what a CUDA event was recorded after. On CPU there is nothing to wait for."""
+        return Ticket() if self.stream is None else Ticket(event, self.stream.device_index)
 
     def follow(self, ticket: Ticket, action: Callable[[], None]) -> Ticket:
         """A ticket for ``action`` done after ``ticket``: on the lane's stream, or on CPU when it is waited for."""
@@ -182,11 +187,22 @@ class Lane:
         *,
         after: Sequence[Ticket] = (),
         name: str = "",
+        comm: Any = None,
     ) -> Ticket:
-        """Concatenate each input over the ranks into its output. An input may be this rank's piece of its output."""
+        """Concatenate each input over the ranks into its output. An input may be this rank's piece of its output.
+
+        With ``comm``, an ``AllGather`` of torch's, that is what communicates, in one call.
+        """
+        if comm is not None:
+            with self.entered(after):
+                return self._finish(
+                    "all_gather", name, outputs, *gather_by(comm, group, outputs, inputs, self.stream is None)
+                )
         outputs, inputs = _as_bytes(outputs), _as_bytes(inputs)
         with self.entered(after):
-            if self._coalesced(group):
+            if group.size() == 1:
+                works = _copied(outputs, inputs)
+            elif self._coalesced(group):
                 works = [_torch.all_gather_coalesced(group, list(outputs), list(inputs), _torch.ALL_GATHER)]
             else:
                 works = [_torch.all_gather_one(group, out, inp, _torch.ALL_GATHER) for out, inp in zip(outputs, inputs)]
@@ -201,13 +217,23 @@ class Lane:
         *,
         after: Sequence[Ticket] = (),
         name: str = "",
+        comm: Any = None,
     ) -> Ticket:
-        """Reduce each input over the ranks and give each rank its piece. Outputs must not lie in the inputs."""
+        """Reduce each input over the ranks and give each rank its piece. Outputs must not lie in the inputs.
+
+        With ``comm``, a ``ReduceScatter`` of torch's, that is what communicates, in one call.
+        """
         _require_native(inputs, "reduce_scatter")
         op, then = self._lowered(group, op, outputs)
+        if comm is not None:
+            with self.entered(after):
+                works, unpack = reduce_by(comm, group, outputs, inputs, op, self.stream is None)
+                return self._finish("reduce_scatter", name, inputs, works, _one_after_other(unpack, then))
         options = _torch.REDUCE_SCATTER[op]
         with self.entered(after):
-            if self._coalesced(group):
+            if group.size() == 1:
+                works = _copied(outputs, inputs)
+            elif self._coalesced(group):
                 works = [_torch.reduce_scatter_coalesced(group, list(outputs), list(inputs), options)]
             else:
                 works = [_torch.reduce_scatter_one(group, out, inp, options) for out, inp in zip(outputs, inputs)]
@@ -227,7 +253,7 @@ class Lane:
         op, then = self._lowered(group, op, tensors)
         options = _torch.ALL_REDUCE[op]
         with self.entered(after):
-            works = [group.allreduce([tensor], options) for tensor in tensors]
+            works = [group.allreduce([tensor], options) for tensor in tensors] if group.size() > 1 else []
             return self._finish("all_reduce", name, tensors, works, then)
 
     def all_to_all(
@@ -345,6 +371,38 @@ class Exchange:
         found = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(found, padded, group=self._group)
         return [part.numpy().tobytes()[: int(size)] for part, size in zip(found, sizes)]
+
+
+_own_groups: weakref.WeakKeyDictionary[ProcessGroup, dict[str, ProcessGroup]] = weakref.WeakKeyDictionary()
+
+
+def _own_group(like: ProcessGroup, title: str) -> ProcessGroup:
+    """Another process group of the same ranks."""
+    known = _own_groups.setdefault(like, {})
+    if title not in known:
+        # Only the members of one line of a mesh meet here, so the group must not wait for all ranks.
+        ranks = dist.get_process_group_ranks(like)
+        made = dist.new_group(ranks, use_local_synchronization=True, group_desc=title)
+        assert isinstance(made, ProcessGroup)
+        known[title] = made
+    return known[title]
+
+
+def _one_after_other(first: Callable[[], None], second: Callable[[], None] | None) -> Callable[[], None]:
+    def both() -> None:
+        first()
+        if second is not None:
+            second()
+
+    return both
+
+
+def _copied(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[Work]:
+    """What a collective of one rank does."""
+    apart = [(out, inp) for out, inp in zip(outputs, inputs) if out.data_ptr() != inp.data_ptr()]
+    if apart:
+        torch._foreach_copy_([out for out, _ in apart], [inp for _, inp in apart])
+    return []
 
 
 def _as_bytes(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -52,7 +52,7 @@ def _walk(name: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple[
     seen.add(module)
     yield name, module
     for child_name, child in module.named_children():
-        if unit_of(child) is None:
+        if unit_of(child) is None and not _torch.is_replicated(child):
             yield from _walk(f"{name}.{child_name}" if name else child_name, child, seen)
 
 
@@ -190,6 +190,7 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
         group.gradients.scale = choices.gradient_scale
     for module in modules:
         module.__dict__["_flatshard_unit"] = unit
+        _torch.mark_sharded(module)
     return unit
 
 

@@ -78,6 +78,11 @@ class Gradients:
         self.reduce_dtype = policy.reduce_dtype or compute
         self.grad_dtype = policy.grad_dtype or main.dtype
         self.scale: GradientScale = "mean"
+        self.sums_only = False  # collectives add; the mean is taken afterwards
+        self.counts_unused = False  # a missing gradient is one of zero, and is shown
+        self.comm: Any = None  # a `ReduceScatter` of torch's to reduce by
+        # Called with what has been reduced over all axes before it is shown; and the stream to call it on.
+        self.hook: tuple[Callable[[torch.Tensor], None], torch.cuda.Stream | None] | None = None
         self.reduced = False  # in the running backward
         self.waiting = 0  # have arrived and are not reduced
         self.expected = sum(member.sharded.requires_grad for member in members)  # by a backward that uses them all
@@ -88,9 +93,25 @@ class Gradients:
         self._used: set[int] = set()  # members that have had a gradient in backwards that stopped short of final
         self._main_grad: weakref.ref[DBuffer] | None = None
 
+    def take_settings(self, other: Gradients) -> None:
+        """Be set as another object that this one takes the place of."""
+        for name in ("on_complete", "scale", "sums_only", "counts_unused", "comm", "hook"):
+            setattr(self, name, getattr(other, name))
+
     @property
     def layout(self) -> Layout:
         return self.main.layout
+
+    @property
+    def _op(self) -> Literal["avg", "sum"]:
+        return "avg" if self.scale == "mean" and not self.sums_only else "sum"
+
+    @property
+    def _factor(self) -> float:
+        """What the result of the collectives is multiplied by."""
+        if isinstance(self.scale, float):
+            return self.scale
+        return 1.0 / self.main.mesh.size() if self.scale == "mean" and self.sums_only else 1.0
 
     @property
     def has_partial(self) -> bool:
@@ -132,6 +153,8 @@ class Gradients:
         gradients = [member.arrived for member in self.members]
         self.drop()
         self._used.update(index for index, gradient in enumerate(gradients) if gradient is not None)
+        if self.counts_unused:
+            self._used.update(index for index, member in enumerate(self.members) if member.sharded.requires_grad)
         if goal is Goal.REST and self.placements.gradient == self.placements.optimizer:
             goal = Goal.FINAL  # nothing rests on the way
         if goal is Goal.REST and not is_sharded(self.placements.gradient[-1]):
@@ -189,7 +212,9 @@ class Gradients:
             inputs, keep = self._inputs(gradients, pool)
             target = main_grad if direct else self._buffer(self.main.placements, self.reduce_dtype, pool.temporary)
         ticket = self._through(target, inputs, pool, keep, name)
-        factor = self.scale if isinstance(self.scale, float) else 1.0
+        if self.hook is not None:
+            ticket = lane.follow(ticket, functools.partial(_call_hook, *self.hook, target.local))
+        factor = self._factor
         if changed:
             used = [index for index in changed if index in self._used]
             ticket = lane.follow(ticket, functools.partial(change_gradients, self.members, used, target, factor))
@@ -232,18 +257,16 @@ class Gradients:
         """Reduce full-size runs over the last axis of the mesh."""
         if not inputs:
             return Ticket()
-        op = "avg" if self.scale == "mean" else "sum"
-        axis = len(target.placements) - 1
+        op, axis = self._op, len(target.placements) - 1
         group = lane.group(self.main.mesh, axis)
         if is_sharded(target.placements[axis]):
-            return lane.reduce_scatter(group, target.runs(), inputs, op, name=name)  # type: ignore[arg-type]
+            return lane.reduce_scatter(group, target.runs(), inputs, op, name=name, comm=self.comm)
         with lane.entered():
             torch._foreach_copy_(target.runs(), inputs)
-        return lane.all_reduce(group, [target.local], op, name=name)  # type: ignore[arg-type]
+        return lane.all_reduce(group, [target.local], op, name=name)
 
     def _partial(self) -> tuple[Placement, ...]:
-        op: Any = "avg" if self.scale == "mean" else "sum"
-        return tuple(Partial(op) for _ in self.main.placements)
+        return tuple(Partial(self._op) for _ in self.main.placements)
 
     # The input of a reduce
 
@@ -382,6 +405,19 @@ def _sole_owners(layout: Layout) -> tuple[int | None, ...]:
         if slot.numel == layout.segments[slot.segment].piece * layout.num_shards:
             owners[slot.segment] = index
     return tuple(owners)
+
+
+def _call_hook(hook: Callable[[torch.Tensor], None], stream: torch.cuda.Stream | None, reduced: torch.Tensor) -> None:
+    """Call a user's hook in the order of the lane, on its stream or on another one."""
+    with torch.no_grad():
+        if stream is None or not reduced.is_cuda:
+            hook(reduced)
+            return
+        lane = torch.cuda.current_stream()
+        stream.wait_stream(lane)
+        with torch.cuda.stream(stream):
+            hook(reduced)
+        lane.wait_stream(stream)
 
 
 def _add_or_write(main_grad: DBuffer, reduced: DBuffer, fresh: bool, factor: float) -> None:

@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -100,6 +101,7 @@ class Group:
         self._fetched: DBuffer | None = None  # main on the device, where it rests in host memory
         self.is_full = False  # the modules hold full parameters
         self.park_mesh: DeviceMesh | None = None  # between forward and backward, shard over this smaller mesh
+        self.all_gather_comm: Any = None  # an `AllGather` of torch's to gather by
         self._gather_pool: Pool | None = None
         self._ticket: Ticket | None
         self.set_main(main)
@@ -113,7 +115,7 @@ class Group:
         self.codec = codec_for(main.dtype, dtype)
         self.gradients = Gradients(self.members, main, self.placements, policy, dtype, self.home)
         if known is not None:
-            self.gradients.on_complete, self.gradients.scale = known.on_complete, known.scale
+            self.gradients.take_settings(known)
         self.gathered: DBuffer | None = None
         self.compute: DBuffer | None = None  # persistent compute weights, where their placement is not main's
         self._parked: DBuffer | None = None
@@ -193,22 +195,23 @@ class Group:
 
     def _fill(self, target: DBuffer, pool: Pool, name: str) -> Ticket:
         """Enqueue what fills the gathered buffer, inside the lane."""
-        lane = pool.lane
+        lane, comm = pool.lane, self.all_gather_comm
         if not target.runs():  # only empty tensors; collectives refuse empty lists
             return Ticket()
         if self._is_parked:
             assert self._parked is not None
             return self._parked_whole(target).gather_in_place(
-                self._parked.placements, lane=lane, own=self._parked.runs(), name=name
+                self._parked.placements, lane=lane, own=self._parked.runs(), name=name, comm=comm
             )
         if self.compute is not None:
-            return target.gather_in_place(self.compute.placements, lane=lane, own=self.compute.runs(), name=name)
+            own = self.compute.runs()
+            return target.gather_in_place(self.compute.placements, lane=lane, own=own, name=name, comm=comm)
         main = self._main_on_device(pool)
         sharded = target.placements != main.placements
         if self.codec.sends_main and sharded:
-            return target.gather_in_place(main.placements, lane=lane, own=main.runs(), name=name)
+            return target.gather_in_place(main.placements, lane=lane, own=main.runs(), name=name, comm=comm)
         self.codec.encode(target.runs(main.held), main.runs())
-        return target.gather_in_place(main.placements, lane=lane, name=name) if sharded else lane.mark()
+        return target.gather_in_place(main.placements, lane=lane, name=name, comm=comm) if sharded else lane.mark()
 
     def _main_on_device(self, pool: Pool) -> DBuffer:
         if not self.home.host:

@@ -46,6 +46,8 @@ class Scope:
     def __init__(self, units: Sequence[Unit], device: torch.device, policy: SchedulePolicy) -> None:
         self.policy = policy
         self.device = device
+        self.joins = True  # a backward ends with all its reduces done
+        self.main_event: Any = None  # gathers of the next forward wait for it, and not for the current stream
         self.gather_lane = Lane("gather", device)
         self.reduce_lane = Lane("reduce", device, own_groups=policy.separate_groups)
         self.gather_pool = Pool(self.gather_lane)
@@ -58,6 +60,7 @@ class Scope:
         self._main_ready: Ticket = Ticket()
         self._agreed = False
         self._end: weakref.ref[_End] | None = None  # what is to happen at the end of the running backward
+        self.resolve()
         if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             warnings.warn(
                 "CUDA_DEVICE_MAX_CONNECTIONS=1 puts communication and compute into one hardware queue, so gathers and "
@@ -70,14 +73,32 @@ class Scope:
         """The units in the order of registration."""
         return [unit for unit in (ref() for ref in self._units) if unit is not None]
 
+    def resolve(self) -> None:
+        """Let what units were told about all reduces count: the highest number, the last word on process groups."""
+        highest = max((unit.max_reducing for unit in self.units if unit.max_reducing is not None), default=None)
+        self.max_reducing = self.policy.max_reducing if highest is None else highest
+        told = [unit.separate_groups for unit in self.units if unit.separate_groups is not None]
+        self.reduce_lane.own_groups = any(told) if told else self.policy.separate_groups
+
+    def share(self, other: Scope) -> None:
+        """Communicate over the lanes, and from the pools, of another scope."""
+        if self.program.running is not None or self._reducing:
+            raise RuntimeError("a model cannot change its lanes during a forward or backward")
+        for unit in self.units:
+            unit.release()
+        self.gather_lane, self.reduce_lane = other.gather_lane, other.reduce_lane
+        self.gather_pool, self.reduce_pool = other.gather_pool, other.reduce_pool
+
     # Passes
 
     def begin_forward(self, entry: Unit) -> None:
         """A forward starts at ``entry``. What is left of an earlier pass is cleared: its weights may be out of date."""
-        if self.program.running is not None or self._reducing:
+        if self.program.running is not None:
             self.reset()
         self.entry = entry
         for unit in self.units:
+            if unit.kept:
+                continue
             unit.release()
             unit.absorb_moved()
             if unit.is_first:
@@ -85,7 +106,7 @@ class Scope:
                     group.mark_stale()
         self._ahead.clear()
         # The gathers of this pass read main after all that has been enqueued so far, the optimizer's writes included.
-        self._main_ready = self.gather_lane.mark()
+        self.refresh_order()
         self.program.begin(Pass.FORWARD if torch.is_grad_enabled() else Pass.FORWARD_NO_GRAD, entry.index)
 
     def end_forward(self) -> None:
@@ -114,11 +135,12 @@ class Scope:
         self._end = None
         for unit in reversed(self.units):
             unit.finish_backward()
+            unit.reduce_unused()
             unit.flush()
             unit.rest()
         self._release_ahead()
         self._retained = None
-        while self._reducing:
+        while self._reducing and self.joins:
             self._land()
         self.program.end()
         if not self._agreed:
@@ -177,7 +199,8 @@ class Scope:
 
     def refresh_order(self) -> None:
         """Gathers launched from now on read main after all that the current stream has been given."""
-        self._main_ready = self.gather_lane.mark()
+        event, self.main_event = self.main_event, None
+        self._main_ready = self.gather_lane.mark() if event is None else self.gather_lane.ticket(event)
 
     def retain(self, unit: Unit) -> None:
         """Keep a recomputed unit gathered for its backward, which usually is next; only the last one is kept."""
@@ -186,12 +209,14 @@ class Scope:
             earlier.release()
 
     def _next(self, unit: Unit) -> Iterator[Unit]:
-        room = self.policy.max_gathered - 1 - len(self._ahead)
-        if not self.policy.prefetch or room <= 0:
+        if not self.policy.prefetch:
             return
         explicit = unit.prefetch_in_backward if self.program.running is Pass.BACKWARD else unit.prefetch_in_forward
         if explicit is not None:
             yield from (other for other in (ref() for ref in explicit) if other and not other.is_gathered)
+            return
+        room = self.policy.max_gathered - 1 - len(self._ahead)
+        if room <= 0:
             return
         for index in self.program.upcoming():
             other = self._units[index]()
@@ -199,7 +224,7 @@ class Scope:
                 continue
             if other.is_gathered:
                 return  # the next one is there; what comes after it is gathered when that is needed
-            if self.program.running is Pass.BACKWARD and other.backward_done:
+            if self.program.running is Pass.BACKWARD and (other.backward_done or not other.unshard_in_backward):
                 continue  # a recompute passed through it; nothing of this backward will need it again
             yield other
             room -= 1
@@ -218,7 +243,7 @@ class Scope:
 
     def reduce(self, unit: Unit, group: Group) -> None:
         """Start reducing the gradients of one group."""
-        while len(self._reducing) >= self.policy.max_reducing:
+        while len(self._reducing) >= self.max_reducing:
             self._land()
         with self.traced("reduce", unit):
             self._reducing.append(group.gradients.reduce(self.reduce_pool, unit.goal, unit.name))

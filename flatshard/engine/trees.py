@@ -73,6 +73,11 @@ def _map_dataclass(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -
     return result
 
 
+def to_device(device: torch.device, value: Any) -> Any:
+    """``value`` with its tensors on ``device``."""
+    return map_tensors(lambda tensor: tensor if tensor.device == device else tensor.to(device), value)
+
+
 def cast_floating(dtype: torch.dtype, value: Any) -> Any:
     """``value`` with its floating-point tensors in ``dtype``."""
 

@@ -22,7 +22,7 @@ from flatshard.engine.plain import Plain
 from flatshard.engine.schedule import Pass
 from flatshard.engine.scope import Scope
 from flatshard.engine.transforms import watch_outputs
-from flatshard.engine.trees import cast_floating, map_tensors, tensors_in
+from flatshard.engine.trees import cast_floating, map_tensors, tensors_in, to_device
 from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy
 
 
@@ -71,6 +71,12 @@ class Unit:
         self.is_first = self.is_last = True  # of the micro-batches of an optimizer step
         self.reduces = True  # off: gradients stay unreduced
         self.all_reduces = True  # off: gradients go no further than they rest between micro-batches
+        self.reduces_unused = False  # on: what a backward does not use takes part in the reduces with zeros
+        self.reshard_after_backward = True
+        self.unshard_in_backward = True
+        self.kept = False  # gathered on purpose: the next forward uses it as it is
+        self.max_reducing: int | None = None  # what the scope's policy says otherwise
+        self.separate_groups: bool | None = None
         self.backward_done = False  # its backward of the running pass is over
         self.plain: list[Plain] = []  # frozen parameters that stay whole
         self.prefetch_in_forward: list[weakref.ref[Unit]] | None = None
@@ -78,6 +84,7 @@ class Unit:
         self._modules = [weakref.ref(module) for module in modules]
         self._is_leaf = not any(True for module in modules for _ in module.children())
         self._to_run: set[int] = set()  # modules of the unit whose forward of this pass is to come
+        self._running: set[int] = set()  # modules of the unit whose forward has begun
         self._inputs_to_pass = 0  # forwards whose inputs' gradients are to come
         self._awaited = False  # a forward with gradients has been, its backward has not
         for group in self.groups:
@@ -130,8 +137,11 @@ class Unit:
             scope.begin_backward()
         elif fresh and scope.entry in (None, self):
             scope.begin_forward(self)
+            if self.device.type != "cpu":
+                args, kwargs = to_device(self.device, args), to_device(self.device, kwargs)
         if fresh:
             self._to_run = {id(ref()) for ref in self._modules}
+        self._running.add(id(module))
         # Under a recompute that belongs to a graph of an earlier forward, the hooks of that forward do the work.
         attach = torch.is_grad_enabled() and not (recompute and (self._awaited or self.in_backward))
         if not recompute:
@@ -183,7 +193,10 @@ class Unit:
         """A forward has run; ``grads``: a gradient may come to its output."""
         scope = self.scope
         assert scope is not None
+        self._running.discard(id(module))
         self._to_run.discard(id(module))
+        if self._to_run and scope.entry is self and self.index:
+            self._to_run.clear()  # a module of a list, called by itself: a loss by chunks, for example
         if self._to_run:
             self._awaited |= grads
         elif _torch.in_backward():
@@ -195,9 +208,20 @@ class Unit:
     def _after_exception(self, module: nn.Module, args: Any, output: Any) -> None:
         """Called after every forward of a module; only where one raised is there something to do."""
         # A module that ended well has been struck off; a recompute that stops early raises too, but enters nothing.
+        self._running.discard(id(module))
         running = self.phase is Phase.FORWARD and id(module) in self._to_run and not _torch.in_backward()
         if running and self.scope is not None and self.scope.entry is self:
             self.scope.entry = None  # what comes next starts a pass of its own, and clears what is left of this one
+
+    def call_as_forward(self, module: nn.Module, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of one of the modules as if it were its forward. Within a forward it is a plain call."""
+        if id(module) in self._running:
+            return method(*args, **kwargs)
+        args, kwargs = self._pre_forward(module, args, kwargs)
+        try:
+            return self._post_forward(module, args, method(*args, **kwargs))
+        finally:
+            self._after_exception(module, args, None)
 
     def _after_forward(self, scope: Scope, grads: bool) -> None:
         self._awaited |= grads
@@ -215,7 +239,8 @@ class Unit:
             scope.end_forward()
             if not grads:
                 for unit in scope.units:
-                    unit.release()
+                    if not unit.kept:
+                        unit.release()
 
     def forward_over(self) -> None:
         """The forward of the outermost unit is over, and with it this one's, even if a module of it has not run."""
@@ -242,7 +267,8 @@ class Unit:
             return
         self._enter(Phase.BACKWARD)
         self.backward_done = False
-        scope.need(self)
+        if self.unshard_in_backward:
+            scope.need(self)
 
     def inputs_passed(self) -> None:
         """The gradients of one forward's inputs are complete."""
@@ -272,6 +298,14 @@ class Unit:
             if group.gradients.waiting:
                 scope.reduce(self, group)
 
+    def reduce_unused(self) -> None:
+        """At the end of backward: take part in reduces that ranks which used this unit have launched."""
+        scope = self.scope
+        assert scope is not None
+        for group in self.groups if self.reduces_unused and not self.backward_done else ():
+            if group.gradients.expected and not group.gradients.reduced:
+                scope.reduce(self, group)
+
     def flush(self) -> None:
         """Where gradients are to go all the way: reduce what earlier backwards left and the last one did not use."""
         for group in self.groups:
@@ -291,7 +325,10 @@ class Unit:
         """No backward is pending: release and forget."""
         if self.phase is Phase.FORWARD:
             return  # a gradient was computed inside this unit's forward
-        self.release()
+        if self.reshard_after_backward:
+            self.release()
+        else:
+            self.kept = self.is_gathered
         self.phase = Phase.RESTING
         self.backward_done = True
         self._awaited = False
@@ -307,7 +344,9 @@ class Unit:
             group.gradients.drop()
             group.gradients.drop_partial()
         self.phase = Phase.RESTING
+        self._running.clear()
         self.rest()
+        self.release()
 
     def swap_in(self) -> None:
         """Wait for the gathers and show the full parameters to the modules."""
@@ -316,6 +355,7 @@ class Unit:
 
     def release(self) -> None:
         """Give the gathered weights back."""
+        self.kept = False
         for group in self.groups:
             group.release()
 

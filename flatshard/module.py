@@ -1,0 +1,403 @@
+"""The methods of a unit: PyTorch's `FSDPModule`, over this engine.
+
+They exist for code written for PyTorch's `fully_shard`. What they set is kept by the unit, its groups or its scope,
+and nothing else looks at it; new code finds most of it as arguments of `fully_shard` and as `SchedulePolicy`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
+
+from flatshard import _torch
+from flatshard.engine.build import units_below
+from flatshard.engine.group import Group
+from flatshard.engine.scope import Scope
+from flatshard.engine.unit import Unit, scope_of, unit_of
+
+
+class FSDPModule(TorchFSDPModule):
+    """What `fully_shard` adds to the class of a module.
+
+    It is a subclass of PyTorch's own class of that name for those who ask for it by `isinstance` (pipelining, the
+    compiler). It shares no code with it: methods of PyTorch's that are missing here refuse. Methods that take
+    ``recurse`` concern this unit and, with it, all units below; the others concern this unit alone.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Containers make new instances of their own class when they are sliced; those are not units."""
+        original = next(base for base in cls.__mro__ if not issubclass(base, TorchFSDPModule))
+        made: Any = original.__new__(original, *args, **kwargs)
+        made.__init__(*args, **kwargs)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TypeError(
+            f"a sharded {type(self).__name__} cannot be copied: copy the model before fully_shard, or build and shard "
+            "another one and give it this one's state_dict()"
+        )
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """`.to`, `.float`, `to_empty` and their like replace parameters; the buffers take the new ones over."""
+        assert isinstance(self, nn.Module)
+        unit = unit_of(self)
+        assert unit is not None
+        for below in _units(self, True):
+            below.check_change(fn)
+        own: Any = super(TorchFSDPModule, self)  # the module's own class
+        with unit.applying(fn):
+            return own._apply(fn, recurse)
+
+    # Gathering and releasing
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's parameters and show them in full, until `reshard` or the end of a pass through the unit.
+
+        With ``async_op`` the handle's ``wait`` shows them; a forward of the unit waits by itself.
+        """
+        unit, scope = _unit_and_scope(self)
+        scope.refresh_order()
+        for group in unit.groups:
+            if unit.is_first and not group.is_full:
+                group.mark_stale()
+        scope.gather(unit)
+        unit.kept = True
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Show this unit's sharded parameters and free the full ones."""
+        _unit_and_scope(self)[0].release()
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Change ``reshard_after_forward``."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"set_reshard_after_forward({reshard_after_forward!r}): must be True or False")
+        for unit in _units(self, recurse):
+            unit.reshard_after_forward = reshard_after_forward
+            for group in unit.groups:
+                group.park_mesh = None
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Off: full parameters stay after backward and the next forward uses them as they are, without a gather.
+
+        For micro-batches between which no optimizer steps. On again before the last backward of a step, or call
+        `reshard` after it: else the next step would compute with the old weights.
+        """
+        for unit in _units(self, recurse):
+            unit.reshard_after_backward = reshard_after_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Off: backward does not gather this unit, whose weights no gradient needs (an embedding's, for example)."""
+        _unit(self).unshard_in_backward = unshard_in_backward
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
+        """Gather these units when this one's forward starts, instead of those that the recorded order says."""
+        _unit(self).prefetch_in_forward = [weakref.ref(unit) for unit in _units_of(modules)]
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
+        """Gather these units when this one's backward starts, instead of those that the recorded order says."""
+        _unit(self).prefetch_in_backward = [weakref.ref(unit) for unit in _units_of(modules)]
+
+    # Gradients
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module; also where full parameters are shown, as between a forward and its backward.
+
+        Gradients of micro-batches that wait for the last one are forgotten too. `Optimizer.zero_grad` cannot do that.
+        """
+        assert isinstance(self, nn.Module)
+        nn.Module.zero_grad(self, set_to_none)
+        for unit in _units(self, True):
+            for group in unit.groups:
+                group.gradients.drop_partial()
+            for parameter in (member.sharded for group in unit.groups if group.is_full for member in group.members):
+                if set_to_none:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.zero_()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Off: gradients stay on their rank, whole and unreduced, until a backward with it on reduces them all."""
+        for unit in _units(self, recurse):
+            unit.reduces = unit.all_reduces = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Off: gradients go no further than they rest between micro-batches; under HSDP, the outer axis waits."""
+        for unit in _units(self, recurse):
+            unit.all_reduces = requires_all_reduce
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Off: a backward ends without waiting for its reduces, so they overlap the next forward.
+
+        Concerns the whole model. Gradients are complete after a backward with it on. How far gradients are reduced is
+        `set_requires_gradient_sync`'s to say, or `microbatch`'s.
+        """
+        _unit_and_scope(self)[1].joins = is_last_backward
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of the ranks' gradients by ``factor``, in this unit, instead of taking their mean."""
+        number = isinstance(factor, (int, float)) and not isinstance(factor, bool) and math.isfinite(factor)
+        if not number or factor == 0:
+            raise ValueError(f"set_gradient_divide_factor({factor!r}): the factor must be a finite number, and not 0")
+        for group in _unit(self).groups:
+            group.gradients.scale = 1.0 / factor
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The old name of `set_gradient_divide_factor`."""
+        warnings.warn("use set_gradient_divide_factor", DeprecationWarning, stacklevel=2)
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """On: collectives of this unit add, and nothing else; means are taken by a multiplication afterwards."""
+        for group in _unit(self).groups:
+            group.gradients.sums_only = enable
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """On: a parameter that a backward did not use has a gradient of zero, and takes part in the reduce with it.
+
+        For ranks that use different parameters of one unit: each rank then sees the mean over all of them. Off, a
+        parameter without gradient on a rank keeps ``None`` there.
+        """
+        for unit in _units(self, recurse):
+            unit.reduces_unused = reduce_scatter_unused_params
+            for group in unit.groups:
+                group.gradients.counts_unused = reduce_scatter_unused_params
+
+    # Communication
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gather this unit by ``comm``: a `torch.distributed.fsdp` ``AllGather``.
+
+        ``comm.allocate(size, dtype=, device=)`` makes a flat buffer for the results of all ranks, and
+        ``comm(output_tensor=, input_tensor=, group=, async_op=)`` fills it, once per gather. Full parameters are copied
+        out of it.
+        """
+        for group in _one_mesh("set_custom_all_gather", _unit(self)):
+            group.all_gather_comm = _checked_comm("set_custom_all_gather", comm)
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduce this unit's gradients by ``comm``: a `torch.distributed.fsdp` ``ReduceScatter``.
+
+        ``comm.allocate`` makes the flat input and output, into which gradients are copied and out of which they are
+        taken; ``comm(output_tensor=, input_tensor=, group=, op=, async_op=)`` reduces, once per reduce.
+        """
+        for group in _one_mesh("set_custom_reduce_scatter", _unit(self)):
+            group.gradients.comm = _checked_comm("set_custom_reduce_scatter", comm)
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        """Call ``hook`` with this rank's flat part of every gradient that has been reduced over all axes.
+
+        It may change it in place before it reaches the parameters, as by an all-reduce over ranks that the mesh does
+        not have. It is called on the reduce lane, or on ``stream`` where the mesh has one axis.
+        """
+        unit = _unit(self)
+        if not callable(hook):
+            raise TypeError(f"set_all_reduce_hook: the hook must be callable, not a {type(hook).__name__}")
+        if stream is not None and unit.mesh.ndim > 1:
+            raise ValueError(
+                "set_all_reduce_hook: over a mesh of two axes the hook runs where the reduces do; leave `stream` out"
+            )
+        for group in _one_mesh("set_all_reduce_hook", unit):
+            group.gradients.hook = hook, stream
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """On: what this unit communicates lies in memory from the process group's own allocator, where it has one.
+
+        By torch's implementations of ``AllGather`` and ``ReduceScatter`` for it; not together with custom ones.
+        """
+        self._set_comms("set_allocate_memory_from_process_group_for_comm", _torch.allocating_comms if enable else None)
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """Let what this unit communicates lie in symmetric memory, for the faster collectives that NCCL has for it.
+
+        By torch's implementations of ``AllGather`` and ``ReduceScatter`` for it; not together with custom ones. Reduces
+        use it after ``set_force_sum_reduction_for_comms(True)``: NCCL can only add there. Needs CUDA.
+        """
+        if backend != "NCCL":
+            raise ValueError(f"set_symm_mem_for_comm({backend!r}): NCCL is the only backend that has it")
+        if _unit(self).device.type != "cuda":
+            raise ValueError(
+                f"set_symm_mem_for_comm: symmetric memory is CUDA's, and this mesh is on {_unit(self).device}"
+            )
+        self._set_comms("set_symm_mem_for_comm", _torch.symmetric_comms)
+
+    def _set_comms(self, method: str, make: Callable[[Any], tuple[Any, Any]] | None) -> None:
+        for group in _one_mesh(method, _unit(self)):
+            custom = [c for c in (group.all_gather_comm, group.gradients.comm) if c is not None]
+            if any(not _torch.is_shipped_comm(comm) for comm in custom):
+                raise RuntimeError(
+                    f"{method}: this unit has a custom all-gather or reduce-scatter, which allocates itself"
+                )
+            gather, reduce = make(group.mesh.get_group(group.mesh.ndim - 1)) if make is not None else (None, None)
+            group.all_gather_comm = gather
+            if make is not _torch.symmetric_comms or group.gradients.sums_only:
+                group.gradients.comm = reduce
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """The next forward's gathers wait for this event instead of all that the current stream has been given.
+
+        Set a new one after each optimizer step. No effect on CPU, where the optimizer is done when it returns.
+        """
+        _unit_and_scope(self)[1].main_event = event
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """`SchedulePolicy.max_reducing`: how many reduces, and their inputs, may be in flight. The highest counts."""
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int, not a {type(max_input_buffers).__name__}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers={max_input_buffers}: must be at least 1")
+        for unit in _units(self, recurse):
+            unit.max_reducing = max_input_buffers
+            if unit.scope is not None:
+                unit.scope.resolve()
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """`SchedulePolicy.separate_groups`: whether reduces have process groups of their own. One choice per model."""
+        for unit in _units(self, recurse):
+            unit.separate_groups = enable
+            if unit.scope is not None:
+                unit.scope.resolve()
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Every gather is asynchronous here."""
+
+    # Recovery
+
+    def reset(self) -> None:
+        """Give up a step that an exception interrupted: the next one starts clean. Unreduced gradients are lost."""
+        _unit_and_scope(self)[1].reset()
+
+    def reset_iter_state(self) -> None:
+        """`reset`, of the root."""
+        unit, scope = _unit_and_scope(self)
+        if scope.units[0] is not unit:
+            raise RuntimeError(f"reset_iter_state: '{unit.name}' is not the root; call it on '{scope.units[0].name}'")
+        scope.reset()
+
+
+def _refuse(name: str) -> Callable[..., None]:
+    def refusal(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(f"{name}: flatshard does not offer this method of PyTorch's FSDPModule")
+
+    refusal.__name__ = name
+    refusal.__doc__ = "Not offered; raises NotImplementedError."
+    return refusal
+
+
+for _name in set(vars(TorchFSDPModule)) - set(vars(FSDPModule)):
+    if not _name.startswith("__") and callable(getattr(TorchFSDPModule, _name)):
+        setattr(FSDPModule, _name, _refuse(_name))
+
+
+class UnshardHandle(TorchUnshardHandle):
+    """A gather on its way."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit: Unit | None = unit
+
+    def wait(self) -> None:
+        """Order what follows after the gather, and show the full parameters to the modules."""
+        if self._unit is not None and self._unit.is_gathered:
+            self._unit.swap_in()
+        self._unit = None
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method of ``module`` gather and release its unit as ``forward`` does. No effect on what is no unit."""
+    if not isinstance(module, FSDPModule):
+        return
+    if not callable(getattr(module, method_name, None)):
+        raise ValueError(f"{type(module).__name__} has no method '{method_name}'")
+    method = getattr(module, method_name)
+    # The module holds what is set here, which therefore must not hold the module.
+    function = method.__func__ if getattr(method, "__self__", None) is module else None
+    me = weakref.ref(module)
+
+    @functools.wraps(method)
+    def as_forward(*args: Any, **kwargs: Any) -> Any:
+        self = me()
+        assert self is not None
+        unit = unit_of(self)
+        assert unit is not None
+        call = method_of_others if function is None else functools.partial(function, self)
+        return unit.call_as_forward(self, call, args, kwargs)
+
+    method_of_others = method if function is None else None
+    del method
+    as_forward.__dict__.pop("__wrapped__", None)  # it is bound to the module
+    setattr(module, method_name, as_forward)
+
+
+def share_comm_ctx(modules: Iterable[TorchFSDPModule]) -> None:
+    """Let several roots, such as the stages of a pipeline, communicate over the same lanes and memory pools."""
+    given = list(modules)
+    _units_of(given)
+    scopes = [_unit_and_scope(module)[1] for module in given]
+    for scope in scopes[1:]:
+        scope.share(scopes[0])
+
+
+def _units_of(modules: Iterable[Any]) -> list[Unit]:
+    found = []
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"expected modules that fully_shard was called on, not a {type(module).__name__}")
+        found.append(_unit(module))
+    return found
+
+
+def _units(module: FSDPModule, recurse: bool) -> list[Unit]:
+    assert isinstance(module, nn.Module)
+    own = unit_of(module)
+    return [unit for _, unit in units_below(module) if recurse or unit is own]
+
+
+def _unit(module: TorchFSDPModule) -> Unit:
+    assert isinstance(module, nn.Module)
+    unit = unit_of(module)
+    if unit is None:
+        raise RuntimeError(f"{type(module).__name__} is not a unit: fully_shard was not called on it")
+    return unit
+
+
+def _unit_and_scope(module: TorchFSDPModule) -> tuple[Unit, Scope]:
+    assert isinstance(module, nn.Module)
+    unit = _unit(module)
+    return unit, scope_of(unit, module)
+
+
+def _one_mesh(method: str, unit: Unit) -> list[Group]:
+    if len({group.mesh for group in unit.groups}) > 1:
+        raise ValueError(f"{method}: the parameters of this unit lie on several meshes; make a unit of each")
+    return unit.groups
+
+
+def _checked_comm(method: str, comm: Any) -> Any:
+    if comm is not None and not (callable(comm) and callable(getattr(comm, "allocate", None))):
+        raise TypeError(f"{method}: needs an object that can be called and has allocate(), not a {type(comm).__name__}")
+    return comm
+
+
+_CLASSES: dict[type, type] = {}
+
+
+def unit_class(cls: type) -> type:
+    """The class of a unit made of a module of class ``cls``."""
+    if cls not in _CLASSES:
+        _CLASSES.setdefault(cls, type(f"FSDP{cls.__name__}", (FSDPModule, cls), {}))
+    return _CLASSES[cls]
