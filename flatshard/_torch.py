@@ -498,17 +498,8 @@ class AllocatingFrom:
         torch._C._cuda_releasePool(*self._where)
 
 
-class NvtxRange:
-    """A named range for Nsight."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        torch.cuda.nvtx.range_push(self._name)
-
-    def __exit__(self, *error: object) -> None:
-        torch.cuda.nvtx.range_pop()
+# What torch.cuda.Event is a Python shell of; the shell costs as much again as the event. Not in builds without CUDA.
+Event: Any = getattr(torch._C, "_CudaEventBase", None)
 
 
 # Composable APIs of torch know by this registry what has been applied to a module.

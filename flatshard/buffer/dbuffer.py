@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard.buffer.lanes import Lane, Op, Ticket
+from flatshard.buffer.lanes import Gather, Lane, Op, Ticket
 from flatshard.layout import (
     Holding,
     Layout,
@@ -48,7 +48,8 @@ class DBuffer:
         if local.dim() != 1 or local.numel() != numel:
             raise ValueError(f"local tensor has shape {tuple(local.shape)}; {self.placements} hold {numel} elements")
         self._runs: dict[Holding, list[torch.Tensor]] = {}
-        self._gathers: dict[tuple[Placement, ...], list[tuple[int, list[torch.Tensor], list[torch.Tensor]]]] = {}
+        self._all_runs: list[torch.Tensor] | None = None  # those of `held`, without asking the dict
+        self._gathers: dict[tuple[tuple[Placement, ...], Lane], tuple[Sequence[torch.Tensor] | None, list[Gather]]] = {}
 
     def like(self, local: torch.Tensor) -> DBuffer:
         """Another buffer of the same mesh, placements and layout."""
@@ -126,17 +127,24 @@ class DBuffer:
 
     def runs(self, held: Holding | None = None) -> list[torch.Tensor]:
         """Per non-empty segment, the run of ``held`` (default: all that this buffer holds) as a view of ``local``."""
-        held = self.held if held is None else held
+        if held is None:
+            if self._all_runs is None:
+                self._all_runs = self.runs(self.held)
+            return self._all_runs
         if held not in self._runs:
             if not self.held.contains(held):
                 raise ValueError(f"pieces {held} do not lie in {self.held}")
             starts = self.layout.run_starts(self.held.count)
-            views = []
+            # What lies before a run, and the run, in turns: one split is cheaper than many slices.
+            sizes: list[int] = []
+            end = 0
             for start, segment in zip(starts, self.layout.segments):
                 if segment.piece:
                     begin = start + (held.first - self.held.first) * segment.piece
-                    views.append(self.local[begin : begin + held.count * segment.piece])
-            self._runs[held] = views
+                    sizes += (begin - end, held.count * segment.piece)
+                    end = begin + sizes[-1]
+            views = self.local.split_with_sizes([*sizes, self.local.numel() - end])
+            self._runs[held] = list(views[1::2])
         return self._runs[held]
 
     def cast(self, dtype: torch.dtype) -> DBuffer:
@@ -207,15 +215,37 @@ class DBuffer:
 
         This rank's part is in place here already, unless ``own`` gives its runs. One coalesced launch per axis.
         """
-        source = tuple(source)
-        if source not in self._gathers:
-            self._gathers[source] = self._plan_gathers(source)
+        if comm is not None:
+            return self._gather_by(comm, tuple(source), lane, own, after, name)
+        key = (tuple(source), lane)
+        known = self._gathers.get(key)
+        if known is None or known[0] is not own:
+            launches = []
+            for number, (axis, outputs, inputs) in enumerate(self._plan_gathers(key[0])):
+                first = inputs if number or own is None else own
+                launches.append(Gather(lane, lane.group(self.mesh, axis), outputs, first))
+            self._gathers[key] = known = own, launches
         ticket = Ticket()
-        for number, (axis, outputs, inputs) in enumerate(self._gathers[source]):
-            if number == 0 and own is not None:
-                inputs = list(own)
+        for number, gather in enumerate(known[1]):
+            with lane.entered(after if number == 0 else (ticket,)):
+                ticket = gather.launch(name)
+        return ticket
+
+    def _gather_by(
+        self,
+        comm: Any,
+        source: tuple[Placement, ...],
+        lane: Lane,
+        own: Sequence[torch.Tensor] | None,
+        after: Sequence[Ticket],
+        name: str,
+    ) -> Ticket:
+        """The same, by a user's own ``AllGather``."""
+        ticket = Ticket()
+        for number, (axis, outputs, inputs) in enumerate(self._plan_gathers(source)):
+            first = inputs if number or own is None else own
             tickets = after if number == 0 else (ticket,)
-            ticket = lane.all_gather(lane.group(self.mesh, axis), outputs, inputs, after=tickets, name=name, comm=comm)
+            ticket = lane.all_gather(lane.group(self.mesh, axis), outputs, first, after=tickets, name=name, comm=comm)
         return ticket
 
     def _plan_gathers(self, source: tuple[Placement, ...]) -> list[tuple[int, list[torch.Tensor], list[torch.Tensor]]]:

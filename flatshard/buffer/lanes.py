@@ -7,6 +7,7 @@ holds the work, and waiting for it completes it.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -56,7 +57,7 @@ class Ticket:
 
     def __init__(
         self,
-        event: torch.cuda.Event | None = None,
+        event: Any = None,
         device: int = 0,
         works: Sequence[Work] = (),
         then: Callable[[], None] | None = None,
@@ -125,7 +126,9 @@ class Lane:
     def __init__(self, name: str, device: torch.device, *, own_groups: bool = False) -> None:
         self.name = name
         self.device = device = torch.empty(0, device=device).device  # with its index
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Before compute where both want the device: a gather that waits until a large matrix product leaves room is
+        # late for all that follows, and takes next to nothing from it.
+        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self.history: deque[Operation] = deque(maxlen=HISTORY)
         self.launched = 0
         self.own_groups = own_groups
@@ -157,7 +160,7 @@ class Lane:
         """A ticket for all that has been enqueued on the current stream. On CPU that work is done already."""
         if self.stream is None:
             return Ticket()
-        event = torch.cuda.Event()
+        event = _torch.Event()
         index = self.stream.device_index
         event.record(_torch.current_stream(index))
         return Ticket(event, index)
@@ -193,20 +196,11 @@ class Lane:
 
         With ``comm``, an ``AllGather`` of torch's, that is what communicates, in one call.
         """
-        if comm is not None:
-            with self.entered(after):
-                return self._finish(
-                    "all_gather", name, outputs, *gather_by(comm, group, outputs, inputs, self.stream is None)
-                )
-        outputs, inputs = _as_bytes(outputs), _as_bytes(inputs)
         with self.entered(after):
-            if group.size() == 1:
-                works = _copied(outputs, inputs)
-            elif self._coalesced(group):
-                works = [_torch.all_gather_coalesced(group, list(outputs), list(inputs), _torch.ALL_GATHER)]
-            else:
-                works = [_torch.all_gather_one(group, out, inp, _torch.ALL_GATHER) for out, inp in zip(outputs, inputs)]
-            return self._finish("all_gather", name, outputs, works)
+            if comm is None:
+                return Gather(self, group, outputs, inputs).launch(name)
+            works, unpack = gather_by(comm, group, outputs, inputs, self.stream is None)
+            return self._finish("all_gather", name, _nbytes(outputs), works, unpack)
 
     def reduce_scatter(
         self,
@@ -216,28 +210,32 @@ class Lane:
         op: Op = "sum",
         *,
         after: Sequence[Ticket] = (),
+        then: Callable[[], None] | None = None,
         name: str = "",
         comm: Any = None,
     ) -> Ticket:
         """Reduce each input over the ranks and give each rank its piece. Outputs must not lie in the inputs.
 
-        With ``comm``, a ``ReduceScatter`` of torch's, that is what communicates, in one call.
+        The ticket is for ``then``, which is done to the outputs when they are there. With ``comm``, a ``ReduceScatter``
+        of torch's, that is what communicates, in one call.
         """
         _require_native(inputs, "reduce_scatter")
-        op, then = self._lowered(group, op, outputs)
+        op, rest = self._lowered(group, op, outputs)
+        if rest is not None:
+            then = _one_after_other(rest, then)
         if comm is not None:
             with self.entered(after):
                 works, unpack = reduce_by(comm, group, outputs, inputs, op, self.stream is None)
-                return self._finish("reduce_scatter", name, inputs, works, _one_after_other(unpack, then))
+                return self._finish("reduce_scatter", name, _nbytes(inputs), works, _one_after_other(unpack, then))
         options = _torch.REDUCE_SCATTER[op]
         with self.entered(after):
             if group.size() == 1:
                 works = _copied(outputs, inputs)
-            elif self._coalesced(group):
+            elif self.coalesces(group):
                 works = [_torch.reduce_scatter_coalesced(group, list(outputs), list(inputs), options)]
             else:
                 works = [_torch.reduce_scatter_one(group, out, inp, options) for out, inp in zip(outputs, inputs)]
-            return self._finish("reduce_scatter", name, inputs, works, then)
+            return self._finish("reduce_scatter", name, _nbytes(inputs), works, then)
 
     def all_reduce(
         self,
@@ -254,7 +252,7 @@ class Lane:
         options = _torch.ALL_REDUCE[op]
         with self.entered(after):
             works = [group.allreduce([tensor], options) for tensor in tensors] if group.size() > 1 else []
-            return self._finish("all_reduce", name, tensors, works, then)
+            return self._finish("all_reduce", name, _nbytes(tensors), works, then)
 
     def all_to_all(
         self,
@@ -273,9 +271,9 @@ class Lane:
         sizes = [scale * n for n in output_splits], [scale * n for n in input_splits]
         with self.entered(after):
             works = [_torch.all_to_all_one(group, out, inp, *sizes, _torch.ALL_TO_ALL)]
-            return self._finish("all_to_all", name, [input], works)
+            return self._finish("all_to_all", name, input.nbytes, works)
 
-    def _coalesced(self, group: ProcessGroup) -> bool:
+    def coalesces(self, group: ProcessGroup) -> bool:
         """Whether the backend takes lists. Gloo takes them for CPU tensors only."""
         return self.stream is None or self._backend(group) != "gloo"
 
@@ -296,7 +294,7 @@ class Lane:
         self,
         kind: str,
         name: str,
-        tensors: Sequence[torch.Tensor],
+        numbytes: int,
         works: Sequence[Work],
         then: Callable[[], None] | None = None,
     ) -> Ticket:
@@ -311,7 +309,6 @@ class Lane:
                 then()
             ticket = self.mark()
         self.launched += 1
-        numbytes = sum([tensor.nbytes for tensor in tensors])
         self.history.append(Operation(self.launched, kind, name, numbytes, ticket))
         return ticket
 
@@ -341,6 +338,41 @@ def joint_group(mesh: DeviceMesh, axes: Sequence[int]) -> ProcessGroup:
         assert isinstance(made, ProcessGroup)
         known[members] = made
     return known[members]
+
+
+class Gather:
+    """An all-gather that can be launched again and again: what is the same every time is looked up once."""
+
+    __slots__ = ("_call", "_inputs", "_lane", "_numbytes", "_outputs")
+
+    _call: Callable[[], Work | list[Work]]
+
+    def __init__(
+        self, lane: Lane, group: ProcessGroup, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> None:
+        self._lane = lane
+        self._outputs, self._inputs = list(_as_bytes(outputs)), list(_as_bytes(inputs))
+        self._numbytes = _nbytes(outputs)
+        if group.size() == 1:
+            self._call = functools.partial(_copied, self._outputs, self._inputs)
+        else:
+            call = _torch.all_gather_coalesced if lane.coalesces(group) else _gather_one_by_one
+            self._call = functools.partial(call, group, self._outputs, self._inputs, _torch.ALL_GATHER)
+
+    def launch(self, name: str) -> Ticket:
+        """Inside `Lane.entered`."""
+        works = self._call()
+        return self._lane._finish("all_gather", name, self._numbytes, works if isinstance(works, list) else [works])
+
+
+def _gather_one_by_one(
+    group: ProcessGroup, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], options: Any
+) -> list[Work]:
+    return [_torch.all_gather_one(group, out, inp, options) for out, inp in zip(outputs, inputs)]
+
+
+def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum([tensor.nbytes for tensor in tensors])
 
 
 class Exchange:

@@ -11,13 +11,29 @@ import torch
 from flatshard import _torch
 from flatshard.buffer.lanes import Lane, Ticket
 
+# A slot serves tensors of its own size and of somewhat smaller ones: a block in the place of an embedding would keep it
+# from the head, which needs all of it.
+_SHARE = 2 / 3
+
+
+class _Slot:
+    """Device memory for one tensor at a time: a memory pool of its own, so that nothing ever splits its block."""
+
+    __slots__ = ("allocating", "pool", "released", "size")
+
+    def __init__(self, size: int, index: int) -> None:
+        self.size = size
+        self.pool = torch.cuda.MemPool()
+        self.allocating = _torch.AllocatingFrom(self.pool, index)
+        self.released: Ticket | None = None  # where the stream stood that read it last
+
 
 class Pool:
     """Storage that a lane writes and compute reads, or the reverse.
 
-    On CUDA the storage comes from a private memory pool and belongs to the lane's stream. Release records where the
-    releasing stream stands, and the lane waits for that point before it takes storage again: so a block that is reused
-    is never written while it is still read, and no ``record_stream`` delays its return.
+    On CUDA the storage comes from private memory pools and belongs to the lane's stream. Release records where the
+    releasing stream stands, and the lane waits for that point before it takes that memory again: so a block that is
+    reused is never written while it is still read, and no ``record_stream`` delays its return.
     """
 
     def __init__(self, lane: Lane) -> None:
@@ -26,13 +42,21 @@ class Pool:
         self.peak_bytes = 0
         self.live_buffers = 0
         self.peak_buffers = 0
-        self._pool = torch.cuda.MemPool() if lane.stream is not None else None
+        on_cuda = lane.stream is not None
+        self._pool = torch.cuda.MemPool() if on_cuda else None
         self._allocating = _torch.AllocatingFrom(self._pool, lane.device.index) if self._pool is not None else None
-        self._released: Ticket | None = None
+        self._free: list[_Slot] = []
+        self._taken: dict[int, _Slot] = {}  # by the storage that has it
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor that has a size but no storage yet. Views of it can be made once it has been allocated."""
-        tensor = self.temporary(numel, dtype)
+        if self.lane.stream is None:
+            tensor = torch.empty(numel, dtype=dtype, device=self.lane.device)
+        else:
+            slot = self._take(numel * dtype.itemsize)
+            with self.lane.entered(), slot.allocating:
+                tensor = torch.empty(numel, dtype=dtype, device=self.lane.device)
+            self._free.append(slot)
         tensor.untyped_storage().resize_(0)
         return tensor
 
@@ -49,13 +73,14 @@ class Pool:
         size = tensor.numel() * tensor.element_size()
         if storage.nbytes() or not size:
             return
-        if self._allocating is None:
+        if self.lane.stream is None:
             storage.resize_(size)
         else:
-            after = () if self._released is None else (self._released,)
-            self._released = None
-            with self.lane.entered(after), self._allocating:
+            slot = self._take(size)
+            with self.lane.entered(() if slot.released is None else (slot.released,)), slot.allocating:
                 storage.resize_(size)
+            slot.released = None
+            self._taken[storage._cdata] = slot
         self.live_bytes += size
         self.live_buffers += 1
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
@@ -71,8 +96,20 @@ class Pool:
         size = storage.nbytes()
         if not size:
             return
-        if self._allocating is not None:
-            self._released = self.lane.mark()
+        if self.lane.stream is not None:
+            slot = self._taken.pop(storage._cdata)
+            slot.released = self.lane.mark()
+            self._free.append(slot)
         storage.resize_(0)
         self.live_bytes -= size
         self.live_buffers -= 1
+
+    def _take(self, size: int) -> _Slot:
+        """A free slot for so many bytes: the smallest that has them, a new one if that would waste too much."""
+        fitting = [slot for slot in self._free if _SHARE * slot.size <= size <= slot.size]
+        if not fitting:
+            return _Slot(size, self.lane.device.index)
+        # Of equal ones, that which was released first: the lane waits the least for it.
+        slot = min(fitting, key=lambda slot: slot.size)
+        self._free.remove(slot)
+        return slot

@@ -84,9 +84,9 @@ class Gradients:
         # Called with what has been reduced over all axes before it is shown; and the stream to call it on.
         self.hook: tuple[Callable[[torch.Tensor], None], torch.cuda.Stream | None] | None = None
         self.reduced = False  # in the running backward
-        self.waiting = 0  # have arrived and are not reduced
         self.expected = sum(member.sharded.requires_grad for member in members)  # by a backward that uses them all
-        self.on_complete: Callable[[], None] | None = None  # called when all expected ones have arrived
+        self.on_complete: Callable[[], None] | None = None  # called when all expected ones have arrived, if watched
+        self._arrived: set[int] = set()  # of those watched
         self._sole = _sole_owners(main.layout)
         self._unreduced: DBuffer | None = None
         self._resting: DBuffer | None = None
@@ -118,25 +118,30 @@ class Gradients:
         """Whether gradients of earlier backwards wait for a reduce that goes further."""
         return self._unreduced is not None or self._resting is not None
 
-    def arrive(self, index: int, gradient: torch.Tensor) -> None:
-        """Take the gradient of one full parameter."""
-        member = self.members[index]
-        if member.inner is not None:
-            gradient = _torch.local_gradient(gradient, member.inner)
-        if member.arrived is None:
-            member.arrived = gradient
-            self.waiting += 1
-            if self.waiting == self.expected and self.on_complete is not None:
-                self.on_complete()
-        else:
-            # Reentrant checkpointing of a unit that is called twice delivers twice.
-            member.arrived.add_(gradient)
+    @property
+    def waiting(self) -> bool:
+        """Whether some have arrived and are not reduced."""
+        return any(member.full is not None and member.full.grad is not None for member in self.members)
 
-    def drop(self) -> None:
-        """Forget what has arrived and is not reduced."""
+    def arrived(self, index: int) -> None:
+        """Autograd has put a gradient on one full parameter; reentrant checkpointing may do so more than once."""
+        self._arrived.add(index)
+        if len(self._arrived) == self.expected and self.on_complete is not None:
+            self.on_complete()
+
+    def take(self) -> list[torch.Tensor | None]:
+        """What has arrived; it is no longer on the full parameters."""
+        self._arrived.clear()
+        taken: list[torch.Tensor | None] = []
         for member in self.members:
-            member.arrived = None
-        self.waiting = 0
+            gradient = None if member.full is None else member.full.grad
+            if gradient is not None:
+                assert member.full is not None
+                member.full.grad = None
+                if member.inner is not None:
+                    gradient = _torch.local_gradient(gradient, member.inner)
+            taken.append(gradient)
+        return taken
 
     def drop_partial(self) -> None:
         """Forget also what earlier backwards left unreduced."""
@@ -150,8 +155,7 @@ class Gradients:
         the others are copied into a staging buffer first.
         """
         self.reduced = True
-        gradients = [member.arrived for member in self.members]
-        self.drop()
+        gradients = self.take()
         self._used.update(index for index, gradient in enumerate(gradients) if gradient is not None)
         if self.counts_unused:
             self._used.update(index for index, member in enumerate(self.members) if member.sharded.requires_grad)
@@ -211,17 +215,20 @@ class Gradients:
         with lane.entered((lane.mark(),)):
             inputs, keep = self._inputs(gradients, pool)
             target = main_grad if direct else self._buffer(self.main.placements, self.reduce_dtype, pool.temporary)
-        ticket = self._through(target, inputs, pool, keep, name)
+        factor = self._factor
+        apart = bool(changed) or self.home.host or self.hook is not None
+        changes = not direct or factor != 1.0
+        write = functools.partial(_add_or_write, main_grad, target, fresh, factor) if changes and not apart else None
+        ticket = self._through(target, inputs, pool, keep, name, write)
         if self.hook is not None:
             ticket = lane.follow(ticket, functools.partial(_call_hook, *self.hook, target.local))
-        factor = self._factor
         if changed:
             used = [index for index in changed if index in self._used]
             ticket = lane.follow(ticket, functools.partial(change_gradients, self.members, used, target, factor))
             factor = 1.0
         if self.home.host:
             ticket = self.home.bring(target, ticket, lane, main_grad, fresh, factor)
-        elif not direct or factor != 1.0:
+        elif apart and (not direct or factor != 1.0):
             ticket = lane.follow(ticket, functools.partial(_add_or_write, main_grad, target, fresh, factor))
         for index in sorted(self._used):
             if not had_grad[index]:
@@ -231,15 +238,21 @@ class Gradients:
         return Reduction(ticket, name, [*keep, target.local], then)
 
     def _through(
-        self, target: DBuffer, inputs: list[torch.Tensor], pool: Pool, keep: list[torch.Tensor], name: str
+        self,
+        target: DBuffer,
+        inputs: list[torch.Tensor],
+        pool: Pool,
+        keep: list[torch.Tensor],
+        name: str,
+        then: Callable[[], None] | None,
     ) -> Ticket:
-        """Reduce full-size runs over all axes into ``target``, taking along what rests on the way."""
+        """Reduce full-size runs over all axes into ``target``, taking along what rests on the way; ``then`` is last."""
         lane, final = pool.lane, target.placements
         resting, self._resting = self._resting, None
         if not inputs:  # only empty tensors
             return Ticket()
         if len(final) == 1:
-            return self._inner(target, inputs, lane, name)
+            return self._inner(target, inputs, lane, name, then)
         halfway = (*self._partial()[:-1], final[-1])
         with lane.entered():
             inner = self._buffer(halfway, self.reduce_dtype, pool.temporary)
@@ -251,19 +264,28 @@ class Gradients:
                 inner.local.copy_(resting.local)
             keep.append(resting.local)
             ticket = Ticket()
-        return inner.launch(final, lane=lane, out=target, after=(ticket,), name=name)[1]
+        ticket = inner.launch(final, lane=lane, out=target, after=(ticket,), name=name)[1]
+        return ticket if then is None else lane.follow(ticket, then)
 
-    def _inner(self, target: DBuffer, inputs: list[torch.Tensor], lane: Lane, name: str) -> Ticket:
-        """Reduce full-size runs over the last axis of the mesh."""
+    def _inner(
+        self,
+        target: DBuffer,
+        inputs: list[torch.Tensor],
+        lane: Lane,
+        name: str,
+        then: Callable[[], None] | None = None,
+    ) -> Ticket:
+        """Reduce full-size runs over the last axis of the mesh, and do ``then``."""
         if not inputs:
             return Ticket()
         op, axis = self._op, len(target.placements) - 1
         group = lane.group(self.main.mesh, axis)
         if is_sharded(target.placements[axis]):
-            return lane.reduce_scatter(group, target.runs(), inputs, op, name=name, comm=self.comm)
+            return lane.reduce_scatter(group, target.runs(), inputs, op, then=then, name=name, comm=self.comm)
         with lane.entered():
             torch._foreach_copy_(target.runs(), inputs)
-        return lane.all_reduce(group, [target.local], op, name=name)
+        ticket = lane.all_reduce(group, [target.local], op, name=name)
+        return ticket if then is None else lane.follow(ticket, then)
 
     def _partial(self) -> tuple[Placement, ...]:
         return tuple(Partial(self._op) for _ in self.main.placements)
@@ -383,17 +405,20 @@ def _is_shown(grad: torch.Tensor, main_grad: DBuffer, index: int) -> bool:
 
 @_torch.uncompiled
 def gradient_arrived(gradients: weakref.ref[Gradients], index: int, full: torch.Tensor) -> None:
-    """The one autograd hook of a parameter."""
-    target, gradient = gradients(), full.grad
-    if gradient is None:
-        return
-    full.grad = None
+    """The autograd hook of a parameter that is watched."""
+    target = gradients()
     if target is None:
-        raise RuntimeError(
-            "a gradient arrived for a sharded parameter that has been moved, cast or deleted since its forward; run "
-            "the backward before that"
-        )
-    target.arrive(index, gradient)
+        refuse_orphan()
+    elif full.grad is not None:
+        target.arrived(index)
+
+
+def refuse_orphan() -> None:
+    """For a gradient whose destination is gone."""
+    raise RuntimeError(
+        "a gradient arrived for a sharded parameter that has been moved, cast or deleted since its forward; run the "
+        "backward before that"
+    )
 
 
 def _sole_owners(layout: Layout) -> tuple[int | None, ...]:

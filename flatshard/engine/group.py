@@ -21,6 +21,8 @@ from flatshard.engine.host import Home
 from flatshard.layout import Flat, Layout, Replicate
 from flatshard.policy import MixedPrecisionPolicy, Placements
 
+_DONE = Ticket()
+
 
 @dataclass
 class Site:
@@ -68,9 +70,13 @@ class Member:
     full: nn.Parameter | None = None  # a view of the gathered buffer, or of `turned`: what the forward sees
     turned: torch.Tensor | None = None  # the full values in their own order, where the gathered buffer has another
     local: torch.Tensor | None = None  # what `sharded` holds, as long as nobody has moved it
-    arrived: torch.Tensor | None = None  # this backward's gradient of `full`
     inner: _torch.Parallel | None = None  # of the full parameter, where tensor parallelism made it a DTensor
     attributes: dict[str, object] = field(default_factory=dict)  # of `sharded`, should it be replaced
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether it is the table of an `nn.Embedding` and nothing else."""
+        return self.inner is None and all(type(site.module()) is nn.Embedding for site in self.sites)
 
 
 class Group:
@@ -100,6 +106,7 @@ class Group:
         self.home = Home(main.device) if home is None else home
         self._fetched: DBuffer | None = None  # main on the device, where it rests in host memory
         self.is_full = False  # the modules hold full parameters
+        self._watched = False
         self.park_mesh: DeviceMesh | None = None  # between forward and backward, shard over this smaller mesh
         self.all_gather_comm: Any = None  # an `AllGather` of torch's to gather by
         self._gather_pool: Pool | None = None
@@ -127,13 +134,12 @@ class Group:
             member.full, member.turned, member.local = None, None, _torch.local_of(member.sharded)
             member.attributes = dict(member.sharded.__dict__)
         # Views of the gathered buffer that stay valid between uses: a full copy rests on this rank anyway.
+        self._compute_rests_as_main = self.placements.parameter == self.placements.optimizer
         everywhere = all(isinstance(p, Replicate) for p in self.placements.parameter)
+        self._is_sharded = not all(isinstance(p, Replicate) for p in main.placements)
+        self._own: list[torch.Tensor] | None = None  # this rank's runs of the gathered buffer
         self._is_main = everywhere and self._compute_rests_as_main and self.codec.sends_main and not self.home.host
         self._is_compute = everywhere and not self._compute_rests_as_main
-
-    @property
-    def _compute_rests_as_main(self) -> bool:
-        return self.placements.parameter == self.placements.optimizer
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -173,25 +179,27 @@ class Group:
             self._make_full()
             return
         lane = pool.lane
-        with lane.entered(after):
-            refreshed = Ticket() if self._compute_rests_as_main else self._refresh(pool, name)
-            if self._is_compute:
-                self.gathered, self._ticket = self.compute, refreshed
-                self._make_full()
-                if self._turned:
-                    self._ticket = lane.follow(refreshed, self._turn)
-                return
-            if self.gathered is None:
-                numel = self.layout.buffer_numel(self.layout.num_shards)
-                everywhere = [Replicate()] * self.mesh.ndim
-                local = pool.empty(numel, self.codec.wire_dtype)
-                self.gathered = DBuffer(self.layout, self.mesh, everywhere, local)
-            pool.allocate(self.gathered.local)
+        refreshed = _DONE
+        if not self._compute_rests_as_main:
+            with lane.entered(after):
+                refreshed = self._refresh(pool, name)
+        if self._is_compute:
+            self.gathered, self._ticket = self.compute, refreshed
             self._make_full()
-            with lane.entered((refreshed,)):
-                self._ticket = self._fill(self.gathered, pool, name)
             if self._turned:
-                self._ticket = lane.follow(self._ticket, self._turn)
+                self._ticket = lane.follow(refreshed, self._turn)
+            return
+        if self.gathered is None:
+            numel = self.layout.buffer_numel(self.layout.num_shards)
+            everywhere = [Replicate()] * self.mesh.ndim
+            local = pool.empty(numel, self.codec.wire_dtype)
+            self.gathered = DBuffer(self.layout, self.mesh, everywhere, local)
+        pool.allocate(self.gathered.local)
+        self._make_full()
+        with lane.entered((*after, refreshed)):
+            self._ticket = self._fill(self.gathered, pool, name)
+        if self._turned:
+            self._ticket = lane.follow(self._ticket, self._turn)
 
     def _fill(self, target: DBuffer, pool: Pool, name: str) -> Ticket:
         """Enqueue what fills the gathered buffer, inside the lane."""
@@ -207,11 +215,14 @@ class Group:
             own = self.compute.runs()
             return target.gather_in_place(self.compute.placements, lane=lane, own=own, name=name, comm=comm)
         main = self._main_on_device(pool)
-        sharded = target.placements != main.placements
-        if self.codec.sends_main and sharded:
+        if self.codec.sends_main and self._is_sharded:
             return target.gather_in_place(main.placements, lane=lane, own=main.runs(), name=name, comm=comm)
-        self.codec.encode(target.runs(main.held), main.runs())
-        return target.gather_in_place(main.placements, lane=lane, name=name, comm=comm) if sharded else lane.mark()
+        if self._own is None:
+            self._own = target.runs(main.held)
+        self.codec.encode(self._own, main.runs())
+        if not self._is_sharded:
+            return lane.mark()
+        return target.gather_in_place(main.placements, lane=lane, name=name, comm=comm)
 
     def _main_on_device(self, pool: Pool) -> DBuffer:
         if not self.home.host:
@@ -337,11 +348,23 @@ class Group:
             member.attributes = dict(member.sharded.__dict__)
             member.full.__dict__.update(member.attributes)
             if member.full.requires_grad:
-                # Frozen ones get the hook too, for when they are unfrozen; it can be put only on what needs a gradient.
-                hook = functools.partial(gradient_arrived, weakref.ref(self.gradients), index)
-                member.full.register_post_accumulate_grad_hook(hook)
                 member.full.requires_grad = member.sharded.requires_grad
+        self._watched = False
         self.gradients.expected = sum(member.sharded.requires_grad for member in self.members)
+
+    def watch(self) -> None:
+        """From now on, notice when all gradients have arrived: a hook on every full parameter, the frozen ones too."""
+        if self._watched or self.members[0].full is None:
+            return
+        self._watched = True
+        for index, member in enumerate(self.members):
+            full = member.full
+            assert full is not None
+            if full.is_floating_point():
+                hook = functools.partial(gradient_arrived, weakref.ref(self.gradients), index)
+                full.requires_grad = True  # a hook can be put only on what needs a gradient
+                full.register_post_accumulate_grad_hook(hook)
+                full.requires_grad = member.sharded.requires_grad
 
 
 def _attributes(parameter: nn.Parameter) -> dict[str, object]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flatshard import _torch, _waits
-from flatshard.buffer import Lane, Pool, Ticket
+from flatshard.buffer import Lane, Pool
 from flatshard.engine.gradients import Reduction
 from flatshard.engine.group import Group
 from flatshard.engine.schedule import Pass, Program
@@ -57,7 +57,6 @@ class Scope:
         self._units = [weakref.ref(unit) for unit in units]
         self._ahead: set[int] = set()  # gathered by prefetch and not needed yet
         self._reducing: deque[Reduction] = deque()
-        self._main_ready: Ticket = Ticket()
         self._agreed = False
         self._end: weakref.ref[_End] | None = None  # what is to happen at the end of the running backward
         self.resolve()
@@ -166,16 +165,23 @@ class Scope:
 
     # Gathers
 
-    def need(self, unit: Unit) -> None:
-        """Make the full parameters of ``unit`` usable by what follows, and start gathering what comes next."""
+    def need(self, unit: Unit, gather: bool = True) -> None:
+        """Make the full parameters of ``unit`` usable by what follows, and start gathering what comes next.
+
+        Without ``gather``, the first is left out: the unit's turn has come, but not for its parameters.
+        """
         self.program.need(unit.index)
         self._ahead.discard(unit.index)
         if self._retained is unit:
             self._retained = None  # in use again
-        self.gather(unit)
-        for other in self._next(unit):
+        if gather:
+            self.gather(unit)
+        room = self.policy.max_gathered - 1 - len(self._ahead)
+        for other in self._next(unit, room):
             self._ahead.add(other.index)
             self.gather(other)
+        if not gather:
+            return
         waits = _waits.recorder()
         if waits is None:
             unit.swap_in()
@@ -183,6 +189,13 @@ class Scope:
         phase = "backward" if self.program.running is Pass.BACKWARD else "forward"
         with waits.around(f"{phase} gather {unit.name}", self.device):
             unit.swap_in()
+
+    def gather_ahead(self, unit: Unit) -> None:
+        """Start gathering what comes next, in the place of ``unit``, which is done and released."""
+        if unit.prefetch_in_backward is None:
+            for other in self._next(unit, self.policy.max_gathered - len(self._ahead)):
+                self._ahead.add(other.index)
+                self.gather(other)
 
     def gather(self, unit: Unit) -> None:
         """Start gathering a unit. No effect on what has been gathered."""
@@ -195,12 +208,13 @@ class Scope:
     def _launch_gather(self, unit: Unit) -> None:
         with self.traced("gather", unit):
             for group in unit.groups:
-                group.gather(self.gather_pool, (self._main_ready,), unit.name)
+                group.gather(self.gather_pool, (), unit.name)
 
     def refresh_order(self) -> None:
         """Gathers launched from now on read main after all that the current stream has been given."""
         event, self.main_event = self.main_event, None
-        self._main_ready = self.gather_lane.mark() if event is None else self.gather_lane.ticket(event)
+        with self.gather_lane.entered((self.gather_lane.mark() if event is None else self.gather_lane.ticket(event),)):
+            pass
 
     def retain(self, unit: Unit) -> None:
         """Keep a recomputed unit gathered for its backward, which usually is next; only the last one is kept."""
@@ -208,14 +222,14 @@ class Scope:
         if earlier is not None and earlier is not unit and not earlier.in_backward:
             earlier.release()
 
-    def _next(self, unit: Unit) -> Iterator[Unit]:
+    def _next(self, unit: Unit, room: int) -> Iterator[Unit]:
+        """What to gather ahead: what the user said, or what the recorded order says, if there is room for so many."""
         if not self.policy.prefetch:
             return
         explicit = unit.prefetch_in_backward if self.program.running is Pass.BACKWARD else unit.prefetch_in_forward
         if explicit is not None:
             yield from (other for other in (ref() for ref in explicit) if other and not other.is_gathered)
             return
-        room = self.policy.max_gathered - 1 - len(self._ahead)
         if room <= 0:
             return
         for index in self.program.upcoming():
@@ -225,7 +239,7 @@ class Scope:
             if other.is_gathered:
                 return  # the next one is there; what comes after it is gathered when that is needed
             if self.program.running is Pass.BACKWARD and (other.backward_done or not other.unshard_in_backward):
-                continue  # a recompute passed through it; nothing of this backward will need it again
+                continue  # a recompute passed through it, or it needs none: nothing of this backward will need it
             yield other
             room -= 1
             if room == 0:
@@ -282,9 +296,7 @@ class Scope:
 
     def traced(self, what: str, unit: Unit) -> AbstractContextManager[Any]:
         """A context that names what its body enqueues, for profilers."""
-        if _torch.profiling():
-            return torch.profiler.record_function(f"flatshard::{what} {unit.name}")
-        return _torch.NvtxRange(f"flatshard::{what} {unit.name}") if self.device.type == "cuda" else _UNTRACED
+        return torch.profiler.record_function(f"flatshard::{what} {unit.name}") if _torch.profiling() else _UNTRACED
 
 
 _UNTRACED = nullcontext()

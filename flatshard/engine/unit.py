@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from flatshard import _torch
-from flatshard.engine.gradients import Goal
+from flatshard.engine.gradients import Goal, refuse_orphan
 from flatshard.engine.group import Group
 from flatshard.engine.moved import Change, absorb, applying, check_change, is_moved
 from flatshard.engine.plain import Plain
@@ -66,6 +66,7 @@ class Unit:
         self.schedule = schedule
         self.name = type(modules[0]).__name__
         self.index = 0
+        self.nests = False  # there are units below
         self.phase = Phase.RESTING
         self.scope: Scope | None = None
         self.is_first = self.is_last = True  # of the micro-batches of an optimizer step
@@ -73,7 +74,8 @@ class Unit:
         self.all_reduces = True  # off: gradients go no further than they rest between micro-batches
         self.reduces_unused = False  # on: what a backward does not use takes part in the reduces with zeros
         self.reshard_after_backward = True
-        self.unshard_in_backward = True
+        # The backward of an embedding reads the tokens, not the weights: gathering those again would be in vain.
+        self.unshard_in_backward = not all(member.is_embedding for group in self.groups for member in group.members)
         self.kept = False  # gathered on purpose: the next forward uses it as it is
         self.max_reducing: int | None = None  # what the scope's policy says otherwise
         self.separate_groups: bool | None = None
@@ -159,14 +161,26 @@ class Unit:
         return args, kwargs
 
     def _watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Notice when the gradients of this forward's inputs are complete."""
+        """Notice when the gradients of this forward's inputs are complete: then those of the weights are, too.
+
+        Where no input needs a gradient, or units below have their turns in between, every parameter is asked as well.
+        """
         both = (args, kwargs)
         wanted = {id(t): t for t in tensors_in(both) if t.requires_grad}
+        if self.nests or not wanted:
+            for group in self.groups:
+                group.watch()
         if not wanted:
             return args, kwargs
-        passed = _InputsPassed.apply(weakref.ref(self), *wanted.values())  # type: ignore[no-untyped-call]
-        instead = dict(zip(wanted, passed))
         self._inputs_to_pass += 1
+        tensors = list(wanted.values())
+        if len(tensors) == 1 and type(tensors[0]) is torch.Tensor and tensors[0].layout is torch.strided:
+            # A view, for a gradient of its own: others may use the tensor too. Several times cheaper than a function.
+            passed = (tensors[0].view_as(tensors[0]),)
+            passed[0].register_hook(functools.partial(_inputs_passed, weakref.ref(self)))
+        else:
+            passed = _InputsPassed.apply(weakref.ref(self), *tensors)  # type: ignore[no-untyped-call]
+        instead = dict(zip(wanted, passed))
         args, kwargs = map_tensors(lambda t: instead.get(id(t), t), both)
         return args, kwargs
 
@@ -267,13 +281,18 @@ class Unit:
             return
         self._enter(Phase.BACKWARD)
         self.backward_done = False
-        if self.unshard_in_backward:
-            scope.need(self)
+        scope.need(self, gather=self.unshard_in_backward)
 
     def inputs_passed(self) -> None:
         """The gradients of one forward's inputs are complete."""
         self._inputs_to_pass -= 1
         if self._inputs_to_pass <= 0:
+            if self.phase is Phase.BACKWARD and self.reshard_after_backward:
+                # On the wire, what the next unit waits for goes before what nobody waits for; and it fits in once this
+                # unit's weights, which nothing reads any more, are released.
+                self.release()
+                assert self.scope is not None
+                self.scope.gather_ahead(self)
             self.finish_backward()
             self.rest()
 
@@ -341,7 +360,7 @@ class Unit:
     def reset(self) -> None:
         """Rest, whatever was going on; gradients that have not been reduced are lost."""
         for group in self.groups:
-            group.gradients.drop()
+            group.gradients.take()
             group.gradients.drop_partial()
         self.phase = Phase.RESTING
         self._running.clear()
@@ -411,10 +430,17 @@ class _InputsPassed(torch.autograd.Function):
     @staticmethod
     @_torch.uncompiled
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        unit = ctx.unit()
-        if unit is not None:
-            unit.inputs_passed()
+        _inputs_passed(ctx.unit)
         return (None, *grads)
+
+
+@_torch.uncompiled
+def _inputs_passed(unit: weakref.ref[Unit], grad: torch.Tensor | None = None) -> None:
+    found = unit()
+    if found is None:
+        refuse_orphan()
+    else:
+        found.inputs_passed()
 
 
 def _after_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -451,20 +477,30 @@ def scope_of(unit: Unit, module: nn.Module) -> Scope:
     if unit.scope is not None:
         return unit.scope
     units: list[Unit] = []
+    at: dict[str, Unit] = {}
     if any(parameter.is_meta for parameter in module.parameters()):
         from flatshard.engine.materialize import materialize  # it builds on units
 
         materialize(module)
     for name, child in module.named_modules():
         found = unit_of(child)
-        if found is None or found in units:
+        if found is None:
+            continue
+        at[name] = found
+        if found in units:
             continue
         if found.scope is not None and found.scope.program.running is not None:
             raise RuntimeError(f"unit '{name}' is in a pass of its own; finish that before running its parent")
         found.release()
         found.name = name or type(child).__name__
         found.index = len(units)
+        found.nests = False
         units.append(found)
+        above = name
+        while above:
+            above = above.rpartition(".")[0]
+            if above in at:
+                at[above].nests = True
     scope = Scope(units, unit.device, unit.schedule or SchedulePolicy())
     for found in units:
         found.scope = scope
