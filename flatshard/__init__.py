@@ -15,6 +15,7 @@ from flatshard.policy import (
     Placements,
     SchedulePolicy,
 )
+from flatshard.wgrads import direct_wgrads, offer_main_grads
 from flatshard.whole import shard_model
 
 __version__ = "0.1.0.dev0"
@@ -32,6 +33,7 @@ __all__ = [
     "check_buffers",
     "checkpoint",
     "clip_grad_norm_",
+    "direct_wgrads",
     "find_nonfinite",
     "fully_shard",
     "fully_shard_optimizer",
@@ -39,6 +41,7 @@ __all__ = [
     "materialize",
     "microbatch",
     "no_shard",
+    "offer_main_grads",
     "register_fsdp_forward_method",
     "shard_model",
     "share_comm_ctx",

@@ -402,6 +402,27 @@ def at_end_of_backward(action: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(action)
 
 
+def is_wanted(ctx: Any, index: int) -> bool:
+    """Inside a function's backward: whether the running backward takes a gradient to its tensor input ``index``."""
+    node = ctx.next_functions[index][0]
+    return node is not None and torch._C._will_engine_execute_node(node)
+
+
+def product_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, accumulate: bool) -> None:
+    """Write the matrix product of two matrices of one dtype into ``out``, or add it; computed in the dtype of ``out``.
+
+    On CUDA the product of half-precision matrices can be written in float32; elsewhere they are cast first.
+    """
+    if left.dtype != out.dtype and left.is_cuda and out.dtype == torch.float32:
+        if accumulate:
+            torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
+        else:
+            torch.mm(left, right, out_dtype=out.dtype, out=out)
+        return
+    left, right = left.to(out.dtype), right.to(out.dtype)
+    out.addmm_(left, right) if accumulate else torch.mm(left, right, out=out)
+
+
 _SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -23,6 +23,7 @@ import torch
 
 from flatshard import _torch
 from flatshard.buffer import DBuffer, Lane, Pool, Ticket, turns
+from flatshard.engine.direct import Direct, fill
 from flatshard.engine.hooks import call_finished, change_gradients
 from flatshard.engine.host import Home
 from flatshard.layout import Layout, Partial, Placement, is_sharded
@@ -92,11 +93,13 @@ class Gradients:
         self._resting: DBuffer | None = None
         self._used: set[int] = set()  # members that have had a gradient in backwards that stopped short of final
         self._main_grad: weakref.ref[DBuffer] | None = None
+        self.direct: Direct | None = None  # set: kernels may write gradients themselves
 
     def take_settings(self, other: Gradients) -> None:
         """Be set as another object that this one takes the place of."""
         for name in ("on_complete", "scale", "sums_only", "counts_unused", "comm", "hook"):
             setattr(self, name, getattr(other, name))
+        self.direct = None if other.direct is None else Direct()
 
     @property
     def layout(self) -> Layout:
@@ -121,6 +124,8 @@ class Gradients:
     @property
     def waiting(self) -> bool:
         """Whether some have arrived and are not reduced."""
+        if self.direct is not None and self.direct.written:
+            return True
         return any(member.full is not None and member.full.grad is not None for member in self.members)
 
     def arrived(self, index: int) -> None:
@@ -143,10 +148,28 @@ class Gradients:
             taken.append(gradient)
         return taken
 
+    @property
+    def kernels(self) -> Direct:
+        """What kernels have written; only where they may."""
+        assert self.direct is not None
+        return self.direct
+
+    def place(self, index: int, clear: bool = False) -> torch.Tensor:
+        """Where a kernel may write the gradient of a full parameter. With ``clear`` it is zero if it is vacant."""
+        if self._unreduced is not None:
+            return self._unreduced.local_view(index)
+        return self.kernels.view(index, clear, self._unwritten)
+
+    def is_vacant(self, index: int) -> bool:
+        """Whether that place holds nothing yet."""
+        return self._unreduced is None and index not in self.kernels.written
+
     def drop_partial(self) -> None:
         """Forget also what earlier backwards left unreduced."""
         self._unreduced = self._resting = None
         self._used.clear()
+        if self.direct is not None:
+            self.direct.drop()
 
     def reduce(self, pool: Pool, goal: Goal, name: str) -> Reduction:
         """Start taking what has arrived to ``goal``. A missing gradient counts as zero.
@@ -159,6 +182,8 @@ class Gradients:
         self._used.update(index for index, gradient in enumerate(gradients) if gradient is not None)
         if self.counts_unused:
             self._used.update(index for index, member in enumerate(self.members) if member.sharded.requires_grad)
+        if self.direct is not None and self.direct.written:
+            gradients = self._settle(self.direct, gradients)
         if goal is Goal.REST and self.placements.gradient == self.placements.optimizer:
             goal = Goal.FINAL  # nothing rests on the way
         if goal is Goal.REST and not is_sharded(self.placements.gradient[-1]):
@@ -170,9 +195,31 @@ class Gradients:
             return self._reduce_to_rest(gradients, pool, name)
         return self._reduce_to_final(gradients, pool, name)
 
+    def _settle(self, direct: Direct, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Make what kernels have written an unreduced buffer, with the rest in it; what is left to add to it."""
+        self._used |= direct.written
+        left = [None if index in direct.alone else gradient for index, gradient in enumerate(gradients)]
+        if direct.staging is not None:  # else they were written into the unreduced buffer of earlier backwards
+            turned = {index for index in range(len(left)) if self.layout.is_turned(index, self.layout.num_shards)}
+            fill(direct.staging, left, turned, direct.written)
+            self._unreduced = direct.staging
+            left = [gradient if index in turned else None for index, gradient in enumerate(left)]
+        direct.drop()
+        return left
+
+    def _unwritten(self) -> DBuffer:
+        """A buffer for unreduced gradients; where none will be written, it is zero."""
+        numel = self.layout.buffer_numel(self.layout.num_shards)
+        full = numel == sum(slot.numel for slot in self.layout.slots)
+        turned = any(self.layout.is_turned(index, self.layout.num_shards) for index in range(len(self.members)))
+        local = self._empty(numel, self.reduce_dtype)
+        return DBuffer(self.layout, self.main.mesh, self._partial(), local if full and not turned else local.zero_())
+
     # Stopping short
 
     def _add_unreduced(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        if self._unreduced is not None and self._unreduced.dtype != self.grad_dtype:
+            self._unreduced = self._unreduced.cast(self.grad_dtype)  # written by kernels, in the reduce dtype
         if self._unreduced is None:
             local = torch.zeros(
                 self.layout.buffer_numel(self.layout.num_shards), dtype=self.grad_dtype, device=self.home.device
@@ -409,7 +456,7 @@ def gradient_arrived(gradients: weakref.ref[Gradients], index: int, full: torch.
     target = gradients()
     if target is None:
         refuse_orphan()
-    elif full.grad is not None:
+    elif full.grad is not None or (target.direct is not None and index in target.direct.written):
         target.arrived(index)
 
 

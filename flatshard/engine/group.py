@@ -16,6 +16,7 @@ from flatshard import _torch
 from flatshard.buffer import DBuffer, Pool, Ticket, turns
 from flatshard.buffer.dtensor import as_dtensor
 from flatshard.engine.codec import codec_for
+from flatshard.engine.direct import Direct, destine
 from flatshard.engine.gradients import Gradients, gradient_arrived
 from flatshard.engine.host import Home
 from flatshard.layout import Flat, Layout, Replicate
@@ -351,6 +352,20 @@ class Group:
                 member.full.requires_grad = member.sharded.requires_grad
         self._watched = False
         self.gradients.expected = sum(member.sharded.requires_grad for member in self.members)
+        if self.gradients.direct is not None:
+            self._destine()
+
+    def offer_main_grads(self) -> None:
+        """Let kernels write the gradients of the full parameters themselves."""
+        if self.gradients.direct is None and self.main.dtype.is_floating_point:
+            self.gradients.direct = Direct()
+            self._destine()
+
+    def _destine(self) -> None:
+        for index, member in enumerate(self.members):
+            # Parameters of tensor parallelism, and those that lie in another order in the buffer, are left to autograd.
+            if member.full is not None and member.inner is None and index not in self._turned:
+                destine(member.full, self.gradients, index)
 
     def watch(self) -> None:
         """From now on, notice when all gradients have arrived: a hook on every full parameter, the frozen ones too."""
