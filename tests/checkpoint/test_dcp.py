@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -110,10 +112,16 @@ def _options(rank, world, place, local_step):
             break
 
 
-@pytest.mark.parametrize("local_step", [None, "distribute", "broadcast"])
-@pytest.mark.parametrize("place", [PLACES[0], PLACES[1], PLACES[6], PLACES[7]], ids=str)
+FULL = list(itertools.product([PLACES[0], PLACES[1], PLACES[6], PLACES[7]], [None, "distribute", "broadcast"]))
+
+
+@pytest.mark.parametrize(
+    ("place", "local_step"),
+    [*FULL[::2], *(pytest.param(*each, marks=pytest.mark.full) for each in FULL[1::2])],
+    ids=str,
+)
 def test_full_state_dicts(ranks, place, local_step):
-    ranks(4, _options, place, local_step)
+    ranks(2 if place[1] is None else 4, _options, place, local_step)
 
 
 def _flattened(rank, world, place):

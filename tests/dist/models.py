@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -52,6 +53,15 @@ def make_net(seed: int = 0, **kwargs: Any) -> Net:
     for parameter in net.parameters():
         parameter.data.normal_(0, 0.2)
     return net
+
+
+def assert_rows(ours: torch.Tensor, whole: torch.Tensor, **tolerance: Any) -> None:
+    """What this rank holds of a DTensor is what it should hold of ``whole``. No collective; other tensors are whole."""
+    if isinstance(ours, DTensor):
+        boxes = ours.__create_chunk_list__()
+        places = zip(boxes[0].offsets, boxes[0].sizes) if boxes else [(0, 0)]
+        ours, whole = ours.to_local(), whole[tuple(slice(first, first + count) for first, count in places)]
+    torch.testing.assert_close(ours, whole, **tolerance)
 
 
 def batches(steps: int, rows: int, vocab: int = 29, length: int = 6) -> Iterator[torch.Tensor]:

@@ -9,10 +9,10 @@ from torch.nn import functional as F
 from flatshard import fully_shard, microbatch
 from flatshard.engine.build import units_below
 from flatshard.engine.unit import unit_of
-from tests.dist.models import batches, make_net
+from tests.dist.models import assert_rows, batches, make_net
 from tests.dist.test_counts import DIM, Chain
 from tests.dist.test_engine import ROWS, full, shard_net
-from tests.dist.test_strategies import STRATEGIES, mesh_of
+from tests.dist.test_strategies import STRATEGIES, mesh_of, world_of
 
 MICRO = 3
 ORDERS = [(0, 1, 2, 3), (0, 1, 2, 3), (0, 2, 3)]  # block 1 is used by the first two micro-batches alone
@@ -72,11 +72,12 @@ class Say:
 SAYINGS = ["nothing", "scope", "sync", "sync_and_scope", "rest_then_keep", "some_units", "all_reduce"]
 
 
-def _accumulated(rank, world, case, layout):
-    for saying in SAYINGS:
-        _one_accumulation(rank, world, case, layout, saying, ORDERS)
-    for saying in ("scope", "sync"):
-        _one_accumulation(rank, world, case, layout, saying, LATE)
+WAYS = [*((saying, ORDERS) for saying in SAYINGS), ("scope", LATE), ("sync", LATE)]
+
+
+def _accumulated(rank, world, case, layout, ways):
+    for saying, orders in ways:
+        _one_accumulation(rank, world, case, layout, saying, orders)
 
 
 def _one_accumulation(rank, world, case, layout, saying, orders):
@@ -92,21 +93,25 @@ def _one_accumulation(rank, world, case, layout, saying, orders):
             reference(rows).square().mean().backward()
         for (name, ours), theirs in zip(model.named_parameters(), reference.named_parameters()):
             what = f"{saying}, step {step}, {name}"
-            torch.testing.assert_close(
-                full(ours.grad), theirs[1].grad, rtol=1e-4, atol=1e-6, msg=lambda m, w=what: f"{w}: {m}"
-            )
+            assert_rows(ours.grad, theirs[1].grad, rtol=1e-4, atol=1e-6, msg=lambda m, w=what: f"{w}: {m}")
         assert not any(g.gradients.has_partial for _, u in units_below(model) for g in u.groups)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(
-    "case", [*STRATEGIES[::2], *(pytest.param(case, marks=pytest.mark.full) for case in STRATEGIES[1::2])], ids=str
-)
+@pytest.mark.parametrize("case", STRATEGIES, ids=str)
 def test_accumulated_gradients_equal_one_process_however_it_is_said(ranks, case):
-    layout = ("tensor", "flat")[STRATEGIES.index(case) % 2]
-    assert ranks(4, _accumulated, case, layout) == [None] * 4
+    """Every way under three strategies; the full product has all under all."""
+    number = STRATEGIES.index(case)
+    ranks(world_of(case), _accumulated, case, ("tensor", "flat")[number % 2], WAYS[number % 3 :: 3])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["tensor", "flat"])
+@pytest.mark.parametrize("case", STRATEGIES, ids=str)
+def test_accumulated_gradients_equal_one_process_in_every_way_full(ranks, case, layout):
+    ranks(world_of(case), _accumulated, case, layout, WAYS)
 
 
 def _unused_by_all(rank, world, case):
@@ -122,7 +127,7 @@ def _unused_by_all(rank, world, case):
 
 def test_what_no_micro_batch_used_has_no_gradient(ranks):
     for case in STRATEGIES[1::3]:
-        assert ranks(4, _unused_by_all, case) == [None] * 4
+        ranks(world_of(case), _unused_by_all, case)
 
 
 def _no_last_backward(rank, world, case):
@@ -165,7 +170,7 @@ def _no_last_backward(rank, world, case):
 
 def test_a_last_micro_batch_without_backward_reduces_what_waits(ranks):
     for case in STRATEGIES:
-        assert ranks(4, _no_last_backward, case) == [None] * 4
+        ranks(world_of(case), _no_last_backward, case)
 
 
 class Unwrapped(nn.Module):
@@ -250,11 +255,16 @@ def _first_used_later(rank, world, case):
 
 def test_weights_that_only_a_later_micro_batch_uses_are_refreshed(ranks):
     for case in STRATEGIES:
-        assert ranks(4, _first_used_later, case) == [None] * 4
+        ranks(world_of(case), _first_used_later, case)
 
 
 def test_microbatch_nests_over_wrapped_and_unwrapped_parents(ranks):
     assert ranks(4, _scopes) == [None] * 4
+
+
+def _scales(rank, world, cases, scale):
+    for case in cases:
+        _scale(rank, world, case, scale)
 
 
 def _scale(rank, world, case, scale):
@@ -281,10 +291,9 @@ def _scale(rank, world, case, scale):
 
 @pytest.mark.parametrize("scale", ["mean", 0.125, *(pytest.param(s, marks=pytest.mark.full) for s in ("sum", 2))])
 def test_scales_are_exact_on_one_rank_and_on_every_mesh(ranks, scale):
-    for case in STRATEGIES:
-        assert ranks(4, _scale, case, scale) == [None] * 4
-    for case in STRATEGIES[:4]:
-        assert ranks(1, _scale, case, scale) == [None]
+    ranks(1, _scales, STRATEGIES[:4], scale)
+    ranks(2, _scales, STRATEGIES[:4], scale)
+    ranks(4, _scales, STRATEGIES[4:], scale)
 
 
 def _per_token(rank, world, case):
@@ -321,7 +330,7 @@ def _per_token(rank, world, case):
 
 @pytest.mark.parametrize("case", STRATEGIES[1::2], ids=str)
 def test_a_loss_per_token_equals_one_process_with_uneven_token_counts(ranks, case):
-    assert ranks(4, _per_token, case) == [None] * 4
+    ranks(4, _per_token, case)
 
 
 def _divide_factor(rank, world):

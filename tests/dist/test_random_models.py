@@ -12,6 +12,7 @@ from torch import nn
 
 from flatshard import fully_shard
 from flatshard.engine.unit import Phase, unit_of
+from tests.dist.models import assert_rows
 from tests.dist.random_models import DIM, Case, build, rows_of
 
 SEEDS, STEPS, ROWS = 50, 3, 24
@@ -50,8 +51,7 @@ def compare(what: str, ours: torch.Tensor | None, wanted: torch.Tensor | None) -
     exact = wanted.dtype == torch.float32
     # A bf16 gradient is rounded (8 bits) on every rank and again by the sum.
     rtol, atol = (2e-4, 2e-5) if exact else (0.0, 0.04 * wanted.float().abs().max().item() if wanted.numel() else 0.0)
-    full = ours.full_tensor() if hasattr(ours, "full_tensor") else ours
-    torch.testing.assert_close(full, wanted, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}")
+    assert_rows(ours, wanted, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}")
 
 
 def at_rest(model: nn.Module) -> None:

@@ -1,8 +1,6 @@
 """Training code that knows nothing of rehearsal runs under it: DDP, FSDP2, device meshes, scripts."""
 
 import json
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -12,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from flatshard.cli import main
 from flatshard.rehearsal import current, rehearse
 
 
@@ -118,15 +117,15 @@ dist.destroy_process_group()
 """
 
 
-def test_command_line(tmp_path):
+def test_command_line(tmp_path, capfd):
     script, result = tmp_path / "script.py", tmp_path / "report.json"
     script.write_text(textwrap.dedent(SCRIPT))
-    command = [sys.executable, "-m", "flatshard.cli", "rehearse", "--world", "512", "--network", "h100-ib400"]
-    command += ["--between-latency", "20000", "--json", str(result), "--tokens", "4", str(script), "6"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.count("trained on 512") == 1
-    assert "all_reduce" in run.stdout
+    command = ["rehearse", "--world", "512", "--network", "h100-ib400", "--between-latency", "20000"]
+    status = main([*command, "--json", str(result), "--tokens", "4", str(script), "6"])
+    printed, errors = capfd.readouterr()
+    assert status == 0, errors
+    assert printed.count("trained on 512") == 1
+    assert "all_reduce" in printed
     derived = json.loads(result.read_text())["derived"]
     assert derived["wire_seconds"] == pytest.approx(20e-3, rel=0.01)
     assert derived["exposed_seconds"] > 10e-3
@@ -136,5 +135,4 @@ def test_command_line(tmp_path):
 def test_a_script_that_fails_fails_the_command(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("raise SystemExit(3)")
-    command = [sys.executable, "-m", "flatshard.cli", "rehearse", "--world", "2", str(script)]
-    assert subprocess.run(command, capture_output=True, timeout=120).returncode == 3
+    assert main(["rehearse", "--world", "2", str(script)]) == 3

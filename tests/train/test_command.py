@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from flatshard.cli import main
+from tests.bench.script import as_script, free_port
 
 _ROOT = Path(__file__).parents[2]
 _TINY = ["--batch", "4", "--context", "32", "--width", "32", "--layers", "2", "--ffn", "64", "--sample", "8"]
@@ -49,12 +50,9 @@ def test_an_interrupt_ends_it_quietly():
     assert time.monotonic() - began < 20
 
 
-def test_the_minimal_example_trains():
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    process = _start([*torchrun, "examples/minimal.py"], CUDA_VISIBLE_DEVICES="")
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    losses = [float(line.split()[-1]) for line in out.splitlines()]
+def test_the_minimal_example_trains(ranks):
+    printed = ranks(2, as_script, str(_ROOT / "examples" / "minimal.py"), free_port())
+    losses = [float(line.split()[-1]) for line in printed[0].splitlines()]
     assert len(losses) == 5
     assert losses[-1] < losses[0] / 2
 
