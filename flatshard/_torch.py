@@ -14,6 +14,7 @@ from torch import nn
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.autograd import forward_ad
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -27,6 +28,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 Spec: TypeAlias = DTensorSpec  # mesh, placements and global shape of a DTensor
 
@@ -329,6 +331,17 @@ def add_elementwise_rules() -> None:
         for overload in packet.overloads():
             if overload != "out":
                 handlers.setdefault(getattr(packet, overload), _on_shards)
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a class that holds its values in other tensors, or says itself how it is gathered."""
+    asked: Any = tensor  # mypy takes the question for an answer
+    return is_traceable_wrapper_subclass(asked) or hasattr(tensor, "fsdp_pre_all_gather")
+
+
+def keeping_versions(tensors: Sequence[torch.Tensor]) -> Any:
+    """A context in which writing to the tensors does not count as a change that autograd must not overlook."""
+    return _unsafe_preserve_version_counter(tuple(tensors))
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

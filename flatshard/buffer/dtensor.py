@@ -15,12 +15,15 @@ from flatshard.layout import Flat, Replicate
 _torch.add_elementwise_rules()
 
 
-def as_dtensor(buffer: DBuffer, index: int, inner: _torch.Parallel | None = None) -> DTensor:
+def as_dtensor(
+    buffer: DBuffer, index: int, inner: _torch.Parallel | None = None, local: torch.Tensor | None = None
+) -> DTensor:
     """Tensor ``index`` of a buffer as a DTensor over the buffer's memory.
 
     It is ``Shard`` of the dim that its rows are slices of where an axis is sharded. Where the rows that this rank
     holds are not torch.chunk's, it is a `RaggedDTensor`, which knows them. ``inner`` is given where the tensor is
-    itself the local part of a DTensor, as tensor parallelism makes it; the result then lives on both meshes.
+    itself the local part of a DTensor, as tensor parallelism makes it; the result then lives on both meshes. ``local``
+    is given where this rank's part is not in the buffer.
     """
     slot = buffer.layout.slots[index]
     sharded = tuple(isinstance(placement, Flat) for placement in buffer.placements)
@@ -29,14 +32,13 @@ def as_dtensor(buffer: DBuffer, index: int, inner: _torch.Parallel | None = None
             raise ValueError(f"a buffer placed {placement} has no DTensor that says so")
     if any(sharded) and not slot.shape:
         raise ValueError("a tensor without dims cannot be sharded as a DTensor; replicate it")
+    local = _torch.rebased(buffer.local_view(index)) if local is None else local
     if inner is not None:
         if not _is_canonical(buffer, index, sharded):
             raise ValueError("a tensor-parallel parameter can be cut over one axis, with layout 'tensor', only")
-        local = _torch.rebased(buffer.local_view(index))
         return _torch.composed_dtensor(local, buffer.mesh, sharded, slot.dim, inner)
     placements = [TorchShard(slot.dim) if cut else TorchReplicate() for cut in sharded]
     meta = torch.empty(slot.shape, device="meta")
-    local = _torch.rebased(buffer.local_view(index))
     made = _torch.make_dtensor(local, buffer.mesh, placements, meta.shape, meta.stride())
     if _is_canonical(buffer, index, sharded):
         return made

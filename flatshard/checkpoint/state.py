@@ -69,6 +69,8 @@ class Snapshot:
         if tensor.is_meta:
             raise ValueError(f"{key} is on the meta device and has no values; materialize the model first")
         part = part_of(tensor, self.rank)
+        if _torch.is_wrapper(part.local):
+            raise TypeError(f"{key} is a {type(part.local).__name__}; a checkpoint holds plain tensors only")
         number = len(self.tensors)
         self.tensors[key] = (CODES[tensor.dtype], part.shape)
         # replicas take turns, so that each writes its share

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from flatshard import _torch
 from flatshard.buffer import DBuffer
+from flatshard.engine.extended import ExtendedGroup, extended_group, is_extended
 from flatshard.engine.gradients import GradientScale
 from flatshard.engine.group import Group, Site, make_members
 from flatshard.engine.homes import settle
@@ -165,10 +166,11 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
         # Tensor parallelism has made some parameters DTensors; those of one mesh travel together.
         parallel = parameter.device_mesh if isinstance(parameter, DTensor) else None
         key = (parameter.dtype, parameter.requires_grad, parameter.dim() > 0, marked, mesh or choices.mesh, parallel)
-        by_kind.setdefault(key, []).append(named)
+        alone = id(parameter) if is_extended(parameter) else None
+        by_kind.setdefault((*key, alone), []).append(named)
     owner = type(modules[0]).__name__
     groups = []
-    for (_, _, has_rows, marked, mesh, _), members in by_kind.items():
+    for (_, _, has_rows, marked, mesh, _, _), members in by_kind.items():
         placements = choices.placements if mesh == choices.mesh else placements_for(*choices.strategy, mesh.ndim)
         placements = placements if has_rows else replicated(mesh.ndim)
         placements = resident(placements) if marked else placements
@@ -185,7 +187,7 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     for each in unit.plain:
         each.place(choices.device, choices.precision.param_dtype)
     for group in groups:
-        if park is not None:
+        if park is not None and not isinstance(group, ExtendedGroup):
             group.park_mesh = park if group.mesh == choices.mesh else _park_mesh(group.mesh, park.size())
         group.gradients.scale = choices.gradient_scale
     for module in modules:
@@ -222,6 +224,12 @@ def _build_group(
     precision = choices.precision
     shards = math.prod(mesh.size(axis) for axis, p in enumerate(placements.optimizer) if is_sharded(p))
     planned = plan(shapes, shards, layout=choices.layout, dims=dims)
+    home = Home.of(choices.device, choices.offload)
+    if is_extended(members[0][1]):
+        made = extended_group(members[0], planned, mesh, placements, precision, home, choices.where.axes)
+        _mark_owned(made, members, owner)
+        settle(made, (parameter for _, parameter, _ in members), in_main=False)
+        return made
     frozen = not members[0][1].requires_grad
     floating = members[0][1].is_floating_point()
     main_dtype = precision.main_dtype if precision.main_dtype is not None and floating and not frozen else None
@@ -229,18 +237,21 @@ def _build_group(
     main = DBuffer.distribute(full, planned, mesh, placements.optimizer)
     if main_dtype is not None and main_dtype != main.dtype:
         main = main.cast(main_dtype)
-    home = Home.of(choices.device, choices.offload)
     main = home.take(main)
-    made = make_members(main, members, choices.where.axes)
-    for member, (name, parameter, _) in zip(made, members):
-        # Whoever still holds the original (a tied module, an optimizer) finds out, and holds no memory.
+    group = Group(make_members(main, members, choices.where.axes), main, placements, precision, home)
+    for member, (_, parameter, _) in zip(group.members, members):
+        # Whoever still holds the original (a tied module, an optimizer) holds no memory.
         if member.inner is None:
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-        parameter.__dict__[OWNER] = (name, owner)
-        member.sharded.__dict__[OWNER] = (name, owner)  # a module that two units share
-    group = Group(made, main, placements, precision, home)
+    _mark_owned(group, members, owner)
     settle(group, (parameter for _, parameter, _ in members))
     return group
+
+
+def _mark_owned(group: Group, members: list[Named], owner: str) -> None:
+    """Whoever still holds an original (a tied module, an optimizer), or a module that two units share, finds out."""
+    for member, (name, parameter, _) in zip(group.members, members):
+        parameter.__dict__[OWNER] = member.sharded.__dict__[OWNER] = (name, owner)
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:

@@ -93,6 +93,8 @@ class Group:
                                               the gathered buffer, or is gathered further where it is sharded itself
     """
 
+    _gradients: type[Gradients] = Gradients
+
     def __init__(
         self,
         members: list[Member],
@@ -121,7 +123,7 @@ class Group:
         policy, floating = self.policy, main.dtype.is_floating_point
         dtype = policy.param_dtype if policy.param_dtype is not None and floating else main.dtype
         self.codec = codec_for(main.dtype, dtype)
-        self.gradients = Gradients(self.members, main, self.placements, policy, dtype, self.home)
+        self.gradients = self._gradients(self.members, main, self.placements, policy, dtype, self.home)
         if known is not None:
             self.gradients.take_settings(known)
         self.gathered: DBuffer | None = None
@@ -344,12 +346,7 @@ class Group:
             slot = self.layout.slots[index]
             turned = index in self._turned
             view = self._whole(index).view(slot.shape).data if turned else self.gathered.local_view(index).data
-            whole = view if member.inner is None else _torch.dtensor_of(view, member.inner.spec)
-            member.full = nn.Parameter(whole, requires_grad=view.is_floating_point())
-            member.attributes = dict(member.sharded.__dict__)
-            member.full.__dict__.update(member.attributes)
-            if member.full.requires_grad:
-                member.full.requires_grad = member.sharded.requires_grad
+            self._adopt(member, view)
         self._watched = False
         self.gradients.expected = sum(member.sharded.requires_grad for member in self.members)
         if self.gradients.direct is not None:
@@ -381,10 +378,22 @@ class Group:
                 full.register_post_accumulate_grad_hook(hook)
                 full.requires_grad = member.sharded.requires_grad
 
+    def _adopt(self, member: Member, view: torch.Tensor) -> None:
+        """Make the full parameter of its values."""
+        whole = view if member.inner is None else _torch.dtensor_of(view, member.inner.spec)
+        member.full = nn.Parameter(whole, requires_grad=view.is_floating_point())
+        member.attributes = dict(member.sharded.__dict__)
+        own = member.full.__dict__
+        own.update({name: value for name, value in member.attributes.items() if name not in own})
+        if member.full.requires_grad:
+            member.full.requires_grad = member.sharded.requires_grad
+
 
 def _attributes(parameter: nn.Parameter) -> dict[str, object]:
     """What users have put on a parameter."""
     own = {"_spec", "_local_tensor", "_is_param"}  # a DTensor's own
+    if _torch.is_wrapper(parameter):
+        own |= {name for name, value in parameter.__dict__.items() if isinstance(value, torch.Tensor)}
     return {name: value for name, value in parameter.__dict__.items() if name not in own}
 
 
@@ -392,15 +401,17 @@ def make_members(
     main: DBuffer,
     named: Sequence[tuple[str, nn.Parameter, list[Site]]],
     axes: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
+    local: torch.Tensor | None = None,
 ) -> list[Member]:
     """Sharded parameters over ``main``, in the place of the originals and with their attributes.
 
     ``axes``: where data parallelism has axes of the parameters' own mesh, those that shard, and those that replicate.
+    ``local``: this rank's part of the one parameter, if ``main`` does not hold it.
     """
     members = []
     for index, (name, original, sites) in enumerate(named):
         inner = _torch.Parallel(_torch.spec_of(original), *axes) if _torch.is_parallel(original) else None
-        sharded = nn.Parameter(as_dtensor(main, index, inner), requires_grad=original.requires_grad)
+        sharded = nn.Parameter(as_dtensor(main, index, inner, local), requires_grad=original.requires_grad)
         sharded.__dict__.update(_attributes(original))
         for site in sites:
             site.put(sharded)

@@ -17,12 +17,16 @@ _SUCCESSOR = "_flatshard_successor"
 _settled = 0
 
 
-def settle(group: Group, originals: Iterable[nn.Parameter]) -> None:
-    """Remember where the members of ``group`` belong, and which parameters they have replaced."""
+def settle(group: Group, originals: Iterable[nn.Parameter], in_main: bool = True) -> None:
+    """Remember where the members of ``group`` belong, and which parameters they have replaced.
+
+    ``in_main=False``: they do not lie in its main buffer, so that nobody is to step them there.
+    """
     global _settled
     _settled += 1
     for index, (member, original) in enumerate(zip(group.members, originals)):
-        _GROUPS[id(member.sharded)] = group
+        if in_main:
+            _GROUPS[id(member.sharded)] = group
         # Not a weak reference to the parameter itself: torch cannot move or cast one that has any.
         original.__dict__[_SUCCESSOR] = (weakref.ref(group), index)
 

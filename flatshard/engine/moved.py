@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from flatshard import _torch
 from flatshard.buffer import DBuffer
 from flatshard.buffer.dtensor import as_dtensor
+from flatshard.engine.extended import ExtendedGroup
 from flatshard.engine.group import Group, Member
 
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -40,7 +41,9 @@ def absorb(group: Group, awaited: bool) -> None:
     ``awaited``: a backward is to come that will read the gathered weights of now.
     """
     given = [_given(group, member) for member in group.members]
-    if any(p is not m.sharded for p, m in zip(given, group.members)) or not _owns_storage(group):
+    if isinstance(group, ExtendedGroup):
+        _absorb_extended(group, given[0], awaited)
+    elif any(p is not m.sharded for p, m in zip(given, group.members)) or not _owns_storage(group):
         try:
             _refuse_change(group, awaited)
             main = _as_main(group, given)
@@ -71,7 +74,8 @@ def applying(group: Group, change: Change) -> Iterator[None]:
         same = group.main is before
         for member, grad in zip(group.members, grads):
             if grad is not None and not same:
-                local = _torch.local_of(grad).to(group.main.device, group.gradients.grad_dtype)
+                device = _torch.local_of(member.sharded).device
+                local = _torch.local_of(grad).to(device, group.gradients.grad_dtype)
                 grad = _torch.like_dtensor(member.sharded, local)
             if grad is not None:
                 _torch.allow_grad_of(member.sharded, grad.dtype)
@@ -80,7 +84,7 @@ def applying(group: Group, change: Change) -> Iterator[None]:
 
 def check_change(group: Group, change: Change, awaited: bool) -> None:
     """Refuse a change of all parameters that could not be taken over, before it is made."""
-    probe = torch.empty(0, dtype=group.main.dtype, device=group.main.device)
+    probe = torch.empty(0, dtype=group.main.dtype, device=_torch.local_of(group.members[0].sharded).device)
     changed = change(probe)
     if changed is probe:
         return
@@ -103,11 +107,26 @@ def _refuse_change(group: Group, awaited: bool) -> None:
 
 
 def _refuse_device(group: Group, device: torch.device) -> None:
-    if device.type not in (group.mesh.device_type, group.main.device.type):
+    if device.type not in (group.mesh.device_type, _torch.local_of(group.members[0].sharded).device.type):
         raise ValueError(
             f"parameter '{group.members[0].name}' was moved to {device}, and the mesh it is sharded over is on "
             f"{group.mesh.device_type}; shard a model that is already there, over a mesh of that device"
         )
+
+
+def _absorb_extended(group: ExtendedGroup, given: nn.Parameter, awaited: bool) -> None:
+    member = group.members[0]
+    if given is member.sharded and _torch.local_of(given) is member.local:
+        return
+    _refuse_change(group, awaited)
+    if given is not member.sharded and not (isinstance(given, DTensor) and _torch.is_cut_alike(given, member.sharded)):
+        for site in member.sites:
+            site.put(member.sharded)
+        raise ValueError(
+            f"parameter '{member.name}' was replaced by {_described(given)}; a sharded parameter can be replaced only "
+            f"by {_described(member.sharded)}, cut like it over the same mesh"
+        )
+    group.take(given)
 
 
 def _given(group: Group, member: Member) -> nn.Parameter:
@@ -187,6 +206,9 @@ def _described(value: torch.Tensor) -> str:
 
 def fill(group: Group, full: Sequence[torch.Tensor]) -> None:
     """Take values from full tensors that every rank has, into a new main buffer on their device."""
+    if isinstance(group, ExtendedGroup):
+        name = group.members[0].name
+        raise ValueError(f"parameter '{name}' is of a tensor subclass; give it values yourself, after to_empty()")
     main = group.home.take(DBuffer.distribute(full, group.layout, group.mesh, group.main.placements))
     _point(group, main, [member.sharded for member in group.members])
     group.set_main(main)
