@@ -101,6 +101,10 @@ def on_meta(setup: Setup) -> Llama:
 
 
 def sharded(setup: Setup, fully_shard: Callable[..., object], policy: object, wrap: Wrap | None = None) -> Step:
+    return trainer(setup, sharded_model(setup, fully_shard, policy), wrap)
+
+
+def sharded_model(setup: Setup, fully_shard: Callable[..., object], policy: object) -> Llama:
     mesh = init_device_mesh(setup.device, (setup.world,))
     model = on_meta(setup)
     for unit in (model.embed, *model.blocks, model.head):
@@ -108,14 +112,16 @@ def sharded(setup: Setup, fully_shard: Callable[..., object], policy: object, wr
     fully_shard(model, mesh=mesh, mp_policy=policy)
     model.to_empty(device=setup.device)
     model.init_weights()
-    return trainer(setup, model, wrap)
+    return model
 
 
-def trainer(setup: Setup, model: nn.Module, wrap: Wrap | None = None) -> Step:
+def trainer(
+    setup: Setup, model: nn.Module, wrap: Wrap | None = None, before: Callable[[int], None] | None = None
+) -> Step:
     optimizer = adamw(list(model.parameters()))
     if wrap is not None:
         optimizer = wrap(optimizer)
-    accumulate = accumulation(setup, model)
+    accumulate = accumulation(setup, model, before)
 
     def step() -> Tensor:
         loss = accumulate()
@@ -126,8 +132,8 @@ def trainer(setup: Setup, model: nn.Module, wrap: Wrap | None = None) -> Step:
     return step
 
 
-def accumulation(setup: Setup, model: nn.Module) -> Step:
-    """Forward and backward over the micro-batches of a step, every one reduced where the system reduces."""
+def accumulation(setup: Setup, model: nn.Module, before: Callable[[int], None] | None = None) -> Step:
+    """Forward and backward over the micro-batches of a step; ``before`` is called with the number of each."""
     seed = 1 + (dist.get_rank() if dist.is_initialized() else 0)
     generator = torch.Generator().manual_seed(seed)
     shape = (setup.microbatches, setup.batch, setup.seq + 1)
@@ -135,7 +141,9 @@ def accumulation(setup: Setup, model: nn.Module) -> Step:
 
     def run() -> Tensor:
         total = torch.zeros((), device=setup.device)
-        for row in tokens:
+        for number, row in enumerate(tokens):
+            if before is not None:
+                before(number)
             loss = model(row[:, :-1], row[:, 1:]) / setup.microbatches
             loss.backward()
             total += loss.detach()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from benchmarks import direct_wgrads
 from benchmarks.models import LLAMA_1B, LLAMA_8B, LLAMA_TINY, Llama
 from benchmarks.systems import SYSTEMS
 from benchmarks.table import CASES, describe, measure
@@ -50,3 +51,10 @@ def test_every_system_is_measured(system, one_thread):
         segments = 9 * row["launches"]  # at most: as many as a block has tensors
         assert 0.999 * least <= row["wire_ms"] <= 1.001 * least + 0.002 * segments
     assert "failed" not in describe({system: row})
+
+
+@pytest.mark.limit(120)
+def test_direct_weight_gradients_are_measured(one_thread):
+    rows = {str(direct): direct_wgrads.measure("tiny", "unreduced", direct, steps=1, warmup=1) for direct in (0, 1)}
+    assert rows["0"]["loss"] == pytest.approx(rows["1"]["loss"], rel=1e-4)
+    assert len(direct_wgrads.describe(rows).splitlines()) == 3

@@ -1,0 +1,91 @@
+"""On a GPU: compiled blocks, weight gradients written directly, and an optimizer that steps in backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+
+from flatshard import MixedPrecisionPolicy, _torch, direct_wgrads
+from tests.dist.models import batches, loss_of, make_net, train
+from tests.dist.test_engine import ROWS, STEPS, shard_net
+
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_products_are_written_and_added_in_float32(dtype):
+    left, right = torch.randn(300, 70, device="cuda").to(dtype), torch.randn(300, 50, device="cuda").to(dtype)
+    wanted = left.double().t() @ right.double()
+    out = torch.full((70, 50), float("nan"), device="cuda")
+    _torch.product_into(out, left.t(), right, accumulate=False)
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-3, atol=1e-2 if dtype == torch.float32 else 1e-3)
+    _torch.product_into(out, left.t(), right, accumulate=True)
+    torch.testing.assert_close(out.double(), 2 * wanted, rtol=1e-3, atol=2e-2 if dtype == torch.float32 else 2e-3)
+
+
+def _direct(rank, world):
+    plain, direct = (shard_net(make_net(recompute="non-reentrant"), mp_policy=MIXED) for _ in range(2))
+    assert direct_wgrads(direct) == 7
+    return [train(model, sgd(model), STEPS, ROWS, rank, world, micro=3, device="cuda") for model in (plain, direct)]
+
+
+def test_direct_gradients_train_alike(gpu_ranks):
+    for plain, direct in gpu_ranks(2, _direct):
+        assert direct == pytest.approx(plain, rel=1e-2)
+
+
+def _compiled(rank, world):
+    eager = shard_net(make_net())
+    model = make_net()
+    for block in model.blocks:
+        block.compile(fullgraph=True)
+    shard_net(model)
+    optimizers = [sgd(each) for each in (eager, model)]
+    found = []
+    for number in range(2):
+        with torch._dynamo.config.patch(error_on_recompile=number > 0):
+            found.append(
+                [
+                    train(each, optimizer, STEPS, ROWS, rank, world, device="cuda")
+                    for each, optimizer in zip((eager, model), optimizers)
+                ]
+            )
+    torch._dynamo.reset()
+    return found
+
+
+@pytest.mark.limit(240)
+def test_compiled_blocks_train_as_eager_ones(gpu_ranks):
+    for rounds in gpu_ranks(2, _compiled):
+        for eager, compiled in rounds:
+            assert compiled == pytest.approx(eager, rel=1e-3)
+
+
+def _in_backward(rank, world):
+    after, during = shard_net(make_net()), shard_net(make_net())
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in during.parameters()}
+
+    def step(parameter: nn.Parameter) -> None:
+        optimizers[parameter].step()
+        parameter.grad = None
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(step)
+    wanted = train(after, sgd(after), STEPS, ROWS, rank, world, device="cuda")
+    found = []
+    for tokens in batches(STEPS, ROWS):
+        loss = loss_of(during, tokens.chunk(world)[rank].cuda())
+        loss.backward()
+        found.append(loss.item())
+    return found, wanted
+
+
+def test_an_optimizer_in_backward(gpu_ranks):
+    for found, wanted in gpu_ranks(2, _in_backward):
+        assert found == pytest.approx(wanted, rel=1e-5)
