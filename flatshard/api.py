@@ -25,6 +25,7 @@ from flatshard.policy import (
     Placements,
     SchedulePolicy,
     Strategy,
+    own_policy,
     placements_for,
 )
 
@@ -81,6 +82,7 @@ def fully_shard(
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_modules(modules)
+    mp_policy, offload_policy, dp_mesh_dims = map(own_policy, (mp_policy, offload_policy, dp_mesh_dims))
     if layout not in get_args(LayoutName):
         raise ValueError(f"layout={layout!r}: must be one of {', '.join(get_args(LayoutName))}")
     if shard_placement_fn is not None and not callable(shard_placement_fn):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
+import torch.distributed.fsdp as torch_fsdp
 
 from flatshard.layout import Block, Flat, Partial, Placement, Replicate, Whole, is_sharded
 
@@ -75,6 +76,21 @@ class DataParallelMeshDims:
     @property
     def replicate_names(self) -> tuple[str, ...]:
         return _names(self.replicate)
+
+
+# PyTorch's policies say the same, so code that has one can pass it.
+_OWN = {
+    torch_fsdp.MixedPrecisionPolicy: MixedPrecisionPolicy,
+    torch_fsdp.OffloadPolicy: OffloadPolicy,
+    torch_fsdp.CPUOffloadPolicy: CPUOffloadPolicy,
+    getattr(torch_fsdp, "DataParallelMeshDims", None): DataParallelMeshDims,  # since torch 2.13
+}
+
+
+def own_policy(given: Any) -> Any:
+    """``given``, or the policy of ours that says what a policy of PyTorch's says."""
+    kind = _OWN.get(type(given))
+    return given if kind is None else kind(**{field.name: getattr(given, field.name) for field in fields(given)})
 
 
 def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -1,0 +1,103 @@
+"""Methods other than forward, registered so that they gather and release their unit."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from flatshard import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from tests.fsdp2.cases import Launched
+
+
+class Tower(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.second = nn.Linear(6, 4)
+        self.fails = False
+
+    def features(self, x, *, scale=1.0):
+        if self.fails:
+            raise KeyError("asked to")
+        return {"y": torch.tanh(self.first(x)) * scale}
+
+    def forward(self, x):
+        return self.second(self.features(x)["y"])
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tower = Tower()
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.head(self.tower.features(x, scale=0.5)["y"])
+
+
+def _pair():
+    torch.manual_seed(4)
+    return Pair()
+
+
+def _method(rank, world):
+    reference, model = _pair(), _pair()
+    fully_shard(model.tower)
+    fully_shard(model)
+    x = torch.randn(2 * world, 4, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(RuntimeError):  # the tower's weights are not full
+        model(x)
+    model.reset()
+    register_fsdp_forward_method(model.tower, "features")
+    assert model.tower.features.__name__ == "features"
+    (reference(x).sum() / world).backward()
+    for _ in range(2):
+        model.zero_grad()
+        model(x.chunk(world)[rank]).sum().backward()
+    assert model.tower.second.weight.grad is None
+    for name, parameter in model.named_parameters():
+        if "second" not in name:
+            wanted = reference.get_parameter(name).grad
+            torch.testing.assert_close(parameter.grad.full_tensor(), wanted, msg=lambda m, n=name: f"{n}: {m}")
+    # Within the module's own forward the method is a plain call: gathered once, released once.
+    model.tower(x).sum().backward()
+    with Launched(model) as launched:
+        model.tower(x).sum().backward()
+    assert (launched.gathers, launched.reduces) == (1, 1)
+    # An exception in it leaves a model that trains on.
+    model.tower.fails = True
+    with pytest.raises(KeyError):
+        model(x)
+    model.tower.fails = False
+    model.zero_grad()
+    model(x.chunk(world)[rank]).sum().backward()
+    torch.testing.assert_close(model.head.weight.grad.full_tensor(), reference.head.weight.grad)
+
+
+def test_a_registered_method_is_a_forward(ranks):
+    ranks(2, _method)
+
+
+def _casts(rank, world):
+    model = _pair()
+    fully_shard(model.tower, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64))
+    register_fsdp_forward_method(model.tower, "features")
+    assert model.tower.features(torch.ones(1, 4))["y"].dtype == torch.float64
+    with pytest.raises(ValueError, match="nothing"):
+        register_fsdp_forward_method(model.tower, "nothing")
+    before = model.head.forward
+    register_fsdp_forward_method(model.head, "forward")  # not a unit
+    assert model.head.forward == before
+    gone = weakref.ref(model)
+    gc.disable()
+    try:
+        del model, before
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_registered_method_casts_and_holds_no_module(ranks):
+    ranks(2, _casts)
