@@ -479,8 +479,9 @@ def chunk(offsets: Sequence[int], sizes: Sequence[int]) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 
-def boxes_of(tensor: DTensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def boxes_of(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """The boxes of a DTensor that this rank holds, as (offsets, sizes): one, or none."""
+    assert isinstance(tensor, DTensor)
     chunks: list[ChunkStorageMetadata] = tensor.__create_chunk_list__()
     return [(tuple(found.offsets), tuple(found.sizes)) for found in chunks]
 

@@ -144,11 +144,9 @@ class Run:
         """This rank's part of an elementwise entry, whatever form it was given in."""
         parameter = self.parameters[place]
         assert isinstance(parameter, DTensor)
-        if isinstance(value, DTensor):
-            if cut_of(value) == cut_of(parameter):
-                return _torch.local_of(value)
-            value = value.full_tensor()
-        return local_part(self.main, self._indices[place], value)
+        if isinstance(value, DTensor) and cut_of(value) == cut_of(parameter):
+            return _torch.local_of(value)
+        return local_part(parameter, value)
 
     def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """One flat tensor of the run's extent with these parts. Where they lie in one already, nothing is copied."""
@@ -190,12 +188,17 @@ def cut_of(tensor: DTensor) -> Any:
     return tensor.device_mesh, tensor.placements, getattr(tensor, "_cut", None)
 
 
-def local_part(main: DBuffer, index: int, value: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a plain tensor of the global shape; one of the local shape is taken to be it."""
-    shape = main.local_view(index).shape
+def local_part(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor of the shape of ``parameter``, cut as that is; one of the local shape is taken to
+    be it. A collective call for a DTensor."""
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    shape = _torch.local_of(parameter).shape
     if value.shape == shape:
         return value
-    return main.part_of(index, value).clone()
+    for offsets, sizes in _torch.boxes_of(parameter):
+        return value[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes))].clone()
+    return value.new_empty(shape)
 
 
 def is_elementwise(value: Any, parameter: torch.Tensor) -> bool:

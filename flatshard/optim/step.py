@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatshard import _torch
-from flatshard.engine.homes import group_of, is_replaced, settled, successor_of
+from flatshard.engine.homes import is_replaced, settled, successor_of
 from flatshard.optim.runs import MAIN_GRAD, Run, State, cut, cut_of, is_elementwise, local_part
 
 Opt = TypeVar("Opt", bound=Optimizer)
@@ -354,17 +354,16 @@ def repoint(optimizer: Optimizer) -> None:
             if not is_replaced(original):
                 continue
             sharded = successor_of(original)
-            home = None if sharded is None else group_of(sharded)
-            if sharded is None or home is None:
+            if sharded is None:
                 raise RuntimeError("the model that this optimizer was built for has been deleted")
             group["params"][place] = sharded
             state = optimizer.state.pop(original, None)
             if state is None:
                 continue
-            index = next(i for i, member in enumerate(home.members) if member.sharded is sharded)
+            local = _torch.local_of(sharded)
             for key, value in state.items():
                 full = isinstance(value, torch.Tensor) and key != "step" and value.shape == sharded.shape
                 if full or is_elementwise(value, sharded):
-                    part = local_part(home.main, index, value).detach().to(home.main.device, home.main.dtype, copy=True)
+                    part = local_part(sharded, value).detach().to(local.device, local.dtype, copy=True)
                     state[key] = _torch.like_dtensor(sharded, part)
             optimizer.state[sharded] = state

@@ -131,6 +131,16 @@ def _state(rank, world, folder):
         torch.testing.assert_close(weights, dict(reference.state_dict()), rtol=1e-5, atol=1e-6)
         wanted = get_optimizer_state_dict(reference, theirs)["state"]
         torch.testing.assert_close(moments["state"], wanted, rtol=1e-5, atol=1e-6)
+    other, its = make((2, 2), True)
+    names = [name for name, _ in other.named_parameters()]
+    plain = theirs.state_dict()  # whole tensors, on every rank
+    its.load_state_dict(plain)
+    step(other, its, part(mesh, data[2]), flatshard.clip_grad_norm_)
+    for number, (name, parameter) in enumerate(zip(names, other.parameters())):
+        whole = its.state[parameter]["exp_avg"].full_tensor()
+        assert whole.shape == plain["state"][number]["exp_avg"].shape, name
+        decayed = (whole - 0.9 * plain["state"][number]["exp_avg"]).norm()  # what one clipped gradient adds
+        assert decayed <= 0.1 * 0.05 + 1e-6, name
     sharded = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, ours)}
     dcp.save(sharded, checkpoint_id=f"{folder}/dcp")
     flatshard.checkpoint.save(f"{folder}/own", model, ours, progress=False)
