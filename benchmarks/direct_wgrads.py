@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -40,11 +41,12 @@ def build(setup: Setup, way: str, direct: bool) -> Step:
         flatshard.direct_wgrads(model)
     last = setup.microbatches - 1
 
-    def before(number: int) -> None:
+    def around(number: int) -> AbstractContextManager[None]:
         if way == "unreduced":
             model.set_requires_gradient_sync(number == last)
+        return nullcontext()
 
-    return trainer(setup, model, flatshard.fully_shard_optimizer, before)
+    return trainer(setup, model, flatshard.fully_shard_optimizer, around)
 
 
 def measure(case: str, way: str, direct: bool, steps: int, warmup: int = 3) -> dict[str, float]:

@@ -6,7 +6,9 @@ weights, gradients and optimizer state are held and moved.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +21,10 @@ from benchmarks.models import Llama, LlamaConfig
 
 Step = Callable[[], Tensor]
 Wrap = Callable[[torch.optim.Optimizer], torch.optim.Optimizer]
+
+Around = Callable[[int], AbstractContextManager[None]]
+
+BETWEEN_MICROBATCHES = 2_000_000_000  # bytes: the blocks of the 1B model in bfloat16
 
 
 @dataclass(frozen=True)
@@ -82,9 +88,20 @@ def fsdp2(setup: Setup) -> Step:
 
 
 def flat(setup: Setup) -> Step:
-    """flatshard, by FSDP2's own argument names, with its optimizer step on local tensors."""
+    """flatshard, by FSDP2's own argument names, with its optimizer step on local tensors.
+
+    It is told which micro-batch runs, and keeps blocks gathered from one to the next in memory that is free then.
+    """
     policy = flatshard.MixedPrecisionPolicy(param_dtype=setup.dtype, reduce_dtype=setup.dtype)
-    return sharded(setup, flatshard.fully_shard, policy, flatshard.fully_shard_optimizer)
+    if setup.microbatches == 1:
+        return sharded(setup, flatshard.fully_shard, policy, flatshard.fully_shard_optimizer)
+    schedule = flatshard.SchedulePolicy(keep_for_next=BETWEEN_MICROBATCHES)
+    model = sharded_model(setup, functools.partial(flatshard.fully_shard, schedule=schedule), policy)
+
+    def around(number: int) -> AbstractContextManager[None]:
+        return flatshard.microbatch(model, is_first=number == 0, is_last=number == setup.microbatches - 1)
+
+    return trainer(setup, model, flatshard.fully_shard_optimizer, around)
 
 
 SYSTEMS: dict[str, Callable[[Setup], Step]] = {"limit": limit, "ddp": ddp, "fsdp2": fsdp2}
@@ -115,13 +132,11 @@ def sharded_model(setup: Setup, fully_shard: Callable[..., object], policy: obje
     return model
 
 
-def trainer(
-    setup: Setup, model: nn.Module, wrap: Wrap | None = None, before: Callable[[int], None] | None = None
-) -> Step:
+def trainer(setup: Setup, model: nn.Module, wrap: Wrap | None = None, around: Around | None = None) -> Step:
     optimizer = adamw(list(model.parameters()))
     if wrap is not None:
         optimizer = wrap(optimizer)
-    accumulate = accumulation(setup, model, before)
+    accumulate = accumulation(setup, model, around)
 
     def step() -> Tensor:
         loss = accumulate()
@@ -132,8 +147,8 @@ def trainer(
     return step
 
 
-def accumulation(setup: Setup, model: nn.Module, before: Callable[[int], None] | None = None) -> Step:
-    """Forward and backward over the micro-batches of a step; ``before`` is called with the number of each."""
+def accumulation(setup: Setup, model: nn.Module, around: Around | None = None) -> Step:
+    """Forward and backward over the micro-batches of a step, each inside ``around`` of its number."""
     seed = 1 + (dist.get_rank() if dist.is_initialized() else 0)
     generator = torch.Generator().manual_seed(seed)
     shape = (setup.microbatches, setup.batch, setup.seq + 1)
@@ -142,10 +157,9 @@ def accumulation(setup: Setup, model: nn.Module, before: Callable[[int], None] |
     def run() -> Tensor:
         total = torch.zeros((), device=setup.device)
         for number, row in enumerate(tokens):
-            if before is not None:
-                before(number)
-            loss = model(row[:, :-1], row[:, 1:]) / setup.microbatches
-            loss.backward()
+            with nullcontext() if around is None else around(number):
+                loss = model(row[:, :-1], row[:, 1:]) / setup.microbatches
+                loss.backward()
             total += loss.detach()
         return total
 

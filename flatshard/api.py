@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ def fully_shard(
     module: M,
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = None,
+    reshard_after_forward: bool | int | Literal["auto"] | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     offload_policy: OffloadPolicy = OffloadPolicy(),
@@ -60,7 +60,8 @@ def fully_shard(
     else the CPU. Parameters and buffers are moved to the mesh's device.
     ``reshard_after_forward``: True frees the full parameters after forward and gathers them again in backward; False
     keeps them until the end of backward; a number that divides the shard axis keeps them sharded over groups of so many
-    neighbours, which gather them in backward among themselves. Default: True, and False for the outermost unit.
+    neighbours, which gather them in backward among themselves; ``"auto"`` keeps them if they fit in the budget of the
+    root, ``SchedulePolicy(keep_for_backward=bytes)``. Default: True, and False for the outermost unit.
     ``shard_placement_fn``: given a parameter, returns ``Shard(dim)`` to cut it on that dim as torch.chunk does, or None
     for dim 0. Other dims than 0 cost a copy in each gather and reduce, and need layout ``"tensor"``. It may also return
     PyTorch's ``ShardPlacementResult``, to shard the parameter over another mesh than the unit's.
@@ -141,15 +142,17 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _checked_reshard(value: bool | int | None, mesh: DeviceMesh) -> bool | int | None:
+def _checked_reshard(
+    value: bool | int | Literal["auto"] | None, mesh: DeviceMesh
+) -> bool | int | Literal["auto"] | None:
     """A group size of 1 keeps everything, one of the whole axis nothing."""
-    if value is None or isinstance(value, bool):
+    if value is None or isinstance(value, bool) or value == "auto":
         return value
     size = mesh.size(mesh.ndim - 1)
     if not isinstance(value, int) or value < 1 or size % value:
         raise ValueError(
-            f"reshard_after_forward={value!r}: must be True, False, or a number of ranks that divides {size}, the "
-            "size of the shard axis"
+            f"reshard_after_forward={value!r}: must be True, False, 'auto', or a number of ranks that divides {size}, "
+            "the size of the shard axis"
         )
     return value != 1 if value in (1, size) else value
 

@@ -210,6 +210,11 @@ class SchedulePolicy:
     ``max_gathered``: units gathered at a time beyond those kept (the one in use and those ahead of it); at least 1.
     ``max_reducing``: reduces in flight, and with them the full-size gradients they read; at least 1.
     ``separate_groups``: give reduces process groups of their own, so that they can overlap gathers on the wire.
+    ``keep_for_backward``: bytes of gathered weights that units with ``reshard_after_forward="auto"`` may keep from
+    their forward to their backward. What saves most time on the wire per byte is kept; `summary` shows what.
+    ``keep_for_next``: bytes of gathered weights that may be kept from the backward of one micro-batch to the forward of
+    the next, inside `microbatch(is_last=False)`, which says that the weights do not change in between. Activations
+    take that memory again as the forward goes on, so it seldom adds to the peak.
     """
 
     prefetch: bool = True
@@ -217,7 +222,11 @@ class SchedulePolicy:
     max_gathered: int = 2
     max_reducing: int = 2
     separate_groups: bool = True
+    keep_for_backward: int = 0
+    keep_for_next: int = 0
 
     def __post_init__(self) -> None:
+        if self.keep_for_backward < 0 or self.keep_for_next < 0:
+            raise ValueError("SchedulePolicy: keep_for_backward and keep_for_next are bytes, at least 0")
         if self.max_gathered < 1 or self.max_reducing < 1:
             raise ValueError("SchedulePolicy: max_gathered and max_reducing must be at least 1")

@@ -84,6 +84,11 @@ class Ticket:
             self._event.synchronize()
         self.wait()
 
+    def hold_up(self, stream: torch.cuda.Stream) -> None:
+        """Order what follows on another stream after the operation."""
+        if self._event is not None:
+            self._event.wait(stream)
+
     def done(self) -> bool:
         """Whether the operation is over, without waiting."""
         if self._event is not None:

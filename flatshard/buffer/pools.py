@@ -47,6 +47,7 @@ class Pool:
         self._allocating = _torch.AllocatingFrom(self._pool, lane.device.index) if self._pool is not None else None
         self._free: list[_Slot] = []
         self._taken: dict[int, _Slot] = {}  # by the storage that has it
+        self._lasting: dict[int, torch.cuda.Stream] = {}  # by storage, the stream of its heap
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor that has a size but no storage yet. Views of it can be made once it has been allocated."""
@@ -67,14 +68,22 @@ class Pool:
         with self.lane.entered(), self._allocating:
             return torch.empty(numel, dtype=dtype, device=self.lane.device)
 
-    def allocate(self, tensor: torch.Tensor) -> None:
-        """Give the tensor its storage; its values are undefined. No effect where it has storage already."""
+    def allocate(self, tensor: torch.Tensor, lasting: bool = False) -> None:
+        """Give the tensor its storage; its values are undefined. No effect where it has storage already.
+
+        What is ``lasting`` comes from the ordinary heap of the current stream: slots are for what comes and goes.
+        """
         storage = tensor.untyped_storage()
         size = tensor.numel() * tensor.element_size()
         if storage.nbytes() or not size:
             return
         if self.lane.stream is None:
             storage.resize_(size)
+        elif lasting:
+            storage.resize_(size)
+            with self.lane.entered((self.lane.mark(),)):
+                pass  # what the current stream still does with that memory comes first
+            self._lasting[storage._cdata] = _torch.current_stream(self.lane.device.index)
         else:
             slot = self._take(size)
             with self.lane.entered(() if slot.released is None else (slot.released,)), slot.allocating:
@@ -97,9 +106,12 @@ class Pool:
         if not size:
             return
         if self.lane.stream is not None:
-            slot = self._taken.pop(storage._cdata)
-            slot.released = self.lane.mark()
-            self._free.append(slot)
+            slot, heap = self._taken.pop(storage._cdata, None), self._lasting.pop(storage._cdata, None)
+            if slot is not None:
+                slot.released = self.lane.mark()
+                self._free.append(slot)
+            elif heap is not None and heap != _torch.current_stream(self.lane.device.index):
+                self.lane.mark().hold_up(heap)
         storage.resize_(0)
         self.live_bytes -= size
         self.live_buffers -= 1

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -135,7 +135,7 @@ class Choices:
     placements: Placements
     precision: MixedPrecisionPolicy
     layout: LayoutName
-    reshard_after_forward: bool | int | None
+    reshard_after_forward: bool | int | Literal["auto"] | None
     gradient_scale: GradientScale
     schedule: SchedulePolicy | None
     ignored: frozenset[nn.Parameter]
@@ -178,7 +178,7 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     for _, module in owned_modules(modules):
         _move_buffers(module, choices.device)
     reshard, park = choices.reshard_after_forward, None
-    if reshard is not None and not isinstance(reshard, bool):
+    if isinstance(reshard, int) and not isinstance(reshard, bool):
         reshard, park = True, _park_mesh(choices.mesh, reshard)
     # A unit of nothing but frozen weights that rest whole has nothing to do, unless it is the root of other units.
     hooked = bool(groups) or not plain or any(units_below(module) for module in modules)

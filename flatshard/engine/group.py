@@ -172,8 +172,8 @@ class Group:
             self.swap_out()
             self._ticket = None
 
-    def gather(self, pool: Pool, after: Sequence[Ticket], name: str) -> None:
-        """Start filling the gathered buffer. No effect where that has been done."""
+    def gather(self, pool: Pool, after: Sequence[Ticket], name: str, lasting: bool = False) -> None:
+        """Start filling the gathered buffer, which is to stay for long if it is ``lasting``. No effect where it is."""
         if self._ticket is not None:
             return
         self._gather_pool = pool  # another one than last time, if the unit has a new root
@@ -197,7 +197,7 @@ class Group:
             everywhere = [Replicate()] * self.mesh.ndim
             local = pool.empty(numel, self.codec.wire_dtype)
             self.gathered = DBuffer(self.layout, self.mesh, everywhere, local)
-        pool.allocate(self.gathered.local)
+        pool.allocate(self.gathered.local, lasting)
         self._make_full()
         with lane.entered((*after, refreshed)):
             self._ticket = self._fill(self.gathered, pool, name)

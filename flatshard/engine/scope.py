@@ -96,7 +96,7 @@ class Scope:
             self.reset()
         self.entry = entry
         for unit in self.units:
-            if unit.kept:
+            if unit.kept and not (unit.keeps_for_next and unit.is_first):
                 continue
             unit.release()
             unit.absorb_moved()
@@ -206,9 +206,10 @@ class Scope:
             self._launch_gather(unit)
 
     def _launch_gather(self, unit: Unit) -> None:
+        lasting = unit.is_kept_for_next and self.program.running is Pass.BACKWARD
         with self.traced("gather", unit):
             for group in unit.groups:
-                group.gather(self.gather_pool, (), unit.name)
+                group.gather(self.gather_pool, (), unit.name, lasting)
 
     def refresh_order(self) -> None:
         """Gathers launched from now on read main after all that the current stream has been given."""

@@ -97,11 +97,18 @@ def summary(model: nn.Module) -> Summary:
                     placements=", ".join(type(placement).__name__ for placement in main.placements),
                     bytes_per_rank=main.local.numel() * main.local.element_size(),
                     waste=group.layout.waste if any(is_sharded(p) for p in main.placements) else 0.0,
-                    kept="always" if group.is_resident else "until backward" if keeps else "no",
+                    kept=_kept(unit, group, keeps),
                 )
             )
         rows.extend(_plain_rows(name or "(root)", unit))
     return Summary(tuple(rows))
+
+
+def _kept(unit: Unit, group: Group, keeps: bool) -> str:
+    if group.is_resident:
+        return "always"
+    moments = ["until backward"] * keeps + ["between micro-batches"] * unit.keeps_for_next
+    return ", ".join(moments) or "no"
 
 
 def _plain_rows(name: str, unit: Unit) -> list[GroupRow]:

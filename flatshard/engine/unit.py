@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from flatshard import _torch
 from flatshard.engine.gradients import Goal, refuse_orphan
 from flatshard.engine.group import Group
+from flatshard.engine.keep import plan_kept
 from flatshard.engine.moved import Change, absorb, applying, check_change, is_moved
 from flatshard.engine.plain import Plain
 from flatshard.engine.schedule import Pass
@@ -54,7 +55,7 @@ class Unit:
         mesh: DeviceMesh,
         device: torch.device,
         policy: MixedPrecisionPolicy,
-        reshard_after_forward: bool | None,
+        reshard_after_forward: bool | Literal["auto"] | None,
         schedule: SchedulePolicy | None = None,
         hooked: bool = True,
     ) -> None:
@@ -62,7 +63,8 @@ class Unit:
         self.mesh = mesh
         self.device = device
         self.policy = policy
-        self.reshard_after_forward = reshard_after_forward
+        self.is_auto = reshard_after_forward == "auto"  # under the budget of the root
+        self.reshard_after_forward: bool | None = True if reshard_after_forward == "auto" else reshard_after_forward
         self.schedule = schedule
         self.name = type(modules[0]).__name__
         self.index = 0
@@ -77,6 +79,7 @@ class Unit:
         # The backward of an embedding reads the tokens, not the weights: gathering those again would be in vain.
         self.unshard_in_backward = not all(member.is_embedding for group in self.groups for member in group.members)
         self.kept = False  # gathered on purpose: the next forward uses it as it is
+        self.keeps_for_next = False  # between the micro-batches of a step
         self.max_reducing: int | None = None  # what the scope's policy says otherwise
         self.separate_groups: bool | None = None
         self.backward_done = False  # its backward of the running pass is over
@@ -287,10 +290,11 @@ class Unit:
         """The gradients of one forward's inputs are complete."""
         self._inputs_to_pass -= 1
         if self._inputs_to_pass <= 0:
-            if self.phase is Phase.BACKWARD and self.reshard_after_backward:
+            if self.phase is Phase.BACKWARD:
                 # On the wire, what the next unit waits for goes before what nobody waits for; and it fits in once this
                 # unit's weights, which nothing reads any more, are released.
-                self.release()
+                if self._reshards_now:
+                    self.release()
                 assert self.scope is not None
                 self.scope.gather_ahead(self)
             self.finish_backward()
@@ -344,7 +348,7 @@ class Unit:
         """No backward is pending: release and forget."""
         if self.phase is Phase.FORWARD:
             return  # a gradient was computed inside this unit's forward
-        if self.reshard_after_backward:
+        if self._reshards_now:
             self.release()
         else:
             self.kept = self.is_gathered
@@ -356,6 +360,16 @@ class Unit:
         for group in self.groups:
             group.gradients.reduced = False
             group.unpark()
+
+    @property
+    def _reshards_now(self) -> bool:
+        """Whether the weights are released after the backward that is running."""
+        return self.reshard_after_backward and not self.is_kept_for_next
+
+    @property
+    def is_kept_for_next(self) -> bool:
+        """Whether the running micro-batch leaves its weights to the next one."""
+        return self.keeps_for_next and not self.is_last
 
     def reset(self) -> None:
         """Rest, whatever was going on; gradients that have not been reduced are lost."""
@@ -501,7 +515,9 @@ def scope_of(unit: Unit, module: nn.Module) -> Scope:
             above = above.rpartition(".")[0]
             if above in at:
                 at[above].nests = True
-    scope = Scope(units, unit.device, unit.schedule or SchedulePolicy())
+    policy = unit.schedule or SchedulePolicy()
+    plan_kept(units, policy)
+    scope = Scope(units, unit.device, policy)
     for found in units:
         found.scope = scope
     return scope

@@ -182,6 +182,7 @@ class _Local:
         self._outdated = False
         self._looked = True
         self._lent = False
+        self._settled = False  # has made a step, and with it its state
 
     def step(self, optimizer: Optimizer, base: Callable[[], Any]) -> Any:
         """Run the step of the optimizer's class on the runs."""
@@ -193,6 +194,10 @@ class _Local:
         for run in self._runs:
             tensors[run.number].append(run.tensor)
         lent = [{**group, "params": params} for group, params in zip(groups, tensors)]
+        if not self._settled:
+            self._settled = True
+            if not self._state:
+                _make_room(self._runs)
         optimizer.param_groups, self._lent = lent, True
         self._outdated, self._looked = True, False
         try:
@@ -290,6 +295,15 @@ class _Local:
 
     def _forget(self) -> None:
         self._runs, self._outdated, self._state = None, False, defaultdict(dict)
+
+
+def _make_room(runs: Sequence[Run]) -> None:
+    """Before the first state is made: give back the memory that activations have left in the heap.
+
+    State is made for good. Taken from the middle of what activations need again, it would make them need new memory.
+    """
+    if any(run.tensor.is_cuda for run in runs):
+        torch.cuda.empty_cache()
 
 
 # Of one number per parameter, whatever its shape: names in the state of torch's optimizers.

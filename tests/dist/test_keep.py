@@ -1,0 +1,80 @@
+"""Units that stay gathered beyond their own use, under a budget: which ones, and what it saves."""
+
+import pytest
+import torch
+
+from flatshard import SchedulePolicy, fully_shard, microbatch, summary
+from flatshard.engine.keep import gathered_bytes
+from flatshard.engine.unit import unit_of
+from tests.dist.test_counts import BLOCKS, DIM, ROOT, Chain, Counter, rows
+
+
+def _chain(reshard=None, **budget) -> Chain:
+    torch.manual_seed(0)
+    model = Chain()
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=reshard)
+    return fully_shard(model, schedule=SchedulePolicy(**budget))
+
+
+def _sizes() -> tuple[int, int]:
+    """Gathered bytes of a block and of the root."""
+    model = _chain()
+    block, root = (gathered_bytes(unit_of(module)) for module in (model.blocks[0], model))
+    assert block > root >= 4 * DIM
+    return block, root
+
+
+def _for_backward(rank, world):
+    block, _ = _sizes()
+    model, plain = _chain("auto", keep_for_backward=2 * block + 1), _chain(True)
+    for each in (plain, model, plain):
+        each(rows()).sum().backward()
+    with Counter(model) as counted:
+        model(rows()).sum().backward()
+    # the last blocks of forward are the first of backward: they are kept for the shortest time
+    assert counted.gathers == [ROOT, *BLOCKS, *BLOCKS[1::-1]]
+    for ours, theirs in zip(model.parameters(), plain.parameters()):
+        assert torch.equal(ours.grad.to_local(), theirs.grad.to_local())
+    kept = {row.unit: row.kept for row in summary(model).rows}
+    assert [kept[name] for name in BLOCKS] == ["no", "no", "until backward", "until backward"]
+
+
+def test_a_budget_keeps_the_last_units_of_forward_for_backward(ranks):
+    ranks(2, _for_backward)
+
+
+def _for_next(rank, world, blocks):
+    block, root = _sizes()
+    model, plain = _chain(keep_for_next=root + blocks * block), _chain()
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (plain, model)]
+    for step in range(3):
+        for number in range(3):
+            inputs = torch.full((2, DIM), 0.1 * (step + number + rank), requires_grad=True)
+            plain(inputs).sum().backward()
+            before = unit_of(model).scope.gather_lane.launched if step else 0
+            with microbatch(model, is_first=number == 0, is_last=number == 2):
+                model(inputs).sum().backward()
+            history = unit_of(model).scope.gather_lane.history
+            found = sorted(operation.name for operation in history if operation.number > before)
+            if step:  # a small unit saves most per byte: the root is kept first, then blocks as forward needs them
+                forward = [ROOT, *BLOCKS] if number == 0 else BLOCKS[blocks:]
+                assert found == sorted([*forward, *BLOCKS]), (number, found)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for ours, theirs in zip(model.parameters(), plain.parameters()):
+            assert torch.equal(ours.to_local(), theirs.to_local())
+    shown = {row.unit: row.kept for row in summary(model).rows}
+    assert [name for name in BLOCKS if shown[name] == "between micro-batches"] == BLOCKS[:blocks]
+
+
+@pytest.mark.parametrize("blocks", [0, 2, 4])
+def test_units_kept_between_microbatches_are_gathered_once_less_and_train_alike(ranks, blocks):
+    ranks(2, _for_next, blocks)
+
+
+def test_a_budget_is_a_number_of_bytes():
+    for name in ("keep_for_backward", "keep_for_next"):
+        with pytest.raises(ValueError, match="bytes"):
+            SchedulePolicy(**{name: -1})
