@@ -14,6 +14,8 @@ from flatshard.buffer.lanes import Lane, Ticket
 # A slot serves tensors of its own size and of somewhat smaller ones: a block in the place of an embedding would keep it
 # from the head, which needs all of it.
 _SHARE = 2 / 3
+# What the driver gives memory in: a head with its norm fits in the slot of an embedding of the same width.
+_GRANULE = 2 << 20
 
 
 class _Slot:
@@ -118,6 +120,7 @@ class Pool:
 
     def _take(self, size: int) -> _Slot:
         """A free slot for so many bytes: the smallest that has them, a new one if that would waste too much."""
+        size = -(-size // _GRANULE) * _GRANULE
         fitting = [slot for slot in self._free if _SHARE * slot.size <= size <= slot.size]
         if not fitting:
             return _Slot(size, self.lane.device.index)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -183,6 +184,7 @@ class _Local:
         self._looked = True
         self._lent = False
         self._settled = False  # has made a step, and with it its state
+        self._pool: torch.cuda.MemPool | None = None  # where the state is
 
     def step(self, optimizer: Optimizer, base: Callable[[], Any]) -> Any:
         """Run the step of the optimizer's class on the runs."""
@@ -194,14 +196,12 @@ class _Local:
         for run in self._runs:
             tensors[run.number].append(run.tensor)
         lent = [{**group, "params": params} for group, params in zip(groups, tensors)]
-        if not self._settled:
-            self._settled = True
-            if not self._state:
-                _make_room(self._runs)
         optimizer.param_groups, self._lent = lent, True
         self._outdated, self._looked = True, False
+        apart, self._settled = not self._settled and not self._state, True
         try:
-            return base()
+            with self._state_memory() if apart else nullcontext():
+                return base()
         finally:
             optimizer.param_groups, self._lent = groups, False
             for group, mine in zip(groups, lent):
@@ -209,6 +209,18 @@ class _Local:
                 group.update(mine)  # some optimizers count in their parameter groups
             for run in self._runs:
                 run.tensor.grad = None  # so that `zero_grad` frees the gradients at once
+
+    def _state_memory(self) -> AbstractContextManager[None]:
+        """For the step that makes the first state: memory of its own on CUDA.
+
+        State is made for good. In the middle of memory that activations need again, it would make them need more.
+        """
+        assert self._runs is not None
+        devices = {run.tensor.device for run in self._runs if run.tensor.is_cuda}
+        if len(devices) != 1:
+            return nullcontext()
+        self._pool = torch.cuda.MemPool()
+        return _torch.AllocatingFrom(self._pool, devices.pop().index)
 
     def look(self, optimizer: Optimizer) -> Any:
         """The state as others see it, up to date; during the step, ours."""
@@ -295,15 +307,6 @@ class _Local:
 
     def _forget(self) -> None:
         self._runs, self._outdated, self._state = None, False, defaultdict(dict)
-
-
-def _make_room(runs: Sequence[Run]) -> None:
-    """Before the first state is made: give back the memory that activations have left in the heap.
-
-    State is made for good. Taken from the middle of what activations need again, it would make them need new memory.
-    """
-    if any(run.tensor.is_cuda for run in runs):
-        torch.cuda.empty_cache()
 
 
 # Of one number per parameter, whatever its shape: names in the state of torch's optimizers.
