@@ -48,7 +48,7 @@ class ExtendedGroup(Group):
     def _local(self) -> torch.Tensor:
         return _torch.local_of(self.members[0].sharded)
 
-    def gather(self, pool: Pool, after: Sequence[Ticket], name: str) -> None:
+    def gather(self, pool: Pool, after: Sequence[Ticket], name: str, lasting: bool = False) -> None:
         if self._ticket is not None:
             return
         self._gather_pool, self._decoded = pool, False
