@@ -139,7 +139,7 @@ class Scope:
             unit.rest()
         self._release_ahead()
         self._retained = None
-        while self._reducing and self.joins:
+        while self._reducing and (self.joins or any(reduction.then is not None for reduction in self._reducing)):
             self._land()
         self.program.end()
         if not self._agreed:

@@ -45,7 +45,9 @@ def _called(rank, world, hybrid, recompute):
         torch.testing.assert_close(seen[name][0], parameter.grad.to_local(), rtol=0, atol=0)
 
     # The gradient of a second backward is added first. Backwards that stay on their rank call nothing.
+    model.set_is_last_backward(False)
     loss_of(model, data[1]).backward()
+    model.set_is_last_backward(True)
     model.set_requires_gradient_sync(False)
     loss_of(model, data[2]).backward()
     assert all(len(found) == 2 for found in seen.values())
