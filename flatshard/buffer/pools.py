@@ -14,8 +14,8 @@ from flatshard.buffer.lanes import Lane, Ticket
 # A slot serves tensors of its own size and of somewhat smaller ones: a block in the place of an embedding would keep it
 # from the head, which needs all of it.
 _SHARE = 2 / 3
-# What the driver gives memory in: a head with its norm fits in the slot of an embedding of the same width.
-_GRANULE = 2 << 20
+# A slot is a little larger than what it is made for: a head and its norm fit in the slot of an embedding.
+_ROOM, _GRANULE = 1 / 256, 2 << 20
 
 
 class _Slot:
@@ -120,10 +120,12 @@ class Pool:
 
     def _take(self, size: int) -> _Slot:
         """A free slot for so many bytes: the smallest that has them, a new one if that would waste too much."""
-        size = -(-size // _GRANULE) * _GRANULE
         fitting = [slot for slot in self._free if _SHARE * slot.size <= size <= slot.size]
         if not fitting:
-            return _Slot(size, self.lane.device.index)
+            slot = _Slot(-(-int(size + size * _ROOM) // _GRANULE) * _GRANULE, self.lane.device.index)
+            with self.lane.entered(), slot.allocating:
+                torch.empty(slot.size, dtype=torch.uint8, device=self.lane.device)  # reserves it; freed at once
+            return slot
         # Of equal ones, that which was released first: the lane waits the least for it.
         slot = min(fitting, key=lambda slot: slot.size)
         self._free.remove(slot)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -183,8 +182,6 @@ class _Local:
         self._outdated = False
         self._looked = True
         self._lent = False
-        self._settled = False  # has made a step, and with it its state
-        self._pool: torch.cuda.MemPool | None = None  # where the state is
 
     def step(self, optimizer: Optimizer, base: Callable[[], Any]) -> Any:
         """Run the step of the optimizer's class on the runs."""
@@ -198,10 +195,8 @@ class _Local:
         lent = [{**group, "params": params} for group, params in zip(groups, tensors)]
         optimizer.param_groups, self._lent = lent, True
         self._outdated, self._looked = True, False
-        apart, self._settled = not self._settled and not self._state, True
         try:
-            with self._state_memory() if apart else nullcontext():
-                return base()
+            return base()
         finally:
             optimizer.param_groups, self._lent = groups, False
             for group, mine in zip(groups, lent):
@@ -209,18 +204,6 @@ class _Local:
                 group.update(mine)  # some optimizers count in their parameter groups
             for run in self._runs:
                 run.tensor.grad = None  # so that `zero_grad` frees the gradients at once
-
-    def _state_memory(self) -> AbstractContextManager[None]:
-        """For the step that makes the first state: memory of its own on CUDA.
-
-        State is made for good. In the middle of memory that activations need again, it would make them need more.
-        """
-        assert self._runs is not None
-        devices = {run.tensor.device for run in self._runs if run.tensor.is_cuda}
-        if len(devices) != 1:
-            return nullcontext()
-        self._pool = torch.cuda.MemPool()
-        return _torch.AllocatingFrom(self._pool, devices.pop().index)
 
     def look(self, optimizer: Optimizer) -> Any:
         """The state as others see it, up to date; during the step, ours."""
