@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
@@ -477,6 +478,12 @@ def map_leaves(kind: type[Any], change: Callable[[Any], Any], value: Any) -> Any
 def chunk(offsets: Sequence[int], sizes: Sequence[int]) -> ChunkStorageMetadata:
     """A box of a tensor, as torch.distributed.checkpoint describes it."""
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
+def part_of(whole: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """This rank's part of a whole tensor, as a DTensor of spec ``spec`` would hold it. Nothing is communicated."""
+    sizes, offsets = compute_local_shape_and_global_offset(whole.shape, spec.mesh, spec.placements)
+    return whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes))].contiguous()
 
 
 def boxes_of(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -341,6 +341,11 @@ class Group:
             return
         assert self.gathered is not None
         for index, member in enumerate(self.members):
+            if _torch.is_wrapper(_torch.local_of(member.sharded)):
+                raise TypeError(
+                    f"the local part of parameter '{member.name}' became a tensor that says itself how it is gathered; "
+                    "shard a parameter that is of such a class from the start"
+                )
             # `.data` gives the parameter a version counter of its own: refilling the buffer by a later gather must not
             # look to autograd as if a weight that it saved had been modified.
             slot = self.layout.slots[index]

@@ -209,6 +209,8 @@ def fill(group: Group, full: Sequence[torch.Tensor]) -> None:
     if isinstance(group, ExtendedGroup):
         name = group.members[0].name
         raise ValueError(f"parameter '{name}' is of a tensor subclass; give it values yourself, after to_empty()")
-    main = group.home.take(DBuffer.distribute(full, group.layout, group.mesh, group.main.placements))
+    parallel = [member.inner for member in group.members]
+    mine = [whole if p is None else _torch.part_of(whole, p.spec) for whole, p in zip(full, parallel)]
+    main = group.home.take(DBuffer.distribute(mine, group.layout, group.mesh, group.main.placements))
     _point(group, main, [member.sharded for member in group.members])
     group.set_main(main)

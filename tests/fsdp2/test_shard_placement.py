@@ -212,6 +212,53 @@ def test_a_parameter_can_have_a_mesh_of_its_own(ranks):
     ranks(4, _own_mesh)
 
 
+class Experts(nn.Module):
+    """A matrix for all, and one per expert, of which each rank of an expert-parallel pair has half."""
+
+    def __init__(self, mesh=None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate = nn.Linear(4, 4)
+        self.experts = nn.Parameter(torch.randn(4, 3, 4))
+        if mesh is not None:
+            self.experts = nn.Parameter(distribute_tensor(self.experts.data, mesh, [Shard(0)]))
+
+    def forward(self, x, mine):
+        weights = self.experts.to_local() if isinstance(self.experts, DTensor) else self.experts[mine]
+        return torch.einsum("eij,nj->eni", weights, torch.tanh(self.gate(x)))
+
+
+def _experts(rank, world):
+    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
+    if not hasattr(common, "ShardPlacementResult"):
+        pytest.skip("this torch has no ShardPlacementResult")
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    sparse = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
+    model, reference = Experts(sparse["expert"]), Experts()
+    chosen = common.FSDPMeshInfo(sparse["data"], shard_mesh_dim=0)
+
+    def choose(parameter):
+        return common.ShardPlacementResult(Shard(1), chosen) if parameter.dim() == 3 else None
+
+    fully_shard(model, mesh=mesh, shard_placement_fn=choose, reshard_after_forward=True)
+    assert model.experts.placements == (Shard(1), Shard(0))
+    data = torch.randn(4, 5, 4, generator=torch.Generator().manual_seed(1))
+    halves = [slice(0, 2), slice(2, 4)]
+    model(data[rank], halves[rank % 2]).square().sum().backward()
+    # Each expert sees the data of two ranks, and its gradient is their mean; the gate's is the mean of all four.
+    losses = [reference(batch, halves[number % 2]).square().sum() for number, batch in enumerate(data)]
+    gate = torch.autograd.grad(sum(losses) / 4, reference.gate.weight, retain_graph=True)[0]
+    experts = torch.autograd.grad(sum(losses) / 2, reference.experts)[0]
+    torch.testing.assert_close(model.gate.weight.grad.full_tensor(), gate)
+    torch.testing.assert_close(model.experts.grad.full_tensor(), experts)
+    norm = torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()]).norm()
+    torch.testing.assert_close(flatshard.clip_grad_norm_(model, 1.0), norm)
+
+
+def test_experts_on_a_mesh_of_their_own(ranks):
+    ranks(4, _experts)
+
+
 def _refused(rank, world):
     model = nn.Linear(4, 4)
     before = dict(model.named_parameters())

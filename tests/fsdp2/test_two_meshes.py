@@ -171,6 +171,41 @@ def _state(rank, world, folder):
             assert float(its.state[loaded]["step"]) == 2
 
 
+def _uneven(rank, world, folder):
+    """Strided shards of unequal size are described to checkpoints as what they are."""
+    model, reference = shard(build(10), mesh_of((2, 2))), build(10)
+    dcp.save(get_model_state_dict(model), checkpoint_id=f"{folder}/dcp")
+    flatshard.checkpoint.save(f"{folder}/own", model, progress=False)
+    for sizes in ((2, 2), (4, 1)):
+        for own in (True, False):
+            torch.manual_seed(1)
+            other = shard(nn.Sequential(Layer(10), Layer(10)), mesh_of(sizes))
+            if own:
+                flatshard.checkpoint.load(f"{folder}/own", other, progress=False)
+            else:
+                dcp.load(get_model_state_dict(other), checkpoint_id=f"{folder}/dcp")
+            for sharded, plain in zip(other.parameters(), reference.parameters()):
+                assert torch.equal(sharded.full_tensor(), plain), (sizes, own)
+
+
+def test_checkpoints_of_uneven_strided_shards(ranks, tmp_path):
+    ranks(4, _uneven, str(tmp_path))
+
+
+def _materialised(rank, world, sizes):
+    with torch.device("meta"):
+        model = nn.Sequential(Layer(), Layer())
+    shard(model, mesh_of(sizes), shard_placement_fn=lambda p: Shard(p.dim() - 1))
+    flatshard.materialize(model)
+    return {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
+
+
+def test_meta_models_get_the_same_values_on_every_mesh(ranks):
+    (one,) = ranks(1, _materialised, (1, 1))
+    for other in ranks(4, _materialised, (2, 2)):
+        assert all(torch.equal(other[name], value) for name, value in one.items())
+
+
 @pytest.mark.limit(120)
 def test_state_dicts_and_checkpoints_of_two_meshes(ranks, tmp_path):
     ranks(4, _state, str(tmp_path))
