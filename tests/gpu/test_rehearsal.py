@@ -62,13 +62,17 @@ def test_coalesced_in_place_with_more_segments_than_one_launch_takes(group):
 
 
 def elapsed(launch):
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    begin.record()
-    launch()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end)
+    """Milliseconds of the least disturbed of five tries: other work on the machine only ever adds time."""
+    times = []
+    for _ in range(5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        launch()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return min(times)
 
 
 def test_time_levels_and_the_shared_link():
