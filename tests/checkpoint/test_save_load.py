@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
+import sys
 import threading
 
 import pytest
@@ -203,6 +205,24 @@ def test_the_newest_are_kept(tmp_path):
         save(tmp_path / "x", model, keep_last=0)
     with pytest.raises(CheckpointError, match="extra/0/a is a set; a checkpoint takes tensors"):
         save(tmp_path / "x", model, extra={"a": set()})
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_bar_is_shown_in_a_terminal(tmp_path, monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm")
+    model = make(1)
+    for screen, progress, shown in ((Terminal(), True, True), (Terminal(), False, False), (io.StringIO(), True, False)):
+        monkeypatch.setattr(sys, "stderr", screen)
+        path = tmp_path / str(len(list(tmp_path.iterdir())))
+        save(path, model, progress=progress)
+        load(path, model, progress=progress)
+        assert ("saving" in screen.getvalue(), "loading" in screen.getvalue()) == (shown, shown)
+        assert shown or not screen.getvalue()
 
 
 def _one_rank_fails(rank, world, folder):

@@ -15,7 +15,7 @@ OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
 }
-STEPS, ROWS = 5, 36
+STEPS, ROWS = 3, 36
 
 
 def shard_net(net, **kwargs):

@@ -63,7 +63,7 @@ class Gated(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.net = make_net(depth=2)
+        self.net = make_net(depth=1)
         self.extra = nn.Linear(29, 29)
         self.frozen = nn.Linear(29, 29, bias=False).requires_grad_(False)
         for parameter in (*self.extra.parameters(), *self.frozen.parameters()):
@@ -112,7 +112,7 @@ def _equal(rank, world, names):
         _equal_steps_of(rank, world, name)
 
 
-def _equal_steps_of(rank, world, name, steps=4):
+def _equal_steps_of(rank, world, name, steps=3):
     make = OPTIMIZERS[name]
     one, plain, ours = Gated(), shard(Gated()), shard(Gated())
     optimizers = [make(by_attribute(model)) for model in (one, plain, ours)]
@@ -123,7 +123,7 @@ def _equal_steps_of(rank, world, name, steps=4):
     assert isinstance(optimizers[2], type(optimizers[0]))
     for number, tokens in enumerate(batches(steps, ROWS)):
         mine = tokens.chunk(world)[rank]
-        use, none = number != 2, number % 2 == 0
+        use, none = number != 1, number % 2 == 0
         one_step(one, optimizers[0], tokens, none, use)
         for model, optimizer in zip((plain, ours), optimizers[1:]):
             one_step(model, optimizer, mine, none, use)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flatshard import fully_shard
+from flatshard import fully_shard, fully_shard_optimizer
 from flatshard.engine.unit import Phase, unit_of
 from tests.dist.models import assert_rows
 from tests.dist.random_models import DIM, Case, build, rows_of
@@ -65,6 +65,8 @@ def at_rest(model: nn.Module) -> None:
 def train_beside_reference(rank: int, world: int, case: Case, reference: Case) -> None:
     shard(case)
     optimizers = [optimizer_of(case), optimizer_of(reference)]
+    if case.seed % 3:
+        fully_shard_optimizer(optimizers[0])
     names = [name for name, _ in reference.model.named_parameters()]
     assert [name for name, _ in case.model.named_parameters()] == names
     rng = torch.Generator().manual_seed(case.seed)
