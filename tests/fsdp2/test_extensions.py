@@ -55,9 +55,9 @@ class Coded(torch.Tensor):
         self.seen.append((mesh, outer_size, outer_stride, module, mp_policy))
         rows = -(-outer_size[0] // mesh.size())
         codes, scale = encode(self._data)
-        wide = torch.zeros(rows, *outer_size[1:], dtype=torch.int8)
+        wide = torch.zeros(rows, *outer_size[1:], dtype=torch.int8, device=self.device)
         wide[: codes.shape[0]] = codes
-        scales = torch.zeros(rows, *outer_size[1:])
+        scales = torch.zeros(rows, *outer_size[1:], device=self.device)
         scales[: codes.shape[0], :1] = scale
         return (wide, scales), "remember"
 

@@ -43,6 +43,9 @@ def _train(rank, world, apart, choices, sizes):
     assert all(group.home.host == apart for module in model for group in unit_of(module).groups)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, reference)]
     fully_shard_optimizer(optimizers[0])
+    seen = {}
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: seen.update({p: p.grad.to_local().clone()}))
     data = torch.randn(6, 2 * world, 5, generator=torch.Generator().manual_seed(1))
     for number, batch in enumerate(data):
         last = number % 2 == 1  # two micro-batches a step: the first is kept unreduced, or reduced and added to
@@ -51,6 +54,8 @@ def _train(rank, world, apart, choices, sizes):
         reference(batch).square().mean().backward()
         if not last:
             continue
+        for parameter in model.parameters():
+            assert torch.equal(seen.pop(parameter), parameter.grad.to_local())
         norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
         torch.testing.assert_close(flatshard.clip_grad_norm_(model, 0.1), norm)
         for ours, theirs in zip(model.parameters(), reference.parameters()):
