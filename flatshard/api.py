@@ -52,9 +52,10 @@ def fully_shard(
 
     The unit owns every parameter below the module that no nested unit owns, so shard from the inside out: blocks first,
     then the model. A list of modules becomes one unit, gathered when the first of them runs and released when the last
-    has. The module keeps its identity and its parameter names; its class becomes ``FSDP<Name>``, a subclass of its own
-    class and of `FSDPModule`. Its parameters become DTensors that hold this rank's rows; build the optimizer after this
-    call, on ``model.parameters()``. After backward, their gradients are the means over all ranks.
+    has. Of weights that several units share, the first one shards them, and all gather them. The module keeps its
+    identity and its parameter names; its class becomes ``FSDP<Name>``, a subclass of its own class and of `FSDPModule`.
+    Its parameters become DTensors that hold this rank's rows; build the optimizer after this call, on
+    ``model.parameters()``. After backward, their gradients are the means over all ranks.
 
     ``mesh``: one axis (shard), or two (outer, inner). Default: one axis of all ranks, on the current accelerator or
     else the CPU. Parameters and buffers are moved to the mesh's device.

@@ -79,7 +79,7 @@ class FSDPModule(TorchFSDPModule):
 
     def reshard(self) -> None:
         """Show this unit's sharded parameters and free the full ones."""
-        _unit_and_scope(self)[0].release()
+        _unit_and_scope(self)[0].reshard()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change ``reshard_after_forward``."""

@@ -17,8 +17,8 @@ from flatshard import _torch
 from flatshard.buffer import DBuffer
 from flatshard.engine.extended import ExtendedGroup, extended_group, is_extended
 from flatshard.engine.gradients import GradientScale
-from flatshard.engine.group import Group, Site, make_members
-from flatshard.engine.homes import settle
+from flatshard.engine.group import Group, Member, Site, make_members
+from flatshard.engine.homes import owner_of, settle
 from flatshard.engine.host import Home
 from flatshard.engine.plain import Plain
 from flatshard.engine.unit import Unit, unit_of
@@ -65,19 +65,36 @@ def owned_parameters(roots: Sequence[nn.Module], ignored: AbstractSet[nn.Paramet
             if parameter is None or parameter in ignored:
                 continue
             full_name = f"{prefix}.{name}" if prefix else name
+            if OWNER in parameter.__dict__:
+                continue  # another unit's: `borrowed_parameters`
             _refuse(full_name, parameter)
             entry = found.setdefault(parameter, (full_name, parameter, []))
             entry[2].append(Site.of(module, name))
     return list(found.values())
 
 
+def borrowed_parameters(
+    roots: Sequence[nn.Module], ignored: AbstractSet[nn.Parameter], mesh: DeviceMesh
+) -> list[tuple[Group, Member, Site]]:
+    """The parameters of a unit that are tied to those of another one, which keeps them, and where this one has them."""
+    found = []
+    for prefix, module in owned_modules(roots):
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter in ignored or OWNER not in parameter.__dict__:
+                continue
+            full_name, (known, unit) = f"{prefix}.{name}" if prefix else name, parameter.__dict__[OWNER]
+            tied = f"parameter '{full_name}' is tied to '{known}', which another unit ({unit}) already owns"
+            owner = owner_of(parameter)
+            if owner is None or owner[0].is_full:
+                raise RuntimeError(f"{tied} and shows in full; call reshard() on it first")
+            group, index = owner
+            if group.mesh != mesh:
+                raise ValueError(f"{tied}, over another mesh; shard both over one")
+            found.append((group, group.members[index], Site.of(module, name)))
+    return found
+
+
 def _refuse(name: str, parameter: nn.Parameter) -> None:
-    owner = parameter.__dict__.get(OWNER)
-    if owner is not None:
-        raise ValueError(
-            f"parameter '{name}' is tied to '{owner[0]}', which another unit ({owner[1]}) already owns; shard both "
-            "modules in one call: fully_shard([first, second])"
-        )
     if parameter.is_complex() and parameter.requires_grad:
         raise ValueError(f"parameter '{name}' is {parameter.dtype}, which cannot be reduced; hold it as real numbers")
     if not parameter.is_contiguous():
@@ -146,6 +163,7 @@ class Choices:
 
 def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     """Shard the parameters below ``modules`` and hook them up."""
+    borrowed = borrowed_parameters(modules, choices.ignored, choices.mesh)
     by_kind: dict[tuple[Any, ...], list[Named]] = {}
     plain: list[Named] = []
     dims: dict[nn.Parameter, int] = {}
@@ -181,8 +199,10 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     if isinstance(reshard, int) and not isinstance(reshard, bool):
         reshard, park = True, _park_mesh(choices.mesh, reshard)
     # A unit of nothing but frozen weights that rest whole has nothing to do, unless it is the root of other units.
-    hooked = bool(groups) or not plain or any(units_below(module) for module in modules)
+    hooked = bool(groups or borrowed) or not plain or any(units_below(module) for module in modules)
     unit = Unit(modules, groups, choices.mesh, choices.device, choices.precision, reshard, choices.schedule, hooked)
+    for tied in borrowed:
+        unit.borrow(*tied)
     unit.plain = [Plain(name, sites) for name, _, sites in plain]
     for each in unit.plain:
         each.place(choices.device, choices.precision.param_dtype)

@@ -109,6 +109,7 @@ class Group:
         self.home = Home(main.device) if home is None else home
         self._fetched: DBuffer | None = None  # main on the device, where it rests in host memory
         self.is_full = False  # the modules hold full parameters
+        self.users: set[int] | None = None  # units that need it full now, where more than its own may
         self._watched = False
         self.park_mesh: DeviceMesh | None = None  # between forward and backward, shard over this smaller mesh
         self.all_gather_comm: Any = None  # an `AllGather` of torch's to gather by

@@ -46,6 +46,16 @@ def is_replaced(parameter: torch.Tensor) -> bool:
     return _SUCCESSOR in parameter.__dict__
 
 
+def owner_of(parameter: torch.Tensor) -> tuple[Group, int] | None:
+    """The group, and the place in it, of a sharded parameter or of one that it has replaced, while it exists."""
+    found = group_of(parameter)
+    if found is not None:
+        return found, next(i for i, member in enumerate(found.members) if member.sharded is parameter)
+    group, index = parameter.__dict__.get(_SUCCESSOR, (lambda: None, 0))
+    known: Group | None = group()
+    return None if known is None else (known, index)
+
+
 def successor_of(original: torch.Tensor) -> nn.Parameter | None:
     """The sharded parameter in the place of ``original``, while it exists."""
     if _SUCCESSOR not in original.__dict__:

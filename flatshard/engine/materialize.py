@@ -82,10 +82,15 @@ def _materialize_unit(
                 site.put(parameter)
             tensors.append(parameter)
         full.append(tensors)
+    # What is tied to another unit's has got its values there; an initialiser may write here, to no effect.
+    for _, member, site in unit.borrowed:
+        site.put(nn.Parameter(torch.empty(member.sharded.shape, dtype=member.sharded.dtype, device=unit.device)))
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in modules:
         _fill_plain(module, unit.device, made)
     _initialise(modules, inits, names, seed)
+    for _, member, site in unit.borrowed:
+        site.put(member.sharded)
     for plain in unit.plain:
         plain.place(unit.device, unit.policy.param_dtype)
     for group in unit.groups:

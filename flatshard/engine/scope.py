@@ -208,7 +208,7 @@ class Scope:
     def _launch_gather(self, unit: Unit) -> None:
         lasting = unit.is_kept_for_next and self.program.running is Pass.BACKWARD
         with self.traced("gather", unit):
-            for group in unit.groups:
+            for group in unit.needs:
                 group.gather(self.gather_pool, (), unit.name, lasting)
 
     def refresh_order(self) -> None:

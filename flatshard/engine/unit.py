@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from flatshard import _torch
 from flatshard.engine.gradients import Goal, refuse_orphan
-from flatshard.engine.group import Group
+from flatshard.engine.group import Group, Member, Site
 from flatshard.engine.keep import plan_kept
 from flatshard.engine.moved import Change, absorb, applying, check_change, is_moved
 from flatshard.engine.plain import Plain
@@ -60,6 +60,8 @@ class Unit:
         hooked: bool = True,
     ) -> None:
         self.groups = list(groups)
+        self.needs = list(groups)  # and those of other units, whose parameters are tied to its own
+        self.borrowed: list[tuple[Group, Member, Site]] = []  # those parameters, and where it has them
         self.mesh = mesh
         self.device = device
         self.policy = policy
@@ -107,9 +109,20 @@ class Unit:
     def modules(self) -> list[nn.Module]:
         return [module for module in (ref() for ref in self._modules) if module is not None]
 
+    def borrow(self, group: Group, member: Member, site: Site) -> None:
+        """Use a parameter of another unit too, which is tied to that at ``site``."""
+        self.borrowed.append((group, member, site))
+        self.unshard_in_backward = True
+        if group not in self.needs:
+            group.users = group.users or set()
+            self.needs.append(group)
+        if site.look() is not member.sharded:  # else two units share the module itself
+            member.sites.append(site)
+            site.put(member.sharded)
+
     @property
     def is_gathered(self) -> bool:
-        return all(group.is_gathered for group in self.groups)
+        return all(group.is_gathered for group in self.needs)
 
     @property
     def in_backward(self) -> bool:
@@ -383,24 +396,40 @@ class Unit:
 
     def swap_in(self) -> None:
         """Wait for the gathers and show the full parameters to the modules."""
-        for group in self.groups:
+        for group in self.needs:
             group.swap_in()
+            if group.users is not None:
+                group.users.add(id(self))
 
     def release(self) -> None:
-        """Give the gathered weights back."""
+        """Give the gathered weights back, unless another unit needs them still."""
         self.kept = False
-        for group in self.groups:
-            group.release()
+        for group in self.needs:
+            if group.users is not None:
+                group.users.discard(id(self))
+            if not group.users:
+                group.release()
+
+    def reshard(self) -> None:
+        """Show sharded parameters, whoever needs the full ones: a pass that does gathers them again."""
+        for group in self.needs:
+            if group.users is not None:
+                group.users.clear()
+        self.release()
 
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """State dicts hold main weights: sharded."""
-        self.release()
+        self.reshard()
 
     def _before_load_state_dict(self, module: nn.Module, *args: Any) -> None:
-        self.release()
+        self.reshard()
 
     def _after_load_state_dict(self, module: nn.Module, keys: Any) -> None:
         self.absorb()
+        for group, member, site in self.borrowed:
+            given = site.look()
+            if given is not None and given is not member.sharded and given.dtype == member.sharded.dtype:
+                absorb(group, self._awaited)
         for group in self.groups:
             group.mark_stale()  # also within the micro-batches of a step
 
@@ -425,7 +454,7 @@ class Unit:
     @contextmanager
     def applying(self, change: Change) -> Iterator[None]:
         """Around `module._apply(change)`."""
-        self.release()
+        self.reshard()
         with ExitStack() as stack:
             for group in self.groups:
                 stack.enter_context(applying(group, change))

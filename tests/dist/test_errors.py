@@ -84,13 +84,15 @@ def _bad_arguments(rank: int, world: int) -> None:
 
 
 def _tied_across_units(rank: int, world: int) -> None:
+    half = init_device_mesh("cpu", (1, world), mesh_dim_names=("outer", "inner"))
     for shared_module in (False, True):
         model = Tied(shared_module)
         fully_shard(model.encoder)
-        with pytest.raises(ValueError, match=r"'0\.weight' is tied to '0\.weight'.*fully_shard\(\["):
+        with pytest.raises(ValueError, match=r"'0\.weight' is tied to '0\.weight'.*another mesh"):
+            fully_shard(model.decoder, mesh=half)
+        model.encoder.unshard()
+        with pytest.raises(RuntimeError, match=r"'0\.weight' is tied to '0\.weight'.*reshard\(\)"):
             fully_shard(model.decoder)
-        with pytest.raises(ValueError, match=r"'decoder\.0\.weight' is tied to '0\.weight'"):
-            fully_shard(model)
         together = Tied(shared_module)
         fully_shard([together.encoder, together.decoder])
         fully_shard(together)
