@@ -366,8 +366,8 @@ class Group:
 
     def _destine(self) -> None:
         for index, member in enumerate(self.members):
-            # Parameters of tensor parallelism, and those that lie in another order in the buffer, are left to autograd.
-            if member.full is not None and member.inner is None and index not in self._turned:
+            # DTensors and other subclasses, and what lies in another order in the buffer, are left to autograd.
+            if type(member.full) is nn.Parameter and index not in self._turned:
                 destine(member.full, self.gradients, index)
 
     def watch(self) -> None:

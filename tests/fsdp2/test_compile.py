@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import shutil
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ import torch
 import torch._dynamo
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from flatshard import MixedPrecisionPolicy, fully_shard
 from flatshard.engine.unit import unit_of
@@ -224,3 +227,43 @@ def _whole_step(rank, world):
 
 def test_a_compiled_function_with_the_backward_inside(ranks):
     ranks(2, _whole_step)
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def _with_tensor_parallel(rank, world):
+    torch.manual_seed(0)
+    plain = nn.Sequential(Mlp(), Mlp())
+    model = copy.deepcopy(plain)
+    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
+    for block in model:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    with compiler():
+        compiled = torch.compile(model, backend="aot_eager")
+        for step in range(4):
+            x = torch.randn(4, DIM)
+            with torch._dynamo.config.patch(error_on_recompile=step > 1):
+                losses = [each(x).square().mean() for each in (plain, compiled)]
+                torch.testing.assert_close(*losses)
+                for loss, optimizer in zip(losses, optimizers):
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return counters["stats"]["calls_captured"]
+
+
+@pytest.mark.full
+@pytest.mark.limit(120)
+def test_compiled_with_tensor_parallelism(ranks):
+    for captured in ranks(2, _with_tensor_parallel):
+        assert captured > 0
