@@ -144,6 +144,8 @@ class Unit:
             return self._begin(module, args, kwargs)
         with _torch.Untransformed():
             self._begin(module, (), {})
+        if self.device.type != "cpu":
+            args, kwargs = to_device(self.device, args), to_device(self.device, kwargs)
         return self._cast_inputs(args, kwargs)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -53,6 +53,13 @@ def net(recompute: str | None, **kwargs: Any) -> nn.Module:
     return sharded(model, [*model.blocks, model.head], **kwargs)
 
 
+def tied(recompute: str | None, **kwargs: Any) -> nn.Module:
+    """The head's weight is the embedding's, and each is a unit: one gradient, half of it written directly."""
+    model = make_net(recompute=recompute)
+    model.head.weight = model.embed.weight
+    return sharded(model, [model.embed, *model.blocks, model.head], **kwargs)
+
+
 def twice(recompute: str | None, **kwargs: Any) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(Twice(recompute), Twice(recompute))
@@ -69,6 +76,7 @@ def twice_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 MODELS: dict[str, tuple[Callable[..., nn.Module], Callable[..., torch.Tensor], int]] = {
     "net": (net, net_loss, 7),
+    "tied": (tied, net_loss, 7),
     "twice": (twice, twice_loss, 6),
 }
 
@@ -105,6 +113,8 @@ CASES = [
     ("net", None, {}, True, EXACT),
     ("net", "non-reentrant", {"layout": "flat"}, False, EXACT),
     ("net", "reentrant", {"mp_policy": MIXED}, True, {"rtol": 3e-2, "atol": 2e-3}),
+    ("tied", None, {}, True, EXACT),
+    ("tied", "non-reentrant", {}, False, EXACT),
     ("twice", None, {}, False, EXACT),
     ("twice", "reentrant", {"layout": "flat"}, True, EXACT),
     ("twice", "non-reentrant", {"strategy": "optim"}, True, EXACT),
