@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,11 +18,12 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed import ProcessGroup, ReduceOp, Work
-from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -551,6 +554,20 @@ def mark_sharded(module: nn.Module) -> None:
     """Let torch's `replicate` see that `fully_shard` was called on a module: it leaves the parameters alone."""
     registry: dict[str, Any] = module.__dict__.setdefault(REGISTRY_KEY, {})
     registry["fully_shard"] = RegistryItem()
+
+
+class PipelineState:
+    """What torch's pipelining asks a stage for after the last micro-batch: to reduce what has been accumulated."""
+
+    def __init__(self, reduce: Callable[[], None]) -> None:
+        self._state_ctx = types.SimpleNamespace(all_states=())  # whose groups would be told one by one
+        self._root_post_backward_final_callback = reduce
+
+
+def let_pipelines_find(state: PipelineState, module: nn.Module) -> None:
+    """Make ``state`` what torch's own `fully_shard.state(module)` returns."""
+    states: dict[Any, Any] = module.__dict__.setdefault(STATE_KEY, {})
+    states[inspect.unwrap(fully_shard)] = state
 
 
 def is_replicated(module: nn.Module) -> bool:

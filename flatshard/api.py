@@ -17,7 +17,7 @@ from flatshard.engine.build import NO_SHARD, OWNER, Choices, Where, build_unit, 
 from flatshard.engine.gradients import GradientScale
 from flatshard.engine.unit import Unit, unit_of
 from flatshard.layout.planner import LayoutName
-from flatshard.module import unit_class
+from flatshard.module import serve_pipelines, unit_class
 from flatshard.policy import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
@@ -126,6 +126,7 @@ def fully_shard(
     build_unit(modules, choices)
     for each in modules:
         each.__class__ = unit_class(type(each))
+        serve_pipelines(each)
     return module
 
 

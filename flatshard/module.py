@@ -393,6 +393,17 @@ def _checked_comm(method: str, comm: Any) -> Any:
     return comm
 
 
+def serve_pipelines(module: nn.Module) -> None:
+    """Let torch's pipelining reduce what the micro-batches of a stage have accumulated."""
+    me = weakref.ref(module)
+
+    def reduce() -> None:
+        stage: Any = me()
+        _unit_and_scope(stage)[1].end_backward()
+
+    _torch.let_pipelines_find(_torch.PipelineState(reduce), module)
+
+
 _CLASSES: dict[type, type] = {}
 
 
