@@ -18,6 +18,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = bool(here) and not torch.cuda.is_available()
     for item in here:
         item.add_marker(pytest.mark.gpu)
+        item.add_marker(pytest.mark.xdist_group("gpu"))  # one at a time: what they measure is the device
         if missing:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
