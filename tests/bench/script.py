@@ -1,4 +1,4 @@
-"""Running a script on the ranks of the pool, which have torch imported, as torchrun would start it."""
+"""Running scripts and commands on the ranks of the pool, which have torch imported, as torchrun would start them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import io
 import os
 import runpy
 import socket
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
@@ -20,12 +22,18 @@ def free_port() -> int:
 
 
 def as_script(rank: int, world: int, path: str, port: int) -> str:
-    """A body for `ranks`: runs the script on the CPU and returns what it printed. ``port`` is the same on all ranks."""
+    """A body for `ranks`: runs the script and returns what it printed. ``port`` is the same on all ranks."""
+    return as_command(rank, world, port, lambda: runpy.run_path(path, run_name="__main__"))
+
+
+def as_command(rank: int, world: int, port: int, call: Callable[[], Any]) -> str:
+    """What ``call`` prints, on the CPU and with the environment that torchrun gives a rank."""
     dist.destroy_process_group()
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in places.items()}, MASTER_ADDR="127.0.0.1")
     printed = io.StringIO()
     no_device = mock.patch("torch.accelerator.current_accelerator", return_value=None)
-    with no_device, contextlib.redirect_stdout(printed):
-        runpy.run_path(path, run_name="__main__")
+    no_cuda = mock.patch("torch.cuda.device_count", return_value=0)
+    with no_device, no_cuda, contextlib.redirect_stdout(printed):
+        call()
     return printed.getvalue()

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from flatshard import fully_shard
+from flatshard import fully_shard, fully_shard_optimizer
 from tests.dist import models
 from tests.dist.models import Net
 
@@ -103,9 +103,11 @@ def groups_of(model):
     ]
 
 
-def trained(rank, world, place, seed=1, steps=2, optimizer=torch.optim.AdamW):
+def trained(rank, world, place, seed=1, steps=2, local_step=False):
     model = shard(make(seed), world, place)
-    made = optimizer(groups_of(model), lr=1e-2)
+    made = torch.optim.AdamW(groups_of(model), lr=1e-2)
+    if local_step:
+        fully_shard_optimizer(made)
     if steps:
         train(model, made, steps, rank, world, place)
     return model, made

@@ -70,7 +70,7 @@ def train_beside_reference(rank: int, world: int, case: Case, reference: Case) -
     names = [name for name, _ in reference.model.named_parameters()]
     assert [name for name, _ in case.model.named_parameters()] == names
     rng = torch.Generator().manual_seed(case.seed)
-    for step in range(STEPS):
+    for step in range(STEPS - case.seed % 2):
         data = torch.randn(case.micro, 2, ROWS, DIM, generator=rng)
         for number, (rows, target) in enumerate(data):
             case.clock["now"] = reference.clock["now"] = step + number

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flatshard.cli import main
-from tests.bench.script import as_script, free_port
+from tests.bench.script import as_command, as_script, free_port
 
 _ROOT = Path(__file__).parents[2]
 _TINY = ["--batch", "4", "--context", "32", "--width", "32", "--layers", "2", "--ffn", "64", "--sample", "8"]
@@ -26,28 +26,37 @@ def _start(command, **variables):
     )
 
 
-def test_train_starts_its_own_processes():
-    process = _start([*_TRAIN, "--steps", "3"])
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    lines = out.splitlines()
-    assert "on 2 processes (cpu, float32)" in lines[0]
-    assert [line.split("  ")[0] for line in lines[1:4]] == ["step 1/3", "step 2/3", "step 3/3"]
-    assert all("tokens/s" in line and "iB" in line for line in lines[1:4])
-    assert lines[4].startswith("loss 5.")
-    assert lines[6].startswith("Once ")
-
-
-def test_an_interrupt_ends_it_quietly():
+def test_train_starts_its_own_processes_and_an_interrupt_ends_them_quietly():
     process = _start([*_TRAIN, "--steps", "100000"])
-    while not process.stdout.readline().startswith("step"):
-        assert process.poll() is None, process.stderr.read()
-    began = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    try:
+        assert "on 2 processes (cpu, float32)" in process.stdout.readline()
+        line = process.stdout.readline()
+        assert line.split()[:2] == ["step", "1/100000"]
+        assert "tokens/s" in line
+        assert "iB" in line
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert "Traceback" not in err
     assert time.monotonic() - began < 20
+
+
+def _train_here(rank, world, port):
+    """As a rank that torchrun has started."""
+    return as_command(rank, world, port, lambda: main(["train", *_TINY, "--steps", "3"]))
+
+
+def test_train_runs_to_its_end_and_writes_a_sample(ranks):
+    printed, *others = ranks(2, _train_here, free_port())
+    assert not any(others)
+    lines = printed.splitlines()
+    assert "on 2 processes (cpu, float32)" in lines[0]
+    assert [line.split("  ")[0] for line in lines[1:4]] == ["step 1/3", "step 2/3", "step 3/3"]
+    assert lines[4].startswith("loss 5.")
+    assert lines[6].startswith("Once ")
 
 
 def test_the_minimal_example_trains(ranks):
