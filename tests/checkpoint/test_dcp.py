@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
@@ -96,7 +97,8 @@ def _options(rank, world, place, local_step):
         other, fresh = trained(rank, world, place, seed=3, steps=0, local_step=bool(local_step))
         given = (weights, state) if rank == 0 or not broadcast else ({}, {})
         set_model_state_dict(other, dict(given[0]), options=options)
-        set_optimizer_state_dict(other, fresh, dict(given[1]), options=options)
+        # torch takes the tensors themselves, which are those of the model that goes on training
+        set_optimizer_state_dict(other, fresh, copy.deepcopy(given[1]), options=options)
         found = full_state(other, fresh)
         assert_same({name: found[name] for name in wanted}, wanted)
         if local_step:  # which takes state in whatever form torch gives it back
