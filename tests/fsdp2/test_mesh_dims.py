@@ -61,12 +61,14 @@ def _train(rank, world, sizes, names, dims, parallel, choices):
 @pytest.mark.parametrize(
     ("sizes", "names", "dims", "parallel", "choices"),
     [
-        ((2,), ("dp",), {"shard": "dp"}, False, {}),
+        pytest.param((2,), ("dp",), {"shard": "dp"}, False, {}, marks=pytest.mark.full),
         ((2,), ("dp",), {"replicate": "dp"}, False, {}),
         ((2, 2), ("rep", "dp"), {"shard": "dp", "replicate": "rep"}, False, {}),
-        ((2, 2), ("a", "b"), {"shard": ("a", "b")}, False, {}),
+        pytest.param((2, 2), ("a", "b"), {"shard": ("a", "b")}, False, {}, marks=pytest.mark.full),
         ((2, 2), ("dp", "tp"), {"shard": "dp"}, True, {"shard_placement_fn": other_dim}),
-        ((2, 2), ("dp", "tp"), {"shard": "dp"}, True, {"reshard_after_forward": False}),
+        pytest.param(
+            (2, 2), ("dp", "tp"), {"shard": "dp"}, True, {"reshard_after_forward": False}, marks=pytest.mark.full
+        ),
         ((1, 2, 2), ("rep", "dp", "tp"), {"shard": "dp", "replicate": "rep"}, True, {"shard_placement_fn": other_dim}),
         ((1, 2, 2), ("a", "b", "tp"), {"shard": ("a", "b")}, True, {}),
     ],

@@ -24,7 +24,7 @@ def shard(model, policy, **choices):
     return fully_shard(model, offload_policy=policy, **choices)
 
 
-@pytest.fixture(params=[False, True], ids=["as it is", "by way of copies"])
+@pytest.fixture(params=[pytest.param(False, marks=pytest.mark.full), True], ids=["as it is", "by way of copies"])
 def apart(request):
     """A mesh of CPUs copies nothing; with True it does what a mesh of accelerators does."""
     return request.param

@@ -85,12 +85,12 @@ WIDE = flatshard.MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=to
 @pytest.mark.parametrize(
     ("world", "choose", "wrap", "choices"),
     [
-        (2, last_dim, True, {}),
+        (2, last_dim, True, {"mp_policy": WIDE}),
         (3, middle_dim, False, {"reshard_after_forward": False}),
-        (2, middle_dim, True, {"mp_policy": WIDE}),
         (2, last_dim, False, {"strategy": 2}),
-        (3, last_dim, True, {"strategy": 1, "layout": "auto"}),
-        (4, middle_dim, False, {"reshard_after_forward": 2}),
+        pytest.param(2, middle_dim, True, {}, marks=pytest.mark.full),
+        pytest.param(3, last_dim, True, {"strategy": 1, "layout": "auto"}, marks=pytest.mark.full),
+        pytest.param(4, middle_dim, False, {"reshard_after_forward": 2}, marks=pytest.mark.full),
     ],
 )
 def test_any_dim_trains_as_on_one_process(ranks, world, choose, wrap, choices):
