@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import flatshard
-from flatshard import fully_shard, fully_shard_optimizer
+from flatshard import _torch, fully_shard, fully_shard_optimizer
 from flatshard.engine.extended import ExtendedGroup
 from flatshard.engine.unit import unit_of
 
@@ -208,6 +208,10 @@ def _refused(rank, world, folder):
             uneven(torch.randn(1, 2))
     with pytest.raises(flatshard.checkpoint.CheckpointError, match="is a Coded"):
         flatshard.checkpoint.save(folder, fully_shard(build(Coded)), progress=False)
+    patched = fully_shard(nn.Linear(2, 2))
+    _torch.local_of(patched.weight).fsdp_pre_all_gather = lambda mesh: None
+    with pytest.raises(TypeError, match=r"'weight'.*from the start"):
+        patched(torch.randn(1, 2))
     dist.barrier()
 
 
