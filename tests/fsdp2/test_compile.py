@@ -21,6 +21,8 @@ from flatshard import MixedPrecisionPolicy, fully_shard
 from flatshard.engine.unit import unit_of
 from tests.dist.models import DIM, batches, loss_of, make_net, train
 
+pytestmark = pytest.mark.limit(240)  # the compiler itself has to be imported first, and is slow on a busy machine
+
 ROWS = 8
 BLOCK_WAYS = ["block.compile() before", "torch.compile(block) before", "block.compile() after"]
 MODEL_WAYS = ["torch.compile(model)", "model.compile()"]
@@ -112,7 +114,7 @@ def test_compiled_blocks_train_as_eager_ones_full(ranks, way, recompute):
     test_compiled_blocks_train_as_eager_ones(ranks, way, recompute)
 
 
-@pytest.mark.parametrize("way", MODEL_WAYS)
+@pytest.mark.parametrize("way", [MODEL_WAYS[0], pytest.param(MODEL_WAYS[1], marks=pytest.mark.full)])
 def test_a_compiled_model_compiles_what_lies_between_the_hooks(ranks, way):
     for captured in ranks(2, _as_eager, way, None):
         assert captured >= 2 * GRAPH
@@ -125,7 +127,6 @@ def test_compiled_in_bf16(ranks):
 
 
 @pytest.mark.full
-@pytest.mark.limit(240)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on CPUs")
 def test_compiled_by_inductor(ranks):
     for captured in ranks(2, _as_eager, BLOCK_WAYS[2], "non-reentrant", backend="inductor", tolerance=1e-5):
@@ -198,7 +199,7 @@ def _straight(rank, world, frozen):
     return captured
 
 
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("frozen", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_the_compiler_resumes_after_units(ranks, frozen):
     for captured in ranks(2, _straight, frozen):
         assert captured == 9  # all operations of the model
@@ -263,7 +264,6 @@ def _with_tensor_parallel(rank, world):
 
 
 @pytest.mark.full
-@pytest.mark.limit(120)
 def test_compiled_with_tensor_parallelism(ranks):
     for captured in ranks(2, _with_tensor_parallel):
         assert captured > 0
