@@ -21,10 +21,11 @@ _ROOM, _GRANULE = 1 / 256, 2 << 20
 class _Slot:
     """Device memory for one tensor at a time: a memory pool of its own, so that nothing ever splits its block."""
 
-    __slots__ = ("allocating", "pool", "released", "size")
+    __slots__ = ("allocating", "least", "pool", "released", "size")
 
     def __init__(self, size: int, index: int) -> None:
-        self.size = size
+        self.size = -(-int(size + size * _ROOM) // _GRANULE) * _GRANULE
+        self.least = int(_SHARE * size) if self.size > _GRANULE else 0
         self.pool = torch.cuda.MemPool()
         self.allocating = _torch.AllocatingFrom(self.pool, index)
         self.released: Ticket | None = None  # where the stream stood that read it last
@@ -47,6 +48,7 @@ class Pool:
         on_cuda = lane.stream is not None
         self._pool = torch.cuda.MemPool() if on_cuda else None
         self._allocating = _torch.AllocatingFrom(self._pool, lane.device.index) if self._pool is not None else None
+        self.num_slots = 0
         self._free: list[_Slot] = []
         self._taken: dict[int, _Slot] = {}  # by the storage that has it
         self._lasting: dict[int, torch.cuda.Stream] = {}  # by storage, the stream of its heap
@@ -120,9 +122,10 @@ class Pool:
 
     def _take(self, size: int) -> _Slot:
         """A free slot for so many bytes: the smallest that has them, a new one if that would waste too much."""
-        fitting = [slot for slot in self._free if _SHARE * slot.size <= size <= slot.size]
+        fitting = [slot for slot in self._free if slot.least <= size <= slot.size]
         if not fitting:
-            slot = _Slot(-(-int(size + size * _ROOM) // _GRANULE) * _GRANULE, self.lane.device.index)
+            slot = _Slot(size, self.lane.device.index)
+            self.num_slots += 1
             with self.lane.entered(), slot.allocating:
                 torch.empty(slot.size, dtype=torch.uint8, device=self.lane.device)  # reserves it; freed at once
             return slot

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from flatshard import MixedPrecisionPolicy, fully_shard
+from flatshard.engine.unit import unit_of
 from flatshard.rehearsal import Link, Network, rehearse
 from tests.dist.models import make_net, train
 from tests.dist.test_engine import ROWS, STEPS, shard_net
@@ -140,3 +141,22 @@ def test_losses_on_two_gpu_ranks_are_those_of_the_cpu(ranks):
     on_cpu, on_gpu = ranks(2, _losses, "cpu"), ranks(2, _losses, "cuda")
     for cpu, gpu in zip(on_cpu, on_gpu):
         assert gpu == pytest.approx(cpu, rel=1e-4)
+
+
+@pytest.mark.parametrize("widths", [(8, 8, 8, 8), (8, 16, 512, 16), (1024, 1024, 1030, 1024)])
+def test_slots_are_used_again(widths):
+    """Units of any size, far below what the driver gives memory in too: after the second step nothing new is taken."""
+    with rehearse(8, "h100-nvlink"):
+        model = nn.Sequential(*(nn.Linear(a, b) for a, b in zip(widths, [*widths[1:], 8]))).cuda()
+        for layer in model:
+            fully_shard(layer, mp_policy=BF16)
+        fully_shard(model, mp_policy=BF16)
+        data = torch.randn(4, widths[0], device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        known = []
+        for _ in range(4):
+            model(data).sum().backward()
+            model.zero_grad()
+            pools = unit_of(model).scope.gather_pool, unit_of(model).scope.reduce_pool
+            known.append((*(pool.num_slots for pool in pools), torch.cuda.memory_reserved()))
+        assert known[1] == known[2] == known[3], known
+        assert known[-1][0] <= 4  # two at a time, of at most two sizes that cannot share
