@@ -80,7 +80,7 @@ def ddp(setup: Setup) -> Step:
 
 
 def fsdp2(setup: Setup) -> Step:
-    """PyTorch FSDP2; embedding, blocks and head are its units, and the head stays gathered until its backward."""
+    """PyTorch FSDP2."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=setup.dtype, reduce_dtype=setup.dtype)
@@ -122,14 +122,19 @@ def sharded(setup: Setup, fully_shard: Callable[..., object], policy: object, wr
 
 
 def sharded_model(setup: Setup, fully_shard: Callable[..., object], policy: object) -> Llama:
-    mesh = init_device_mesh(setup.device, (setup.world,))
     model = on_meta(setup)
-    for unit in (model.embed, *model.blocks, model.head):
-        fully_shard(unit, mesh=mesh, reshard_after_forward=unit is not model.head, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    shard_units(setup, model, fully_shard, policy)
     model.to_empty(device=setup.device)
     model.init_weights()
     return model
+
+
+def shard_units(setup: Setup, model: Llama, fully_shard: Callable[..., object], policy: object) -> None:
+    """Embedding, blocks and head are the units; the head stays gathered until its backward."""
+    mesh = init_device_mesh(setup.device, (setup.world,))
+    for unit in (model.embed, *model.blocks, model.head):
+        fully_shard(unit, mesh=mesh, reshard_after_forward=unit is not model.head, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def trainer(setup: Setup, model: nn.Module, wrap: Wrap | None = None, around: Around | None = None) -> Step:

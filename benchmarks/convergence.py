@@ -1,0 +1,263 @@
+"""Loss curves of one process, FSDP2 and flatshard: the same weights, text and global batch, trained the same way.
+
+    python -m benchmarks.convergence --json FILE --plot FILE.png               one rank over NCCL
+    python -m benchmarks.convergence --ranks 2 --seconds 120                   ranks share one GPU, over Gloo
+    python -m benchmarks.convergence --device cpu --small --steps 20 --ranks 2
+
+A model of Llama's shape (99.5 million parameters) reads the bytes of Python's standard library.  Main weights and AdamW
+are in float32, weights and gradients in between in bfloat16.  ``one`` is plain PyTorch in one process.
+Smoothed: the mean of 20 consecutive steps.  Curves are compared over the steps that all systems have done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import math
+import sysconfig
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import flatshard
+from benchmarks.models import Llama, LlamaConfig
+from benchmarks.processes import on_ranks
+from benchmarks.systems import Setup, shard_units
+
+LLAMA_100M = LlamaConfig(768, layers=14, heads=12, kv_heads=12, ffn=2048, vocab=256, max_tokens=512)
+LLAMA_SMALL = LlamaConfig(64, layers=2, heads=2, kv_heads=2, ffn=192, vocab=256, max_tokens=64)
+SYSTEMS = ["one", "fsdp2", "flatshard"]
+SMOOTHED = 20  # steps
+LOOK_AT_CLOCK = 10  # steps
+TEXT_BYTES = 20_000_000
+
+
+@dataclass(frozen=True)
+class Run:
+    """``batch`` sequences per step, over all ranks. ``seconds``: stop when so much time is up."""
+
+    model: LlamaConfig
+    batch: int
+    steps: int
+    device: str
+    lr: float = 6e-4
+    seed: int = 0
+    seconds: float = math.inf
+
+    def lr_at(self, number: int) -> float:
+        """Linear over the first tenth of the steps, then half a cosine down to a tenth."""
+        warmup = max(self.steps // 10, 1)
+        if number < warmup:
+            return self.lr * (number + 1) / warmup
+        progress = (number - warmup) / max(self.steps - warmup, 1)
+        return self.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+
+def text() -> bytes:
+    """The sources of the standard library, in the order of their names, up to `TEXT_BYTES`."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    installed = {"site-packages", "dist-packages"}
+    read = bytearray()
+    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
+        if not installed.intersection(path.relative_to(root).parts):
+            read += path.read_bytes()
+            if len(read) >= TEXT_BYTES:
+                break
+    return bytes(read[:TEXT_BYTES])
+
+
+def train(rank: int, world: int, system: str, run: Run) -> dict[str, Any]:
+    """Losses of the global batch, step by step, and the seconds they took; one rank's part of the work."""
+    nccl = system != "one" and not dist.is_initialized()  # one rank on a GPU
+    if nccl:
+        torch.cuda.set_device(0)
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    if run.device == "cpu":  # a CPU without bfloat16 would raise and catch an exception at every product
+        torch.backends.mkldnn.set_flags(False)
+    corpus = torch.frombuffer(bytearray(text()), dtype=torch.uint8).to(run.device)
+    torch.manual_seed(run.seed)
+    with torch.device(run.device):
+        model = Llama(run.model)
+    loss_of, optimizer = build(system, model, Setup(run.model, run.batch // world, 0, world, device=run.device))
+    draw = torch.Generator().manual_seed(run.seed)
+    window = torch.arange(run.model.max_tokens + 1, device=run.device)
+    losses: list[Tensor] = []
+    begin = time.perf_counter()
+    for number in range(run.steps):
+        if number % LOOK_AT_CLOCK == 0 and time_is_up(begin, run, world):
+            break
+        starts = torch.randint(len(corpus) - len(window), (run.batch,), generator=draw).chunk(world)[rank]
+        rows = corpus[starts.to(run.device)[:, None] + window].long()
+        for group in optimizer.param_groups:
+            group["lr"] = run.lr_at(number)
+        loss = loss_of(rows[:, :-1], rows[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    curve = torch.stack(losses).cpu()
+    seconds = time.perf_counter() - begin
+    if world > 1:
+        dist.all_reduce(curve)
+        curve /= world
+    if nccl:
+        dist.destroy_process_group()
+    return {"losses": curve.tolist(), "seconds": seconds}
+
+
+def build(system: str, model: Llama, setup: Setup) -> tuple[Callable[[Tensor, Tensor], Tensor], torch.optim.Optimizer]:
+    """The loss of a rank's rows as a function that can be differentiated, and what updates the weights by it."""
+    low = torch.bfloat16
+    loss_of: Callable[[Tensor, Tensor], Tensor] = model
+    if system == "fsdp2":
+        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+        shard_units(setup, model, fully_shard, MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low))
+        for unit in model.modules() if setup.world > 1 else ():
+            if isinstance(unit, FSDPModule):
+                unit.set_force_sum_reduction_for_comms(True)  # Gloo adds, it takes no mean
+    elif system == "flatshard":
+        policy = flatshard.MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low)
+        shard_units(setup, model, flatshard.fully_shard, policy)
+    else:
+
+        def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
+            # Differentiating the casts turns bfloat16 gradients into float32 ones.
+            weights = {name: parameter.to(low) for name, parameter in model.named_parameters()}
+            return torch.func.functional_call(model, weights, (tokens, targets))
+
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    return loss_of, flatshard.fully_shard_optimizer(optimizer) if system == "flatshard" else optimizer
+
+
+def time_is_up(begin: float, run: Run, world: int) -> bool:
+    """Whether rank 0 says so: all ranks stop at the same step."""
+    if math.isinf(run.seconds):
+        return False
+    if run.device == "cuda":
+        torch.cuda.synchronize()
+    up = torch.tensor([time.perf_counter() - begin > run.seconds], dtype=torch.uint8)
+    if world > 1:
+        dist.broadcast(up, 0)
+    return bool(up)
+
+
+def smoothed(losses: list[float]) -> Tensor:
+    """Means of `SMOOTHED` consecutive losses; of all, where there are fewer."""
+    return torch.tensor(losses, dtype=torch.float64).unfold(0, min(SMOOTHED, len(losses)), 1).mean(1)
+
+
+def differences(curves: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Per pair of systems, the largest distances of their curves over the steps that both have done."""
+    result = {}
+    for one, other in combinations(curves, 2):
+        done = min(len(curves[one]), len(curves[other]))
+        a, b = curves[one][:done], curves[other][:done]
+        result[f"{one} - {other}"] = {
+            "smoothed": float((smoothed(a) - smoothed(b)).abs().max()),
+            "raw": max(abs(x - y) for x, y in zip(a, b)),
+        }
+    return result
+
+
+def describe(curves: dict[str, list[float]], steps: int) -> str:
+    lines = ["step".rjust(6) + "".join(name.rjust(12) for name in curves)]
+    done = max(len(losses) for losses in curves.values())
+    for number in sorted({0, *(done * part // 10 for part in range(1, 10)), done - 1}):
+        cells = (f"{losses[number]:12.4f}" if number < len(losses) else f"{'-':>12}" for losses in curves.values())
+        lines.append(f"{number + 1:6}" + "".join(cells))
+    for name, losses in curves.items():
+        if len(losses) < steps:
+            lines.append(f"{name} stopped after {len(losses)} of {steps} steps: its time was up")
+    lines.append(f"largest difference{'smoothed':>17}{'raw':>10}")
+    for pair, distance in differences(curves).items():
+        lines.append(f"{pair:24}{distance['smoothed']:11.5f}{distance['raw']:10.5f}")
+    return "\n".join(lines)
+
+
+def plot(curves: dict[str, list[float]], title: str, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, (upper, lower) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 7), height_ratios=[2, 1])
+    styles = {"one": "-", "fsdp2": "--", "flatshard": ":"}
+    for name, losses in curves.items():
+        upper.plot(range(1, len(losses) + 1), losses, styles[name], label=name, linewidth=1.5)
+    upper.set(ylabel="loss (nats per byte)", title=title)
+    upper.legend()
+    first = next(iter(curves))
+    for name, losses in list(curves.items())[1:]:
+        done = min(len(losses), len(curves[first]))
+        apart = smoothed(losses[:done]) - smoothed(curves[first][:done])
+        lower.plot(range(done - len(apart) + 1, done + 1), apart, styles[name], label=f"{name} - {first}")
+    lower.axhspan(-0.01, 0.01, alpha=0.15, color="grey", label="within 0.01")
+    lower.set(xlabel="step", ylabel=f"difference, mean of {SMOOTHED} steps")
+    lower.legend()
+    for axes in (upper, lower):
+        axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--small", action="store_true", help="a model for trying the script out")
+    parser.add_argument("--ranks", type=int, default=1, help="processes of FSDP2 and flatshard")
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--batch", type=int, default=16, help="sequences per step, over all ranks")
+    parser.add_argument("--lr", type=float, default=6e-4)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="per system; it stops when they are over")
+    parser.add_argument("--systems", nargs="+", default=SYSTEMS, choices=SYSTEMS)
+    parser.add_argument("--json", type=Path, help="write the curves with command, device and date")
+    parser.add_argument("--plot", type=Path, help="draw the curves and their differences")
+    options = parser.parse_args()
+    if options.ranks < 1 or options.batch % options.ranks:
+        parser.error(f"--batch {options.batch} cannot be divided by --ranks {options.ranks}")
+    config = LLAMA_SMALL if options.small else LLAMA_100M
+    run = Run(config, options.batch, options.steps, options.device, options.lr, options.seed, options.seconds)
+    source = text()
+    device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in Llama(config).parameters())
+    document = {
+        "command": f"python -m benchmarks.convergence --device {options.device} --ranks {options.ranks} --steps "
+        f"{options.steps} --batch {options.batch} --lr {options.lr} --seed {options.seed}" + " --small" * options.small,
+        "date": datetime.date.today().isoformat(),
+        "device": device,
+        "torch": torch.__version__,
+        "parameters": parameters,
+        "text": {"bytes": len(source), "sha256": hashlib.sha256(source).hexdigest()},
+    }
+    title = f"{parameters / 1e6:.1f}M parameters, {options.batch} x {config.max_tokens} bytes a step"
+    title += f", {options.ranks} rank{'s' * (options.ranks > 1)}, {device}"
+    print(f"{title}, torch {torch.__version__}\ntext: {document['text']}", flush=True)
+    curves, seconds = {}, {}
+    for system in options.systems:
+        ranks = 1 if system == "one" else options.ranks
+        gloo = system != "one" and (ranks > 1 or options.device == "cpu")
+        result = on_ranks(ranks, train, system, run, gloo=gloo)[0]
+        curves[system], seconds[system] = result["losses"], result["seconds"]
+        print(f"{system}: {len(result['losses'])} steps in {result['seconds']:.0f} s", flush=True)
+        if options.json:
+            figures = {"seconds": seconds, "differences": differences(curves), "losses": curves}
+            options.json.write_text(json.dumps({**document, **figures}) + "\n")
+    print(describe(curves, options.steps))
+    if options.plot:
+        plot(curves, title, options.plot)
+
+
+if __name__ == "__main__":
+    main()
