@@ -6,7 +6,6 @@ gathered, and what it makes of that is the full parameter. Gradients are plain a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,14 +47,14 @@ class ExtendedGroup(Group):
     def _local(self) -> torch.Tensor:
         return _torch.local_of(self.members[0].sharded)
 
-    def gather(self, pool: Pool, after: Sequence[Ticket], name: str, lasting: bool = False) -> None:
+    def gather(self, pool: Pool, name: str, lasting: bool = False) -> None:
         if self._ticket is not None:
             return
         self._gather_pool, self._decoded = pool, False
         lane, axis = pool.lane, self.mesh.ndim - 1
         group, ranks = lane.group(self.mesh, axis), self.mesh.size(axis)
         tickets = []
-        with lane.entered(after), torch.no_grad():
+        with lane.entered(), torch.no_grad():
             inputs = self._inputs()
             self._sizes = [given.size() for given in inputs]
             if not self._gathered:

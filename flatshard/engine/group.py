@@ -74,11 +74,6 @@ class Member:
     inner: _torch.Parallel | None = None  # of the full parameter, where tensor parallelism made it a DTensor
     attributes: dict[str, object] = field(default_factory=dict)  # of `sharded`, should it be replaced
 
-    @property
-    def is_embedding(self) -> bool:
-        """Whether it is the table of an `nn.Embedding` and nothing else."""
-        return self.inner is None and all(type(site.module()) is nn.Embedding for site in self.sites)
-
 
 class Group:
     """Weights of parameters with the same dtype, ``requires_grad`` and placements, and their `Gradients`.
@@ -173,7 +168,7 @@ class Group:
             self.swap_out()
             self._ticket = None
 
-    def gather(self, pool: Pool, after: Sequence[Ticket], name: str, lasting: bool = False) -> None:
+    def gather(self, pool: Pool, name: str, lasting: bool = False) -> None:
         """Start filling the gathered buffer, which is to stay for long if it is ``lasting``. No effect where it is."""
         if self._ticket is not None:
             return
@@ -185,7 +180,7 @@ class Group:
         lane = pool.lane
         refreshed = _DONE
         if not self._compute_rests_as_main:
-            with lane.entered(after):
+            with lane.entered():
                 refreshed = self._refresh(pool, name)
         if self._is_compute:
             self.gathered, self._ticket = self.compute, refreshed
@@ -200,7 +195,7 @@ class Group:
             self.gathered = DBuffer(self.layout, self.mesh, everywhere, local)
         pool.allocate(self.gathered.local, lasting)
         self._make_full()
-        with lane.entered((*after, refreshed)):
+        with lane.entered((refreshed,)):
             self._ticket = self._fill(self.gathered, pool, name)
         if self._turned:
             self._ticket = lane.follow(self._ticket, self._turn)

@@ -209,7 +209,7 @@ class Scope:
         lasting = unit.is_kept_for_next and self.program.running is Pass.BACKWARD
         with self.traced("gather", unit):
             for group in unit.needs:
-                group.gather(self.gather_pool, (), unit.name, lasting)
+                group.gather(self.gather_pool, unit.name, lasting)
 
     def refresh_order(self) -> None:
         """Gathers launched from now on read main after all that the current stream has been given."""

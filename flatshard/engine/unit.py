@@ -78,8 +78,9 @@ class Unit:
         self.all_reduces = True  # off: gradients go no further than they rest between micro-batches
         self.reduces_unused = False  # on: what a backward does not use takes part in the reduces with zeros
         self.reshard_after_backward = True
-        # The backward of an embedding reads the tokens, not the weights: gathering those again would be in vain.
-        self.unshard_in_backward = not all(member.is_embedding for group in self.groups for member in group.members)
+        # The backward of an embedding reads the tokens, not the weights: gathering those again would be in vain. A
+        # module that contains one may multiply with its weights, too.
+        self.unshard_in_backward = not all(type(module) is nn.Embedding for module in modules)
         self.kept = False  # gathered on purpose: the next forward uses it as it is
         self.keeps_for_next = False  # between the micro-batches of a step
         self.max_reducing: int | None = None  # what the scope's policy says otherwise
