@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 
 from flatshard import _torch
-from flatshard.buffer import DBuffer, Lane, Pool, Ticket, turns
+from flatshard.buffer import DBuffer, Lane, Pool, Ticket
 from flatshard.engine.direct import Direct, fill
 from flatshard.engine.hooks import call_finished, change_gradients
 from flatshard.engine.host import Home
+from flatshard.engine.staging import add_to, sole_owners, stage
 from flatshard.layout import Layout, Partial, Placement, is_sharded
 from flatshard.policy import MixedPrecisionPolicy, Placements
 
@@ -88,7 +89,7 @@ class Gradients:
         self.expected = sum(member.sharded.requires_grad for member in members)  # by a backward that uses them all
         self.on_complete: Callable[[], None] | None = None  # called when all expected ones have arrived, if watched
         self._arrived: set[int] = set()  # of those watched
-        self._sole = _sole_owners(main.layout)
+        self._sole = sole_owners(main.layout)
         self._unreduced: DBuffer | None = None
         self._resting: DBuffer | None = None
         self._used: set[int] = set()  # members that have had a gradient in backwards that stopped short of final
@@ -225,19 +226,7 @@ class Gradients:
                 self.layout.buffer_numel(self.layout.num_shards), dtype=self.grad_dtype, device=self.home.device
             )
             self._unreduced = DBuffer(self.layout, self.main.mesh, self._partial(), local)
-        self._add_to(self._unreduced, gradients)
-
-    def _add_to(self, unreduced: DBuffer, gradients: Sequence[torch.Tensor | None]) -> None:
-        for index, gradient in enumerate(gradients):
-            if gradient is None:
-                continue
-            if not self.layout.is_turned(index, self.layout.num_shards):
-                unreduced.local_view(index).add_(gradient)
-                continue
-            segment = self.layout.slots[index].segment
-            start = self.layout.run_starts(self.layout.num_shards)[segment]
-            for place, part in turns(self.layout, index, unreduced.local[start:], gradient):
-                place.add_(part)
+        add_to(self._unreduced, gradients)
 
     def _reduce_to_rest(self, gradients: Sequence[torch.Tensor | None], pool: Pool, name: str) -> Reduction:
         placements = self.placements.gradient
@@ -346,7 +335,7 @@ class Gradients:
         keep = [gradient for gradient in gradients if gradient is not None]
         unreduced, self._unreduced = self._unreduced, None
         if unreduced is not None:
-            self._add_to(unreduced, gradients)
+            add_to(unreduced, gradients)
             keep.append(unreduced.local)
             if unreduced.dtype != self.reduce_dtype:
                 cast = pool.temporary(unreduced.local.numel(), self.reduce_dtype)
@@ -366,39 +355,8 @@ class Gradients:
         if staged:
             staging = pool.temporary(staged, self.reduce_dtype)
             keep.append(staging)
-            self._stage(staging, runs, gradients)
+            stage(self.layout, staging, runs, gradients)
         return [run for run in runs if run is not None and run.numel()], keep
-
-    def _stage(
-        self, staging: torch.Tensor, runs: list[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]
-    ) -> None:
-        """Copy the gradients of all segments that have no run yet into one buffer, and give those segments its runs."""
-        end = 0
-        filled = 0
-        places: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        staged = [run is None for run in runs]
-        for number, segment in enumerate(self.layout.segments):
-            if staged[number]:
-                runs[number] = staging[end : end + segment.piece * self.layout.num_shards]
-                end += segment.piece * self.layout.num_shards
-        for index, slot in enumerate(self.layout.slots):
-            gradient, run = gradients[index], runs[slot.segment]
-            assert run is not None
-            if gradient is None or not staged[slot.segment]:
-                continue
-            filled += slot.numel
-            if self.layout.is_turned(index, self.layout.num_shards):
-                for place, part in turns(self.layout, index, run, gradient):
-                    places.append(place)
-                    sources.append(part)
-            else:
-                places.append(run[slot.offset : slot.stop].view(slot.shape))
-                sources.append(gradient)
-        if filled < end:
-            staging.zero_()  # padding and missing gradients
-        if places:
-            torch._foreach_copy_(places, sources)
 
     # Buffers of reduced gradients
 
@@ -466,17 +424,6 @@ def refuse_orphan() -> None:
         "a gradient arrived for a sharded parameter that has been moved, cast or deleted since its forward; run the "
         "backward before that"
     )
-
-
-def _sole_owners(layout: Layout) -> tuple[int | None, ...]:
-    """Per segment, the tensor that fills it to the last element and in its own order, if there is one."""
-    owners: list[int | None] = [None] * len(layout.segments)
-    for index, slot in enumerate(layout.slots):
-        if layout.is_turned(index, layout.num_shards):
-            continue
-        if slot.numel == layout.segments[slot.segment].piece * layout.num_shards:
-            owners[slot.segment] = index
-    return tuple(owners)
 
 
 def _call_hook(hook: Callable[[torch.Tensor], None], stream: torch.cuda.Stream | None, reduced: torch.Tensor) -> None:

@@ -41,7 +41,7 @@ class _OutputReached(torch.autograd.Function):
         return _OutputReached.apply(ctx.reached, tangent)  # type: ignore[no-untyped-call]
 
 
-def watch_outputs(reached: Callable[[], None], output: Any) -> tuple[Any, bool]:
+def watch_transformed(reached: Callable[[], None], output: Any) -> tuple[Any, bool]:
     """``output`` with every tensor that may get a gradient watched, and whether there is one."""
     if not torch.is_grad_enabled():
         return output, False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from enum import Enum
 from typing import Any, Literal
 
@@ -15,15 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from flatshard import _torch
-from flatshard.engine.gradients import Goal, refuse_orphan
+from flatshard.engine.gradients import Goal
 from flatshard.engine.group import Group, Member, Site
 from flatshard.engine.keep import plan_kept
 from flatshard.engine.moved import Change, absorb, applying, check_change, is_moved
 from flatshard.engine.plain import Plain
 from flatshard.engine.schedule import Pass
 from flatshard.engine.scope import Scope
-from flatshard.engine.transforms import watch_outputs
-from flatshard.engine.trees import cast_floating, map_tensors, tensors_in, to_device
+from flatshard.engine.transforms import watch_transformed
+from flatshard.engine.trees import cast_floating, to_device
+from flatshard.engine.watch import gradient_at_output, watch_inputs, watch_outputs
 from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy
 
 
@@ -184,23 +185,11 @@ class Unit:
 
         Where no input needs a gradient, or units below have their turns in between, every parameter is asked as well.
         """
-        both = (args, kwargs)
-        wanted = {id(t): t for t in tensors_in(both) if t.requires_grad}
-        if self.nests or not wanted:
+        args, kwargs, watched = watch_inputs(self, args, kwargs)
+        self._inputs_to_pass += watched
+        if self.nests or not watched:
             for group in self.groups:
                 group.watch()
-        if not wanted:
-            return args, kwargs
-        self._inputs_to_pass += 1
-        tensors = list(wanted.values())
-        if len(tensors) == 1 and type(tensors[0]) is torch.Tensor and tensors[0].layout is torch.strided:
-            # A view, for a gradient of its own: others may use the tensor too. Several times cheaper than a function.
-            passed = (tensors[0].view_as(tensors[0]),)
-            passed[0].register_hook(functools.partial(_inputs_passed, weakref.ref(self)))
-        else:
-            passed = _InputsPassed.apply(weakref.ref(self), *tensors)  # type: ignore[no-untyped-call]
-        instead = dict(zip(wanted, passed))
-        args, kwargs = map_tensors(lambda t: instead.get(id(t), t), both)
         return args, kwargs
 
     @_torch.uncompiled
@@ -208,18 +197,11 @@ class Unit:
         if self.policy.output_dtype is not None:
             output = cast_floating(self.policy.output_dtype, output)
         if _torch.transforming():
-            output, grads = watch_outputs(functools.partial(_gradient_at_output, weakref.ref(self)), output)
+            output, grads = watch_transformed(functools.partial(gradient_at_output, weakref.ref(self)), output)
             with _torch.Untransformed():
                 self._end(module, grads)
             return output
-        grads = False
-        if torch.is_grad_enabled():
-            hook = functools.partial(_gradient_at_output, weakref.ref(self))
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(hook)
-                    grads = True
-        self._end(module, grads)
+        self._end(module, torch.is_grad_enabled() and watch_outputs(self, output))
         return output
 
     def _end(self, module: nn.Module, grads: bool) -> None:
@@ -465,44 +447,11 @@ class Unit:
             self.absorb()
 
 
-class _InputsPassed(torch.autograd.Function):
-    """Identity; its backward runs when the gradients of its inputs are complete."""
-
-    @staticmethod
-    def forward(ctx: Any, unit: weakref.ref[Unit], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.unit = unit
-        return tensors
-
-    @staticmethod
-    @_torch.uncompiled
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        _inputs_passed(ctx.unit)
-        return (None, *grads)
-
-
-@_torch.uncompiled
-def _inputs_passed(unit: weakref.ref[Unit], grad: torch.Tensor | None = None) -> None:
-    found = unit()
-    if found is None:
-        refuse_orphan()
-    else:
-        found.inputs_passed()
-
-
 def _after_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """A detached DTensor has the offset of its local part, which torch's asynchronous checkpoints stumble over."""
     for name, value in state.items():
         if name.startswith(prefix) and isinstance(value, DTensor) and value.storage_offset():
             state[name] = _torch.like_dtensor(value, _torch.local_of(value))
-
-
-@_torch.uncompiled
-def _gradient_at_output(unit: weakref.ref[Unit], grad: torch.Tensor | None = None) -> None:
-    found = unit()
-    if found is None:
-        return
-    with _torch.Untransformed() if _torch.transforming() else nullcontext():
-        found.gradient_at_output()
 
 
 def _group_complete(unit: weakref.ref[Unit], group: weakref.ref[Group]) -> None:

@@ -1,0 +1,70 @@
+"""Full-size gradients on their way into a reduce: which can be sent from where they are, and where the others go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from flatshard.buffer import DBuffer, turns
+from flatshard.layout import Layout
+
+
+def sole_owners(layout: Layout) -> tuple[int | None, ...]:
+    """Per segment, the tensor that fills it to the last element and in its own order, if there is one."""
+    owners: list[int | None] = [None] * len(layout.segments)
+    for index, slot in enumerate(layout.slots):
+        if layout.is_turned(index, layout.num_shards):
+            continue
+        if slot.numel == layout.segments[slot.segment].piece * layout.num_shards:
+            owners[slot.segment] = index
+    return tuple(owners)
+
+
+def stage(
+    layout: Layout,
+    staging: torch.Tensor,
+    runs: list[torch.Tensor | None],
+    gradients: Sequence[torch.Tensor | None],
+) -> None:
+    """Copy the gradients of all segments that have no run yet into one buffer, and give those segments its runs."""
+    end = 0
+    filled = 0
+    places: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    staged = [run is None for run in runs]
+    for number, segment in enumerate(layout.segments):
+        if staged[number]:
+            runs[number] = staging[end : end + segment.piece * layout.num_shards]
+            end += segment.piece * layout.num_shards
+    for index, slot in enumerate(layout.slots):
+        gradient, run = gradients[index], runs[slot.segment]
+        assert run is not None
+        if gradient is None or not staged[slot.segment]:
+            continue
+        filled += slot.numel
+        if layout.is_turned(index, layout.num_shards):
+            for place, part in turns(layout, index, run, gradient):
+                places.append(place)
+                sources.append(part)
+        else:
+            places.append(run[slot.offset : slot.stop].view(slot.shape))
+            sources.append(gradient)
+    if filled < end:
+        staging.zero_()  # padding and missing gradients
+    if places:
+        torch._foreach_copy_(places, sources)
+
+
+def add_to(unreduced: DBuffer, gradients: Sequence[torch.Tensor | None]) -> None:
+    """Add gradients to a buffer that holds earlier ones, full size."""
+    layout = unreduced.layout
+    for index, gradient in enumerate(gradients):
+        if gradient is None:
+            continue
+        if not layout.is_turned(index, layout.num_shards):
+            unreduced.local_view(index).add_(gradient)
+            continue
+        start = layout.run_starts(layout.num_shards)[layout.slots[index].segment]
+        for place, part in turns(layout, index, unreduced.local[start:], gradient):
+            place.add_(part)
