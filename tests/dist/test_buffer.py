@@ -101,5 +101,24 @@ def _launches(rank, world):
     return len(planned.segments), lane.launched, lane.history[-1].numbytes
 
 
+def _gloo_operations(rank, world):
+    """What torch is asked for in a gather and a reduction of several segments."""
+    mesh = init_device_mesh("cpu", (world,))
+    planned = plan([(8, 8)] * 3, world)
+    lane = Lane("test", torch.device("cpu"))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        buffer = DBuffer.distribute([torch.ones(8, 8)] * 3, planned, mesh, [Flat()])
+        buffer.redistribute([Replicate()], lane=lane)
+        DBuffer.distribute([torch.ones(8, 8)] * 3, planned, mesh, [Partial("sum")]).redistribute([Flat()], lane=lane)
+    return sorted({event.key for event in profile.key_averages() if event.key.startswith("c10d::")})
+
+
+def test_gloo_is_never_asked_to_gather_a_list(ranks):
+    """A rank died of it once in thousands of tests; why is said in lanes.py."""
+    for asked in ranks(2, _gloo_operations):
+        assert "c10d::_allgather_base_" in asked
+        assert "c10d::allgather_into_tensor_coalesced_" not in asked
+
+
 def test_all_segments_go_in_one_launch(ranks):
     assert ranks(2, _launches) == [(10, 1, 10 * 64 * 4)] * 2
