@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,10 +13,9 @@ from flatshard.api import fully_shard
 from flatshard.engine.summary import Summary, summary
 from flatshard.engine.unit import unit_of
 from flatshard.optim.step import repoint
+from flatshard.wrapping import unit_modules
 
 _log = logging.getLogger("flatshard")
-# An embedding or a head with at least this part of a block's parameters is worth a unit of its own.
-_LARGE = 0.25
 
 
 def shard_model(
@@ -39,74 +37,10 @@ def shard_model(
     """
     if unit_of(model) is not None:
         raise ValueError(f"fully_shard was already called on this {type(model).__name__}; shard a model once")
-    chosen = _repeated(model) if units == "auto" else _instances(model, units)
-    for module in reversed(chosen):  # the inner ones first
-        fully_shard(module, **choices)
-    if units == "auto":
-        for together in _large(model, chosen):
-            fully_shard(together, **choices)
-    fully_shard(model, **choices)
+    for modules in unit_modules(model, units):
+        fully_shard(modules, **choices)
     if optimizer is not None:
         repoint(optimizer)
     table = summary(model)
     _log.info("sharded %s:\n%s", type(model).__name__, table)
     return table
-
-
-def _instances(model: nn.Module, units: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
-    if isinstance(units, str):
-        raise ValueError(f"units={units!r}: must be 'auto' or a list of classes and import paths")
-    classes = tuple(_resolve(each) for each in units)
-    found = [module for module in model.modules() if isinstance(module, classes) and module is not model]
-    if not found:
-        names = ", ".join(cls.__name__ for cls in classes)
-        raise ValueError(f"units: {type(model).__name__} contains no module of {names or 'no class at all'}")
-    return found
-
-
-def _resolve(unit: type[nn.Module] | str) -> type[nn.Module]:
-    found: Any = unit
-    if isinstance(unit, str):
-        module, _, name = unit.rpartition(".")
-        try:
-            found = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(f"units: cannot import {unit!r}: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise TypeError(f"units: {unit!r} is not a class of modules")
-    return found
-
-
-def _repeated(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a model: outermost modules of the classes it names, or that repeat in a container."""
-    names = getattr(model, "_no_split_modules", None)
-    if names:
-        named = [module for module in model.modules() if type(module).__name__ in set(names) and module is not model]
-        if named:
-            return named
-    found: list[nn.Module] = []
-    inside: set[nn.Module] = set()
-    for container in model.modules():
-        if container in inside or not isinstance(container, (nn.ModuleList, nn.Sequential)):
-            continue
-        children = [child for child in container if any(True for _ in child.parameters())]
-        repeated = [c for c in children if sum(type(c) is type(other) for other in children) > 1]
-        for child in repeated:
-            if child not in inside and any(True for _ in child.children()):  # a block, not a single layer
-                found.append(child)
-                inside.update(child.modules())
-    return found
-
-
-def _large(model: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Embeddings and linear layers outside the blocks that are worth a unit, those that share a parameter together."""
-    inside = {module for block in blocks for module in block.modules()}
-    sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
-    least = _LARGE * max(sizes, default=0)
-    by_weight: dict[int, list[nn.Module]] = {}
-    for module in model.modules():
-        if module in inside or module is model or not isinstance(module, (nn.Embedding, nn.Linear)):
-            continue
-        if blocks and module.weight.numel() >= least:
-            by_weight.setdefault(id(module.weight), []).append(module)
-    return list(by_weight.values())
