@@ -127,14 +127,20 @@ def _serve(
         transfer, work = call
         try:
             end = links[transfer.level].reserve(transfer.seconds) if transfer.seconds else 0.0
-            for dst, src in transfer.pairs:
-                _move(transfer, dst, src)
+            carry_out(transfer)
+            del call, transfer  # whoever waits may count on their memory
             _sleep_until(end)
         except BaseException as error:
             work.finish(error)
         else:
             work.finish()
-        del call, transfer, work
+        del work
+
+
+def carry_out(transfer: Transfer) -> None:
+    """Move the bytes."""
+    for dst, src in transfer.pairs:
+        _move(transfer, dst, src)
 
 
 def _move(transfer: Transfer, dst: torch.Tensor, src: torch.Tensor) -> None:
