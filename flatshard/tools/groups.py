@@ -1,0 +1,216 @@
+"""One group of a unit under a choice of strategy: its bytes on one rank, and its collectives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from flatshard.layout import Layout, Placement, Replicate, is_sharded, plan
+from flatshard.layout.planner import LayoutName
+from flatshard.policy import MixedPrecisionPolicy, Placements, SchedulePolicy, replicated
+from flatshard.tools.shapes import Tensor, Unit
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a model is to be trained.
+
+    ``mesh``: the sizes of its axes, (shard) or (outer, inner).
+    ``state``: tensors of a parameter's size that the optimizer keeps, in the dtype of main weights: 2 for AdamW.
+    ``microbatches``: of one optimizer step, each inside `flatshard.microbatch`.
+    """
+
+    mesh: tuple[int, ...]
+    placements: Placements
+    precision: MixedPrecisionPolicy = MixedPrecisionPolicy()
+    layout: LayoutName = "tensor"
+    reshard_after_forward: bool | int | None = None
+    schedule: SchedulePolicy = field(default_factory=SchedulePolicy)
+    state: int = 2
+    microbatches: int = 1
+
+    def __post_init__(self) -> None:
+        if len(self.placements.parameter) != len(self.mesh):
+            raise ValueError(f"placements name {len(self.placements.parameter)} axes; the mesh has {len(self.mesh)}")
+        if any(size < 1 for size in self.mesh) or self.microbatches < 1 or self.state < 0:
+            raise ValueError("sizes of axes and micro-batches are at least 1, tensors of optimizer state at least 0")
+
+    @property
+    def park(self) -> int | None:
+        """Over how many neighbours weights stay sharded between forward and backward, if that is not all or one."""
+        size = self.reshard_after_forward
+        return size if isinstance(size, int) and not isinstance(size, bool) and 1 < size < self.mesh[-1] else None
+
+    @property
+    def reshards(self) -> bool | None:
+        """Whether weights are released after forward; None: all but those of the root."""
+        given = self.reshard_after_forward
+        return given if given is None or isinstance(given, bool) else given != 1
+
+
+@dataclass(frozen=True)
+class Launch:
+    """``times`` collectives of a step on a full message of ``size`` bytes each, among ranks along one axis.
+
+    ``among``: how many neighbours along that axis take part.
+    """
+
+    kind: Literal["all_gather", "reduce_scatter", "all_reduce"]
+    axis: int
+    among: int
+    size: int
+    segments: int
+    times: int
+
+
+class Group:
+    """Tensors that travel together, and what they take on one rank, in bytes.
+
+    ``main``, ``compute`` (where compute weights have a copy that stays), ``state``: always.
+    ``gathered``: while the unit is in use. ``parked``: between forward and backward, with a smaller group.
+    ``arriving``: gradients as autograd leaves them, full size. ``main_grad``: reduced ones, until `zero_grad`.
+    ``reducing``: what a reduce takes beyond these two, until it has been waited for.
+    ``accumulated``: gradients that earlier micro-batches have left; ``ends``: they are gone after the last reduce.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], choice: Choice) -> None:
+        first, precision = tensors[0], choice.precision
+        self.tensors, self.choice = tensors, choice
+        axes = len(choice.mesh)
+        self.placements = choice.placements if first.shape else replicated(axes)
+        shards = self._ranks_of(self.placements.optimizer)
+        self.layout: Layout = plan([tensor.shape for tensor in tensors], shards, layout=choice.layout)
+        floating = first.dtype.is_floating_point
+        self.trainable = first.trainable
+        main = precision.main_dtype if precision.main_dtype and floating and self.trainable else first.dtype
+        self.wire = precision.param_dtype if precision.param_dtype and floating else main
+        self.reduce = precision.reduce_dtype or self.wire
+        grad = precision.grad_dtype or main
+
+        whole, held = self.layout.buffer_numel(shards), self.layout.shard_numel
+        everywhere = all(isinstance(p, Replicate) for p in self.placements.parameter)
+        as_main = self.placements.parameter == self.placements.optimizer
+        self.is_resident = everywhere and (not as_main or main == self.wire)
+        self.main = held * main.itemsize
+        self.compute = 0 if as_main else self._numel(self.placements.parameter) * self.wire.itemsize
+        self.state = choice.state * self.main if self.trainable else 0
+        self.gathered = 0 if self.is_resident else whole * self.wire.itemsize
+        parks = choice.park is not None and not self.is_resident and shards % choice.park == 0
+        self.parked = (
+            self.layout.buffer_numel(shards // choice.park) * self.wire.itemsize if parks and choice.park else 0
+        )
+
+        if not self.trainable:
+            self.arriving = self.main_grad = self.reducing = self.accumulated = 0
+            self.ends = False
+            return
+        self.arriving = self.layout.payload * self.wire.itemsize
+        self.main_grad = held * grad.itemsize
+        self.ends = self.placements.gradient != self.placements.optimizer
+        several = choice.microbatches > 1
+        self.accumulated = self._resting(grad) if several else 0
+        self.reducing = self._staged(several, grad) * self.reduce.itemsize
+        if grad != self.reduce or (several and not self.ends):
+            self.reducing += held * self.reduce.itemsize  # reduced apart, then added or cast
+        if axes > 1:
+            self.reducing += self._numel(self._halfway) * self.reduce.itemsize
+
+    @property
+    def _halfway(self) -> tuple[Placement, ...]:
+        """Where the last axis is reduced and the first one is not."""
+        return (Replicate(), self.placements.optimizer[-1])
+
+    def _ranks_of(self, placements: Sequence[Placement]) -> int:
+        """Over how many ranks these cut a buffer."""
+        return math.prod(size for size, p in zip(self.choice.mesh, placements) if is_sharded(p))
+
+    def _pieces(self, placements: Sequence[Placement]) -> int:
+        return self.layout.num_shards // self._ranks_of(placements)
+
+    def _numel(self, placements: Sequence[Placement]) -> int:
+        return self.layout.buffer_numel(self._pieces(placements))
+
+    def _resting(self, grad: torch.dtype) -> int:
+        """Bytes of gradients between micro-batches."""
+        innermost = self.placements.gradient[-1]
+        if self.ends and not is_sharded(innermost):
+            return self.layout.buffer_numel(self.layout.num_shards) * grad.itemsize
+        return self._numel(self.placements.gradient) * grad.itemsize
+
+    def _staged(self, several: bool, grad: torch.dtype) -> int:
+        """Elements of staging. A gradient in the reduce dtype that fills its segment is sent from where it is."""
+        shards = self.layout.num_shards
+        if several and self.ends and not is_sharded(self.placements.gradient[-1]):
+            return 0 if grad == self.reduce else self.layout.buffer_numel(shards)
+        sole = {
+            slot.segment
+            for slot in self.layout.slots
+            if self.wire == self.reduce and slot.numel == self.layout.segments[slot.segment].piece * shards
+        }
+        return sum(shards * s.piece for number, s in enumerate(self.layout.segments) if number not in sole)
+
+    # Collectives of a step
+
+    def launches(self, forward: int, backward: int) -> list[Launch]:
+        """Of a step whose micro-batches gather the weights so many times each."""
+        found = []
+        rounds, parameter, main = self.choice.microbatches, self.placements.parameter, self.placements.optimizer
+        if self.is_resident or parameter != main:
+            found += self._gathers(main, parameter, 1)
+        if not self.is_resident:
+            everywhere = replicated(len(main)).parameter
+            parked = backward if self.parked else 0
+            found += self._gathers(parameter, everywhere, rounds * (forward + backward - parked))
+            if parked and self.choice.park:
+                found.append(self._launch("all_gather", len(main) - 1, everywhere, rounds * parked, self.choice.park))
+        return [launch for launch in [*found, *self._reduces(rounds)] if launch.times and launch.among > 1]
+
+    def _gathers(self, source: Sequence[Placement], target: Sequence[Placement], times: int) -> list[Launch]:
+        found, current = [], list(source)
+        for axis, placement in enumerate(target):
+            if current[axis] != placement:
+                current[axis] = placement
+                found.append(self._launch("all_gather", axis, current, times))
+        return found
+
+    def _reduces(self, rounds: int) -> list[Launch]:
+        if not self.trainable:
+            return []
+        found: list[Launch] = []
+        held: list[Placement] = list(replicated(len(self.choice.mesh)).parameter)
+        for axis in reversed(range(len(held))):
+            final = self.placements.optimizer[axis]
+            times = rounds if self.placements.gradient[axis] == final else 1
+            if is_sharded(final):
+                found.append(self._launch("reduce_scatter", axis, held, times))
+                held[axis] = final
+            else:
+                size = self._numel(held) * self.reduce.itemsize
+                found.append(Launch("all_reduce", axis, self.choice.mesh[axis], size, 1, times))
+        return found
+
+    def _launch(
+        self,
+        kind: Literal["all_gather", "reduce_scatter"],
+        axis: int,
+        whole: Sequence[Placement],
+        times: int,
+        among: int | None = None,
+    ) -> Launch:
+        """``whole``: what the full message of the collective holds."""
+        dtype = self.wire if kind == "all_gather" else self.reduce
+        size = self.layout.run_numel * self._pieces(whole) * dtype.itemsize
+        segments = sum(segment.piece > 0 for segment in self.layout.segments)
+        return Launch(kind, axis, among or self.choice.mesh[axis], size, segments, times)
+
+
+def groups_of(unit: Unit, choice: Choice) -> list[Group]:
+    """The groups of a unit: tensors of the same dtype and need of a gradient, with and without dims."""
+    by_kind: dict[tuple[object, ...], list[Tensor]] = {}
+    for tensor in unit.tensors:
+        by_kind.setdefault((tensor.dtype, tensor.trainable, len(tensor.shape) > 0), []).append(tensor)
+    return [Group(tensors, choice) for tensors in by_kind.values()]

@@ -1,0 +1,229 @@
+"""What planning needs to know of a model: its units, the shapes of their parameters, the order of their forwards."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from flatshard.wrapping import unit_modules
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A parameter. ``after``: so many of the units inside its own are registered before it, and run before it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    trainable: bool = True
+    after: int = 0
+
+
+@dataclass(frozen=True)
+class Unit:
+    """``is_embedding``: consists of embeddings only, whose backward does not read their weights."""
+
+    name: str
+    tensors: tuple[Tensor, ...]
+    is_embedding: bool = False
+
+    @property
+    def numel(self) -> int:
+        return sum(torch.Size(tensor.shape).numel() for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A forward of a module of unit number ``unit``, and those within it."""
+
+    unit: int
+    inner: tuple[Call, ...] = ()
+
+
+@dataclass(frozen=True)
+class Model:
+    """Units, and the forward of the root, which is taken to run modules in the order of their registration."""
+
+    units: tuple[Unit, ...]
+    root: Call
+
+    @property
+    def numel(self) -> int:
+        return sum(unit.numel for unit in self.units)
+
+
+def model_of(model: nn.Module, units: Literal["auto"] | Sequence[type[nn.Module] | str] = "auto") -> Model:
+    """The shapes of ``model`` with the units that `flatshard.shard_model` would make; it may be on the meta device."""
+    made = unit_modules(model, units)
+    number = {module: index for index, modules in enumerate(made) for module in modules}
+    names = {module: name for name, module in model.named_modules()}
+    known: set[nn.Parameter] = set()
+    shapes = []
+    for modules in made:
+        found: list[tuple[nn.Parameter, int]] = []  # and how many units have been passed before it
+        passed = 0
+        seen: set[nn.Module] = set()
+        waiting = list(reversed(modules))
+        while waiting:
+            module = waiting.pop()
+            if module in seen:
+                continue
+            seen.add(module)
+            if module in number and module not in modules:
+                passed += 1
+                continue
+            own = [p for p in module._parameters.values() if p is not None and p not in known]
+            known.update(own)
+            found += [(parameter, passed) for parameter in dict.fromkeys(own)]
+            waiting += reversed(list(module.children()))
+        tensors = tuple(Tensor(tuple(p.shape), p.dtype, p.requires_grad, at) for p, at in found)
+        embedding = all(type(module) is nn.Embedding for module in modules)
+        shapes.append(Unit(names[modules[0]] or "(root)", tensors, embedding))
+    (root,) = _calls(model, number, set())
+    return Model(tuple(shapes), root)
+
+
+def _calls(module: nn.Module, number: Mapping[nn.Module, int], seen: set[nn.Module]) -> tuple[Call, ...]:
+    if module in seen:
+        return ()
+    seen.add(module)
+    inner = tuple(call for child in module.children() for call in _calls(child, number, seen))
+    return (Call(number[module], inner),) if module in number else inner
+
+
+# Where models come from
+
+_LLAMA_3 = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8}
+NAMED: dict[str, dict[str, Any]] = {
+    name: {
+        **_LLAMA_3,
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": ffn,
+    }
+    for name, width, layers, heads, ffn in (
+        ("llama-1b", 2048, 16, 32, 8192),
+        ("llama-8b", 4096, 32, 32, 14336),
+        ("llama-70b", 8192, 80, 64, 28672),
+        ("llama-405b", 16384, 126, 128, 53248),
+    )
+}
+# By the model type of a Hugging Face configuration: biases of q, k, v and of o; norms of q and k.
+_TYPES: dict[str, tuple[bool | str, bool | str, bool]] = {
+    "llama": ("attention_bias", "attention_bias", False),
+    "mistral": (False, False, False),
+    "qwen2": (True, False, False),
+    "qwen3": ("attention_bias", "attention_bias", True),
+}
+
+
+def load_model(source: str, units: Literal["auto"] | Sequence[str] = "auto") -> Model:
+    """A named shape, a Hugging Face ``config.json`` (or its folder), or ``module:callable`` that returns a module.
+
+    The callable is called without arguments and under the meta device, so parameters take no memory.
+    """
+    if source in NAMED:
+        return model_of(skeleton(NAMED[source]), units)
+    path = Path(source)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.suffix == ".json":
+        try:
+            config = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"model {source!r}: cannot be read as JSON: {error}") from error
+        if not isinstance(config, dict):
+            raise ValueError(f"model {source!r}: a configuration is a JSON object")
+        return model_of(skeleton(config), units)
+    if ":" not in source:
+        raise ValueError(f"model {source!r}: must be one of {', '.join(NAMED)}, a config.json, or module:callable")
+    return model_of(_imported(source), units)
+
+
+def _imported(source: str) -> nn.Module:
+    module, _, name = source.partition(":")
+    try:
+        make = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"model {source!r}: cannot be imported: {error}") from error
+    if not callable(make):
+        raise ValueError(f"model {source!r}: is not callable")
+    try:
+        with torch.device("meta"):
+            made = make()
+    except Exception as error:
+        raise ValueError(f"model {source!r}: calling it raised {type(error).__name__}: {error}") from error
+    if not isinstance(made, nn.Module):
+        raise ValueError(f"model {source!r}: returned {type(made).__name__}, not a module")
+    return made
+
+
+class _Attention(nn.Module):
+    def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int, biases: Sequence[bool]) -> None:
+        super().__init__()
+        self.q = nn.Linear(width, heads * head_dim, bias=biases[0])
+        self.k = nn.Linear(width, kv_heads * head_dim, bias=biases[0])
+        self.v = nn.Linear(width, kv_heads * head_dim, bias=biases[0])
+        self.o = nn.Linear(heads * head_dim, width, bias=biases[1])
+        if biases[2]:
+            self.q_norm, self.k_norm = nn.RMSNorm(head_dim), nn.RMSNorm(head_dim)
+
+
+class _Block(nn.Module):
+    def __init__(self, attention: nn.Module, width: int, ffn: int, bias: bool) -> None:
+        super().__init__()
+        self.attention = attention
+        self.gate = nn.Linear(width, ffn, bias=bias)
+        self.up = nn.Linear(width, ffn, bias=bias)
+        self.down = nn.Linear(ffn, width, bias=bias)
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(width), nn.RMSNorm(width)
+
+
+class _Decoder(nn.Module):
+    def __init__(self, vocab: int, width: int, blocks: Sequence[nn.Module], tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, vocab, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+def skeleton(config: Mapping[str, Any]) -> nn.Module:
+    """The parameters of a Hugging Face configuration of Llama's shape, on the meta device; it cannot be run."""
+    kind = config.get("model_type")
+    if kind not in _TYPES:
+        raise ValueError(
+            f"model_type is {kind!r}; known are {', '.join(_TYPES)}. For another model give module:callable"
+        )
+    width, ffn, layers, heads, vocab = (
+        _count(config, name)
+        for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    )
+    kv_heads = _count(config, "num_key_value_heads", heads)
+    if config.get("head_dim") is None and width % heads:
+        raise ValueError(f"hidden_size {width} is not a multiple of num_attention_heads {heads}")
+    head_dim = _count(config, "head_dim", width // heads)
+    biases = [bool(config.get(given, False)) if isinstance(given, str) else given for given in _TYPES[kind]]
+    mlp_bias = bool(config.get("mlp_bias", False))
+    with torch.device("meta"):
+        blocks = [
+            _Block(_Attention(width, heads, kv_heads, head_dim, biases), width, ffn, mlp_bias) for _ in range(layers)
+        ]
+        return _Decoder(vocab, width, blocks, bool(config.get("tie_word_embeddings", False)))
+
+
+def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    found = config.get(name)
+    found = default if found is None else found
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise ValueError(f"{name} is {found!r}; it must be a positive number")
+    return found

@@ -1,0 +1,65 @@
+"""The formula of bytes on a GPU: what the allocator was asked for at rest and at the fullest moment of a step."""
+
+import pytest
+import torch
+
+from flatshard import _torch
+from flatshard.rehearsal import rehearse
+from flatshard.train.model import LlamaConfig
+from tests.tools.cases import Case
+
+NEWER = pytest.mark.skipif(not _torch.SUBCLASSES_DISPATCH, reason="needs torch 2.13")
+BF16, FP32 = torch.bfloat16, torch.float32
+CONFIG = LlamaConfig(1024, layers=4, heads=8, kv_heads=4, ffn=2816, vocab=16390, max_tokens=16)
+
+
+def requested(moment: str) -> int:
+    """Bytes that tensors asked for; what the allocator gives out is rounded up."""
+    return torch.cuda.memory_stats()[f"requested_bytes.all.{moment}"]
+
+
+def warm_up() -> None:
+    """The workspaces of matrix products, of the forward's and of the backward's thread, are there to stay."""
+    weight = torch.randn(64, 64, device="cuda", dtype=BF16, requires_grad=True)
+    (weight @ weight).sum().backward()
+    weight = torch.randn(64, 64, device="cuda", requires_grad=True)
+    (weight @ weight).sum().backward()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((8,), param=BF16),
+        Case((64,), param=BF16),
+        Case((8,), param=BF16, reduce=FP32),
+        Case((8,), strategy=2, param=BF16),
+        Case((8,), reshard=False),
+        Case((2, 8), param=BF16),
+        Case((8,), tied=True, param=BF16),
+        Case((8,), microbatches=2, param=BF16),
+        pytest.param(Case((8,), param=BF16, layout="flat"), marks=NEWER),
+        pytest.param(Case((2, 8), outer="optim", param=BF16), marks=NEWER),
+    ],
+    ids=str,
+)
+def test_bytes_at_rest_and_at_the_peak(case):
+    formula = case.formula(CONFIG)
+    warm_up()
+    before = requested("current")
+    with rehearse(case.world, "free"):
+        with torch.device("cuda"):
+            model = case.build(CONFIG)
+        optimizer = case.shard(model, "cuda")
+        for _ in range(3):
+            case.passes(model, "cuda")
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.cuda.synchronize()
+        resting = requested("current")
+        torch.cuda.reset_peak_memory_stats()
+        case.passes(model, "cuda")
+        torch.cuda.synchronize()
+        peak = requested("peak") - resting
+    assert resting - before == pytest.approx(formula.resting.total, rel=0.02)
+    assert peak == pytest.approx(formula.peak.total - formula.resting.total, rel=0.02)

@@ -1,0 +1,162 @@
+"""The formula of bytes is what training takes: per category on real ranks, in all by the allocator's own record."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from flatshard import SchedulePolicy
+from flatshard.engine.build import units_below
+from flatshard.engine.unit import unit_of
+from flatshard.rehearsal import rehearse
+from flatshard.rehearsal.clock_cpu import CpuClock, CpuWork, carry_out
+from flatshard.rehearsal.ledger import difference
+from tests.tools.cases import Case
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def storages(tensors):
+    """Bytes of the storages of tensors, each once."""
+    found = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t is not None}
+    return sum(found.values())
+
+
+def local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _by_category(rank, world, case):
+    torch.manual_seed(0)
+    model = case.build()
+    optimizer = case.shard(model)
+    for _ in range(2):
+        case.passes(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    groups = [group for _, unit in units_below(model) for group in unit.groups]
+    scope = unit_of(model).scope
+    scope.gather_pool.peak_bytes = 0
+    staging = []
+    reduce = scope.reduce
+
+    def watched(*args):
+        """At a reduce: the gradients that autograd has left, and what the reduces in flight hold."""
+        for moment in (lambda: None, lambda: reduce(*args)):
+            moment()
+            grads = [m.full.grad for group in groups for m in group.members if m.full is not None]
+            kept = [tensor for reduction in scope._reducing for tensor in reduction.keep]
+            mains = {id(m.sharded.grad.__dict__["_flatshard_main_grad"].local) for g in groups for m in g.members
+                     if m.sharded.grad is not None}  # fmt: skip
+            staging.append(storages([*grads, *(tensor for tensor in kept if id(tensor) not in mains)]))
+
+    scope.reduce = watched
+    case.passes(model)
+    state = [local(value) for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
+    return {
+        "main": storages([group.main.local for group in groups]),
+        "compute": storages([group.compute.local for group in groups if group.compute is not None]),
+        "state": storages(state),
+        "gradients": storages([local(p.grad) for p in model.parameters()]),
+        "gathered": scope.gather_pool.peak_bytes,
+        "staging": max(staging),
+    }
+
+
+REAL = [
+    Case((2,)),
+    Case((3,), param=BF16),
+    Case((2,), layout="flat", param=BF16, reduce=FP32),
+    Case((2,), strategy=2, param=BF16),
+    Case((2,), strategy=1),
+    Case((2,), strategy=0, param=BF16),
+    Case((2,), reshard=False, layout="auto"),
+    Case((2, 2), param=BF16),
+    Case((2, 2), outer="optim"),
+    Case((2,), schedule=SchedulePolicy(max_gathered=3, max_reducing=1)),
+]
+
+
+@pytest.mark.parametrize("case", REAL, ids=str)
+def test_bytes_of_real_ranks_by_category(ranks, case):
+    formula = case.formula()
+    resting = formula.resting
+    wanted = {
+        "main": resting.main,
+        "compute": resting.compute,
+        "state": resting.state,
+        "gradients": resting.main,  # in main's dtype
+        "gathered": formula.most_gathered,
+        "staging": formula.most_staging,
+    }
+    for found in ranks(case.world, _by_category, case):
+        assert found == pytest.approx(wanted, rel=0.02)
+
+
+# What the allocator gave out and took back in a step, as one rank of W
+
+TRACED = [
+    Case((4,)),
+    Case((4,), layout="flat"),
+    Case((4,), param=BF16, reduce=FP32),
+    Case((4,), strategy=2, param=BF16),
+    Case((4,), strategy=0, param=BF16),
+    Case((8,), reshard=False, param=BF16),
+    Case((8,), reshard=2),
+    Case((4,), tied=True),
+    Case((4,), strategy=1, tied=True),
+    Case((2, 4), param=BF16),
+    Case((2, 4), outer="optim"),
+    Case((4,), microbatches=2),
+    Case((4,), strategy=1, microbatches=2, param=BF16),
+    Case((2, 4), microbatches=2, param=BF16),
+    Case((16,), schedule=SchedulePolicy(max_gathered=3, max_reducing=1)),
+    Case((16,), schedule=SchedulePolicy(prefetch=False, async_reduce=False)),
+]
+
+
+def at_once(clock, transfer):
+    """A collective on the caller's thread: the profiler sees memory that is freed there only."""
+    work = CpuWork(transfer.outputs())
+    carry_out(transfer)
+    work.finish()
+    return work
+
+
+def allocator_peak(profile, path):
+    """The most that was allocated beyond what there was at the beginning."""
+    profile.export_chrome_trace(str(path))
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("name") == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda event: event["args"]["Ev Idx"]):
+        now += event["args"]["Bytes"]
+        most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize("case", TRACED, ids=str)
+def test_peak_and_traffic_of_a_step(case, monkeypatch, tmp_path):
+    monkeypatch.setattr(CpuClock, "submit", at_once)
+    formula = case.formula()
+    with rehearse(case.world, "free") as rehearsal:
+        model = case.build()
+        optimizer = case.shard(model)
+        for _ in range(2):
+            case.passes(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        before = rehearsal.medium.ledger.snapshot()
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+            case.passes(model)
+        traffic = difference(rehearsal.medium.ledger.snapshot(), before)
+    peak = allocator_peak(profile, tmp_path / "trace.json")
+    assert peak == pytest.approx(formula.peak.total - formula.resting.total, rel=0.02)
+    sizes: dict[str, list[int]] = {}
+    for launch in formula.launches:
+        entry = sizes.setdefault(launch.kind, [0, 0])
+        entry[0] += launch.times
+        entry[1] += launch.times * launch.size
+    assert {kind: [entry.launches, entry.size] for kind, entry in traffic.items()} == sizes
