@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
+    import torch
+
     from flatshard.rehearsal.network import Link
 
 
@@ -20,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_train(commands.add_parser("train", help="train a small language model on a text", allow_abbrev=False))
     _add_rehearse(commands.add_parser("rehearse", help="run a training script as one rank of W on one device"))
+    _add_plan(commands.add_parser("plan", help="what each strategy takes and sends, and whether it fits"))
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         commands.choices[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -130,6 +133,96 @@ def _link(link: Link, bandwidth: float | None, latency: float | None) -> Link:
         bandwidth=link.bandwidth if bandwidth is None else bandwidth * 1e9,
         latency=link.latency if latency is None else latency * 1e-6,
     )
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Bytes by category, traffic and fit of every strategy for MODEL on a number of devices, and which one to take. "
+        "MODEL is a named shape (llama-1b, llama-8b, llama-70b, llama-405b), a Hugging Face config.json of Llama's or "
+        "Qwen's shape (or its folder), or module:callable that returns a module; it is built on the meta device."
+    )
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("--devices", type=int, required=True, metavar="W", help="number of devices, one rank each")
+    parser.add_argument("--memory", required=True, help="of one device, in GB, or with a unit: 80GB, 80GiB")
+    parser.add_argument("--network", default="h100-nvlink", help="a preset; unknown names list them")
+    parser.add_argument("--ranks-per-node", type=int, help="how many consecutive ranks share a node (default 8)")
+    parser.add_argument(
+        "--optimizer", default="adamw", help="its state counts (default adamw); unknown names list them"
+    )
+    parser.add_argument("--main-dtype", default="float32", help="of main weights and state (default float32)")
+    parser.add_argument("--param-dtype", default="bfloat16", help="of compute and gathers (default bfloat16)")
+    parser.add_argument("--reduce-dtype", help="of reduces (default: the compute dtype)")
+    parser.add_argument("--grad-dtype", help="of reduced gradients (default: the main dtype)")
+    parser.add_argument("--layout", default="tensor", choices=("tensor", "flat", "auto"))
+    parser.add_argument("--units", nargs="+", metavar="CLASS", help="import paths of unit classes (default: found)")
+    parser.add_argument("--microbatches", type=int, default=1, metavar="N", help="per optimizer step (default 1)")
+    parser.add_argument(
+        "--activations", default="0", metavar="SIZE", help="of one rank, counted in the peak (default 0)"
+    )
+    parser.add_argument("--spare", type=float, default=0.1, help="part of the memory that is left free (default 0.1)")
+    parser.add_argument("--tokens", type=float, help="per micro-batch and rank, for a lower bound of the step time")
+    parser.add_argument("--tflops", type=float, help="that a device reaches, for the same")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures here too")
+    parser.set_defaults(run=_plan)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from flatshard.policy import MixedPrecisionPolicy
+    from flatshard.rehearsal.network import get_network
+    from flatshard.tools.plan import OPTIMIZERS, Machine, Training, make_plan
+    from flatshard.tools.shapes import load_model
+
+    try:
+        if options.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer {options.optimizer!r} is not known; known are {', '.join(OPTIMIZERS)}")
+        if (options.tokens is None) != (options.tflops is None):
+            raise ValueError("a step time needs both --tokens and --tflops")
+        network = get_network(options.network, options.ranks_per_node)
+        machine = Machine(options.devices, _size("memory", options.memory), network, options.spare)
+        training = Training(
+            precision=MixedPrecisionPolicy(
+                param_dtype=_dtype("param", options.param_dtype),
+                reduce_dtype=_dtype("reduce", options.reduce_dtype),
+                main_dtype=_dtype("main", options.main_dtype),
+                grad_dtype=_dtype("grad", options.grad_dtype),
+            ),
+            layout=options.layout,
+            state=OPTIMIZERS[options.optimizer],
+            microbatches=options.microbatches,
+            activations=_size("activations", options.activations),
+            tokens=options.tokens,
+            flops=None if options.tflops is None else 1e12 * options.tflops,
+        )
+        found = make_plan(load_model(options.model, options.units or "auto"), machine, training)
+        if options.json:
+            options.json.write_text(found.to_json())
+    except (OSError, TypeError, ValueError) as error:
+        print(f"flatshard plan: {error}", file=sys.stderr)
+        return 2
+    print(found.table())
+    return 0
+
+
+def _size(name: str, given: str) -> float:
+    """Bytes: a number of GB, or one with its unit."""
+    units = {"GiB": 2**30, "MiB": 2**20, "TB": 1e12, "GB": 1e9, "MB": 1e6}
+    unit = next((unit for unit in units if given.endswith(unit)), "")
+    try:
+        size = float(given.removesuffix(unit)) * units.get(unit, 1e9)
+    except ValueError:
+        size = -1.0
+    if not 0 <= size < float("inf"):
+        raise ValueError(f"--{name} {given!r}: must be a number of GB, or one with its unit ({', '.join(units)})")
+    return size
+
+
+def _dtype(name: str, given: str | None) -> torch.dtype | None:
+    import torch
+
+    found = None if given is None else getattr(torch, given, None)
+    if given is not None and not isinstance(found, torch.dtype):
+        raise ValueError(f"--{name}-dtype {given!r} is no dtype of torch; for example bfloat16 or float32")
+    return found
 
 
 if __name__ == "__main__":

@@ -1,0 +1,200 @@
+"""`flatshard plan`: the shapes it plans for, what it says, and what it says to bad input."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from flatshard import shard_model
+from flatshard.cli import main
+from flatshard.engine.build import units_below
+from flatshard.rehearsal import rehearse
+from flatshard.rehearsal.network import get_network
+from flatshard.tools.plan import Machine, Training, make_plan
+from flatshard.tools.shapes import NAMED, load_model, model_of, skeleton
+from tests.dist.models import Net
+
+COUNTS = {
+    "llama-1b": 1_498_482_688,
+    "llama-8b": 8_030_261_248,
+    "llama-70b": 70_553_706_496,
+    "llama-405b": 405_853_388_800,
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_shapes_have_the_published_sizes(name):
+    assert load_model(name).numel == COUNTS[name]
+
+
+def shapes(model):
+    return sorted((unit.is_embedding, sorted(tensor.shape for tensor in unit.tensors)) for unit in model.units)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("mistral", {"num_key_value_heads": 1, "head_dim": 24}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("qwen3", {"head_dim": 8}),
+    ],
+)
+def test_a_configuration_has_the_units_of_the_model_it_configures(kind, options, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 101}
+    config = transformers.AutoConfig.for_model(
+        kind, num_attention_heads=4, **{**sizes, "num_key_value_heads": 2, **options}
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    config.save_pretrained(tmp_path)
+    found, wanted = load_model(str(tmp_path)), model_of(model)
+    assert shapes(found) == shapes(wanted)
+    assert [call.unit for call in found.root.inner] == [call.unit for call in wanted.root.inner]
+
+
+@pytest.mark.parametrize("units", ["auto", ["tests.dist.models.Block"]])
+def test_units_and_groups_are_those_that_shard_model_makes(units):
+    model = Net()
+    model.blocks[1].up.requires_grad_(False)
+    wanted = model_of(model, units)
+    with rehearse(2, "free"):
+        shard_model(model, units=units)
+        found = [(name or "(root)", unit) for name, unit in units_below(model)]
+    by_name = {unit.name: unit for unit in wanted.units}
+    assert {name for name, _ in found} == by_name.keys()
+    for name, unit in found:
+        members = [(tuple(m.sharded.shape), m.sharded.requires_grad) for group in unit.groups for m in group.members]
+        assert sorted(members) == sorted((t.shape, t.trainable) for t in by_name[name].tensors)
+        assert unit.unshard_in_backward != by_name[name].is_embedding
+
+
+def net():
+    return Net(depth=5)
+
+
+def not_a_model():
+    return 7
+
+
+def needs_more(width):
+    return nn.Linear(width, width)
+
+
+def test_the_largest_model_is_planned_from_shapes(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    command = ["plan", "llama-405b", "--devices", "512", "--memory", "80GiB", "--json", str(path)]
+    assert main([*command, "--tokens", "8192", "--tflops", "400"]) == 0
+    printed = capsys.readouterr().out
+    assert [line.split("  ")[0] for line in printed.splitlines()[3:9]] == [
+        "ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3", "HSDP", "HFSDP"
+    ]  # fmt: skip
+    assert printed.splitlines()[-1].startswith("ZeRO 3: ")
+    plan = json.loads(path.read_text())
+    assert plan["advice"] == "ZeRO 3"
+    rows = {row["name"]: row for row in plan["strategies"]}
+    assert [name for name, row in rows.items() if row["fits"]] == ["ZeRO 3"]
+    main_bytes = rows["ZeRO 3"]["memory"]["resting"]["main"]
+    assert main_bytes == pytest.approx(4 * COUNTS["llama-405b"] / 512, rel=0.001)
+    assert rows["ZeRO 3"]["memory"]["resting"]["state"] == 2 * main_bytes
+    assert rows["HSDP"]["mesh"] == [64, 8]
+    weights = COUNTS["llama-405b"] - 128256 * 16384  # an embedding multiplies nothing
+    least = 6 * weights * 8192 / 400e12
+    assert rows["HSDP"]["step"] == pytest.approx(least, rel=0.01)
+    assert rows["ZeRO 3"]["step"] == pytest.approx(max(least, rows["ZeRO 3"]["wire"]))
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "memory", "advice", "why"),
+    [
+        ("llama-1b", 8, 80e9, "ZeRO 0", "least to send"),
+        ("llama-8b", 8, 40e9, "ZeRO 1", "least to send"),
+        ("llama-8b", 8, 21e9, "ZeRO 3", "nothing else fits"),
+        ("llama-8b", 64, 40e9, "HSDP", "least to send"),
+        ("llama-8b", 2, 40e9, None, "On 4 devices ZeRO 3 would take"),
+        ("llama-405b", 8, 16e9, None, "More devices do not help"),
+    ],
+)
+def test_what_is_recommended_and_why(model, devices, memory, advice, why):
+    bf16 = {"param_dtype": torch.bfloat16, "main_dtype": torch.float32}
+    training = Training(precision=type(Training().precision)(**bf16))
+    plan = make_plan(load_model(model), Machine(devices, memory, get_network("h100-nvlink")), training)
+    assert plan.advice == advice
+    assert why in plan.why
+    assert plan.why.splitlines()[-1] == plan.table().splitlines()[-1]
+    chosen = [row for row in plan.rows if row.name == advice]
+    assert all(row.fits for row in chosen)
+
+
+def test_a_module_is_planned_from_an_import_path(capsys):
+    assert main(["plan", "tests.tools.test_plan:net", "--devices", "4", "--memory", "1MB"]) == 0
+    with torch.device("meta"):
+        wanted = model_of(Net(depth=5)).numel
+    assert capsys.readouterr().out.startswith(f"{wanted:,} parameters in 8 units; 4 devices")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["nonsense"], "must be one of llama-1b"),
+        (["no/such/config.json"], "cannot be read as JSON"),
+        (["no.such.module:model"], "cannot be imported"),
+        (["tests.tools.test_plan:missing"], "cannot be imported"),
+        (["tests.tools.test_plan:not_a_model"], "returned int, not a module"),
+        (["tests.tools.test_plan:needs_more"], "calling it raised TypeError"),
+        (["llama-1b", "--json", "/no/such/folder/plan.json"], "No such file"),
+        (["llama-1b", "--devices", "0"], "devices are at least 1"),
+        (["llama-1b", "--memory", "80XB"], "must be a number of GB"),
+        (["llama-1b", "--memory", "nan"], "must be a number of GB"),
+        (["llama-1b", "--network", "string"], "unknown network"),
+        (["llama-1b", "--optimizer", "muon"], "is not known"),
+        (["llama-1b", "--param-dtype", "fp8"], "no dtype of torch"),
+        (["llama-1b", "--param-dtype", "int32"], "floating-point"),
+        (["llama-1b", "--microbatches", "0"], "micro-batches are at least 1"),
+        (["llama-1b", "--tokens", "8"], "both --tokens and --tflops"),
+        (["llama-1b", "--units", "torch.nn.LSTM"], "contains no module of LSTM"),
+    ],
+    ids=lambda given: str(given)[-30:],
+)
+def test_bad_input_gives_one_line(arguments, text, capsys):
+    defaults = ["--devices", "8", "--memory", "80"]
+    assert main(["plan", arguments[0], *defaults, *arguments[1:]]) == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert len(printed.err.splitlines()) == 1
+    assert printed.err.startswith("flatshard plan: ")
+    assert text in printed.err
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"model_type": "mixtral"}, "model_type is 'mixtral'"),
+        ({"hidden_size": None}, "hidden_size is None"),
+        ({"hidden_size": 33}, "not a multiple"),
+        ({"vocab_size": -1}, "vocab_size is -1"),
+    ],
+)
+def test_a_configuration_that_says_too_little_is_refused(change, text):
+    with pytest.raises(ValueError, match=text):
+        skeleton({**NAMED["llama-1b"], **change})
+
+
+def test_shapes_are_read_without_running_or_filling_anything():
+    class Large(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(1 << 20, 1 << 20)) for _ in range(3))
+
+    sys.modules["planned_here"] = module = type(sys)("planned_here")
+    module.Large = Large
+    try:
+        assert load_model("planned_here:Large").numel == 3 * ((1 << 40) + (1 << 20))
+    finally:
+        del sys.modules["planned_here"]
