@@ -228,6 +228,15 @@ def _wrapped(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return made
 
 
+def as_parameter(made: DTensor, requires_grad: bool) -> nn.Parameter:
+    """A DTensor that nobody else has, as a parameter. ``nn.Parameter`` would dispatch a ``detach``: 1 ms for each."""
+    parameter: Any = made
+    parameter.requires_grad_(requires_grad)
+    parameter._is_param = True
+    assert isinstance(parameter, nn.Parameter)
+    return parameter
+
+
 # On torch 2.11 every operation on a DTensor, of whatever class, goes to DTensor's own dispatch: a subclass cannot say
 # what its operations mean. On 2.13 it can.
 SUBCLASSES_DISPATCH = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)

@@ -412,7 +412,7 @@ def make_members(
     members = []
     for index, (name, original, sites) in enumerate(named):
         inner = _torch.Parallel(_torch.spec_of(original), *axes) if _torch.is_parallel(original) else None
-        sharded = nn.Parameter(as_dtensor(main, index, inner, local), requires_grad=original.requires_grad)
+        sharded = _torch.as_parameter(as_dtensor(main, index, inner, local), original.requires_grad)
         sharded.__dict__.update(_attributes(original))
         for site in sites:
             site.put(sharded)

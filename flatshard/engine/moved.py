@@ -177,7 +177,7 @@ def _as_main(group: Group, given: Sequence[nn.Parameter]) -> DBuffer:
 def _point(group: Group, main: DBuffer, given: Sequence[nn.Parameter]) -> None:
     """Let our parameters lie in ``main``, with the gradients and ``requires_grad`` of the ones given."""
     for index, (parameter, member) in enumerate(zip(given, group.members)):
-        fresh = nn.Parameter(as_dtensor(main, index, member.inner), requires_grad=parameter.requires_grad)
+        fresh = _torch.as_parameter(as_dtensor(main, index, member.inner), parameter.requires_grad)
         fresh.__dict__.update({**member.attributes, **member.sharded.__dict__})
         grad, member.sharded.grad = parameter.grad, None
         if grad is not None:
