@@ -3,6 +3,10 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 
+# Modules are compiled once, when they are first imported, rather than all of torch while it is installed.
+unexport PYTHONDONTWRITEBYTECODE
+PIP    := $(PY) -m pip install --quiet --no-compile --constraint constraints.txt
+
 .PHONY: train test test-full bench lint types setup format clean
 
 setup: $(READY)
@@ -10,8 +14,8 @@ setup: $(READY)
 # torch goes in first and pinned: without the pin, resolving a later package could pull another build of it.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --constraint constraints.txt torch
-	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(PIP) torch
+	$(PIP) --editable '.[dev]'
 	touch $@
 
 train: $(READY)
@@ -25,11 +29,13 @@ types: $(READY)
 	$(PY) -m mypy
 
 # Ranks wait for each other much of the time: two tests at once finish sooner, also on two cores.
+PYTEST := $(PY) -m pytest -q -n 2 --dist loadgroup
+
 test: lint types
-	$(PY) -m pytest -q -n 2 --dist loadgroup
+	$(PYTEST)
 
 test-full: lint types
-	$(PY) -m pytest -q -n 2 --dist loadgroup --full
+	$(PYTEST) --full
 
 # two real processes over Gloo; the GPU table is `python -m benchmarks.table --case all`
 bench: $(READY)
