@@ -105,7 +105,7 @@ def groups_of(model):
 
 def trained(rank, world, place, seed=1, steps=2, local_step=False):
     model = shard(make(seed), world, place)
-    made = torch.optim.AdamW(groups_of(model), lr=1e-2)
+    made = torch.optim.AdamW(groups_of(model), lr=1e-2, fused=True)
     if local_step:
         fully_shard_optimizer(made)
     if steps:
@@ -113,8 +113,9 @@ def trained(rank, world, place, seed=1, steps=2, local_step=False):
     return model, made
 
 
+@torch.no_grad()
 def plain(value):
-    return value.detach().full_tensor() if isinstance(value, DTensor) else value
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def full_state(model, optimizer=None):

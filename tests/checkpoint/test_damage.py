@@ -70,7 +70,7 @@ def test_random_damage_is_named_and_changes_nothing(ranks, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     ranks(2, _saved, str(tmp_path / "good"))
     model = make(2)
-    optimizer = torch.optim.AdamW(groups_of(model))
+    optimizer = torch.optim.AdamW(groups_of(model), fused=True)
     train(model, optimizer, 1, 0, 1)
     before = full_state(model, optimizer)
     draw = random.Random(5)

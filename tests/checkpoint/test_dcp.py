@@ -127,7 +127,7 @@ def _flattened(rank, world, place):
     for seed, steps in ((1, 2), (3, 0)):
         model = shard(make(seed), world, place)
         model.unused.requires_grad_(False)  # torch cannot flatten parameters that have no state
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
         train(model, optimizer, steps, rank, world)
         if found:
             set_optimizer_state_dict(model, optimizer, found[0][0], options=options)
@@ -171,7 +171,7 @@ def _torch_model(seed, steps, rank, world):
         block.scale = 0.5
         torch_fully_shard(block)
     torch_fully_shard(model)
-    optimizer = torch.optim.AdamW(groups_of(model), lr=1e-2)
+    optimizer = torch.optim.AdamW(groups_of(model), lr=1e-2, fused=True)
     train(model, optimizer, steps, rank, world)
     return model, optimizer
 
@@ -224,7 +224,7 @@ def _uneven(value, world, rank):
 def _with_megatron(rank, world, place, folder):
     """Names with `module.`, uneven shards; optimizer state by number, as `optimizer.state_dict()` has it."""
     source = make(1)
-    optimizer = torch.optim.AdamW([p for p in source.parameters() if p.requires_grad], lr=1e-2)
+    optimizer = torch.optim.AdamW([p for p in source.parameters() if p.requires_grad], lr=1e-2, fused=True)
     train(source, optimizer, 2, 0, 1)
 
     def theirs(model_values, state):
@@ -239,7 +239,7 @@ def _with_megatron(rank, world, place, folder):
     dcp.save(theirs(weights, optimizer.state_dict()), checkpoint_id=f"{folder}/theirs")
 
     model = shard(make(2), world, place)
-    fresh = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    fresh = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
     get_optimizer_state_dict(model, fresh)  # makes state to load into
     for index, entry in list(optimizer.state_dict()["state"].items()):
         assert entry.keys() == fresh.state_dict()["state"][index].keys()

@@ -83,12 +83,12 @@ def test_from_any_to_all(ranks, tmp_path, source):
 def test_without_processes(tmp_path):
     """A plain model, and one that was sharded, without torch.distributed; and the files are safetensors."""
     model = make(1)
-    optimizer = torch.optim.AdamW(groups_of(model))
+    optimizer = torch.optim.AdamW(groups_of(model), fused=True)
     train(model, optimizer, 2, 0, 1)
     wanted = full_state(model, optimizer)
     assert save(tmp_path / "plain", model, optimizer).result() == tmp_path / "plain"
     other = make(2)
-    fresh = torch.optim.AdamW(groups_of(other))
+    fresh = torch.optim.AdamW(groups_of(other), fused=True)
     assert load(tmp_path / "plain", other, fresh) is None
     assert_same(full_state(other, fresh), wanted)
     verify(tmp_path / "plain")
@@ -102,12 +102,12 @@ def test_the_prefix_of_a_wrapper_makes_no_difference(tmp_path):
     source = make(1)
     for number, (save_as, load_as) in enumerate(itertools.product(wrappers, wrappers)):
         saved = save_as(source)
-        optimizer = torch.optim.AdamW(groups_of(saved))
+        optimizer = torch.optim.AdamW(groups_of(saved), fused=True)
         train(source, optimizer, 1, 0, 1)
         save(tmp_path / str(number), saved, optimizer)
         other = make(2)
         loaded = load_as(other)
-        fresh = torch.optim.AdamW(groups_of(loaded))
+        fresh = torch.optim.AdamW(groups_of(loaded), fused=True)
         load(tmp_path / str(number), loaded, fresh)
         assert_same(full_state(other, fresh), full_state(source, optimizer))
 

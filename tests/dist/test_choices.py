@@ -36,7 +36,7 @@ def _trains(rank, world, axes, numbers):
         model, reference = chain(), chain()
         for module in (*model.blocks, model):
             fully_shard(module, mesh=mesh_of(axes, world), strategy=placements, layout=layout)
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, reference)]
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, fused=True) for m in (model, reference)]
         rng = torch.Generator().manual_seed(1)
         for _ in range(2):
             for micro in range(MICRO):

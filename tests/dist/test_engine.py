@@ -12,8 +12,8 @@ from tests.bench.pairs import pairwise
 from tests.dist.models import batches, loss_of, make_net, train
 
 OPTIMIZERS = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
 }
 STEPS, ROWS = 3, 36
 
@@ -90,7 +90,7 @@ def _exact(rank, world):
         each.weight.data.copy_(weights)
     fully_shard(model)
     data = torch.arange(12.0 * world).reshape(4 * world, 3) % 5
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.5) for m in (model, reference)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.5, fused=True) for m in (model, reference)]
     for _ in range(5):
         model(data.chunk(world)[rank]).sum().backward()
         (reference(data).sum() / world).backward()
@@ -123,7 +123,7 @@ def _beside_fsdp2(rank, world, reduce_dtype, recompute):
     torch_fully_shard(theirs, mp_policy=TorchPolicy(**dtypes))
     ours = shard_net(without_scalars(make_net(recompute=recompute)), mp_policy=MixedPrecisionPolicy(**dtypes))
     losses = [
-        train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), STEPS, ROWS, rank, world)
+        train(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), STEPS, ROWS, rank, world)
         for model in (ours, theirs)
     ]
     weights = [torch.cat([full(p).flatten() for p in model.parameters()]) for model in (ours, theirs)]
@@ -141,11 +141,11 @@ def test_bf16_gives_the_losses_of_fsdp2(ranks, reduce_dtype, recompute):
 
 def _bf16_against_one_process(rank, world):
     reference = make_net()
-    wanted = train(reference, torch.optim.SGD(reference.parameters(), lr=0.1), STEPS, ROWS, 0, 1)
+    wanted = train(reference, torch.optim.SGD(reference.parameters(), lr=0.1, fused=True), STEPS, ROWS, 0, 1)
     model = shard_net(
         make_net(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     )
-    losses = torch.tensor(train(model, torch.optim.SGD(model.parameters(), lr=0.1), STEPS, ROWS, rank, world))
+    losses = torch.tensor(train(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), STEPS, ROWS, rank, world))
     dist.all_reduce(losses)
     return (losses / world).tolist(), wanted
 

@@ -47,7 +47,7 @@ def test_a_budget_keeps_the_last_units_of_forward_for_backward(ranks):
 def _for_next(rank, world, blocks):
     block, root = _sizes()
     model, plain = _chain(keep_for_next=root + blocks * block), _chain()
-    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (plain, model)]
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1, fused=True) for each in (plain, model)]
     for step in range(3):
         for number in range(3):
             inputs = torch.full((2, DIM), 0.1 * (step + number + rank), requires_grad=True)

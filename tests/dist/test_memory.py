@@ -95,7 +95,7 @@ def _deletion(rank: int, world: int, recompute: str | None, last: str) -> None:
         if last == "lists":
             model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
             model.blocks[1].set_modules_to_backward_prefetch([model.blocks[0]])
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         for _ in range(2):
             loss = model(rows()).sum()
             if last != "forward":

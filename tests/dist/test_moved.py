@@ -49,7 +49,7 @@ def step(models, optimizers):
 
 
 def sgd(models):
-    return [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    return [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True) for model in models]
 
 
 def _toggled(rank, world, kind):

@@ -51,7 +51,7 @@ def shard(model, **kwargs):
 
 def run(rank, world, model, reference, steps=2, micro=1, scoped=True, **tolerance):
     """Train both and compare every step's gradients, and the weights at the end."""
-    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
+    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2, eps=1e-3, fused=True)
                   for m in (model, reference)]  # fmt: skip
     rng = torch.Generator().manual_seed(5)
     for step in range(steps):

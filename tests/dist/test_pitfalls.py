@@ -27,7 +27,7 @@ def pair(make: Any) -> tuple[nn.Module, nn.Module]:
 def equal_steps(plain: nn.Module, model: nn.Module, rank: int, world: int, steps: int = 2) -> None:
     """Train both on the same rows; gradients and weights stay equal."""
     torch.manual_seed(1)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, fused=True) for m in (plain, model)]
     for _ in range(steps):
         data = torch.randn(2 * world, DIM)
         for each, part in ((plain, data), (model, data.chunk(world)[rank])):
@@ -87,7 +87,7 @@ def test_pitfall_04_05_backward_refills_the_tensors_that_forward_used(ranks):
 def _empty_shards(rank: int, world: int) -> list[Any]:
     model = nn.Sequential(nn.Linear(DIM, 1), nn.Linear(1, 2))  # fewer rows than ranks
     fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model(rows()).sum().backward()
     optimizer.step()
     state = optimizer.state_dict()["state"]

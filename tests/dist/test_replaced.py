@@ -35,7 +35,7 @@ def _meta_then_to_empty(rank, world):
         sharded.data.copy_(
             torch.distributed.tensor.distribute_tensor(value.data, sharded.device_mesh, sharded.placements)
         )
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, fused=True) for m in (model, plain)]
     train(model, optimizers[0], STEPS, ROWS, rank, world)
     train(plain, optimizers[1], STEPS, ROWS, 0, 1)
     for sharded, value in zip(model.parameters(), plain.parameters()):
@@ -53,17 +53,17 @@ def _cast(rank, world):
     model.double()
     _check_storage(model)
     assert all(torch.equal(full(p), value.double()) for p, value in zip(model.parameters(), values))
-    losses = torch.tensor(train(model, torch.optim.SGD(model.parameters(), lr=0.1), 2, ROWS, rank, world))
+    losses = torch.tensor(train(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), 2, ROWS, rank, world))
     torch.distributed.all_reduce(losses)
     plain = make_net().double()
-    wanted = train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 2, ROWS, 0, 1)
+    wanted = train(plain, torch.optim.SGD(plain.parameters(), lr=0.1, fused=True), 2, ROWS, 0, 1)
     torch.testing.assert_close(losses / world, torch.tensor(wanted), rtol=1e-6, atol=0)
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1), 1, ROWS, rank, world)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), 1, ROWS, rank, world)
     model.load_state_dict(state, assign=True)
     _check_storage(model)
     assert all(torch.equal(full(p), full(value)) for p, value in zip(model.parameters(), state.values()))
-    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), 1, ROWS, rank, world)
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), 1, ROWS, rank, world)
 
 
 def test_casting_and_assigned_state_are_absorbed(ranks):
@@ -84,7 +84,7 @@ def _copied(rank, world, layout):
     model = shard_net(make_net(), layout=layout)
     state = copy.deepcopy(model.state_dict())
     wanted = {name: full(value).clone() for name, value in model.state_dict().items()}
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1), 1, ROWS, rank, world)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), 1, ROWS, rank, world)
     assert all(torch.equal(full(value), wanted[name]) for name, value in state.items())
     model.load_state_dict(state)
     assert all(torch.equal(full(value), wanted[name]) for name, value in model.state_dict().items())

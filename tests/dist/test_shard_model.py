@@ -21,8 +21,8 @@ def _auto(rank, world):
     assert names == ["", "embed", "blocks.0", "blocks.1", "blocks.2", "head"]
     assert {row.unit for row in table.rows} == {name or "(root)" for name in names}
     reference = make_net()
-    wanted = train(reference, torch.optim.SGD(reference.parameters(), lr=0.1), STEPS, ROWS, 0, 1)
-    losses = torch.tensor(train(model, torch.optim.SGD(model.parameters(), lr=0.1), STEPS, ROWS, rank, world))
+    wanted = train(reference, torch.optim.SGD(reference.parameters(), lr=0.1, fused=True), STEPS, ROWS, 0, 1)
+    losses = torch.tensor(train(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), STEPS, ROWS, rank, world))
     torch.distributed.all_reduce(losses)
     torch.testing.assert_close(losses / world, torch.tensor(wanted), rtol=2e-5, atol=2e-5)
 
@@ -87,7 +87,7 @@ def test_units_can_be_given_as_classes_and_import_paths(ranks):
 def _with_optimizer(rank, world):
     """An optimizer with state from before sharding goes on as if nothing had happened."""
     models = make_net(), make_net()
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True) for model in models]
     for model, optimizer in zip(models, optimizers):
         train(model, optimizer, 2, ROWS, 0, 1)
     records: list[logging.LogRecord] = []

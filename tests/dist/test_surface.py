@@ -39,7 +39,7 @@ def test_a_unit_is_a_subclass_of_its_own_class_and_of_pytorchs_fsdp_module(ranks
 
 def _unshard(rank, world, strategy):
     model = shard_net(make_net(), strategy=strategy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     loss_of(model, torch.zeros(2, 5, dtype=torch.long)).backward()
     optimizer.step()
     block = model.blocks[0]

@@ -176,9 +176,9 @@ def test_share_comm_ctx(ranks):
 
 def _event(rank, world):
     model = sharded_chain()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     reference = chain()
-    other = torch.optim.SGD(reference.parameters(), lr=0.1)
+    other = torch.optim.SGD(reference.parameters(), lr=0.1, fused=True)
     for number in range(2):
         model(mine(rank, world, number)).sum().backward()
         optimizer.step()

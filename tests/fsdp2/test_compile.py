@@ -69,7 +69,7 @@ def launched(model: nn.Module) -> list[tuple[int, list[str]]]:
 
 def rounds(model: nn.Module, rank: int, world: int) -> Iterator[list[float]]:
     """Losses of a few micro-batched steps and an evaluation, again and again."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     while True:
         losses = train(model, optimizer, 2, ROWS, rank, world, micro=2)
         model.eval()
@@ -175,7 +175,7 @@ def _straight(rank, world, frozen):
         return model
 
     def losses(call: nn.Module, model: nn.Module) -> Iterator[list[float]]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
         generator = torch.Generator().manual_seed(rank)
         while True:
             found = []
@@ -248,7 +248,7 @@ def _with_tensor_parallel(rank, world):
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, fused=True) for each in (plain, model)]
     with compiler():
         compiled = torch.compile(model, backend="aot_eager")
         for step in range(4):

@@ -18,7 +18,7 @@ UNITS = DEPTH + 1
 def _sync(rank, world):
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("outer", "inner"))
     model = sharded_chain(mesh=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     model(mine(rank, world)).sum().backward()
     model.zero_grad()
     counts = []

@@ -41,7 +41,7 @@ def _train(rank, world, apart, choices, sizes):
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
         reference, model = build(), shard(build(), CPUOffloadPolicy(), mesh=mesh, **choices)
     assert all(group.home.host == apart for module in model for group in unit_of(module).groups)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, reference)]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (model, reference)]
     fully_shard_optimizer(optimizers[0])
     seen = {}
     for parameter in model.parameters():

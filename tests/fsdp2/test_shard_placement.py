@@ -52,7 +52,7 @@ def _train(rank, world, choose, wrap, choices):
     """Losses, gradients and weights of several steps equal those of one process with the whole batch."""
     reference, model = build(), shard(build(), choose, **choices)
     flatshard.check_buffers(model)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, reference)]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (model, reference)]
     if wrap:
         fully_shard_optimizer(optimizers[0])
     data = torch.randn(4, 4 * world, 6, generator=torch.Generator().manual_seed(1))
@@ -148,7 +148,7 @@ def test_accumulated_gradients_of_any_dim(ranks):
 def _checkpoint(rank, world, folder):
     def make(choose):
         model = shard(nn.Sequential(Net(), nn.Linear(4, 6), Net()), choose)
-        return model, fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        return model, fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
 
     torch.manual_seed(0)
     model, optimizer = make(last_dim)

@@ -53,7 +53,7 @@ def _trains(rank, world, keeper, reshard, recompute, strategy, micro):
     fully_shard(model, reshard_after_forward=reshard, strategy=strategy)
     assert model.head.weight is model.embed.weight
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in reference.named_parameters()]
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in (reference, model)]
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True) for net in (reference, model)]
     for number in range(3):
         tokens = _tokens(number)
         _loss(reference, tokens).backward()

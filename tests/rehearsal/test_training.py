@@ -20,7 +20,7 @@ def build():
 
 
 def train(model, steps=4):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     losses = []
     for step in range(steps):
         torch.manual_seed(step)
@@ -107,7 +107,7 @@ SCRIPT = """
 import sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
-optimizer = torch.optim.AdamW(model.parameters())
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 for _ in range(int(sys.argv[1])):
     model(torch.randn(4, 64)).sum().backward()
     optimizer.step()

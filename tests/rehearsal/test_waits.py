@@ -16,7 +16,7 @@ model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
 for layer in model:
     fully_shard(layer)
 fully_shard(model)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
 for _ in range(5):
     model(torch.randn(4, 64)).sum().backward()
     optimizer.step()
