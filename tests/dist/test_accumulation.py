@@ -144,7 +144,7 @@ def _no_last_backward(rank, world, case):
     for number in range(MICRO - 1):
         reference(rows[number]).square().mean().backward()
     for ours, theirs in zip(model.parameters(), reference.parameters()):
-        torch.testing.assert_close(full(ours.grad), theirs.grad, rtol=1e-4, atol=1e-6)
+        assert_rows(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
     counts = [op.kind for op in unit_of(model).scope.reduce_lane.history]
     model.zero_grad()
     with microbatch(model):
@@ -165,7 +165,7 @@ def _no_last_backward(rank, world, case):
     plain(rows[0]).mean().backward()
     plain.one(rows[1]).mean().backward()
     for ours, theirs in zip(pair.parameters(), plain.parameters()):
-        torch.testing.assert_close(full(ours.grad), theirs.grad, rtol=1e-4, atol=1e-6)
+        assert_rows(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_a_last_micro_batch_without_backward_reduces_what_waits(ranks):
@@ -215,7 +215,7 @@ def _scopes(rank, world):
     # persistent compute weights: refreshed once per step, and per unit
     assert counts == [[1, 2], [2, 4], [3, 6]]
     for ours, theirs in zip(model.parameters(), reference.parameters()):
-        torch.testing.assert_close(full(ours), theirs.data, rtol=1e-4, atol=1e-6)
+        assert_rows(ours, theirs.data, rtol=1e-4, atol=1e-6)
     # Nested: the inner one counts for what is below it, and what held before holds again.
     with microbatch(model, is_first=False, is_last=False):
         assert set(flags()) == {(False, False)}
@@ -286,7 +286,7 @@ def _scale(rank, world, case, scale):
                 model(data.chunk(world)[rank]).sum().backward()
             (reference(data).sum() * factor).backward()
         for ours, theirs in zip(model.parameters(), reference.parameters()):
-            assert torch.equal(full(ours.grad), theirs.grad), (saying, layout)
+            assert_rows(ours.grad, theirs.grad, rtol=0, atol=0, msg=f"{saying}, {layout}")
 
 
 @pytest.mark.parametrize("scale", ["mean", 0.125, *(pytest.param(s, marks=pytest.mark.full) for s in ("sum", 2))])
@@ -321,9 +321,7 @@ def _per_token(rank, world, case):
         logits = reference(tokens[:, :-1]).flatten(0, 1)
         F.cross_entropy(logits, targets.flatten(), ignore_index=-1).backward()
         for (name, ours), theirs in zip(model.named_parameters(), reference.parameters()):
-            torch.testing.assert_close(
-                full(ours.grad), theirs.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
-            )
+            assert_rows(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
         model.zero_grad()
         reference.zero_grad()
 

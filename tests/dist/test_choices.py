@@ -10,9 +10,9 @@ from torch.distributed.tensor import Shard
 
 from flatshard import MixedPrecisionPolicy, Placements, fully_shard
 from flatshard.layout import Block, Flat, Partial, Replicate, Whole
+from tests.dist.models import assert_rows
 from tests.dist.test_accumulation import MICRO, Say, chain
 from tests.dist.test_counts import DIM
-from tests.dist.models import assert_rows
 from tests.dist.test_errors import refused
 from tests.dist.test_strategies import mesh_of
 

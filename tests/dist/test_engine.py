@@ -9,7 +9,7 @@ from torch import nn
 
 from flatshard import MixedPrecisionPolicy, fully_shard
 from tests.bench.pairs import pairwise
-from tests.dist.models import batches, loss_of, make_net, train
+from tests.dist.models import assert_rows, batches, loss_of, make_net, train
 
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
@@ -42,7 +42,7 @@ def _against_one_process(rank, world, optimizer, recompute, micro, set_to_none):
     dist.all_reduce(mean)
     torch.testing.assert_close(mean / world, torch.tensor(wanted), rtol=2e-5, atol=2e-5)
     for (name, sharded), plain in zip(model.named_parameters(), reference.parameters()):
-        torch.testing.assert_close(full(sharded), plain.data, rtol=2e-4, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+        assert_rows(sharded, plain.data, rtol=2e-4, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
     return losses
 
 
@@ -72,9 +72,7 @@ def _gradients(rank, world):
     loss_of(model, tokens.chunk(world)[rank]).backward()
     for (name, sharded), plain in zip(model.named_parameters(), reference.parameters()):
         assert sharded.grad.shape == plain.shape
-        torch.testing.assert_close(
-            full(sharded.grad), plain.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        assert_rows(sharded.grad, plain.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -145,7 +143,9 @@ def _bf16_against_one_process(rank, world):
     model = shard_net(
         make_net(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     )
-    losses = torch.tensor(train(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), STEPS, ROWS, rank, world))
+    losses = torch.tensor(
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), STEPS, ROWS, rank, world)
+    )
     dist.all_reduce(losses)
     return (losses / world).tolist(), wanted
 

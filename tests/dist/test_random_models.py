@@ -36,7 +36,8 @@ def optimizer_of(case: Case) -> torch.optim.Optimizer:
     wanted = wanted or [nn.Parameter(torch.zeros(1))]
     if case.optimizer == "sgd":
         return torch.optim.SGD(wanted, lr=0.1, momentum=0.9, foreach=True)
-    return torch.optim.AdamW(wanted, lr=1e-2, eps=1e-3, fused=True)  # a large eps: noise in a gradient that is zero must not count
+    # A large eps: noise in a gradient that is zero must not count.
+    return torch.optim.AdamW(wanted, lr=1e-2, eps=1e-3, fused=True)
 
 
 def loss_of(case: Case, rows: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

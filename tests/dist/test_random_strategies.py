@@ -158,7 +158,8 @@ BATCHES = [list(range(first, first + BATCH)) for first in range(FIRST, FIRST + S
 @pytest.mark.parametrize(
     "seeds",
     [seeds if i in (0, 3, 5, 7) else pytest.param(seeds, marks=pytest.mark.full) for i, seeds in enumerate(BATCHES)],
-    ids=lambda seeds: "-".join(f"seed{seed}" for seed in seeds))
+    ids=lambda seeds: "-".join(f"seed{seed}" for seed in seeds),
+)
 def test_random_choices_equal_one_process(ranks, request, seeds):
     chosen = [seed for seed in seeds if f"seed{seed}" in (request.config.option.keyword or "")]
     ranks(world_of(seeds[0]), _seeds, chosen or seeds)

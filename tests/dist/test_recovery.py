@@ -7,7 +7,6 @@ from flatshard import microbatch
 from flatshard.engine.build import units_below
 from flatshard.engine.unit import Phase, unit_of
 from tests.dist.models import batches, loss_of, make_net
-from tests.dist.test_engine import full
 from tests.dist.test_errors import Bomb
 from tests.dist.test_moved import KINDS, sharded
 from tests.dist.test_strategies import world_of
@@ -84,7 +83,7 @@ def train(model, rank, world, interrupted=None, reset=False):
         optimizer.step()
         optimizer.zero_grad()
         at_rest(model)
-    return [full(parameter).detach().clone() for parameter in model.parameters()]
+    return [parameter.to_local().detach().clone() for parameter in model.parameters()]
 
 
 def _interrupted(rank, world, kind, recompute, ways):
@@ -132,7 +131,7 @@ def _another_backward(rank, world, kind):
         model.zero_grad()
         losses[1].backward()
         for ours, theirs in zip(model.parameters(), clean.parameters()):
-            assert torch.equal(full(ours.grad), full(theirs.grad))
+            assert torch.equal(ours.grad.to_local(), theirs.grad.to_local())
         at_rest(model)
         model.zero_grad()
 
@@ -154,7 +153,7 @@ def _outside(rank, world, kind):
             with microbatch(each, is_first=number == 0, is_last=number == 1):
                 loss_of(each, part).backward()
     for ours, theirs in zip(model.parameters(), clean.parameters()):
-        assert torch.equal(full(ours.grad), full(theirs.grad))
+        assert torch.equal(ours.grad.to_local(), theirs.grad.to_local())
     at_rest(model)
 
 

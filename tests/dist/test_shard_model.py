@@ -22,7 +22,9 @@ def _auto(rank, world):
     assert {row.unit for row in table.rows} == {name or "(root)" for name in names}
     reference = make_net()
     wanted = train(reference, torch.optim.SGD(reference.parameters(), lr=0.1, fused=True), STEPS, ROWS, 0, 1)
-    losses = torch.tensor(train(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), STEPS, ROWS, rank, world))
+    losses = torch.tensor(
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), STEPS, ROWS, rank, world)
+    )
     torch.distributed.all_reduce(losses)
     torch.testing.assert_close(losses / world, torch.tensor(wanted), rtol=2e-5, atol=2e-5)
 

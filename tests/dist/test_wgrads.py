@@ -118,7 +118,13 @@ CASES = [
     ("twice", None, {}, False, EXACT),
     ("twice", "reentrant", {"layout": "flat"}, True, EXACT),
     ("twice", "non-reentrant", {"strategy": "optim"}, True, EXACT),
-    ("net", None, {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}, False, {"rtol": 3e-2, "atol": 2e-3}),
+    (
+        "net",
+        None,
+        {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
+        False,
+        {"rtol": 3e-2, "atol": 2e-3},
+    ),
 ]
 
 
