@@ -98,7 +98,7 @@ def _as_eager(rank, world, way, recompute, policy=None, backend="aot_eager", tol
 
 
 RECOMPUTE = [None, "reentrant", "non-reentrant"]
-CHOSEN = list(zip(BLOCK_WAYS, RECOMPUTE))
+CHOSEN = [(BLOCK_WAYS[0], "reentrant"), (BLOCK_WAYS[1], "non-reentrant")]  # bf16, below, has no recomputation
 
 
 @pytest.mark.parametrize(("way", "recompute"), CHOSEN)
