@@ -215,6 +215,9 @@ class SchedulePolicy:
     ``keep_for_next``: bytes of gathered weights that may be kept from the backward of one micro-batch to the forward of
     the next, inside `microbatch(is_last=False)`, which says that the weights do not change in between. Activations
     take that memory again as the forward goes on, so it seldom adds to the peak.
+    ``planned_pool``: give gathered weights fixed addresses, planned from which of them are in use together; what is
+    kept under ``keep_for_next`` has none. Passes that do not go by the plan are as right as without it, and the next
+    plan has room for them; `summary` shows how it does.
     """
 
     prefetch: bool = True
@@ -224,6 +227,7 @@ class SchedulePolicy:
     separate_groups: bool = True
     keep_for_backward: int = 0
     keep_for_next: int = 0
+    planned_pool: bool = False
 
     def __post_init__(self) -> None:
         if self.keep_for_backward < 0 or self.keep_for_next < 0:

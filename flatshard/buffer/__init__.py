@@ -2,6 +2,7 @@
 
 from flatshard.buffer.dbuffer import DBuffer, turns
 from flatshard.buffer.lanes import Exchange, Lane, Operation, Ticket
+from flatshard.buffer.planned import Planner, PoolStatistics
 from flatshard.buffer.pools import Pool
 
-__all__ = ["DBuffer", "Exchange", "Lane", "Operation", "Pool", "Ticket", "turns"]
+__all__ = ["DBuffer", "Exchange", "Lane", "Operation", "Planner", "Pool", "PoolStatistics", "Ticket", "turns"]

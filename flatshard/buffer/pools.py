@@ -6,10 +6,13 @@ keep their identity, so a unit that is gathered again in backward fills the very
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from flatshard import _torch
 from flatshard.buffer.lanes import Lane, Ticket
+from flatshard.buffer.planned import Planner
 
 # A slot serves tensors of its own size and of somewhat smaller ones: a block in the place of an embedding would keep it
 # from the head, which needs all of it.
@@ -19,15 +22,20 @@ _ROOM, _GRANULE = 1 / 256, 2 << 20
 
 
 class _Slot:
-    """Device memory for one tensor at a time: a memory pool of its own, so that nothing ever splits its block."""
+    """Device memory for one tensor at a time: a memory pool of its own, so that nothing ever splits its block.
+
+    On CPU it is only the right to have storage.
+    """
 
     __slots__ = ("allocating", "least", "pool", "released", "size")
 
-    def __init__(self, size: int, index: int) -> None:
+    def __init__(self, size: int, device: torch.device) -> None:
         self.size = -(-int(size + size * _ROOM) // _GRANULE) * _GRANULE
         self.least = int(_SHARE * size) if self.size > _GRANULE else 0
-        self.pool = torch.cuda.MemPool()
-        self.allocating = _torch.AllocatingFrom(self.pool, index)
+        self.pool = torch.cuda.MemPool() if device.type == "cuda" else None
+        self.allocating: AbstractContextManager[None] = nullcontext()
+        if self.pool is not None:
+            self.allocating = _torch.AllocatingFrom(self.pool, device.index)
         self.released: Ticket | None = None  # where the stream stood that read it last
 
 
@@ -37,10 +45,14 @@ class Pool:
     On CUDA the storage comes from private memory pools and belongs to the lane's stream. Release records where the
     releasing stream stands, and the lane waits for that point before it takes that memory again: so a block that is
     reused is never written while it is still read, and no ``record_stream`` delays its return.
+
+    With a ``planner``, every buffer has one slot, and so one address. A buffer whose slot is in use, or that has none
+    yet, gets memory as without a planner; `settle` makes a plan that has room for it.
     """
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, lane: Lane, planner: Planner | None = None) -> None:
         self.lane = lane
+        self.planner = planner
         self.live_bytes = 0
         self.peak_bytes = 0
         self.live_buffers = 0
@@ -51,6 +63,7 @@ class Pool:
         self.num_slots = 0
         self._free: list[_Slot] = []
         self._taken: dict[int, _Slot] = {}  # by the storage that has it
+        self._planned: list[_Slot | None] = []  # those of the plan, taken or free or not made yet
         self._lasting: dict[int, torch.cuda.Stream] = {}  # by storage, the stream of its heap
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -81,7 +94,7 @@ class Pool:
         size = tensor.numel() * tensor.element_size()
         if storage.nbytes() or not size:
             return
-        if self.lane.stream is None:
+        if self.lane.stream is None and (lasting or self.planner is None):
             storage.resize_(size)
         elif lasting:
             storage.resize_(size)
@@ -89,7 +102,7 @@ class Pool:
                 pass  # what the current stream still does with that memory comes first
             self._lasting[storage._cdata] = _torch.current_stream(self.lane.device.index)
         else:
-            slot = self._take(size)
+            slot = self._take(size) if self.planner is None else self._take_planned(self.planner, tensor, size)
             with self.lane.entered(() if slot.released is None else (slot.released,)), slot.allocating:
                 storage.resize_(size)
             slot.released = None
@@ -109,27 +122,66 @@ class Pool:
         size = storage.nbytes()
         if not size:
             return
-        if self.lane.stream is not None:
+        if self.lane.stream is not None or self._taken:
             slot, heap = self._taken.pop(storage._cdata, None), self._lasting.pop(storage._cdata, None)
             if slot is not None:
                 slot.released = self.lane.mark()
                 self._free.append(slot)
+                if self.planner is not None:
+                    self.planner.release(tensor)
             elif heap is not None and heap != _torch.current_stream(self.lane.device.index):
                 self.lane.mark().hold_up(heap)
         storage.resize_(0)
         self.live_bytes -= size
         self.live_buffers -= 1
 
+    def forget(self) -> None:
+        """An exception broke the running pass off: the plan learns nothing from it."""
+        if self.planner is not None:
+            self.planner.forget()
+
+    def settle(self) -> None:
+        """A pass is over. Where it did not go by the plan and nothing is live any more, plan anew."""
+        if self.planner is None or not self.planner.settle():
+            return
+        self._planned = [self._fitting(size) for size in self.planner.plan.sizes]
+        # The rest goes back to the device, once all streams are done with it.
+        with self.lane.entered([slot.released for slot in self._free if slot.released is not None]):
+            pass
+        self.num_slots -= len(self._free)
+        self._free = [slot for slot in self._planned if slot is not None]
+
+    def _take_planned(self, planner: Planner, tensor: torch.Tensor, size: int) -> _Slot:
+        """The slot of this buffer if it has one and that is free, else another."""
+        index = planner.place(tensor)
+        slot = None if index is None else self._planned[index]
+        as_planned = index is not None and (slot is None or slot in self._free)
+        if index is None or not as_planned:
+            slot = self._take(size)
+        elif slot is None:
+            slot = self._planned[index] = self._make(planner.plan.sizes[index])
+        else:
+            self._free.remove(slot)
+        planner.take(tensor, size, as_planned)
+        return slot
+
     def _take(self, size: int) -> _Slot:
         """A free slot for so many bytes: the smallest that has them, a new one if that would waste too much."""
+        return self._fitting(size) or self._make(size)
+
+    def _fitting(self, size: int) -> _Slot | None:
         fitting = [slot for slot in self._free if slot.least <= size <= slot.size]
         if not fitting:
-            slot = _Slot(size, self.lane.device.index)
-            self.num_slots += 1
-            with self.lane.entered(), slot.allocating:
-                torch.empty(slot.size, dtype=torch.uint8, device=self.lane.device)  # reserves it; freed at once
-            return slot
+            return None
         # Of equal ones, that which was released first: the lane waits the least for it.
         slot = min(fitting, key=lambda slot: slot.size)
         self._free.remove(slot)
+        return slot
+
+    def _make(self, size: int) -> _Slot:
+        slot = _Slot(size, self.lane.device)
+        self.num_slots += 1
+        if slot.pool is not None:
+            with self.lane.entered(), slot.allocating:
+                torch.empty(slot.size, dtype=torch.uint8, device=self.lane.device)  # reserves it; freed at once
         return slot

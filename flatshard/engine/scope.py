@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flatshard import _torch, _waits
-from flatshard.buffer import Lane, Pool
+from flatshard.buffer import Lane, Planner, Pool
 from flatshard.engine.gradients import Reduction
 from flatshard.engine.group import Group
 from flatshard.engine.schedule import Pass, Program
@@ -50,7 +50,7 @@ class Scope:
         self.main_event: Any = None  # gathers of the next forward wait for it, and not for the current stream
         self.gather_lane = Lane("gather", device)
         self.reduce_lane = Lane("reduce", device, own_groups=policy.separate_groups)
-        self.gather_pool = Pool(self.gather_lane)
+        self.gather_pool = Pool(self.gather_lane, Planner() if policy.planned_pool else None)
         self.reduce_pool = Pool(self.reduce_lane)
         self.program = Program(len(units))
         self.reductions = 0
@@ -104,6 +104,7 @@ class Scope:
                 for group in unit.groups:
                     group.mark_stale()
         self._ahead.clear()
+        self.gather_pool.settle()
         # The gathers of this pass read main after all that has been enqueued so far, the optimizer's writes included.
         self.refresh_order()
         self.program.begin(Pass.FORWARD if torch.is_grad_enabled() else Pass.FORWARD_NO_GRAD, entry.index)
@@ -161,6 +162,7 @@ class Scope:
             unit.reset()
         self._ahead.clear()
         self._retained, self.entry, self._end = None, None, None
+        self.gather_pool.forget()
         self.program.abandon()
 
     # Gathers

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from flatshard import _torch
+from flatshard.buffer import PoolStatistics
 from flatshard.engine.build import units_below
 from flatshard.engine.group import Group
 from flatshard.engine.unit import Unit
@@ -33,9 +34,10 @@ class GroupRow:
 
 @dataclass(frozen=True)
 class Summary:
-    """A table of units and groups; ``str`` formats it."""
+    """A table of units and groups, and how the planned pool does, if there is one; ``str`` formats it."""
 
     rows: tuple[GroupRow, ...]
+    pool: PoolStatistics | None = None
 
     @property
     def bytes_per_rank(self) -> int:
@@ -76,13 +78,22 @@ class Summary:
         lines.insert(1, "  ".join("-" * width for width in widths))
         total = sum(row.parameters for row in self.rows)
         lines.append(f"{total:,} parameters, {_bytes(self.bytes_per_rank)} of main weights on this rank")
+        if self.pool is not None:
+            pool = self.pool
+            lines.append(
+                f"planned pool: {pool.slots} slots of {_bytes(pool.bytes)} in all, plan {pool.plans}; "
+                f"{pool.planned:,} buffers in their places, {pool.missed:,} elsewhere"
+            )
         return "\n".join(lines)
 
 
 def summary(model: nn.Module) -> Summary:
     """The units at and below ``model`` and their groups: what is sharded how, and what it costs."""
     rows = []
+    pool = None
     for name, unit in units_below(model):
+        if pool is None and unit.scope is not None and unit.scope.gather_pool.planner is not None:
+            pool = unit.scope.gather_pool.planner.statistics
         keeps = name == "" if unit.reshard_after_forward is None else not unit.reshard_after_forward
         for group in unit.groups:
             main = group.main
@@ -101,7 +112,7 @@ def summary(model: nn.Module) -> Summary:
                 )
             )
         rows.extend(_plain_rows(name or "(root)", unit))
-    return Summary(tuple(rows))
+    return Summary(tuple(rows), pool)
 
 
 def _kept(unit: Unit, group: Group, keeps: bool) -> str:
