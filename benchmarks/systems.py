@@ -84,19 +84,20 @@ def fsdp2(setup: Setup) -> Step:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=setup.dtype, reduce_dtype=setup.dtype)
-    return sharded(setup, fully_shard, policy)
+    return trainer(setup, sharded_model(setup, fully_shard, policy))
 
 
-def flat(setup: Setup) -> Step:
+def flat(setup: Setup, planned_pool: bool = False) -> Step:
     """flatshard, by FSDP2's own argument names, with its optimizer step on local tensors.
 
     It is told which micro-batch runs, and keeps blocks gathered from one to the next in memory that is free then.
     """
     policy = flatshard.MixedPrecisionPolicy(param_dtype=setup.dtype, reduce_dtype=setup.dtype)
-    if setup.microbatches == 1:
-        return sharded(setup, flatshard.fully_shard, policy, flatshard.fully_shard_optimizer)
-    schedule = flatshard.SchedulePolicy(keep_for_next=BETWEEN_MICROBATCHES)
+    kept = BETWEEN_MICROBATCHES if setup.microbatches > 1 else 0
+    schedule = flatshard.SchedulePolicy(keep_for_next=kept, planned_pool=planned_pool)
     model = sharded_model(setup, functools.partial(flatshard.fully_shard, schedule=schedule), policy)
+    if setup.microbatches == 1:
+        return trainer(setup, model, flatshard.fully_shard_optimizer)
 
     def around(number: int) -> AbstractContextManager[None]:
         return flatshard.microbatch(model, is_first=number == 0, is_last=number == setup.microbatches - 1)
@@ -107,6 +108,7 @@ def flat(setup: Setup) -> Step:
 SYSTEMS: dict[str, Callable[[Setup], Step]] = {"limit": limit, "ddp": ddp, "fsdp2": fsdp2}
 if hasattr(flatshard, "fully_shard"):
     SYSTEMS["flatshard"] = flat
+    SYSTEMS["flatshard-planned"] = functools.partial(flat, planned_pool=True)
 
 
 def on_meta(setup: Setup) -> Llama:
@@ -115,10 +117,6 @@ def on_meta(setup: Setup) -> Llama:
     for block in model.blocks if setup.compiled else ():
         block.compile(fullgraph=True)
     return model
-
-
-def sharded(setup: Setup, fully_shard: Callable[..., object], policy: object, wrap: Wrap | None = None) -> Step:
-    return trainer(setup, sharded_model(setup, fully_shard, policy), wrap)
 
 
 def sharded_model(setup: Setup, fully_shard: Callable[..., object], policy: object) -> Llama:

@@ -41,7 +41,7 @@ CASES = {
     "d": Setup(LLAMA_1B, batch=1, seq=2048, world=8, microbatches=4),
     "tiny": Setup(LLAMA_TINY, batch=2, seq=128, world=8, device="cpu", dtype=torch.float32),
 }
-DEFAULT_SYSTEMS = [name for name in SYSTEMS if name != "ddp"]
+DEFAULT_SYSTEMS = ["limit", "fsdp2", "flatshard"]
 COMPILED = "+compile"  # ends the name of a row whose blocks are compiled
 
 
