@@ -147,9 +147,12 @@ def _move(transfer: Transfer, dst: torch.Tensor, src: torch.Tensor) -> None:
     # `.data` has a version counter of its own: like any other backend, this one leaves autograd's counters alone.
     dst, src = dst.data.view(-1), src.data.view(-1)
     if not transfer.fold:
-        for slot in dst.chunk(transfer.slots) if dst.numel() else ():
-            if slot.data_ptr() != src.data_ptr():
-                slot.copy_(src)
+        if dst.numel():
+            # All slots but the one that is the source, if one is: a copy must not overlap what it reads.
+            slots = dst.view(transfer.slots, -1)
+            at = (src.data_ptr() - dst.data_ptr()) // (slots.shape[1] * dst.element_size())
+            for part in (slots[:at], slots[at + 1 :]) if 0 <= at < transfer.slots else (slots,):
+                part.copy_(src)
         return
     if transfer.slots > 1:
         src.view(torch.uint8).max()  # a reduction reads the other ranks' slots too
