@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks import direct_wgrads
+from benchmarks import direct_wgrads, growth
 from benchmarks.models import LLAMA_1B, LLAMA_8B, LLAMA_TINY, Llama
 from benchmarks.systems import SYSTEMS
 from benchmarks.table import CASES, describe, measure
@@ -58,3 +58,20 @@ def test_direct_weight_gradients_are_measured(one_thread):
     rows = {str(direct): direct_wgrads.measure("tiny", "unreduced", direct, steps=1, warmup=1) for direct in (0, 1)}
     assert rows["0"]["loss"] == pytest.approx(rows["1"]["loss"], rel=1e-4)
     assert len(direct_wgrads.describe(rows).splitlines()) == 3
+
+
+@pytest.mark.limit(120)
+def test_the_host_does_as_much_per_unit_for_any_number_of_units_and_ranks(one_thread):
+    """In calls of functions, which do not depend on how busy the machine is; bytes are those of the formula."""
+    rows = {
+        (units, world): growth.measure("flatshard", units, world, "cpu", steps=1)
+        for units, world in ((4, 8), (8, 8), (16, 8), (8, 256))
+    }
+    calls, launches = ({point: row[name] for point, row in rows.items()} for name in ("calls", "launches"))
+    assert calls[16, 8] - calls[8, 8] == 2 * (calls[8, 8] - calls[4, 8])
+    assert calls[8, 256] == calls[8, 8]
+    assert launches == {point: 3 * point[0] for point in rows}
+    assert {point: row["bytes"] for point, row in rows.items()} == {
+        point: row["formula_bytes"] for point, row in rows.items()
+    }
+    assert len({growth.describe({"system": "flatshard", "units": u, "world": w, **rows[u, w]}) for u, w in rows}) == 4
