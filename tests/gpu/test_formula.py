@@ -1,5 +1,7 @@
 """The formula of bytes on a GPU: what the allocator was asked for at rest and at the fullest moment of a step."""
 
+import gc
+
 import pytest
 import torch
 
@@ -18,12 +20,11 @@ def requested(moment: str) -> int:
     return torch.cuda.memory_stats()[f"requested_bytes.all.{moment}"]
 
 
-def warm_up() -> None:
+def warm_up(case: Case) -> None:
     """The workspaces of matrix products, of the forward's and of the backward's thread, are there to stay."""
-    weight = torch.randn(64, 64, device="cuda", dtype=BF16, requires_grad=True)
-    (weight @ weight).sum().backward()
-    weight = torch.randn(64, 64, device="cuda", requires_grad=True)
-    (weight @ weight).sum().backward()
+    with torch.device("cuda"):
+        model, token = case.build(CONFIG).to(case.param), torch.zeros(1, 1, dtype=torch.long)
+    model(token, token).backward()
     torch.cuda.synchronize()
 
 
@@ -45,7 +46,8 @@ def warm_up() -> None:
 )
 def test_bytes_at_rest_and_at_the_peak(case):
     formula = case.formula(CONFIG)
-    warm_up()
+    warm_up(case)
+    gc.collect()
     before = requested("current")
     with rehearse(case.world, "free"):
         with torch.device("cuda"):
