@@ -9,12 +9,12 @@ Buffers are numbers, in the order of their first use: ranks that run the same pr
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 
 @dataclass(frozen=True)
@@ -57,25 +57,27 @@ class Planner:
     def __init__(self) -> None:
         self.plan = Plan({}, [])
         self.plans = self.planned = self.missed = 0
-        self._numbers = WeakTensorKeyDictionary()  # of the buffers that exist
         self._count = 0
+        self._numbers: dict[int, int] = {}  # by the tensor's id
+        self._tensors: dict[int, weakref.ref[torch.Tensor]] = {}
         self._sizes: dict[int, int] = {}
         self._live: set[int] = set()
         self._recent: dict[int, set[int]] = {}  # by buffer, those live when it was taken, since the last `settle`
         self._beside: dict[int, set[int]] = {}  # the same of all passes before, both ways
         self._differs = False  # a buffer did not get its place
 
-    def place(self, tensor: torch.Tensor) -> int | None:
-        """The slot that a buffer is to have, if there is a plan for it."""
-        return self.plan.slot_of.get(self._numbers.get(tensor, -1))
-
-    def take(self, tensor: torch.Tensor, size: int, as_planned: bool) -> None:
-        """A buffer has become live, in its slot or elsewhere."""
-        number: int | None = self._numbers.get(tensor)
-        if number is None:
-            self._numbers[tensor] = number = self._count
-            self._sizes[number] = size
+    def number(self, tensor: torch.Tensor) -> int:
+        """The number of a buffer, a new one if it is new."""
+        number = self._numbers.get(id(tensor))
+        if number is None or self._tensors[number]() is not tensor:
+            self._numbers[id(tensor)] = number = self._count
+            self._tensors[number] = weakref.ref(tensor)
+            self._sizes[number] = tensor.numel() * tensor.element_size()
             self._count += 1
+        return number
+
+    def take(self, number: int, as_planned: bool) -> None:
+        """A buffer has become live, in its slot or elsewhere."""
         self._recent.setdefault(number, set()).update(self._live)
         self._live.add(number)
         if as_planned:
@@ -85,7 +87,7 @@ class Planner:
             self._differs = True
 
     def release(self, tensor: torch.Tensor) -> None:
-        self._live.discard(self._numbers.get(tensor, -1))
+        self._live.discard(self.number(tensor))
 
     def forget(self) -> None:
         """The running pass was broken off: what it did is no pattern."""
@@ -102,8 +104,9 @@ class Planner:
             for other in others:
                 self._beside.setdefault(other, set()).add(number)
         self._recent.clear()
-        if len(self._numbers) != len(self._sizes):
-            self._drop(set(self._sizes) - set(self._numbers.values()))
+        gone = {number for number, tensor in self._tensors.items() if tensor() is None}
+        if gone:
+            self._drop(gone)
         if self._live or not (self._differs or self._beside.keys() != self.plan.slot_of.keys()):
             return False
         self.plan = make_plan({number: self._sizes[number] for number in self._beside}, self._beside)
@@ -112,8 +115,9 @@ class Planner:
         return True
 
     def _drop(self, gone: set[int]) -> None:
+        self._numbers = {key: number for key, number in self._numbers.items() if number not in gone}
         for number in gone:
-            del self._sizes[number]
+            del self._tensors[number], self._sizes[number]
             self._beside.pop(number, None)
         for others in self._beside.values():
             others -= gone

@@ -153,7 +153,8 @@ class Pool:
 
     def _take_planned(self, planner: Planner, tensor: torch.Tensor, size: int) -> _Slot:
         """The slot of this buffer if it has one and that is free, else another."""
-        index = planner.place(tensor)
+        number = planner.number(tensor)
+        index = planner.plan.slot_of.get(number)
         slot = None if index is None else self._planned[index]
         as_planned = index is not None and (slot is None or slot in self._free)
         if index is None or not as_planned:
@@ -162,7 +163,7 @@ class Pool:
             slot = self._planned[index] = self._make(planner.plan.sizes[index])
         else:
             self._free.remove(slot)
-        planner.take(tensor, size, as_planned)
+        planner.take(number, as_planned)
         return slot
 
     def _take(self, size: int) -> _Slot:
