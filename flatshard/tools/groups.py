@@ -12,7 +12,7 @@ import torch
 from flatshard.layout import Layout, Placement, Replicate, is_sharded, plan
 from flatshard.layout.planner import LayoutName
 from flatshard.policy import MixedPrecisionPolicy, Placements, SchedulePolicy, replicated
-from flatshard.tools.shapes import Tensor, Unit
+from flatshard.tools.shapes import Tensor
 
 
 @dataclass(frozen=True)
@@ -208,9 +208,9 @@ class Group:
         return Launch(kind, axis, among or self.choice.mesh[axis], size, segments, times)
 
 
-def groups_of(unit: Unit, choice: Choice) -> list[Group]:
-    """The groups of a unit: tensors of the same dtype and need of a gradient, with and without dims."""
+def groups_of(unit: Sequence[Tensor], choice: Choice) -> list[Group]:
+    """The groups that tensors of a unit make: of the same dtype and need of a gradient, with and without dims."""
     by_kind: dict[tuple[object, ...], list[Tensor]] = {}
-    for tensor in unit.tensors:
+    for tensor in unit:
         by_kind.setdefault((tensor.dtype, tensor.trainable, len(tensor.shape) > 0), []).append(tensor)
     return [Group(tensors, choice) for tensors in by_kind.values()]

@@ -64,7 +64,8 @@ class Memory:
 
 def memory_of(model: Model, choice: Choice) -> Memory:
     """What training ``model`` takes of one rank, and sends."""
-    groups = [groups_of(unit, choice) for unit in model.units]
+    alike = {tensors: groups_of(tensors, choice) for tensors in dict.fromkeys(unit.tensors for unit in model.units)}
+    groups = [alike[unit.tensors] for unit in model.units]
     every = [group for unit in groups for group in unit]
     resting = Bytes(*(sum(getattr(group, name) for group in every) for name in ("main", "compute", "state")))
     step = _Step(model, groups, choice, resting)

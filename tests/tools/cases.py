@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import nn
@@ -34,6 +34,10 @@ class Case:
     schedule: flatshard.SchedulePolicy = field(default_factory=flatshard.SchedulePolicy)
     microbatches: int = 1
     tied: bool = False
+
+    def __str__(self) -> str:
+        given = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
+        return " ".join(f"{name}={value}" for name, value in given if value != flatshard.SchedulePolicy())
 
     @property
     def world(self) -> int:
