@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from flatshard import fully_shard, microbatch
+from flatshard import fully_shard, fully_shard_optimizer, microbatch
 from flatshard.engine.build import units_below
 from flatshard.engine.unit import unit_of
 from tests.dist.models import assert_rows, batches, make_net
@@ -82,7 +82,9 @@ def _accumulated(rank, world, case, layout, ways):
 
 def _one_accumulation(rank, world, case, layout, saying, orders):
     model, reference = chain(case, world, layout=layout), chain()
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, fused=True) for m in (model, reference)]
+    optimizers = [
+        fully_shard_optimizer(torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)) for m in (model, reference)
+    ]
     rng = torch.Generator().manual_seed(1)
     for step in range(2):
         for number in range(MICRO):
@@ -194,7 +196,7 @@ def _scopes(rank, world):
     fully_shard(model.two[0], **kwargs)
     for module in (model.one, model.two):
         fully_shard(module, **kwargs)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, fused=True) for m in (model, reference)]
+    optimizers = [fully_shard_optimizer(torch.optim.SGD(m.parameters(), lr=0.1)) for m in (model, reference)]
     units = [unit for _, unit in units_below(model)]
 
     def flags():
@@ -241,7 +243,7 @@ def _first_used_later(rank, world, case):
     fully_shard(pair.two, **kwargs)
     torch.manual_seed(1)
     models = [pair, Unwrapped()]
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5, fused=True) for m in models]
+    optimizers = [fully_shard_optimizer(torch.optim.SGD(m.parameters(), lr=0.5)) for m in models]
     x = torch.randn(8, DIM, generator=torch.Generator().manual_seed(0))
     for model, optimizer, rows in zip(models, optimizers, (x.chunk(world)[rank], x)):
         model(rows).mean().backward()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from flatshard import MixedPrecisionPolicy, Placements, fully_shard
+from flatshard import MixedPrecisionPolicy, Placements, fully_shard, fully_shard_optimizer
 from flatshard.layout import Block, Flat, Partial, Replicate, Whole
 from tests.dist.models import assert_rows
 from tests.dist.test_accumulation import MICRO, Say, chain
@@ -36,7 +36,9 @@ def _trains(rank, world, axes, numbers):
         model, reference = chain(), chain()
         for module in (*model.blocks, model):
             fully_shard(module, mesh=mesh_of(axes, world), strategy=placements, layout=layout)
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, fused=True) for m in (model, reference)]
+        optimizers = [
+            fully_shard_optimizer(torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)) for m in (model, reference)
+        ]
         rng = torch.Generator().manual_seed(1)
         for _ in range(2):
             for micro in range(MICRO):

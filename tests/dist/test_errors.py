@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from flatshard import FSDPModule, MixedPrecisionPolicy, fully_shard
+from flatshard import FSDPModule, MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
 from tests.dist.models import assert_rows, batches, loss_of, make_net
 from tests.dist.test_engine import shard_net
 
@@ -216,7 +216,7 @@ def _interrupted(rank: int, world: int, where: str, recompute: str | None) -> No
 def _interrupted_at(rank: int, world: int, where: str, at: str, recompute: str | None, reset: bool) -> None:
     """Two steps, one that raises, one step: the weights are those of three steps."""
     models = [make_net(recompute=recompute), shard_net(make_net(recompute=recompute))]
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, fused=True) for m in models]
+    optimizers = [fully_shard_optimizer(torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)) for m in models]
     for number, tokens in enumerate(batches(3, 4 * world)):
         if number == 2:
             model = models[1]
@@ -252,7 +252,7 @@ def test_a_step_that_raises_leaves_a_model_that_trains_on(ranks, where, recomput
 
 def _child_alone(rank: int, world: int) -> None:
     models = [make_net(), shard_net(make_net())]
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4, fused=True) for m in models]
+    optimizers = [fully_shard_optimizer(torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4)) for m in models]
     x = torch.randn(3, 12)
     for tokens in batches(3, 4 * world):
         with torch.no_grad():

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import flatshard
-from flatshard import fully_shard, microbatch
+from flatshard import fully_shard, fully_shard_optimizer, microbatch
 from tests.dist.models import assert_rows, batches, loss_of, make_net
 from tests.dist.test_engine import ROWS, full, shard_net
 from tests.dist.test_strategies import mesh_of, world_of
@@ -49,7 +49,7 @@ def step(models, optimizers):
 
 
 def sgd(models):
-    return [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True) for model in models]
+    return [fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)) for model in models]
 
 
 def _toggled(rank, world, kind):

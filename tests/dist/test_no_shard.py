@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import flatshard
-from flatshard import MixedPrecisionPolicy, fully_shard, microbatch, no_shard
+from flatshard import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer, microbatch, no_shard
 from flatshard.engine.build import units_below
 from flatshard.engine.unit import unit_of
 from tests.bench.script import as_script, free_port
@@ -51,8 +51,10 @@ def shard(model, **kwargs):
 
 def run(rank, world, model, reference, steps=2, micro=1, scoped=True, **tolerance):
     """Train both and compare every step's gradients, and the weights at the end."""
-    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2, eps=1e-3, fused=True)
-                  for m in (model, reference)]  # fmt: skip
+    optimizers = []
+    for each in (model, reference):
+        trained = [parameter for parameter in each.parameters() if parameter.requires_grad]
+        optimizers.append(fully_shard_optimizer(torch.optim.AdamW(trained, lr=1e-2, eps=1e-3)))
     rng = torch.Generator().manual_seed(5)
     for step in range(steps):
         for number, rows in enumerate(torch.randn(micro, ROWS, DIM, generator=rng)):

@@ -66,7 +66,7 @@ def at_rest(model: nn.Module) -> None:
 def train_beside_reference(rank: int, world: int, case: Case, reference: Case) -> None:
     shard(case)
     optimizers = [optimizer_of(case), optimizer_of(reference)]
-    if case.seed % 3:
+    if case.seed % 5:
         fully_shard_optimizer(optimizers[0])
     names = [name for name, _ in reference.model.named_parameters()]
     assert [name for name, _ in case.model.named_parameters()] == names

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flatshard import microbatch
+from flatshard import fully_shard_optimizer, microbatch
 from flatshard.engine.build import units_below
 from flatshard.engine.unit import Phase, unit_of
 from tests.dist.models import batches, loss_of, make_net
@@ -59,7 +59,7 @@ WAYS = {
 
 def train(model, rank, world, interrupted=None, reset=False):
     """Three steps of two micro-batches. The second micro-batch of the second step raises; then the step is redone."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     for step, tokens in enumerate(batches(3, 4 * world)):
         for redone in (False, True) if interrupted and step == 1 else (True,):
             for number, part in enumerate(tokens.chunk(world)[rank].chunk(2)):

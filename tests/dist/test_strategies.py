@@ -60,7 +60,7 @@ def _equivalence(rank, world, case, recompute, micro, scoped, dtype, layout):
     mesh = mesh_of(axes, world)
     net = make_net(depth=2, recompute=recompute)
     model = shard_net(net, mesh=mesh, strategy=strategy, outer_strategy=outer, mp_policy=policy, layout=layout)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     if layout != "tensor":
         fully_shard_optimizer(optimizer)
     losses = torch.tensor(train_in_microbatches(model, optimizer, 2, rank, world, micro, scoped))
@@ -73,7 +73,7 @@ def _equivalence(rank, world, case, recompute, micro, scoped, dtype, layout):
 
 
 def plain_losses(reference, steps):
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9, fused=True)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9))
     losses = []
     for tokens in batches(steps, ROWS):
         loss = loss_of(reference, tokens)
@@ -107,7 +107,7 @@ def test_strategies_equal_one_process_full(ranks, case, recompute, micro, dtype,
 def _counts(rank, world, case, micro, scoped):
     axes, strategy, outer = case
     model = shard_net(make_net(), mesh=mesh_of(axes, world), strategy=strategy, outer_strategy=outer)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     train_in_microbatches(model, optimizer, 2, rank, world, micro, scoped)
     scope = unit_of(model).scope
     scope.gather_lane.history.clear()
@@ -177,7 +177,7 @@ def test_bytes_at_rest(ranks, case):
 def _resharded_to(rank, world, size):
     torch.manual_seed(0)
     model = shard_net(make_net(depth=2), reshard_after_forward=size)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     reference = make_net(depth=2)
     wanted = torch.tensor(plain_losses(reference, 2))
     losses = torch.tensor(train_in_microbatches(model, optimizer, 2, rank, world, 1, True))

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import flatshard
-from flatshard import MixedPrecisionPolicy, direct_wgrads, fully_shard, offer_main_grads
+from flatshard import MixedPrecisionPolicy, direct_wgrads, fully_shard, fully_shard_optimizer, offer_main_grads
 from flatshard.wgrads import DirectLinear
 from tests.dist.models import batches, loss_of, make_net
 
@@ -86,7 +86,7 @@ def _equal(rank, world, kind, recompute, kwargs, sync, tolerance):
     make, loss_fn, layers = MODELS[kind]
     plain, direct = make(recompute, **kwargs), make(recompute, **kwargs)
     assert direct_wgrads(direct) == layers
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, fused=True) for model in (plain, direct)]
+    optimizers = [fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1)) for model in (plain, direct)]
     for tokens in batches(STEPS, ROWS):
         parts = tokens.chunk(world)[rank].chunk(2)
         for number, part in enumerate(parts):

@@ -38,7 +38,7 @@ def _train(rank, world, sizes, names, dims, parallel, choices):
     distribute_module(model, mesh, split if parallel else None)
     fully_shard(model, mesh=mesh, dp_mesh_dims=dims, **choices)
     flatshard.check_buffers(model)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=False) for m in (model, reference)]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (model, reference)]
     coordinate = mesh.get_coordinate()
     copies = world // (sizes[-1] if parallel else 1)
     mine = rank // (sizes[-1] if parallel else 1)
