@@ -68,8 +68,9 @@ def test_the_host_does_as_much_per_unit_for_any_number_of_units_and_ranks(one_th
         for units, world in ((4, 8), (8, 8), (16, 8), (8, 256))
     }
     calls, launches = ({point: row[name] for point, row in rows.items()} for name in ("calls", "launches"))
-    assert calls[16, 8] - calls[8, 8] == 2 * (calls[8, 8] - calls[4, 8])
-    assert calls[8, 256] == calls[8, 8]
+    # Within what the interpreter may do in between, such as calling finalizers.
+    assert calls[16, 8] - calls[8, 8] == pytest.approx(2 * (calls[8, 8] - calls[4, 8]), rel=0.01)
+    assert calls[8, 256] == pytest.approx(calls[8, 8], rel=0.01)
     assert launches == {point: 3 * point[0] for point in rows}
     assert {point: row["bytes"] for point, row in rows.items()} == {
         point: row["formula_bytes"] for point, row in rows.items()
