@@ -13,6 +13,7 @@ the next backward that goes further, so every axis is reduced once for all micro
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -108,14 +109,32 @@ class Gradients:
 
     @property
     def _op(self) -> Literal["avg", "sum"]:
-        return "avg" if self.scale == "mean" and not self.sums_only else "sum"
+        averages = self.scale == "mean" and not self.sums_only and self.reduce_dtype is not torch.float16
+        return "avg" if averages else "sum"
+
+    @property
+    def _multiple(self) -> float:
+        """How much of the sum over ranks the result is."""
+        if isinstance(self.scale, float):
+            return self.scale
+        return 1.0 / self.main.mesh.size() if self.scale == "mean" else 1.0
+
+    @property
+    def _before(self) -> float:
+        """What the inputs of the collectives are multiplied by.
+
+        The sum of a few large numbers is infinite in float16, and a small number divided by all ranks is 0: half of the
+        division is done before the sum and half after it. A power of two, so that it rounds nothing else.
+        """
+        multiple = abs(self._multiple)
+        if self.reduce_dtype is not torch.float16 or not 0.0 < multiple < 1.0:
+            return 1.0
+        return 2.0 ** -math.ceil(-math.log2(multiple) / 2)
 
     @property
     def _factor(self) -> float:
         """What the result of the collectives is multiplied by."""
-        if isinstance(self.scale, float):
-            return self.scale
-        return 1.0 / self.main.mesh.size() if self.scale == "mean" and self.sums_only else 1.0
+        return 1.0 if self._op == "avg" else self._multiple / self._before
 
     @property
     def has_partial(self) -> bool:
@@ -333,10 +352,13 @@ class Gradients:
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Per non-empty segment, the full-size input of the reduce; and what must live until it is done."""
         keep = [gradient for gradient in gradients if gradient is not None]
+        before = self._before
         unreduced, self._unreduced = self._unreduced, None
         if unreduced is not None:
             add_to(unreduced, gradients)
             keep.append(unreduced.local)
+            if before != 1.0:
+                unreduced.local.mul_(before)
             if unreduced.dtype != self.reduce_dtype:
                 cast = pool.temporary(unreduced.local.numel(), self.reduce_dtype)
                 cast.copy_(unreduced.local)
@@ -346,7 +368,7 @@ class Gradients:
         runs: list[torch.Tensor | None] = [None] * len(self.layout.segments)
         staged = 0
         for number, segment in enumerate(self.layout.segments):
-            owner = self._sole[number]
+            owner = self._sole[number] if before == 1.0 else None  # else it would change where it is
             gradient = None if owner is None else gradients[owner]
             if gradient is not None and gradient.dtype == self.reduce_dtype and gradient.is_contiguous():
                 runs[number] = gradient.view(-1)
@@ -356,6 +378,8 @@ class Gradients:
             staging = pool.temporary(staged, self.reduce_dtype)
             keep.append(staging)
             stage(self.layout, staging, runs, gradients)
+            if before != 1.0:
+                staging.mul_(before)
         return [run for run in runs if run is not None and run.numel()], keep
 
     # Buffers of reduced gradients

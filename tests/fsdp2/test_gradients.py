@@ -1,5 +1,7 @@
 """How far gradients are reduced, and by what they are divided: the setters of PyTorch's FSDPModule."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -76,6 +78,35 @@ def _factor(rank, world, shape):
 @pytest.mark.parametrize("shape", [(2,), (2, 1)])
 def test_gradient_divide_factor(ranks, shape):
     ranks(2, _factor, shape)
+
+
+def _half(rank, world, shape):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
+    model = nn.Linear(4, 8, bias=False)
+    nn.init.zeros_(model.weight)
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
+
+    def grads(*values):
+        model.zero_grad()
+        for number, value in enumerate(values, 1):
+            model.set_requires_gradient_sync(number == len(values))
+            model(torch.full((1, 4), value)).sum().backward()
+        return set(model.weight.grad.full_tensor().flatten().tolist())
+
+    large = 40000.0 if world == 2 else 30000.0  # float16 ends at 65504: the sum over ranks is beyond that
+    small = 2.0**-23  # twice the least number: divided by four ranks at once, it would be nothing
+    assert grads(large) == {large}
+    assert grads(small) == {small}
+    assert grads(large / 2, large / 2) == {large}
+    model.set_force_sum_reduction_for_comms(True)
+    assert grads(large) == {large}
+    model.set_gradient_divide_factor(world * 2)
+    assert grads(large) == {large / 2}
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+def test_sums_of_float16_stay_finite(ranks, shape):
+    ranks(math.prod(shape), _half, shape)
 
 
 class Recorder:
