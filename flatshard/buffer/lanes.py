@@ -237,7 +237,7 @@ class Lane:
         with self.entered(after):
             if group.size() == 1:
                 works = _copied(outputs, inputs)
-            elif self.coalesces(group):
+            elif self._reduces_lists(group):
                 works = [_torch.reduce_scatter_coalesced(group, list(outputs), list(inputs), options)]
             else:
                 works = [_torch.reduce_scatter_one(group, out, inp, options) for out, inp in zip(outputs, inputs)]
@@ -279,8 +279,8 @@ class Lane:
             works = [_torch.all_to_all_one(group, out, inp, *sizes, _torch.ALL_TO_ALL)]
             return self._finish("all_to_all", name, input.nbytes, works)
 
-    def coalesces(self, group: ProcessGroup) -> bool:
-        """Whether the backend takes lists. Gloo takes them for CPU tensors only."""
+    def _reduces_lists(self, group: ProcessGroup) -> bool:
+        """Whether the backend reduces a list in one call. Gloo does so for CPU tensors only."""
         return self.stream is None or self._backend(group) != "gloo"
 
     def _backend(self, group: ProcessGroup) -> str:
