@@ -98,7 +98,7 @@ def _as_eager(rank, world, way, recompute, policy=None, backend="aot_eager", tol
 
 
 RECOMPUTE = [None, "reentrant", "non-reentrant"]
-CHOSEN = [(BLOCK_WAYS[1], "reentrant")]  # the way of bf16, below, is another, without recomputation
+CHOSEN = list(zip(BLOCK_WAYS, RECOMPUTE))
 
 
 @pytest.mark.parametrize(("way", "recompute"), CHOSEN)

@@ -103,9 +103,7 @@ def _optimizers(rank, world, sizes):
             torch.testing.assert_close(sharded.full_tensor(), plain.data, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "sizes", [pytest.param((2, 2), marks=pytest.mark.full), pytest.param((2, 2, 1), marks=pytest.mark.full), (1, 2, 2)]
-)
+@pytest.mark.parametrize("sizes", [(2, 2), pytest.param((2, 2, 1), marks=pytest.mark.full), (1, 2, 2)])
 def test_optimizers_and_clipping_of_strided_shards(ranks, sizes):
     ranks(4, _optimizers, sizes)
 

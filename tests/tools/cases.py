@@ -84,6 +84,15 @@ class Case:
         )
         return flatshard.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
 
+    def warmed_up(self, model: Llama) -> torch.optim.Optimizer:
+        """Shards the model and trains it for two steps, after which nothing is new; returns its optimizer."""
+        optimizer = self.shard(model)
+        for _ in range(2):
+            self.passes(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer
+
     def passes(self, model: Llama, device: str = "cpu") -> None:
         """Forward and backward of all micro-batches. One token each: there are next to no activations."""
         token = torch.zeros(1, 1, dtype=torch.long, device=device)

@@ -31,11 +31,7 @@ def local(tensor):
 def _by_category(rank, world, case):
     torch.manual_seed(0)
     model = case.build()
-    optimizer = case.shard(model)
-    for _ in range(2):
-        case.passes(model)
-        optimizer.step()
-        optimizer.zero_grad()
+    optimizer = case.warmed_up(model)
     groups = [group for _, unit in units_below(model) for group in unit.groups]
     scope = unit_of(model).scope
     scope.gather_pool.peak_bytes = 0
@@ -79,9 +75,7 @@ REAL = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case", [*REAL[2:5], *REAL[7:], *(pytest.param(c, marks=pytest.mark.full) for c in REAL[:2] + REAL[5:7])], ids=str
-)
+@pytest.mark.parametrize("case", REAL, ids=str)
 def test_bytes_of_real_ranks_by_category(ranks, case):
     formula = case.formula()
     resting = formula.resting
@@ -144,11 +138,7 @@ def test_peak_and_traffic_of_a_step(case, monkeypatch, tmp_path):
     formula = case.formula()
     with rehearse(case.world, "free") as rehearsal:
         model = case.build()
-        optimizer = case.shard(model)
-        for _ in range(2):
-            case.passes(model)
-            optimizer.step()
-            optimizer.zero_grad()
+        case.warmed_up(model)
         before = rehearsal.medium.ledger.snapshot()
         activities = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
