@@ -208,6 +208,8 @@ class SchedulePolicy:
     ``prefetch``: gather the units that come next, by the recorded order. Off: each unit is gathered when it is needed.
     ``async_reduce``: let reduces overlap what follows. Off: each is waited for where it is launched.
     ``max_gathered``: units gathered at a time beyond those kept (the one in use and those ahead of it); at least 1.
+    ``max_gathered_bytes``: further ones are gathered ahead as long as all gathered weights, kept ones included, take no
+    more than this. Where units differ in size, those before and after a large one can be several.
     ``max_reducing``: reduces in flight, and with them the full-size gradients they read; at least 1.
     ``separate_groups``: give reduces process groups of their own, so that they can overlap gathers on the wire.
     ``keep_for_backward``: bytes of gathered weights that units with ``reshard_after_forward="auto"`` may keep from
@@ -223,6 +225,7 @@ class SchedulePolicy:
     prefetch: bool = True
     async_reduce: bool = True
     max_gathered: int = 2
+    max_gathered_bytes: int = 0
     max_reducing: int = 2
     separate_groups: bool = True
     keep_for_backward: int = 0
@@ -230,7 +233,8 @@ class SchedulePolicy:
     planned_pool: bool = False
 
     def __post_init__(self) -> None:
-        if self.keep_for_backward < 0 or self.keep_for_next < 0:
-            raise ValueError("SchedulePolicy: keep_for_backward and keep_for_next are bytes, at least 0")
+        for name in ("max_gathered_bytes", "keep_for_backward", "keep_for_next"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"SchedulePolicy: {name} is a number of bytes, at least 0")
         if self.max_gathered < 1 or self.max_reducing < 1:
             raise ValueError("SchedulePolicy: max_gathered and max_reducing must be at least 1")

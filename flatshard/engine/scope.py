@@ -16,6 +16,7 @@ from flatshard import _torch, _waits
 from flatshard.buffer import Lane, Planner, Pool
 from flatshard.engine.gradients import Reduction
 from flatshard.engine.group import Group
+from flatshard.engine.keep import gathered_bytes
 from flatshard.engine.schedule import Pass, Program
 from flatshard.policy import SchedulePolicy
 
@@ -226,14 +227,18 @@ class Scope:
             earlier.release()
 
     def _next(self, unit: Unit, room: int) -> Iterator[Unit]:
-        """What to gather ahead: what the user said, or what the recorded order says, if there is room for so many."""
+        """What to gather ahead: what the user said, or what the recorded order says, if there is room for so many.
+
+        Each has been gathered when the next is asked for: beyond ``room``, the bytes in the pool decide.
+        """
         if not self.policy.prefetch:
             return
         explicit = unit.prefetch_in_backward if self.program.running is Pass.BACKWARD else unit.prefetch_in_forward
         if explicit is not None:
             yield from (other for other in (ref() for ref in explicit) if other and not other.is_gathered)
             return
-        if room <= 0:
+        most = self.policy.max_gathered_bytes
+        if room <= 0 and not most:
             return
         for index in self.program.upcoming():
             other = self._units[index]()
@@ -243,9 +248,11 @@ class Scope:
                 return  # the next one is there; what comes after it is gathered when that is needed
             if self.program.running is Pass.BACKWARD and (other.backward_done or not other.unshard_in_backward):
                 continue  # a recompute passed through it, or it needs none: nothing of this backward will need it
+            if room <= 0 and self.gather_pool.live_bytes + gathered_bytes(other) > most:
+                return
             yield other
             room -= 1
-            if room == 0:
+            if room <= 0 and not most:
                 return
 
     def _release_ahead(self) -> None:

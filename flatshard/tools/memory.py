@@ -10,7 +10,8 @@ with ``shard`` the elements of the layout on one rank, padding included. A step 
 
     gradients of main     shard x gradient dtype, from the reduce of the group on
     gathered              all elements x compute dtype, of the unit in use and of those gathered ahead of it
-                          (``max_gathered`` together), and of units kept for backward
+                          (``max_gathered`` together, or more under ``max_gathered_bytes``), and of units
+                          kept for backward
     staging               gradients as autograd leaves them, all elements x compute dtype, until their reduce has been
                           waited for: those of the unit in backward and of ``max_reducing`` groups in flight; where they
                           are not in the reduce dtype or a segment has padding, also a copy x reduce dtype; and what a
@@ -118,17 +119,20 @@ class _Step:
 
     # Weights
 
+    def _bytes(self, *units: int) -> int:
+        return sum(group.gathered for unit in units for group in self._groups[unit])
+
     def _gather(self, unit: int) -> None:
         if unit in self._gathered:
             return
         self._gathered.add(unit)
         self.gathers[self._in_backward][unit] += 1
-        self._add(gathered=sum(group.gathered for group in self._groups[unit]))
+        self._add(gathered=self._bytes(unit))
 
     def _release(self, unit: int) -> None:
         if unit in self._gathered:
             self._gathered.remove(unit)
-            self._add(gathered=-sum(group.gathered for group in self._groups[unit]))
+            self._add(gathered=-self._bytes(unit))
 
     def _need(self, unit: int, gather: bool = True) -> None:
         if unit in self._upcoming:
@@ -139,8 +143,9 @@ class _Step:
         self._gather_ahead(unit, self._schedule.max_gathered - 1 - len(self._ahead))
 
     def _gather_ahead(self, unit: int, room: int) -> None:
+        most = self._schedule.max_gathered_bytes
         for other in self._upcoming if self._schedule.prefetch else ():
-            if room <= 0:
+            if room <= 0 and not most:
                 return
             if other == unit or other in self._ahead:
                 continue
@@ -148,6 +153,8 @@ class _Step:
                 return
             if self._in_backward and self._model.units[other].is_embedding:
                 continue
+            if room <= 0 and self._bytes(*self._gathered, other) > most:
+                return
             self._ahead.add(other)
             self._gather(other)
             room -= 1

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from flatshard import SchedulePolicy, fully_shard
 from flatshard.buffer import Lane
 from flatshard.buffer.lanes import Operation
+from flatshard.engine.keep import gathered_bytes
 from flatshard.engine.scope import Scope
 from flatshard.engine.unit import unit_of
 
@@ -260,6 +261,53 @@ def _order(rank: int, world: int, max_gathered: int) -> None:
 @pytest.mark.parametrize("max_gathered", [1, 2, 3])
 def test_the_next_gather_is_launched_before_this_forward_and_before_this_reduce(ranks, max_gathered):
     ranks(2, _order, max_gathered)
+
+
+class Uneven(nn.Module):
+    """Three small units, a large one, three small ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = [DIM] * 3 + [20 * DIM] + [DIM] * 3
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(DIM, n), nn.Linear(n, DIM)) for n in sizes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def _by_bytes(rank: int, world: int) -> None:
+    grads = []
+    for policy in (SchedulePolicy(), SchedulePolicy(max_gathered_bytes=8_000), SchedulePolicy(max_gathered_bytes=1)):
+        torch.manual_seed(0)
+        model = Uneven()
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model, schedule=policy)
+        counter = warm(model)
+        pool = counter.scope.gather_pool
+        pool.peak_bytes = pool.peak_buffers = 0
+        with counter:
+            model(rows()).sum().backward()
+        grads.append([parameter.grad.to_local() for parameter in model.parameters()])
+        sizes = [gathered_bytes(unit_of(block)) for block in model.blocks]
+        small, large = sizes[0], sizes[3]
+        assert large + 3 * small <= 8_000 < large + 4 * small
+        equal(len(counter.gathers), 14)
+        if policy.max_gathered_bytes == 8_000:
+            # Beside the large one, all small ones before it or after it fit in.
+            equal(pool.peak_bytes, large + 3 * small)
+            equal(pool.peak_buffers, 4)
+        else:
+            equal(pool.peak_bytes, large + small)
+            equal(pool.peak_buffers, 2)
+    for other in grads[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(grads[0], other))
+
+
+def test_units_are_gathered_further_ahead_as_long_as_they_fit_into_so_many_bytes(ranks):
+    ranks(2, _by_bytes)
 
 
 def _explicit(rank: int, world: int) -> None:

@@ -72,6 +72,7 @@ REAL = [
     Case((2, 2), param=BF16),
     Case((2, 2), outer="optim"),
     Case((2,), schedule=SchedulePolicy(max_gathered=3, max_reducing=1)),
+    Case((2,), schedule=SchedulePolicy(max_gathered_bytes=2_100_000)),  # three blocks
 ]
 
 
@@ -109,6 +110,7 @@ TRACED = [
     Case((4,), strategy=1, microbatches=2, param=BF16),
     Case((2, 4), microbatches=2, param=BF16),
     Case((16,), schedule=SchedulePolicy(max_gathered=3, max_reducing=1)),
+    Case((16,), schedule=SchedulePolicy(max_gathered_bytes=2_100_000)),
     Case((16,), schedule=SchedulePolicy(prefetch=False, async_reduce=False)),
 ]
 
