@@ -5,7 +5,8 @@
     python -m benchmarks.convergence --device cpu --small --steps 20 --ranks 2
 
 A model of Llama's shape (99.5 million parameters) reads the bytes of Python's standard library.  Main weights and AdamW
-are in float32, weights and gradients in between in bfloat16.  ``one`` is plain PyTorch in one process.
+are in float32, weights and gradients in between in bfloat16.  ``one`` is plain PyTorch in one process.  Kernels are
+deterministic, so that curves differ by what the systems do; with --nondeterministic also by how kernels happen to add.
 Smoothed: the mean of 20 consecutive steps.  Curves are compared over the steps that all systems have done.
 """
 
@@ -16,6 +17,7 @@ import datetime
 import hashlib
 import json
 import math
+import os
 import sysconfig
 import time
 from collections.abc import Callable
@@ -52,6 +54,7 @@ class Run:
     lr: float = 6e-4
     seed: int = 0
     seconds: float = math.inf
+    deterministic: bool = True
 
     def lr_at(self, number: int) -> float:
         """Linear over the first tenth of the steps, then half a cosine down to a tenth."""
@@ -81,6 +84,10 @@ def train(rank: int, world: int, system: str, run: Run) -> dict[str, Any]:
     if nccl:
         torch.cuda.set_device(0)
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    if run.deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # torch asks for it
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads it
     if run.device == "cpu":  # a CPU without bfloat16 would raise and catch an exception at every product
         torch.backends.mkldnn.set_flags(False)
     corpus = torch.frombuffer(bytearray(text()), dtype=torch.uint8).to(run.device)
@@ -220,6 +227,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=6e-4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=math.inf, help="per system; it stops when they are over")
+    parser.add_argument("--nondeterministic", action="store_true", help="let kernels add in any order")
     parser.add_argument("--systems", nargs="+", default=SYSTEMS, choices=SYSTEMS)
     parser.add_argument("--json", type=Path, help="write the curves with command, device and date")
     parser.add_argument("--plot", type=Path, help="draw the curves and their differences")
@@ -227,14 +235,19 @@ def main() -> None:
     if options.ranks < 1 or options.batch % options.ranks:
         parser.error(f"--batch {options.batch} cannot be divided by --ranks {options.ranks}")
     config = LLAMA_SMALL if options.small else LLAMA_100M
-    run = Run(config, options.batch, options.steps, options.device, options.lr, options.seed, options.seconds)
+    deterministic = not options.nondeterministic
+    run = Run(
+        config, options.batch, options.steps, options.device, options.lr, options.seed, options.seconds, deterministic
+    )
     source = text()
     device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in Llama(config).parameters())
     document = {
         "command": f"python -m benchmarks.convergence --device {options.device} --ranks {options.ranks} --steps "
-        f"{options.steps} --batch {options.batch} --lr {options.lr} --seed {options.seed}" + " --small" * options.small,
+        f"{options.steps} --batch {options.batch} --lr {options.lr} --seed {options.seed}"
+        + " --small" * options.small
+        + " --nondeterministic" * options.nondeterministic,
         "date": datetime.date.today().isoformat(),
         "device": device,
         "torch": torch.__version__,
