@@ -32,6 +32,11 @@ _WITHOUT_AVG = frozenset({"gloo", "mpi", "ucc"})
 _NATIVE = frozenset(
     {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
 )
+_REDUCTIONS: dict[Op, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "sum": torch.sum,
+    "avg": torch.mean,
+    "max": torch.amax,
+}
 # How many operations a lane remembers for its history.
 HISTORY = 256
 
@@ -235,10 +240,13 @@ class Lane:
                 return self._finish("reduce_scatter", name, _nbytes(inputs), works, _one_after_other(unpack, then))
         options = _torch.REDUCE_SCATTER[op]
         with self.entered(after):
-            if group.size() == 1:
+            if group.size() == 1 or not inputs:
                 works = _copied(outputs, inputs)
-            elif self._reduces_lists(group):
+            elif self._backend(group) != "gloo":
                 works = [_torch.reduce_scatter_coalesced(group, list(outputs), list(inputs), options)]
+            elif self.stream is None:
+                works, reduce = _exchange_pieces(group, outputs, inputs, op)
+                then = _one_after_other(reduce, then)
             else:
                 works = [_torch.reduce_scatter_one(group, out, inp, options) for out, inp in zip(outputs, inputs)]
             return self._finish("reduce_scatter", name, _nbytes(inputs), works, then)
@@ -278,10 +286,6 @@ class Lane:
         with self.entered(after):
             works = [_torch.all_to_all_one(group, out, inp, *sizes, _torch.ALL_TO_ALL)]
             return self._finish("all_to_all", name, input.nbytes, works)
-
-    def _reduces_lists(self, group: ProcessGroup) -> bool:
-        """Whether the backend reduces a list in one call. Gloo does so for CPU tensors only."""
-        return self.stream is None or self._backend(group) != "gloo"
 
     def _backend(self, group: ProcessGroup) -> str:
         if group not in self._backends:
@@ -407,6 +411,29 @@ class _OneCall:
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: ProcessGroup, async_op: bool
     ) -> Work:
         return _torch.all_gather_one(group, output_tensor, input_tensor, _torch.ALL_GATHER)
+
+
+def _exchange_pieces(
+    group: ProcessGroup, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: Op
+) -> tuple[list[Work], Callable[[], None]]:
+    """A reduce-scatter for Gloo, whose own is an all-reduce per tensor: twice the bytes, and many times the messages.
+
+    Each rank sends the others their pieces and reduces what it is sent, always in the order of ranks.
+    """
+    sizes, world = [tensor.numel() for tensor in outputs], group.size()
+    sent = inputs[0]
+    if len(inputs) > 1:
+        sent = inputs[0].new_empty(world, sum(sizes))
+        places = list(sent.split(sizes, dim=1))
+        torch._foreach_copy_(places, [tensor.view(world, size) for tensor, size in zip(inputs, sizes)])
+    received = torch.empty_like(sent)
+    work = _torch.all_to_all_one(group, received.view(-1), sent.view(-1), [], [], _torch.ALL_TO_ALL)
+
+    def reduce() -> None:
+        mine = _REDUCTIONS[op](received.view(world, -1), 0)
+        torch._foreach_copy_(list(outputs), list(mine.split(sizes)))
+
+    return [work], reduce
 
 
 def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
