@@ -94,14 +94,12 @@ def measure(system: str, units: int, world: int, device: str, steps: int, warmup
     """Figures of one system: microseconds, calls, launches and bytes."""
     gc.collect()
     on_gpu = device == "cuda"
-    before = torch.cuda.memory_stats().get("requested_bytes.all.current", 0) if on_gpu else 0
     with rehearse(world, "free") as rehearsal:
         model, step = build(system, units, world, device)
         for _ in range(warmup):
             step()
         if on_gpu:
             torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
         earlier = rehearsal.medium.ledger.snapshot()
         gc.disable()  # a collection costs as much as there are objects, whoever made them
         seconds = [timed(step, on_gpu) for _ in range(steps)]
@@ -113,10 +111,9 @@ def measure(system: str, units: int, world: int, device: str, steps: int, warmup
         }
         gc.enable()
         if system == "flatshard":
-            row |= bytes_of(model, step, before, on_gpu)
+            row |= bytes_of(model, step)
             formula = memory_of(model_of(Chain(units), [Block]), Choice((world,), placements_for(3, None, 1)))
-            wanted = formula.peak.total if on_gpu else formula.resting.total + formula.most_gathered
-            row["formula_bytes"] = wanted
+            row["formula_bytes"] = formula.resting.total + formula.most_gathered
     return row
 
 
@@ -143,10 +140,8 @@ def calls(step: Callable[[], None]) -> int:
     return count
 
 
-def bytes_of(model: nn.Module, step: Callable[[], None], before: int, on_gpu: bool) -> dict[str, float]:
-    """On a GPU, what the allocator was asked for at the peak; else what rests, and the peak of gathered weights."""
-    if on_gpu:
-        return {"bytes": torch.cuda.memory_stats()["requested_bytes.all.peak"] - before}
+def bytes_of(model: nn.Module, step: Callable[[], None]) -> dict[str, float]:
+    """Main weights and optimizer state, and the peak of gathered weights."""
     mains = [group.main.local for _, unit in units_below(model) for group in unit.groups]
     entries = step.optimizer.state.values()  # type: ignore[attr-defined]
     state = [value.to_local() for entry in entries for value in entry.values() if isinstance(value, DTensor)]

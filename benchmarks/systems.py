@@ -79,15 +79,15 @@ def ddp(setup: Setup) -> Step:
     return trainer(setup, nn.parallel.DistributedDataParallel(model))
 
 
-def fsdp2(setup: Setup) -> Step:
+def fsdp2(setup: Setup, finer: bool = False) -> Step:
     """PyTorch FSDP2."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=setup.dtype, reduce_dtype=setup.dtype)
-    return trainer(setup, sharded_model(setup, fully_shard, policy))
+    return trainer(setup, sharded_model(setup, fully_shard, policy, finer))
 
 
-def flat(setup: Setup, planned_pool: bool = False) -> Step:
+def flat(setup: Setup, planned_pool: bool = False, finer: bool = False) -> Step:
     """flatshard, by FSDP2's own argument names, with its optimizer step on local tensors.
 
     It is told which micro-batch runs, and keeps blocks gathered from one to the next in memory that is free then.
@@ -95,7 +95,7 @@ def flat(setup: Setup, planned_pool: bool = False) -> Step:
     policy = flatshard.MixedPrecisionPolicy(param_dtype=setup.dtype, reduce_dtype=setup.dtype)
     kept = BETWEEN_MICROBATCHES if setup.microbatches > 1 else 0
     schedule = flatshard.SchedulePolicy(keep_for_next=kept, planned_pool=planned_pool)
-    model = sharded_model(setup, functools.partial(flatshard.fully_shard, schedule=schedule), policy)
+    model = sharded_model(setup, functools.partial(flatshard.fully_shard, schedule=schedule), policy, finer)
     if setup.microbatches == 1:
         return trainer(setup, model, flatshard.fully_shard_optimizer)
 
@@ -105,10 +105,15 @@ def flat(setup: Setup, planned_pool: bool = False) -> Step:
     return trainer(setup, model, flatshard.fully_shard_optimizer, around)
 
 
-SYSTEMS: dict[str, Callable[[Setup], Step]] = {"limit": limit, "ddp": ddp, "fsdp2": fsdp2}
-if hasattr(flatshard, "fully_shard"):
-    SYSTEMS["flatshard"] = flat
-    SYSTEMS["flatshard-planned"] = functools.partial(flat, planned_pool=True)
+SYSTEMS: dict[str, Callable[[Setup], Step]] = {
+    "limit": limit,
+    "ddp": ddp,
+    "fsdp2": fsdp2,
+    "fsdp2-finer": functools.partial(fsdp2, finer=True),
+    "flatshard": flat,
+    "flatshard-planned": functools.partial(flat, planned_pool=True),
+    "flatshard-finer": functools.partial(flat, planned_pool=True, finer=True),
+}
 
 
 def on_meta(setup: Setup) -> Llama:
@@ -119,17 +124,25 @@ def on_meta(setup: Setup) -> Llama:
     return model
 
 
-def sharded_model(setup: Setup, fully_shard: Callable[..., object], policy: object) -> Llama:
+def sharded_model(setup: Setup, fully_shard: Callable[..., object], policy: object, finer: bool = False) -> Llama:
     model = on_meta(setup)
-    shard_units(setup, model, fully_shard, policy)
+    shard_units(setup, model, fully_shard, policy, finer)
     model.to_empty(device=setup.device)
     model.init_weights()
     return model
 
 
-def shard_units(setup: Setup, model: Llama, fully_shard: Callable[..., object], policy: object) -> None:
-    """Embedding, blocks and head are the units; the head stays gathered until its backward."""
+def shard_units(
+    setup: Setup, model: Llama, fully_shard: Callable[..., object], policy: object, finer: bool = False
+) -> None:
+    """Embedding, blocks and head are the units; the head stays gathered until its backward.
+
+    ``finer``: so is the feed-forward part of the first block. The reduces of that block are the last but one of a step,
+    and nothing is left to hide them; most of them can then begin while its attention is in backward.
+    """
     mesh = init_device_mesh(setup.device, (setup.world,))
+    if finer:
+        fully_shard(model.blocks[0].ffn, mesh=mesh, mp_policy=policy)
     for unit in (model.embed, *model.blocks, model.head):
         fully_shard(unit, mesh=mesh, reshard_after_forward=unit is not model.head, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
