@@ -528,10 +528,11 @@ _streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
 def current_stream(index: int) -> torch.cuda.Stream:
     """The current stream of a CUDA device. torch's own accessor takes ten times as long."""
     found: tuple[int, int, int] = torch._C._cuda_getCurrentStream(index)
-    if found not in _streams:
+    stream = _streams.get(found)
+    if stream is None:
         number, device, kind = found
-        _streams[found] = torch.cuda.Stream(stream_id=number, device_index=device, device_type=kind)
-    return _streams[found]
+        stream = _streams[found] = torch.cuda.Stream(stream_id=number, device_index=device, device_type=kind)
+    return stream
 
 
 def set_stream(stream: torch.cuda.Stream) -> None:

@@ -134,17 +134,9 @@ class DBuffer:
         if held not in self._runs:
             if not self.held.contains(held):
                 raise ValueError(f"pieces {held} do not lie in {self.held}")
-            starts = self.layout.run_starts(self.held.count)
             # What lies before a run, and the run, in turns: one split is cheaper than many slices.
-            sizes: list[int] = []
-            end = 0
-            for start, segment in zip(starts, self.layout.segments):
-                if segment.piece:
-                    begin = start + (held.first - self.held.first) * segment.piece
-                    sizes += (begin - end, held.count * segment.piece)
-                    end = begin + sizes[-1]
-            views = self.local.split_with_sizes([*sizes, self.local.numel() - end])
-            self._runs[held] = list(views[1::2])
+            sizes = self.layout.run_sizes(self.held.count, held.first - self.held.first, held.count)
+            self._runs[held] = list(self.local.split_with_sizes(sizes)[1::2])
         return self._runs[held]
 
     def cast(self, dtype: torch.dtype) -> DBuffer:

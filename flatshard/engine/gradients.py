@@ -126,8 +126,10 @@ class Gradients:
         The sum of a few large numbers is infinite in float16, and a small number divided by all ranks is 0: half of the
         division is done before the sum and half after it. A power of two, so that it rounds nothing else.
         """
+        if self.reduce_dtype is not torch.float16:
+            return 1.0
         multiple = abs(self._multiple)
-        if self.reduce_dtype is not torch.float16 or not 0.0 < multiple < 1.0:
+        if not 0.0 < multiple < 1.0:
             return 1.0
         return 2.0 ** -math.ceil(-math.log2(multiple) / 2)
 
@@ -146,7 +148,10 @@ class Gradients:
         """Whether some have arrived and are not reduced."""
         if self.direct is not None and self.direct.written:
             return True
-        return any(member.full is not None and member.full.grad is not None for member in self.members)
+        for member in self.members:
+            if member.full is not None and member.full.grad is not None:
+                return True
+        return False
 
     def arrived(self, index: int) -> None:
         """Autograd has put a gradient on one full parameter; reentrant checkpointing may do so more than once."""
@@ -199,7 +204,7 @@ class Gradients:
         """
         self.reduced = True
         gradients = self.take()
-        self._used.update(index for index, gradient in enumerate(gradients) if gradient is not None)
+        self._used.update([index for index, gradient in enumerate(gradients) if gradient is not None])
         if self.counts_unused:
             self._used.update(index for index, member in enumerate(self.members) if member.sharded.requires_grad)
         if self.direct is not None and self.direct.written:
@@ -380,7 +385,7 @@ class Gradients:
             stage(self.layout, staging, runs, gradients)
             if before != 1.0:
                 staging.mul_(before)
-        return [run for run in runs if run is not None and run.numel()], keep
+        return [run for run, segment in zip(runs, self.layout.segments) if run is not None and segment.piece], keep
 
     # Buffers of reduced gradients
 
@@ -408,14 +413,15 @@ class Gradients:
             self._main_grad = weakref.ref(known)
             if not any(had_grad):
                 return known, True
+        main_grad: DBuffer = known
         for index, member in enumerate(self.members):
             grad = member.sharded.grad
             if grad is None:
-                known.local_view(index).zero_()  # set to None alone, while others of the group were kept
-            elif not _is_shown(grad, known, index):
-                known.local_view(index).copy_(_torch.local_of(grad))  # replaced by the user
-                self._show(index, known)
-        return known, False
+                main_grad.local_view(index).zero_()  # set to None alone, while others of the group were kept
+            elif grad.__dict__.get(_MAIN_GRAD) is not main_grad or grad.__dict__[_PLACE] != index:
+                main_grad.local_view(index).copy_(_torch.local_of(grad))  # replaced by the user
+                self._show(index, main_grad)
+        return main_grad, False
 
     def _show(self, index: int, main_grad: DBuffer) -> None:
         member = self.members[index]
@@ -425,11 +431,6 @@ class Gradients:
         if grad.dtype != member.sharded.dtype:
             _torch.allow_grad_of(member.sharded, grad.dtype)
         member.sharded.grad = grad
-
-
-def _is_shown(grad: torch.Tensor, main_grad: DBuffer, index: int) -> bool:
-    """Whether we have put this gradient on parameter ``index``."""
-    return grad.__dict__.get(_MAIN_GRAD) is main_grad and grad.__dict__.get(_PLACE) == index
 
 
 @_torch.uncompiled

@@ -253,7 +253,10 @@ class Group:
                 full.requires_grad = sharded.requires_grad
                 self.gradients.expected += 1 if sharded.requires_grad else -1
             for site in member.sites:
-                site.put(full)
+                if site.slots is not None:  # `put` without a call
+                    site.slots[site.name] = full
+                else:
+                    site.put(full)
         self.is_full = True
 
     def swap_out(self) -> None:
@@ -267,7 +270,10 @@ class Group:
                 sharded.requires_grad = full.requires_grad
                 self.gradients.expected += 1 if full.requires_grad else -1
             for site in member.sites:
-                site.put(sharded)
+                if site.slots is not None:
+                    site.slots[site.name] = sharded
+                else:
+                    site.put(sharded)
         self.is_full = False
 
     def release(self) -> None:

@@ -15,6 +15,8 @@ from enum import Enum
 class Pass(Enum):
     """What is going through the model."""
 
+    __hash__ = object.__hash__  # Enum's own is a Python function
+
     FORWARD = "forward"
     FORWARD_NO_GRAD = "forward without gradients"
     BACKWARD = "backward"
@@ -36,6 +38,7 @@ class Program:
         }
         self._recorded: set[tuple[Pass, int]] = set()
         self._kind: tuple[Pass, int] | None = None
+        self._order: Sequence[int] = ()  # that of the running pass
         self._entry = 0  # of the last forward with gradients
         self._taken: list[int] = []
         self._cursor = 0
@@ -54,6 +57,7 @@ class Program:
         if kind is Pass.FORWARD and entry is not None:
             self._entry = entry
         self._kind = (kind, self._entry if entry is None else entry)
+        self._order = self._orders.get(self._kind, ())
         self._taken, self._cursor = [], 0
 
     def need(self, unit: int) -> None:
@@ -61,7 +65,7 @@ class Program:
         if self._kind is None:
             return
         self._taken.append(unit)
-        order = self._orders.get(self._kind, ())
+        order = self._order
         # Units that were expected before and did not come were skipped; one that is not expected at all (another
         # branch, an evaluation of a part) leaves the prediction where it is.
         for at in range(self._cursor, len(order)):
@@ -72,7 +76,7 @@ class Program:
     def upcoming(self) -> Iterator[int]:
         """The units expected after the one needed last, nearest first."""
         if self._kind is not None:
-            yield from self._orders.get(self._kind, ())[self._cursor :]
+            yield from self._order[self._cursor :]
 
     def end(self) -> None:
         """The running pass is over, and predicts the next of its kind. The first forward also predicts backward."""

@@ -22,7 +22,10 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         return
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from tensors_in(item)
+            if isinstance(item, torch.Tensor):
+                yield item
+            else:
+                yield from tensors_in(item)
     elif isinstance(value, (dict, Mapping)):  # dict first: the abstract class is slow to ask
         for item in value.values():
             yield from tensors_in(item)
@@ -39,7 +42,15 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> A
         return change(value)
     if isinstance(value, _ATOMS):
         return value
+    if isinstance(value, (list, tuple)):
+        items = [change(item) if isinstance(item, torch.Tensor) else map_tensors(change, item) for item in value]
+        for new, old in zip(items, value):
+            if new is not old:
+                return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return value
     if isinstance(value, (dict, Mapping)):
+        if not value:
+            return value
         mapped = {key: map_tensors(change, item) for key, item in value.items()}
         changed = {key: item for key, item in mapped.items() if item is not value[key]}
         if not changed:
@@ -48,11 +59,6 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> A
         for key, item in changed.items():
             result[key] = item  # type: ignore[index]
         return result
-    if isinstance(value, (list, tuple)):
-        items = [map_tensors(change, item) for item in value]
-        if all(new is old for new, old in zip(items, value)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _map_dataclass(change, value)
     return _torch.pytree_map(change, value)

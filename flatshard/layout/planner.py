@@ -84,6 +84,7 @@ class Layout:
     placement: Placement
     _starts: dict[int, tuple[tuple[int, ...], int]] = field(default_factory=dict, compare=False, repr=False)
     _windows: dict[tuple[int, int], tuple[Window, ...]] = field(default_factory=dict, compare=False, repr=False)
+    _sizes: dict[tuple[int, int, int], list[int]] = field(default_factory=dict, compare=False, repr=False)
 
     def run_starts(self, pieces: int) -> tuple[int, ...]:
         """Offset of each segment's run in a buffer that holds ``pieces`` consecutive pieces of every segment."""
@@ -101,6 +102,23 @@ class Layout:
                 end = _round_up(end + pieces * segment.piece, ALIGN)
             self._starts[pieces] = tuple(starts), end
         return self._starts[pieces]
+
+    def run_sizes(self, held: int, first: int, pieces: int) -> list[int]:
+        """How to split a buffer that holds ``held`` pieces of every segment, to get ``pieces`` of them from ``first``.
+
+        In turns what lies before the run of a non-empty segment, and that run; then what lies behind the last one.
+        """
+        key = (held, first, pieces)
+        if key not in self._sizes:
+            sizes: list[int] = []
+            end = 0
+            for start, segment in zip(self.run_starts(held), self.segments):
+                if segment.piece:
+                    begin = start + first * segment.piece
+                    sizes += (begin - end, pieces * segment.piece)
+                    end = begin + sizes[-1]
+            self._sizes[key] = [*sizes, self.buffer_numel(held) - end]
+        return self._sizes[key]
 
     def windows(self, first: int, pieces: int) -> tuple[Window, ...]:
         """Where each tensor's rows lie in a buffer that holds ``pieces`` pieces from ``first`` of every segment.
