@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -113,19 +114,48 @@ def trained(rank, world, place, seed=1, steps=2, local_step=False):
     return model, made
 
 
-@torch.no_grad()
-def plain(value):
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
 def full_state(model, optimizer=None):
     """Whole tensors by name, of model and optimizer state. A collective call."""
-    found = {f"model.{name}": plain(value).clone() for name, value in model.state_dict().items()}
+    found = {f"model.{name}": value for name, value in model.state_dict().items()}
     names = {parameter: name for name, parameter in model.named_parameters()}
     for parameter, entries in ({} if optimizer is None else optimizer.state).items():
         for key, value in entries.items():
-            found[f"optim.{names[parameter]}.{key}"] = plain(value).clone()
-    return found
+            found[f"optim.{names[parameter]}.{key}"] = value
+    return whole(found)
+
+
+@torch.no_grad()
+def whole(tensors):
+    """Copies, of DTensors whole: put together from what all ranks say that they hold, in one exchange."""
+    mine = {name: held(value) for name, value in tensors.items() if isinstance(value, DTensor)}
+    ranks = [mine]
+    if dist.is_initialized():
+        ranks *= dist.get_world_size()
+        dist.all_gather_object(ranks, mine)
+    found = {name: value.clone() for name, value in tensors.items() if name not in mine}
+    for name in mine:
+        value = tensors[name]
+        if any(len(rank[name]) > 1 for rank in ranks):  # a local tensor in several places
+            found[name] = value.full_tensor().clone()
+            continue
+        full, seen = torch.empty(value.shape, dtype=value.dtype), torch.zeros(value.shape, dtype=torch.bool)
+        for box, content in (part for rank in ranks for part in rank[name]):
+            part = torch.frombuffer(bytearray(content), dtype=value.dtype).view(full[box].shape)
+            assert not seen[box].any() or torch.equal(full[box], part), f"{name}: replicas differ"
+            full[box], seen[box] = part, True
+        assert seen.all(), f"{name}: nobody holds all of it"
+        found[name] = full
+    return {name: found[name] for name in tensors}
+
+
+def held(value):
+    """What this rank holds of a DTensor: where, and the bytes there."""
+    boxes = [
+        tuple(slice(first, first + count) for first, count in zip(box.offsets, box.sizes))
+        for box in value.__create_chunk_list__()
+        if 0 not in box.sizes
+    ]
+    return [(box, value.to_local().contiguous().view(-1).view(torch.uint8).numpy().tobytes()) for box in boxes]
 
 
 def assert_same(found, wanted):
