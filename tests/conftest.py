@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.bench import RankPool
+import tests.patient  # noqa: F401
+
+if TYPE_CHECKING:  # the process that hands out tests to others needs no torch
+    from tests.bench import RankPool
 
 _LIMIT = 60.0
 
@@ -29,6 +32,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[RankPool]:
     """The session's rank processes. Most tests want `ranks`, which knows the test's limit and name."""
+    from tests.bench import RankPool
+
     pool = RankPool()
     yield pool
     pool.close()

@@ -37,6 +37,7 @@ _GRACE = 5.0  # after a failure, ranks that still run are cut
 # What rank bodies import sooner or later; the server imports it once for all of them. Names that are not installed
 # are passed over.
 _PRELOAD = [
+    "tests.patient",
     "torch",
     "torch.distributed",
     "torch.distributed.checkpoint",
@@ -45,6 +46,7 @@ _PRELOAD = [
     "torch.distributed.tensor.debug",
     "pytest",
     "hypothesis",
+    "flatshard",
 ]
 
 
