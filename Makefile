@@ -7,15 +7,16 @@ READY  := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE
 PIP    := $(PY) -m pip install --quiet --no-compile --constraint constraints.txt
 
-.PHONY: train test test-full bench lint types setup format clean
+.PHONY: train test test-full pytest pytest-full bench lint types setup format clean
 
 setup: $(READY)
 
-# torch goes in first and pinned: without the pin, resolving a later package could pull another build of it.
+# torch goes in first and pinned: without the pin, resolving a later package could pull another build of it. What tests
+# import of it is compiled while the rest is installed.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) torch
-	$(PIP) --editable '.[dev]'
+	$(PIP) torch numpy
+	$(PY) -c 'import torch.distributed.checkpoint, torch.distributed.fsdp' & $(PIP) --editable '.[dev]' && wait $$!
 	touch $@
 
 train: $(READY)
@@ -31,11 +32,18 @@ types: $(READY)
 # Ranks wait for each other much of the time: two tests at once finish sooner, also on two cores.
 PYTEST := $(PY) -m pytest -q -n 2 --dist loadgroup
 
-test: lint types
+pytest: $(READY)
 	$(PYTEST)
 
-test-full: lint types
+pytest-full: $(READY)
 	$(PYTEST) --full
+
+# mypy has one process: the other core begins with the tests.
+test: lint
+	@$(MAKE) --no-print-directory --jobs 2 types pytest
+
+test-full: lint
+	@$(MAKE) --no-print-directory --jobs 2 types pytest-full
 
 # two real processes over Gloo; the GPU table is `python -m benchmarks.table --case all`
 bench: $(READY)
