@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 
 import flatshard
-from flatshard import DataParallelMeshDims, fully_shard
+from flatshard import DataParallelMeshDims, fully_shard, fully_shard_optimizer
 
 
 def build() -> nn.Sequential:
@@ -39,6 +39,7 @@ def _train(rank, world, sizes, names, dims, parallel, choices):
     fully_shard(model, mesh=mesh, dp_mesh_dims=dims, **choices)
     flatshard.check_buffers(model)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (model, reference)]
+    fully_shard_optimizer(optimizers[0])
     coordinate = mesh.get_coordinate()
     copies = world // (sizes[-1] if parallel else 1)
     mine = rank // (sizes[-1] if parallel else 1)
