@@ -49,7 +49,7 @@ def shard(model, **kwargs):
     return fully_shard(model, **kwargs)
 
 
-def run(rank, world, model, reference, steps=2, micro=1, scoped=True, **tolerance):
+def run(rank, world, model, reference, steps=2, micro=1, scoped=True):
     """Train both and compare every step's gradients, and the weights at the end."""
     optimizers = []
     for each in (model, reference):
@@ -117,6 +117,33 @@ def some(chosen):
 @pytest.mark.parametrize("case", some(STRATEGIES[::2]), ids=str)
 def test_a_frozen_encoder_is_left_alone(ranks, case):
     ranks(world_of(case), _frozen, case, STRATEGIES.index(case) // 2 % 2 == 0)
+
+
+def _saved(rank, world):
+    sent, most = [], []
+    for marked in (False, True):
+        model, reference = make(), make()
+        if marked:
+            no_shard(model.encoder)
+        fully_shard(model.encoder)
+        shard(model)
+        if not marked:
+            (group,) = unit_of(model.encoder).groups
+            encoder = 4 * world * sum(segment.piece for segment in group.layout.segments)
+        run(rank, world, model, reference)  # the ranks agree on the order at the end of the first step
+        scope = unit_of(model).scope
+        scope.gather_lane.history.clear()
+        scope.gather_pool.peak_bytes = 0
+        run(rank, world, model, reference, steps=1)
+        sent.append(sum(op.numbytes for op in scope.gather_lane.history))
+        most.append(scope.gather_pool.peak_bytes)
+    # Without the mark it is gathered once a step: no gradient goes through a frozen encoder that comes first.
+    assert sent[0] - sent[1] == encoder >= 4 * sum(p.numel() for p in make().encoder.parameters())
+    assert most[0] - most[1] > 0
+
+
+def test_a_marked_encoder_saves_its_bytes_on_the_wire_and_in_the_pool(ranks):
+    ranks(2, _saved)
 
 
 def _trainable(rank, world, case, layout):
