@@ -23,10 +23,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--full"):
         return
-    skip = pytest.mark.skip(reason="part of the full product; runs with --full")
-    for item in items:
-        if item.get_closest_marker("full"):
-            item.add_marker(skip)
+    left_out = [item for item in items if item.get_closest_marker("full")]
+    items[:] = [item for item in items if not item.get_closest_marker("full")]
+    config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture(scope="session")

@@ -10,11 +10,12 @@ from typing import Any
 def pairwise(product: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """A subset of ``product`` in which every pair of values of any two columns occurs."""
     chosen: list[tuple[Any, ...]] = []
-    missing = set().union(*(_pairs(row) for row in product))
+    pairs = [_pairs(row) for row in product]
+    missing = set().union(*pairs)
     while missing:
-        best = max(product, key=lambda row: len(missing & _pairs(row)))
-        missing -= _pairs(best)
-        chosen.append(best)
+        best = max(range(len(product)), key=lambda number: len(missing & pairs[number]))
+        missing -= pairs[best]
+        chosen.append(product[best])
     return chosen
 
 
