@@ -53,6 +53,7 @@ flatshard.fully_shard(model)
 if dist.get_rank() == 0:
     print(flatshard.summary(model))
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
+flatshard.fully_shard_optimizer(optimizer)  # steps flat local tensors, without a dispatch for each parameter
 
 torch.manual_seed(1 + dist.get_rank())  # other examples on every rank
 for step in range(1, 61):
