@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar, get_args
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -245,7 +246,16 @@ def _default_mesh() -> DeviceMesh:
         )
     accelerator = torch.accelerator.current_accelerator()
     kind = accelerator.type if accelerator is not None and torch.accelerator.is_available() else "cpu"
-    return init_device_mesh(kind, (dist.get_world_size(),))
+    world = dist.group.WORLD
+    assert world is not None
+    known = _default_meshes.setdefault(world, {})
+    if kind not in known:
+        known[kind] = init_device_mesh(kind, (world.size(),))
+    return known[kind]
+
+
+# By default process group and kind of device: the units of a model that are given no mesh share one.
+_default_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]] = WeakKeyDictionary()
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:

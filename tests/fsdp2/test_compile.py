@@ -21,7 +21,10 @@ from flatshard import MixedPrecisionPolicy, fully_shard
 from flatshard.engine.unit import unit_of
 from tests.dist.models import DIM, batches, loss_of, make_net, train
 
-pytestmark = pytest.mark.limit(240)  # the compiler itself has to be imported first, and is slow on a busy machine
+pytestmark = [
+    pytest.mark.limit(240),  # the compiler itself has to be imported first, and is slow on a busy machine
+    pytest.mark.xdist_group("compile"),  # by the ranks of one pool
+]
 
 ROWS = 8
 BLOCK_WAYS = ["block.compile() before", "torch.compile(block) before", "block.compile() after"]
