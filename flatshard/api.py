@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar, get_args
-from weakref import WeakKeyDictionary
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -246,16 +246,14 @@ def _default_mesh() -> DeviceMesh:
         )
     accelerator = torch.accelerator.current_accelerator()
     kind = accelerator.type if accelerator is not None and torch.accelerator.is_available() else "cpu"
-    world = dist.group.WORLD
-    assert world is not None
-    known = _default_meshes.setdefault(world, {})
-    if kind not in known:
-        known[kind] = init_device_mesh(kind, (world.size(),))
-    return known[kind]
+    known = _default_meshes.get(kind)
+    if known is None or known.get_group() is not dist.group.WORLD:
+        known = _default_meshes[kind] = init_device_mesh(kind, (dist.get_world_size(),))
+    return known
 
 
-# By default process group and kind of device: the units of a model that are given no mesh share one.
-_default_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]] = WeakKeyDictionary()
+# By kind of device: units that are given no mesh share one, for as long as one of them lives.
+_default_meshes: WeakValueDictionary[str, DeviceMesh] = WeakValueDictionary()
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:
