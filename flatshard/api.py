@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar, get_args
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -246,14 +245,7 @@ def _default_mesh() -> DeviceMesh:
         )
     accelerator = torch.accelerator.current_accelerator()
     kind = accelerator.type if accelerator is not None and torch.accelerator.is_available() else "cpu"
-    known = _default_meshes.get(kind)
-    if known is None or known.get_group() is not dist.group.WORLD:
-        known = _default_meshes[kind] = init_device_mesh(kind, (dist.get_world_size(),))
-    return known
-
-
-# By kind of device: units that are given no mesh share one, for as long as one of them lives.
-_default_meshes: WeakValueDictionary[str, DeviceMesh] = WeakValueDictionary()
+    return init_device_mesh(kind, (dist.get_world_size(),))
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:

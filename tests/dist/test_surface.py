@@ -6,7 +6,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from flatshard import FSDPModule, fully_shard
-from flatshard.engine.unit import unit_of
 from tests.dist.models import loss_of, make_net
 from tests.dist.test_engine import full, shard_net
 
@@ -36,24 +35,6 @@ def test_a_unit_is_a_subclass_of_its_own_class_and_of_pytorchs_fsdp_module(ranks
     for refused in ranks(2, _class):
         assert "unshard" not in refused
         assert "set_requires_gradient_sync" not in refused
-
-
-_earlier = []
-
-
-def _default_mesh(rank, world):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    for part in (*model, model):
-        fully_shard(part)
-    model(torch.ones(2, 4)).sum().backward()
-    (mesh,) = {id(mesh): mesh for mesh in (unit_of(part).mesh for part in (*model, model))}.values()
-    assert all(mesh is not other for other in _earlier), "of a process group that is gone"
-    _earlier.append(mesh)
-
-
-def test_units_without_a_mesh_share_that_of_the_default_process_group(ranks):
-    for _ in range(2):  # in the same processes, but in another process group
-        ranks(2, _default_mesh)
 
 
 def _unshard(rank, world, strategy):
