@@ -11,11 +11,11 @@ PIP    := $(PY) -m pip install --quiet --no-compile --constraint constraints.txt
 
 setup: $(READY)
 
-# torch goes in first and pinned: without the pin, resolving a later package could pull another build of it. What tests
-# import of it is compiled while the rest is installed.
+# torch goes in first and pinned: without the pin, resolving a later package could pull another build of it. The largest
+# package that does not depend on it is unpacked beside it, and what tests import of torch is compiled beside the rest.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) torch numpy
+	$(PIP) --no-deps transformers & $(PIP) torch numpy && wait $$!
 	$(PY) -c 'import torch.distributed.checkpoint, torch.distributed.fsdp' & $(PIP) --editable '.[dev]' && wait $$!
 	touch $@
 
