@@ -101,20 +101,19 @@ def _as_eager(rank, world, way, recompute, policy=None, backend="aot_eager", tol
 
 
 RECOMPUTE = [None, "reentrant", "non-reentrant"]
-CHOSEN = list(zip(BLOCK_WAYS, RECOMPUTE))
 
 
-@pytest.mark.parametrize(("way", "recompute"), CHOSEN)
-def test_compiled_blocks_train_as_eager_ones(ranks, way, recompute):
+CASES = [(way, recompute, 1) for way, recompute in zip(BLOCK_WAYS, RECOMPUTE)]  # the other tests here have two ranks
+FULL = [(*case, 2) for case in itertools.product(BLOCK_WAYS, RECOMPUTE)]
+
+
+@pytest.mark.parametrize(
+    ("way", "recompute", "world"), [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in FULL)]
+)
+def test_compiled_blocks_train_as_eager_ones(ranks, way, recompute, world):
     """All blocks share one graph per kind of pass: with gradients, without."""
-    for captured in ranks(2, _as_eager, way, recompute):
+    for captured in ranks(world, _as_eager, way, recompute):
         assert captured == (3 if recompute == "reentrant" else 2) * GRAPH
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("way", "recompute"), [c for c in itertools.product(BLOCK_WAYS, RECOMPUTE) if c not in CHOSEN])
-def test_compiled_blocks_train_as_eager_ones_full(ranks, way, recompute):
-    test_compiled_blocks_train_as_eager_ones(ranks, way, recompute)
 
 
 @pytest.mark.parametrize("way", [MODEL_WAYS[0], pytest.param(MODEL_WAYS[1], marks=pytest.mark.full)])
