@@ -5,6 +5,7 @@ READY  := $(VENV)/.ready
 
 # Modules are compiled once, when they are first imported, rather than all of torch while it is installed.
 unexport PYTHONDONTWRITEBYTECODE
+COMPILED := torch.distributed.checkpoint.state_dict, torch.distributed.fsdp, torch.distributed.pipelining, torch._dynamo
 PIP    := $(PY) -m pip install --quiet --no-compile --constraint constraints.txt
 
 .PHONY: train test test-full pytest pytest-full bench lint types setup format clean
@@ -16,7 +17,7 @@ setup: $(READY)
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --no-deps transformers & $(PIP) torch numpy && wait $$!
-	$(PY) -c 'import torch.distributed.checkpoint, torch.distributed.fsdp' & $(PIP) --editable '.[dev]' && wait $$!
+	$(PY) -c 'import $(COMPILED)' & $(PIP) --editable '.[dev]' && wait $$!
 	touch $@
 
 train: $(READY)
