@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flatshard import _torch
-from flatshard.engine.build import NO_SHARD, OWNER, Choices, Where, all_units, build_unit, owned_modules
+from flatshard.engine.build import NO_SHARD, OWNER, Choices, Where, build_unit, owned_modules, units_below
 from flatshard.engine.gradients import GradientScale
 from flatshard.engine.unit import Unit, unit_of
 from flatshard.layout.planner import LayoutName
@@ -192,7 +192,7 @@ def microbatch(module: nn.Module, *, is_first: bool = True, is_last: bool = True
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"microbatch takes a module, not {type(module).__name__}")
-    units = all_units(module)
+    units = [unit for _, unit in units_below(module)]
     if not units:
         raise ValueError(f"no unit at or below {type(module).__name__}: fully_shard was not called on it")
     before = [(unit.is_first, unit.is_last) for unit in units]

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from flatshard import _torch
-from flatshard.engine.build import all_units
+from flatshard.engine.build import units_below
 from flatshard.engine.group import Group
 from flatshard.engine.scope import Scope
 from flatshard.engine.unit import Unit, scope_of, unit_of
@@ -363,7 +363,8 @@ def _units_of(modules: Iterable[Any]) -> list[Unit]:
 
 def _units(module: FSDPModule, recurse: bool) -> list[Unit]:
     assert isinstance(module, nn.Module)
-    return all_units(module) if recurse else [_unit(module)]
+    own = unit_of(module)
+    return [unit for _, unit in units_below(module) if recurse or unit is own]
 
 
 def _unit(module: TorchFSDPModule) -> Unit:

@@ -280,16 +280,6 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
             module._buffers[name] = buffer.to(device)
 
 
-def all_units(module: nn.Module) -> list[Unit]:
-    """Every unit at or below ``module``, once. A root knows them from its first forward on."""
-    root = unit_of(module)
-    if root is not None and root.scope is not None and len(root.modules) == 1:
-        units = root.scope.units
-        if units[0] is root:
-            return units
-    return [unit for _, unit in units_below(module)]
-
-
 def units_below(module: nn.Module) -> list[tuple[str, Unit]]:
     """Every unit at or below ``module``, once, with the name of its first module."""
     found: dict[int, tuple[str, Unit]] = {}

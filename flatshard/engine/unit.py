@@ -126,9 +126,7 @@ class Unit:
 
     @property
     def is_gathered(self) -> bool:
-        for (
-            group
-        ) in self.needs:  # a loop: it is asked many times a step, and all() with its generator takes twice as long
+        for group in self.needs:
             if not group.is_gathered:
                 return False
         return True

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
-from flatshard import FSDPModule, fully_shard
+from flatshard import FSDPModule, fully_shard, microbatch
+from flatshard.engine.unit import unit_of
 from tests.dist.models import loss_of, make_net
 from tests.dist.test_engine import full, shard_net
 
@@ -35,6 +36,28 @@ def test_a_unit_is_a_subclass_of_its_own_class_and_of_pytorchs_fsdp_module(ranks
     for refused in ranks(2, _class):
         assert "unshard" not in refused
         assert "set_requires_gradient_sync" not in refused
+
+
+def _late(rank, world):
+    """A part that is added and sharded after the root's first forward is told what the root is told."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0])
+    fully_shard(model)
+    model(torch.ones(2, 4)).sum().backward()
+    model.append(fully_shard(nn.Linear(4, 4)))
+    late = unit_of(model[2])
+    model.set_requires_gradient_sync(False)
+    assert not late.reduces
+    model.set_requires_gradient_sync(True)
+    with microbatch(model, is_last=False):
+        assert not late.is_last
+        model(torch.ones(2, 4)).sum().backward()
+    assert late.is_last
+    assert model[2].weight.grad is not None
+
+
+def test_a_unit_that_comes_late_is_told_what_its_root_is_told(ranks):
+    ranks(2, _late)
 
 
 def _unshard(rank, world, strategy):
