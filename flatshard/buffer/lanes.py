@@ -32,7 +32,11 @@ _WITHOUT_AVG = frozenset({"gloo", "mpi", "ucc"})
 _NATIVE = frozenset(
     {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
 )
-_REDUCTIONS: dict[Op, Callable[[torch.Tensor, int], torch.Tensor]] = {"sum": torch.sum, "max": torch.amax}
+_REDUCTIONS: dict[Op, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "sum": torch.sum,
+    "avg": torch.mean,
+    "max": torch.amax,
+}
 # How many operations a lane remembers for its history.
 HISTORY = 256
 
