@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import sys
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -364,17 +365,39 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
-def grads_and_hooks(parameters: Sequence[torch.Tensor]) -> tuple[list[bool], list[int], list[int]]:
-    """Whether each has a gradient; which have tensor hooks; which have post-accumulate hooks.
+PlainAttributes = torch._C.DisableTorchFunctionSubclass  # within, those of DTensors cost no more than a tensor's
 
-    Asking a DTensor for an attribute takes several times as long unless its class is left out of it.
+
+def grads_and_hooks(parameters: Sequence[torch.Tensor]) -> tuple[list[bool], list[int], list[int]]:
+    """Whether each has a gradient; which have tensor hooks; which have post-accumulate hooks."""
+    had_grad, changed, finished = [False] * len(parameters), [], []
+    with PlainAttributes():
+        for index, parameter in enumerate(parameters):
+            had_grad[index] = parameter.grad is not None
+            if parameter._backward_hooks:
+                changed.append(index)
+            if parameter._post_accumulate_grad_hooks:
+                finished.append(index)
+    return had_grad, changed, finished
+
+
+_use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count")  # noqa: B009  # it has no type
+
+
+def holders(tensors: Sequence[DTensor]) -> list[int]:
+    """Numbers that grow when somebody takes hold of one of these DTensors, of its local part, or of its memory.
+
+    They also change when a tensor becomes a gradient for the first time.
     """
-    with torch._C.DisableTorchFunctionSubclass():
-        return (
-            [parameter.grad is not None for parameter in parameters],
-            [index for index, parameter in enumerate(parameters) if parameter._backward_hooks],
-            [index for index, parameter in enumerate(parameters) if parameter._post_accumulate_grad_hooks],
-        )
+    if not tensors:
+        return []
+    memory: int = torch._C._storage_Use_Count(tensors[0]._local_tensor.untyped_storage()._cdata)
+    return [
+        memory,
+        *map(_use_count, tensors),
+        *map(sys.getrefcount, tensors),
+        *map(sys.getrefcount, [tensor._local_tensor for tensor in tensors]),
+    ]
 
 
 def tensor_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
@@ -410,13 +433,22 @@ def put_scheduler_patch(optimizer: Optimizer) -> None:
     optimizer.__dict__["step"] = tracked
 
 
+def backend_of(group: ProcessGroup, device: torch.device) -> Any:
+    """What serves tensors of this device in a process group. Calls of it pass by what counts collectives."""
+    if device.type not in {served.type for served in group._device_types}:
+        return group  # a group written in Python is its own backend
+    return group._get_backend(device)
+
+
 def backend_name(group: ProcessGroup, device: torch.device) -> str:
     """The name of the backend that serves tensors of this device in a process group."""
-    if device.type not in {served.type for served in group._device_types}:
-        return group.name()  # a group written in Python is its own backend
-    backend: Any = group._get_backend(device)
-    name: str = backend.name()
+    name: str = backend_of(group, device).name()
     return name
+
+
+def will_be_executed(node: Any) -> bool:
+    """Within a backward: whether it goes, or went, through a node of the graph."""
+    return bool(torch._C._will_engine_execute_node(node))
 
 
 def in_backward() -> bool:

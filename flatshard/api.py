@@ -195,9 +195,9 @@ def microbatch(module: nn.Module, *, is_first: bool = True, is_last: bool = True
     units = [unit for _, unit in units_below(module)]
     if not units:
         raise ValueError(f"no unit at or below {type(module).__name__}: fully_shard was not called on it")
-    before = [(unit.is_first, unit.is_last) for unit in units]
+    before = [(unit.settings.is_first, unit.settings.is_last) for unit in units]
     for unit in units:
-        unit.is_first, unit.is_last = is_first, is_last
+        unit.settings.is_first, unit.settings.is_last = is_first, is_last
         for group in unit.groups if is_first else ():
             if not group.is_full:
                 group.mark_stale()  # the first forward to use them may be one of a later micro-batch
@@ -209,7 +209,7 @@ def microbatch(module: nn.Module, *, is_first: bool = True, is_last: bool = True
                 scope.flush(units)
     finally:
         for unit, (first, last) in zip(units, before):
-            unit.is_first, unit.is_last = first, last
+            unit.settings.is_first, unit.settings.is_last = first, last
 
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:

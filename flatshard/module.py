@@ -67,10 +67,10 @@ class FSDPModule(TorchFSDPModule):
         unit, scope = _unit_and_scope(self)
         scope.refresh_order()
         for group in unit.groups:
-            if unit.is_first and not group.is_full:
+            if unit.settings.is_first and not group.is_full:
                 group.mark_stale()
         scope.gather(unit)
-        unit.kept = True
+        unit.keep()
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -86,9 +86,8 @@ class FSDPModule(TorchFSDPModule):
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"set_reshard_after_forward({reshard_after_forward!r}): must be True or False")
         for unit in _units(self, recurse):
-            unit.reshard_after_forward = reshard_after_forward
-            for group in unit.groups:
-                group.park_mesh = None
+            unit.settings.reshard_after_forward = reshard_after_forward
+            unit.parks = False
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Off: full parameters stay after backward and the next forward uses them as they are, without a gather.
@@ -97,19 +96,19 @@ class FSDPModule(TorchFSDPModule):
         `reshard` after it: else the next step would compute with the old weights.
         """
         for unit in _units(self, recurse):
-            unit.reshard_after_backward = reshard_after_backward
+            unit.settings.reshard_after_backward = reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Off: backward does not gather this unit, whose weights no gradient needs (an embedding's, for example)."""
-        _unit(self).unshard_in_backward = unshard_in_backward
+        _unit(self).settings.unshard_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Gather these units when this one's forward starts, instead of those that the recorded order says."""
-        _unit(self).prefetch_in_forward = [weakref.ref(unit) for unit in _units_of(modules)]
+        _unit(self).settings.prefetch_in_forward = [weakref.ref(unit) for unit in _units_of(modules)]
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Gather these units when this one's backward starts, instead of those that the recorded order says."""
-        _unit(self).prefetch_in_backward = [weakref.ref(unit) for unit in _units_of(modules)]
+        _unit(self).settings.prefetch_in_backward = [weakref.ref(unit) for unit in _units_of(modules)]
 
     # Gradients
 
@@ -128,16 +127,19 @@ class FSDPModule(TorchFSDPModule):
                     parameter.grad = None
                 elif parameter.grad is not None:
                     parameter.grad.zero_()
+        for scope in dict.fromkeys(unit.scope for unit in _units(self, True)):
+            if scope is not None and set_to_none:
+                scope.rest_gradients()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Off: gradients stay on their rank, whole and unreduced, until a backward with it on reduces them all."""
         for unit in _units(self, recurse):
-            unit.reduces = unit.all_reduces = requires_gradient_sync
+            unit.settings.reduces = unit.settings.all_reduces = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Off: gradients go no further than they rest between micro-batches; under HSDP, the outer axis waits."""
         for unit in _units(self, recurse):
-            unit.all_reduces = requires_all_reduce
+            unit.settings.all_reduces = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Off: a backward ends without waiting for its reduces, so they overlap the next forward.
@@ -172,7 +174,7 @@ class FSDPModule(TorchFSDPModule):
         parameter without gradient on a rank keeps ``None`` there.
         """
         for unit in _units(self, recurse):
-            unit.reduces_unused = reduce_scatter_unused_params
+            unit.settings.reduces_unused = reduce_scatter_unused_params
             for group in unit.groups:
                 group.gradients.counts_unused = reduce_scatter_unused_params
 
@@ -262,14 +264,14 @@ class FSDPModule(TorchFSDPModule):
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers={max_input_buffers}: must be at least 1")
         for unit in _units(self, recurse):
-            unit.max_reducing = max_input_buffers
+            unit.settings.max_reducing = max_input_buffers
             if unit.scope is not None:
                 unit.scope.resolve()
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """`SchedulePolicy.separate_groups`: whether reduces have process groups of their own. One choice per model."""
         for unit in _units(self, recurse):
-            unit.separate_groups = enable
+            unit.settings.separate_groups = enable
             if unit.scope is not None:
                 unit.scope.resolve()
 
@@ -399,7 +401,7 @@ def serve_pipelines(module: nn.Module) -> None:
 
     def reduce() -> None:
         stage: Any = me()
-        _unit_and_scope(stage)[1].end_backward()
+        _unit_and_scope(stage)[1].reduce_accumulated()
 
     _torch.let_pipelines_find(_torch.PipelineState(reduce), module)
 

@@ -219,6 +219,9 @@ class DBuffer:
             self._gathers[key] = known = own, launches
         ticket = Ticket()
         for number, gather in enumerate(known[1]):
+            if number == 0 and not after and lane.is_entered:
+                ticket = gather.launch(name)
+                continue
             with lane.entered(after if number == 0 else (ticket,)):
                 ticket = gather.launch(name)
         return ticket

@@ -102,6 +102,9 @@ class Ticket:
         return self._then is None and all(work.is_completed() for work in self._works)
 
 
+DONE = Ticket()  # has been waited for, and can be again and again
+
+
 class _Inside:
     """Makes a lane's stream the current one. One per lane, since entering is on the path of every launch."""
 
@@ -109,20 +112,20 @@ class _Inside:
         self.after: Sequence[Ticket] = ()
         self._stream = stream
         self._outer: torch.cuda.Stream | None = None
-        self._depth = 0
+        self.depth = 0
 
     def __enter__(self) -> None:
-        if self._stream is not None and self._depth == 0:
+        if self._stream is not None and self.depth == 0:
             self._outer = _torch.current_stream(self._stream.device_index)
             _torch.set_stream(self._stream)
-        self._depth += 1
+        self.depth += 1
         for ticket in self.after:
             ticket.wait()
         self.after = ()
 
     def __exit__(self, *error: object) -> None:
-        self._depth -= 1
-        if self._outer is not None and self._depth == 0:
+        self.depth -= 1
+        if self._outer is not None and self.depth == 0:
             _torch.set_stream(self._outer)
             self._outer = None
 
@@ -167,10 +170,14 @@ class Lane:
         self._inside.after = after
         return self._inside
 
+    @property
+    def is_entered(self) -> bool:
+        return self._inside.depth > 0
+
     def mark(self) -> Ticket:
         """A ticket for all that has been enqueued on the current stream. On CPU that work is done already."""
         if self.stream is None:
-            return Ticket()
+            return DONE
         event = _torch.Event()
         index = self.stream.device_index
         event.record(_torch.current_stream(index))
@@ -238,18 +245,32 @@ class Lane:
             with self.entered(after):
                 works, unpack = reduce_by(comm, group, outputs, inputs, op, self.stream is None)
                 return self._finish("reduce_scatter", name, _nbytes(inputs), works, _one_after_other(unpack, then))
-        options = _torch.REDUCE_SCATTER[op]
+        if self._inside.depth and not after:
+            return self._reduce_scatter(group, outputs, inputs, op, then, name)
         with self.entered(after):
-            if group.size() == 1 or not inputs:
-                works = _copied(outputs, inputs)
-            elif self._backend(group) != "gloo":
-                works = [_torch.reduce_scatter_coalesced(group, list(outputs), list(inputs), options)]
-            elif self.stream is None:
-                works, reduce = _exchange_pieces(group, outputs, inputs, op)
-                then = _one_after_other(reduce, then)
-            else:
-                works = [_torch.reduce_scatter_one(group, out, inp, options) for out, inp in zip(outputs, inputs)]
-            return self._finish("reduce_scatter", name, _nbytes(inputs), works, then)
+            return self._reduce_scatter(group, outputs, inputs, op, then, name)
+
+    def _reduce_scatter(
+        self,
+        group: ProcessGroup,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        op: Op,
+        then: Callable[[], None] | None,
+        name: str,
+    ) -> Ticket:
+        """Inside the lane, by an operation that the backend knows."""
+        options = _torch.REDUCE_SCATTER[op]
+        if group.size() == 1 or not inputs:
+            works = _copied(outputs, inputs)
+        elif self._backend(group) != "gloo":
+            works = [_torch.reduce_scatter_coalesced(group, list(outputs), list(inputs), options)]
+        elif self.stream is None:
+            works, reduce = _exchange_pieces(group, outputs, inputs, op)
+            then = _one_after_other(reduce, then)
+        else:
+            works = [_torch.reduce_scatter_one(group, out, inp, options) for out, inp in zip(outputs, inputs)]
+        return self._finish("reduce_scatter", name, _nbytes(inputs), works, then)
 
     def all_reduce(
         self,
@@ -286,6 +307,26 @@ class Lane:
         with self.entered(after):
             works = [_torch.all_to_all_one(group, out, inp, *sizes, _torch.ALL_TO_ALL)]
             return self._finish("all_to_all", name, input.nbytes, works)
+
+    @property
+    def rank(self) -> int:
+        """Of this process among all."""
+        return dist.get_rank()
+
+    def extremes(self, meshes: Sequence[DeviceMesh], number: int) -> tuple[int, int]:
+        """The lowest and the highest of the ranks' numbers, over all ranks of these meshes, on each of them.
+
+        Waits. It takes part in one collective per axis whatever the number is, and leaves no trace in the history.
+        """
+        with self.entered():
+            values = torch.tensor([-number, number], dtype=torch.int64, device=self.device)
+            for mesh in [*meshes, *meshes[:-1]]:  # what the later ones found out, the earlier ones learn
+                for axis in range(mesh.ndim):
+                    group = self.group(mesh, axis)
+                    if group.size() > 1:
+                        _torch.backend_of(group, self.device).allreduce([values], _torch.ALL_REDUCE["max"]).wait()
+            lowest, highest = values.tolist()
+        return -lowest, highest
 
     def _backend(self, group: ProcessGroup) -> str:
         if group not in self._backends:

@@ -109,8 +109,10 @@ class Pool:
             self._taken[storage._cdata] = slot
         self.live_bytes += size
         self.live_buffers += 1
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        self.peak_buffers = max(self.peak_buffers, self.live_buffers)
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes = self.live_bytes
+        if self.live_buffers > self.peak_buffers:
+            self.peak_buffers = self.live_buffers
 
     def release(self, tensor: torch.Tensor) -> None:
         """Take the storage back once all that the current stream has been given so far is done with it.

@@ -208,7 +208,7 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
         each.place(choices.device, choices.precision.param_dtype)
     for group in groups:
         if park is not None and group.mesh == choices.mesh and not isinstance(group, ExtendedGroup):
-            group.park_mesh = park  # the others are gathered again from all
+            group.park_mesh, unit.parks = park, True  # the others are gathered again from all
         group.gradients.scale = choices.gradient_scale
     for module in modules:
         module.__dict__["_flatshard_unit"] = unit

@@ -48,7 +48,7 @@ class ExtendedGroup(Group):
         return _torch.local_of(self.members[0].sharded)
 
     def gather(self, pool: Pool, name: str, lasting: bool = False) -> None:
-        if self._ticket is not None:
+        if self.ticket is not None:
             return
         self._gather_pool, self._decoded = pool, False
         lane, axis = pool.lane, self.mesh.ndim - 1
@@ -71,7 +71,7 @@ class ExtendedGroup(Group):
             for ticket in tickets:
                 ticket.wait()
 
-        self._ticket = Ticket(then=wait)
+        self.ticket = Ticket(then=wait)
 
     def _inputs(self) -> list[torch.Tensor]:
         """What this rank gives to be gathered: the same sizes on all ranks."""
@@ -99,8 +99,8 @@ class ExtendedGroup(Group):
         return self.mesh[names[-1]]
 
     def swap_in(self) -> None:
-        assert self._ticket is not None
-        self._ticket.wait()
+        assert self.ticket is not None
+        self.ticket.wait()
         if not self._decoded:
             with torch.no_grad():
                 self._decode()
@@ -127,11 +127,11 @@ class ExtendedGroup(Group):
         self._remembered = None
 
     def release(self) -> None:
-        if self._ticket is None:
+        if self.ticket is None:
             return
-        self._ticket.wait()
+        self.ticket.wait()
         self.swap_out()
-        self._ticket = None
+        self.ticket = None
         assert self._gather_pool is not None
         for output in self._gathered:
             self._gather_pool.release(output)

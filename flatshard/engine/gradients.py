@@ -21,6 +21,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from flatshard import _torch
 from flatshard.buffer import DBuffer, Lane, Pool, Ticket
@@ -36,9 +37,8 @@ if TYPE_CHECKING:
 
 GradientScale: TypeAlias = Literal["mean", "sum"] | float
 
-# On a gradient that we have put on a parameter: the buffer it lies in, and whose it is. (Knowing the gradient by a weak
-# reference would not do: torch cannot move or cast a tensor that has any.)
-_MAIN_GRAD, _PLACE = "_flatshard_main_grad", "_flatshard_place"
+# On a gradient that we have put on a parameter: the buffer it lies in.
+_MAIN_GRAD = "_flatshard_main_grad"
 
 
 class Goal(Enum):
@@ -57,6 +57,53 @@ class Reduction:
     name: str
     keep: list[torch.Tensor] = field(default_factory=list)
     then: Callable[[], None] | None = None
+    writes: Gradients | None = None  # whose main gradients are its result
+
+    def land(self) -> None:
+        """It has been waited for."""
+        if self.writes is not None:
+            self.writes.in_flight -= 1
+        if self.then is not None:
+            self.then()
+
+
+class MainGrads:
+    """The reduced gradients of a group: one buffer that lies as main does, and a DTensor over it for each member.
+
+    Setting a parameter's ``.grad`` to None only hides it: the objects stay for the next backward, and once all are
+    hidden, `rest` gives the storage back. If somebody else holds one of them by then, they are left to him.
+    """
+
+    def __init__(self, buffer: DBuffer, members: Sequence[Member]) -> None:
+        self.buffer = buffer
+        self.shown = [_torch.like_dtensor(m.sharded, buffer.local_view(index)) for index, m in enumerate(members)]
+        for index, member in enumerate(members):
+            self.shown[index].__dict__[_MAIN_GRAD] = buffer
+            if member.sharded.grad is None:  # else it is shown and hidden before anybody asks
+                _show(member, self.shown[index])
+                member.sharded.grad = None
+        buffer.runs()  # views that stay
+        self._size = buffer.local.untyped_storage().nbytes()
+        self.is_empty = False  # without storage
+        self._held = _torch.holders(self.shown)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody holds a gradient that is hidden, or a part of its memory."""
+        return _torch.holders(self.shown) != self._held
+
+    def give_back(self) -> None:
+        """Free the storage. The gradients are hidden, and nobody else holds one."""
+        self.buffer.local.untyped_storage().resize_(0)
+        self.is_empty = True
+
+    def take_again(self) -> bool:
+        """Give the gradients their storage, if they have none; whether they had none."""
+        if not self.is_empty:
+            return False
+        self.buffer.local.untyped_storage().resize_(self._size)
+        self.is_empty = False
+        return True
 
 
 class Gradients:
@@ -86,7 +133,6 @@ class Gradients:
         self.comm: Any = None  # a `ReduceScatter` of torch's to reduce by
         # Called with what has been reduced over all axes before it is shown; and the stream to call it on.
         self.hook: tuple[Callable[[torch.Tensor], None], torch.cuda.Stream | None] | None = None
-        self.reduced = False  # in the running backward
         self.expected = sum(member.sharded.requires_grad for member in members)  # by a backward that uses them all
         self.on_complete: Callable[[], None] | None = None  # called when all expected ones have arrived, if watched
         self._arrived: set[int] = set()  # of those watched
@@ -94,7 +140,9 @@ class Gradients:
         self._unreduced: DBuffer | None = None
         self._resting: DBuffer | None = None
         self._used: set[int] = set()  # members that have had a gradient in backwards that stopped short of final
-        self._main_grad: weakref.ref[DBuffer] | None = None
+        self._main_grads: MainGrads | None = None
+        self._group: tuple[Lane, bool, Any] | None = None  # the process group of the last axis
+        self.in_flight = 0  # reduces that write into main gradients
         self.direct: Direct | None = None  # set: kernels may write gradients themselves
 
     def take_settings(self, other: Gradients) -> None:
@@ -153,6 +201,22 @@ class Gradients:
                 return True
         return False
 
+    def rest(self) -> None:
+        """Give back the storage of main gradients that `zero_grad` has hidden.
+
+        Within `_torch.PlainAttributes`, since it looks at every parameter.
+        """
+        known = self._main_grads
+        if known is None or known.is_empty or self.in_flight or self.home.host:
+            return
+        for member in self.members:
+            if member.sharded.grad is not None:
+                return
+        if known.is_held:
+            self._main_grads = None
+        else:
+            known.give_back()
+
     def arrived(self, index: int) -> None:
         """Autograd has put a gradient on one full parameter; reentrant checkpointing may do so more than once."""
         self._arrived.add(index)
@@ -161,16 +225,16 @@ class Gradients:
 
     def take(self) -> list[torch.Tensor | None]:
         """What has arrived; it is no longer on the full parameters."""
-        self._arrived.clear()
-        taken: list[torch.Tensor | None] = []
-        for member in self.members:
-            gradient = None if member.full is None else member.full.grad
-            if gradient is not None:
-                assert member.full is not None
-                member.full.grad = None
-                if member.inner is not None:
-                    gradient = _torch.local_gradient(gradient, member.inner)
-            taken.append(gradient)
+        if self._arrived:
+            self._arrived.clear()
+        members = self.members
+        taken = [None if member.full is None else member.full.grad for member in members]
+        for index, gradient in enumerate(taken):
+            full, inner = members[index].full, members[index].inner
+            if full is not None and gradient is not None:
+                full.grad = None
+                if inner is not None:
+                    taken[index] = _torch.local_gradient(gradient, inner)
         return taken
 
     @property
@@ -189,6 +253,12 @@ class Gradients:
         """Whether that place holds nothing yet."""
         return self._unreduced is None and index not in self.kernels.written
 
+    def drop(self) -> None:
+        """Forget what has arrived and is not reduced."""
+        self.take()
+        if self.direct is not None:
+            self.direct.drop()
+
     def drop_partial(self) -> None:
         """Forget also what earlier backwards left unreduced."""
         self._unreduced = self._resting = None
@@ -202,7 +272,6 @@ class Gradients:
         A gradient that autograd left in the reduce dtype, and whose segment has no padding, is sent from where it is;
         the others are copied into a staging buffer first.
         """
-        self.reduced = True
         gradients = self.take()
         self._used.update([index for index, gradient in enumerate(gradients) if gradient is not None])
         if self.counts_unused:
@@ -253,16 +322,15 @@ class Gradients:
         add_to(self._unreduced, gradients)
 
     def _reduce_to_rest(self, gradients: Sequence[torch.Tensor | None], pool: Pool, name: str) -> Reduction:
-        placements = self.placements.gradient
         fresh = self._resting is None
         if self._resting is None:
-            self._resting = self._buffer(placements, self.grad_dtype, self._empty)
+            self._resting = self._buffer(self.placements.gradient, self.grad_dtype, self._empty)
         resting, lane = self._resting, pool.lane
         with lane.entered((lane.mark(),)):
             inputs, keep = self._inputs(gradients, pool)
-            target = self._buffer(placements, self.reduce_dtype, pool.temporary)
-        ticket = self._inner(target, inputs, lane, name)
-        ticket = lane.follow(ticket, functools.partial(_add_or_write, resting, target, fresh, 1.0))
+            target = self._buffer(self.placements.gradient, self.reduce_dtype, pool.temporary)
+            write = functools.partial(_add_or_write, resting, target, fresh, 1.0)
+            ticket = self._inner(target, inputs, lane, name, write)
         return Reduction(ticket, name, [*keep, target.local])
 
     # Going all the way
@@ -270,32 +338,38 @@ class Gradients:
     def _reduce_to_final(self, gradients: Sequence[torch.Tensor | None], pool: Pool, name: str) -> Reduction:
         lane = pool.lane
         had_grad, changed, finished = _torch.grads_and_hooks([member.sharded for member in self.members])
-        main_grad, fresh = self._take_main_grad(had_grad)
-        direct = fresh and main_grad.dtype == self.reduce_dtype and not self.home.host
+        main_grads, fresh = self._take_main_grads(had_grad)
+        main_grad = main_grads.buffer
+        used, factor = sorted(self._used), self._factor
         with lane.entered((lane.mark(),)):
             inputs, keep = self._inputs(gradients, pool)
-            target = main_grad if direct else self._buffer(self.main.placements, self.reduce_dtype, pool.temporary)
-        factor = self._factor
-        apart = bool(changed) or self.home.host or self.hook is not None
-        changes = not direct or factor != 1.0
-        write = functools.partial(_add_or_write, main_grad, target, fresh, factor) if changes and not apart else None
-        ticket = self._through(target, inputs, pool, keep, name, write)
-        if self.hook is not None:
-            ticket = lane.follow(ticket, functools.partial(_call_hook, *self.hook, target.local))
-        if changed:
-            used = [index for index in changed if index in self._used]
-            ticket = lane.follow(ticket, functools.partial(change_gradients, self.members, used, target, factor))
-            factor = 1.0
-        if self.home.host:
-            ticket = self.home.bring(target, ticket, lane, main_grad, fresh, factor)
-        elif apart and (not direct or factor != 1.0):
-            ticket = lane.follow(ticket, functools.partial(_add_or_write, main_grad, target, fresh, factor))
-        for index in sorted(self._used):
-            if not had_grad[index]:
-                self._show(index, main_grad)
-        then = call_finished(self.members, [index for index in finished if index in self._used]) if finished else None
+            in_place = fresh and main_grad.dtype == self.reduce_dtype and not self.home.host
+            target = main_grad if in_place else self._buffer(self.main.placements, self.reduce_dtype, pool.temporary)
+            # What is done to the result, in the order of the lane.
+            then: list[Callable[[], None]] = []
+            if self.hook is not None:
+                then.append(functools.partial(_call_hook, *self.hook, target.local))
+            if changed:
+                mine = [index for index in changed if index in self._used]
+                then.append(functools.partial(change_gradients, self.members, mine, target, factor))
+                factor = 1.0
+            if not self.home.host and (not in_place or factor != 1.0):
+                then.append(functools.partial(_add_or_write, main_grad, target, fresh, factor))
+            ticket = self._through(target, inputs, pool, keep, name, _one_by_one(then))
+            if self.home.host:
+                ticket = self.home.bring(target, ticket, lane, main_grad, fresh, factor)
+        shown, other_dtype = main_grads.shown, main_grad.dtype != self.main.dtype
+        with _torch.PlainAttributes():  # which make an attribute of a DTensor several times as dear
+            for index in used:
+                if had_grad[index]:
+                    continue
+                if other_dtype:
+                    _torch.allow_grad_of(self.members[index].sharded, main_grad.dtype)
+                self.members[index].sharded.grad = shown[index]
+        done = call_finished(self.members, [i for i in finished if i in self._used]) if finished else None
         self._used.clear()
-        return Reduction(ticket, name, [*keep, target.local], then)
+        self.in_flight += 1
+        return Reduction(ticket, name, [*keep, target.local], done, self)
 
     def _through(
         self,
@@ -309,13 +383,9 @@ class Gradients:
         """Reduce full-size runs over all axes into ``target``, taking along what rests on the way; ``then`` is last."""
         lane, final = pool.lane, target.placements
         resting, self._resting = self._resting, None
-        if not inputs:  # only empty tensors
-            return Ticket()
-        if len(final) == 1:
+        if len(final) == 1 or not inputs:
             return self._inner(target, inputs, lane, name, then)
-        halfway = (*self._partial()[:-1], final[-1])
-        with lane.entered():
-            inner = self._buffer(halfway, self.reduce_dtype, pool.temporary)
+        inner = self._buffer((*self._partial()[:-1], final[-1]), self.reduce_dtype, pool.temporary)
         keep.append(inner.local)
         ticket = self._inner(inner, inputs, lane, name)
         if resting is not None:
@@ -336,14 +406,15 @@ class Gradients:
         then: Callable[[], None] | None = None,
     ) -> Ticket:
         """Reduce full-size runs over the last axis of the mesh, and do ``then``."""
-        if not inputs:
+        if not inputs:  # only empty tensors
             return Ticket()
         op, axis = self._op, len(target.placements) - 1
-        group = lane.group(self.main.mesh, axis)
+        if self._group is None or self._group[0] is not lane or self._group[1] != lane.own_groups:
+            self._group = lane, lane.own_groups, lane.group(self.main.mesh, axis)
+        group = self._group[2]
         if is_sharded(target.placements[axis]):
             return lane.reduce_scatter(group, target.runs(), inputs, op, then=then, name=name, comm=self.comm)
-        with lane.entered():
-            torch._foreach_copy_(target.runs(), inputs)
+        torch._foreach_copy_(target.runs(), inputs)
         ticket = lane.all_reduce(group, [target.local], op, name=name)
         return ticket if then is None else lane.follow(ticket, then)
 
@@ -370,22 +441,23 @@ class Gradients:
                 unreduced = unreduced.like(cast)
                 keep.append(cast)
             return unreduced.runs(), keep
-        runs: list[torch.Tensor | None] = [None] * len(self.layout.segments)
+        layout = self.main.layout
+        runs: list[torch.Tensor | None] = [None] * len(layout.segments)
         staged = 0
-        for number, segment in enumerate(self.layout.segments):
+        for number, segment in enumerate(layout.segments):
             owner = self._sole[number] if before == 1.0 else None  # else it would change where it is
             gradient = None if owner is None else gradients[owner]
             if gradient is not None and gradient.dtype == self.reduce_dtype and gradient.is_contiguous():
                 runs[number] = gradient.view(-1)
             else:
-                staged += segment.piece * self.layout.num_shards
+                staged += segment.piece * layout.num_shards
         if staged:
             staging = pool.temporary(staged, self.reduce_dtype)
             keep.append(staging)
-            stage(self.layout, staging, runs, gradients)
+            stage(layout, staging, runs, gradients)
             if before != 1.0:
                 staging.mul_(before)
-        return [run for run, segment in zip(runs, self.layout.segments) if run is not None and segment.piece], keep
+        return [run for run, segment in zip(runs, layout.segments) if run is not None and segment.piece], keep
 
     # Buffers of reduced gradients
 
@@ -401,36 +473,34 @@ class Gradients:
             made = main.like(empty(main.local.numel(), dtype))
         else:
             made = DBuffer.made(self.layout, main.mesh, placements, lambda numel: empty(numel, dtype))
-        if made.local.numel() != self.layout.run_numel * made.held.count:
-            made.local.zero_()
+        self._zero_between(made)
         return made
 
-    def _take_main_grad(self, had_grad: Sequence[bool]) -> tuple[DBuffer, bool]:
-        """The buffer of main gradients, and whether it is new (then it is to be written, not added to)."""
-        known = self._main_grad() if self._main_grad is not None and any(had_grad) else None
+    def _zero_between(self, made: DBuffer) -> None:
+        if made.local.numel() != self.layout.run_numel * made.held.count:
+            made.local.zero_()
+
+    def _take_main_grads(self, had_grad: Sequence[bool]) -> tuple[MainGrads, bool]:
+        """The main gradients, and whether they are to be written, not added to."""
+        known, any_had = self._main_grads, any(had_grad)
+        if known is not None and not any_had:
+            if known.take_again():
+                self._zero_between(known.buffer)
+            elif known.is_held:
+                known = None
         if known is None:
-            known = self._buffer(self.main.placements, self.grad_dtype, self.home.empty)
-            self._main_grad = weakref.ref(known)
-            if not any(had_grad):
-                return known, True
-        main_grad: DBuffer = known
+            buffer = self._buffer(self.main.placements, self.grad_dtype, self.home.empty)
+            known = self._main_grads = MainGrads(buffer, self.members)
+        if not any_had:
+            return known, True
         for index, member in enumerate(self.members):
             grad = member.sharded.grad
             if grad is None:
-                main_grad.local_view(index).zero_()  # set to None alone, while others of the group were kept
-            elif grad.__dict__.get(_MAIN_GRAD) is not main_grad or grad.__dict__[_PLACE] != index:
-                main_grad.local_view(index).copy_(_torch.local_of(grad))  # replaced by the user
-                self._show(index, main_grad)
-        return main_grad, False
-
-    def _show(self, index: int, main_grad: DBuffer) -> None:
-        member = self.members[index]
-        grad = _torch.like_dtensor(member.sharded, main_grad.local_view(index))
-        # The buffer lives as long as some gradient of it does: `zero_grad(set_to_none=True)` frees it at once.
-        grad.__dict__[_MAIN_GRAD], grad.__dict__[_PLACE] = main_grad, index
-        if grad.dtype != member.sharded.dtype:
-            _torch.allow_grad_of(member.sharded, grad.dtype)
-        member.sharded.grad = grad
+                known.buffer.local_view(index).zero_()  # set to None alone, while others of the group were kept
+            elif grad is not known.shown[index]:
+                known.buffer.local_view(index).copy_(_torch.local_of(grad))  # replaced by the user
+                _show(member, known.shown[index])
+        return known, False
 
 
 @_torch.uncompiled
@@ -462,6 +532,24 @@ def _call_hook(hook: Callable[[torch.Tensor], None], stream: torch.cuda.Stream |
         with torch.cuda.stream(stream):
             hook(reduced)
         lane.wait_stream(stream)
+
+
+def _show(member: Member, grad: DTensor) -> None:
+    sharded = member.sharded
+    if grad.dtype != sharded.dtype:
+        _torch.allow_grad_of(sharded, grad.dtype)
+    sharded.grad = grad
+
+
+def _one_by_one(actions: Sequence[Callable[[], None]]) -> Callable[[], None] | None:
+    if len(actions) < 2:
+        return actions[0] if actions else None
+
+    def act() -> None:
+        for action in actions:
+            action()
+
+    return act
 
 
 def _add_or_write(main_grad: DBuffer, reduced: DBuffer, fresh: bool, factor: float) -> None:

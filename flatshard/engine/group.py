@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatshard import _torch
 from flatshard.buffer import DBuffer, Pool, Ticket, turns
 from flatshard.buffer.dtensor import as_dtensor
+from flatshard.engine import steps
 from flatshard.engine.codec import codec_for
 from flatshard.engine.direct import Direct, destine
 from flatshard.engine.gradients import Gradients, gradient_arrived
@@ -109,7 +110,7 @@ class Group:
         self.park_mesh: DeviceMesh | None = None  # between forward and backward, shard over this smaller mesh
         self.all_gather_comm: Any = None  # an `AllGather` of torch's to gather by
         self._gather_pool: Pool | None = None
-        self._ticket: Ticket | None
+        self.ticket: Ticket | None
         self.set_main(main)
 
     def set_main(self, main: DBuffer) -> None:
@@ -127,7 +128,7 @@ class Group:
         self._parked: DBuffer | None = None
         self._is_parked = False
         self._stale = True
-        self._ticket = None
+        self.ticket = None
         self._turned = [i for i in range(len(self.members)) if self.layout.is_turned(i, self.layout.num_shards)]
         for member in self.members:
             member.full, member.turned, member.local = None, None, _torch.local_of(member.sharded)
@@ -149,9 +150,15 @@ class Group:
         return self.main.layout
 
     @property
+    def state(self) -> tuple[int, ...]:
+        """Numbers that change with main weights, whoever writes them: an optimizer, or an operation on a parameter."""
+        locals_ = [member.local for member in self.members if member.local is not None]
+        return (steps.taken(), self.main.local._version, *[local._version for local in locals_])
+
+    @property
     def is_gathered(self) -> bool:
         """Whether the gathered buffer has been filled, or is being filled."""
-        return self._ticket is not None
+        return self.ticket is not None
 
     @property
     def is_resident(self) -> bool:
@@ -163,18 +170,18 @@ class Group:
         self._stale = True
         self._is_parked = False
         if self._is_compute or self._is_main:
-            if self._ticket is not None and not self.is_full:
-                self._ticket.wait()  # a refresh that nobody used may still be on its way
+            if self.ticket is not None and not self.is_full:
+                self.ticket.wait()  # a refresh that nobody used may still be on its way
             self.swap_out()
-            self._ticket = None
+            self.ticket = None
 
     def gather(self, pool: Pool, name: str, lasting: bool = False) -> None:
         """Start filling the gathered buffer, which is to stay for long if it is ``lasting``. No effect where it is."""
-        if self._ticket is not None:
+        if self.ticket is not None:
             return
         self._gather_pool = pool  # another one than last time, if the unit has a new root
         if self._is_main:
-            self.gathered, self._ticket = self.main, Ticket()
+            self.gathered, self.ticket = self.main, Ticket()
             self._make_full()
             return
         lane = pool.lane
@@ -183,10 +190,10 @@ class Group:
             with lane.entered():
                 refreshed = self._refresh(pool, name)
         if self._is_compute:
-            self.gathered, self._ticket = self.compute, refreshed
+            self.gathered, self.ticket = self.compute, refreshed
             self._make_full()
             if self._turned:
-                self._ticket = lane.follow(refreshed, self._turn)
+                self.ticket = lane.follow(refreshed, self._turn)
             return
         if self.gathered is None:
             numel = self.layout.buffer_numel(self.layout.num_shards)
@@ -196,9 +203,9 @@ class Group:
         pool.allocate(self.gathered.local, lasting)
         self._make_full()
         with lane.entered((refreshed,)):
-            self._ticket = self._fill(self.gathered, pool, name)
+            self.ticket = self._fill(self.gathered, pool, name)
         if self._turned:
-            self._ticket = lane.follow(self._ticket, self._turn)
+            self.ticket = lane.follow(self.ticket, self._turn)
 
     def _fill(self, target: DBuffer, pool: Pool, name: str) -> Ticket:
         """Enqueue what fills the gathered buffer, inside the lane."""
@@ -242,8 +249,8 @@ class Group:
 
     def swap_in(self) -> None:
         """Wait for the gather and show the full parameters to the modules."""
-        assert self._ticket is not None
-        self._ticket.wait()
+        assert self.ticket is not None
+        self.ticket.wait()
         if self.is_full:
             return
         for member in self.members:
@@ -278,15 +285,15 @@ class Group:
 
     def release(self) -> None:
         """Give the gathered storage back, once the current stream is done with it."""
-        if self._ticket is None:
+        if self.ticket is None:
             return
         if not self.is_full:
             # A prefetch that nobody used may still be on its way.
-            self._ticket.wait()
+            self.ticket.wait()
         self.swap_out()
         if self._is_main or self._is_compute:
             return
-        self._ticket = self._fetched = None
+        self.ticket = self._fetched = None
         assert self.gathered is not None
         assert self._gather_pool is not None
         self._gather_pool.release(self.gathered.local)

@@ -29,13 +29,14 @@ def gathered_bytes(unit: Unit) -> int:
 def plan_kept(units: Sequence[Unit], policy: SchedulePolicy) -> None:
     """Choose, for units in the order of their forwards."""
     for unit in units:
-        if unit.is_auto:
-            unit.reshard_after_forward = True
-        unit.keeps_for_next = False
-    for unit in _chosen([u for u in reversed(units) if u.is_auto and u.unshard_in_backward], policy.keep_for_backward):
-        unit.reshard_after_forward = False
-    for unit in _chosen([u for u in units if u.unshard_in_backward], policy.keep_for_next):
-        unit.keeps_for_next = True
+        if unit.settings.is_auto:
+            unit.settings.reshard_after_forward = True
+        unit.settings.keeps_for_next = False
+    in_backward = [unit for unit in units if unit.settings.unshard_in_backward]
+    for unit in _chosen([unit for unit in reversed(in_backward) if unit.settings.is_auto], policy.keep_for_backward):
+        unit.settings.reshard_after_forward = False
+    for unit in _chosen(in_backward, policy.keep_for_next):
+        unit.settings.keeps_for_next = True
 
 
 def _chosen(candidates: Sequence[Unit], budget: int) -> list[Unit]:

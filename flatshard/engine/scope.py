@@ -6,7 +6,7 @@ import os
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -14,35 +14,18 @@ import torch
 
 from flatshard import _torch, _waits
 from flatshard.buffer import Lane, Planner, Pool
-from flatshard.engine.gradients import Reduction
+from flatshard.engine.gradients import Goal, Reduction
 from flatshard.engine.group import Group
 from flatshard.engine.keep import gathered_bytes
-from flatshard.engine.schedule import Pass, Program
+from flatshard.engine.program import Pass, Program, digest
 from flatshard.policy import SchedulePolicy
 
 if TYPE_CHECKING:
     from flatshard.engine.unit import Unit
 
 
-class _Weak:
-    """An attribute that holds a unit weakly: units own their scope."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = f"_weak_{name}"
-
-    def __get__(self, scope: Scope, owner: type) -> Unit | None:
-        ref: weakref.ref[Unit] | None = scope.__dict__.get(self._name)
-        return None if ref is None else ref()
-
-    def __set__(self, scope: Scope, unit: Unit | None) -> None:
-        scope.__dict__[self._name] = None if unit is None else weakref.ref(unit)
-
-
 class Scope:
-    """Owned by its units, and knows them weakly: nothing here keeps a model alive."""
-
-    entry = _Weak()  # the outermost unit whose forward is running
-    _retained = _Weak()  # gathered by a recompute, its backward to come
+    """Owned by its units, and knows them weakly or by number: nothing here keeps a model alive."""
 
     def __init__(self, units: Sequence[Unit], device: torch.device, policy: SchedulePolicy) -> None:
         self.policy = policy
@@ -53,12 +36,19 @@ class Scope:
         self.reduce_lane = Lane("reduce", device, own_groups=policy.separate_groups)
         self.gather_pool = Pool(self.gather_lane, Planner() if policy.planned_pool else None)
         self.reduce_pool = Pool(self.reduce_lane)
-        self.program = Program(len(units))
+        self.program = Program([len(unit.groups) for unit in units])
         self.reductions = 0
+        self.forwards = self.backwards = 0
         self._units = [weakref.ref(unit) for unit in units]
+        self._groups = [(weakref.ref(unit), group) for unit in self.units for group in map(weakref.ref, unit.groups)]
+        of_units = [mesh for unit in units for mesh in (unit.mesh, *(group.mesh for group in unit.groups))]
+        self._meshes = list(dict.fromkeys(of_units))  # in one order on all ranks
+        self.entry: int | None = None  # the outermost unit whose forward is running
+        self._retained: int | None = None  # a unit gathered by a recompute, its backward to come
         self._ahead: set[int] = set()  # gathered by prefetch and not needed yet
+        self._done: set[int] = set()  # units that the running backward has left
+        self._launched: set[int] = set()  # groups that it has reduced
         self._reducing: deque[Reduction] = deque()
-        self._agreed = False
         self._end: weakref.ref[_End] | None = None  # what is to happen at the end of the running backward
         self.resolve()
         if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
@@ -71,13 +61,14 @@ class Scope:
     @property
     def units(self) -> list[Unit]:
         """The units in the order of registration."""
-        return [unit for unit in (ref() for ref in self._units) if unit is not None]
+        return [unit for ref in self._units if (unit := ref()) is not None]
 
     def resolve(self) -> None:
         """Let what units were told about all reduces count: the highest number, the last word on process groups."""
-        highest = max((unit.max_reducing for unit in self.units if unit.max_reducing is not None), default=None)
+        settings = [unit.settings for unit in self.units]
+        highest = max((told.max_reducing for told in settings if told.max_reducing is not None), default=None)
         self.max_reducing = self.policy.max_reducing if highest is None else highest
-        told = [unit.separate_groups for unit in self.units if unit.separate_groups is not None]
+        told = [told.separate_groups for told in settings if told.separate_groups is not None]
         self.reduce_lane.own_groups = any(told) if told else self.policy.separate_groups
 
     def share(self, other: Scope) -> None:
@@ -94,21 +85,31 @@ class Scope:
     def begin_forward(self, entry: Unit) -> None:
         """A forward starts at ``entry``. What is left of an earlier pass is cleared: its weights may be out of date."""
         if self.program.running is not None:
-            self.reset()
-        self.entry = entry
+            self.recover()
+        self.entry = entry.index
+        self.forwards += 1
+        self.rest_gradients()
+        grads = torch.is_grad_enabled()
         for unit in self.units:
-            if unit.kept and not (unit.keeps_for_next and unit.is_first):
+            if unit.keeps(grads):
                 continue
             unit.release()
             unit.absorb_moved()
-            if unit.is_first:
+            if unit.settings.is_first:
                 for group in unit.groups:
                     group.mark_stale()
         self._ahead.clear()
         self.gather_pool.settle()
         # The gathers of this pass read main after all that has been enqueued so far, the optimizer's writes included.
         self.refresh_order()
-        self.program.begin(Pass.FORWARD if torch.is_grad_enabled() else Pass.FORWARD_NO_GRAD, entry.index)
+        self.program.begin(Pass.FORWARD if grads else Pass.FORWARD_NO_GRAD, entry.index)
+
+    def rest_gradients(self) -> None:
+        """Give back the storage of gradients that `zero_grad` has hidden."""
+        with _torch.PlainAttributes():
+            for unit in self.units:
+                for group in unit.groups:
+                    group.gradients.rest()
 
     def end_forward(self) -> None:
         """The forward of ``entry`` is over."""
@@ -123,9 +124,10 @@ class Scope:
         if self._end is not None:
             if self._end() is not None:
                 return
-            self.reset()  # an exception broke the last backward off, and no forward has been since
-        for unit in self.units:
-            unit.backward_done = False
+            self.recover()  # an exception broke the last backward off, and no forward has been since
+        self.backwards += 1
+        self._done.clear()
+        self._launched.clear()
         self.program.begin(Pass.BACKWARD)
         end = _End(self)
         self._end = weakref.ref(end)
@@ -134,37 +136,55 @@ class Scope:
     def end_backward(self) -> None:
         """All gradients are there: reduce what is left, order the current stream after all reduces, rest."""
         self._end = None
+        turns = self.program.turns
+        for number in turns.left():
+            self._take_turn(number)
+        for number in turns.again(self._is_waiting):
+            if number in self._launched or self._is_waiting(number):
+                self._reduce(number)
         for unit in reversed(self.units):
-            unit.finish_backward()
-            unit.reduce_unused()
-            unit.flush()
-            unit.rest()
+            if not unit.is_at_rest:
+                unit.backward_over()
         self._release_ahead()
         self._retained = None
         while self._reducing and (self.joins or any(reduction.then is not None for reduction in self._reducing)):
             self._land()
-        self.program.end()
-        if not self._agreed:
+        if self.program.is_first:
+            self._announce("end the backward of", self.units[0])
             self._agree()
+        self.program.end()
+
+    def reduce_accumulated(self) -> None:
+        """Reduce what backwards without gradient synchronisation have left, as the end of a backward does."""
+        self.program.begin(Pass.BACKWARD)
+        self.end_backward()
 
     def flush(self, units: Sequence[Unit]) -> None:
         """Reduce what waits in these units for a backward that goes all the way: the last micro-batch had none."""
-        for unit in reversed(self.units):
-            if unit in units:
-                unit.flush()
+        for number in reversed(range(len(self._groups))):
+            unit, group = self._at(number)
+            if unit in units and unit.goal is Goal.FINAL and group.gradients.has_partial:
+                self._reduce(number)
         while self._reducing:
             self._land()
 
-    def reset(self) -> None:
-        """Give up the running pass, whatever it was: nothing stays gathered, no unreduced gradient is kept."""
+    def recover(self) -> None:
+        """Give up the running pass, which an exception broke off. What earlier micro-batches left is kept."""
+        broken = self.program.running is Pass.BACKWARD
         while self._reducing:
             self._land()
         for unit in self.units:
-            unit.reset()
+            unit.recover(broken)
         self._ahead.clear()
         self._retained, self.entry, self._end = None, None, None
         self.gather_pool.forget()
         self.program.abandon()
+
+    def reset(self) -> None:
+        """Give up the running pass, whatever it was: nothing stays gathered, no unreduced gradient is kept."""
+        self.recover()
+        for unit in self.units:
+            unit.reset()
 
     # Gathers
 
@@ -175,14 +195,11 @@ class Scope:
         """
         self.program.need(unit.index)
         self._ahead.discard(unit.index)
-        if self._retained is unit:
+        if self._retained == unit.index:
             self._retained = None  # in use again
-        if gather:
+        if gather and not unit.is_gathered:
             self.gather(unit)
-        room = self.policy.max_gathered - 1 - len(self._ahead)
-        for other in self._next(unit, room):
-            self._ahead.add(other.index)
-            self.gather(other)
+        self._gather_next(unit, self.policy.max_gathered - 1)
         if not gather:
             return
         waits = _waits.recorder()
@@ -195,23 +212,24 @@ class Scope:
 
     def gather_ahead(self, unit: Unit) -> None:
         """Start gathering what comes next, in the place of ``unit``, which is done and released."""
-        if unit.prefetch_in_backward is None:
-            for other in self._next(unit, self.policy.max_gathered - len(self._ahead)):
-                self._ahead.add(other.index)
-                self.gather(other)
+        if unit.settings.prefetch_in_backward is None:
+            self._gather_next(unit, self.policy.max_gathered)
 
     def gather(self, unit: Unit) -> None:
         """Start gathering a unit. No effect on what has been gathered."""
-        if unit.is_gathered:
-            return
-        # What is made here outlives the pass; made under inference mode, training could never write it again.
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        if self.program.is_first and not unit.is_gathered:
+            self._announce("gather", unit)
+        if torch.is_inference_mode_enabled() or _torch.profiling():
+            # What is made here outlives the pass; made under inference mode, training could never write it again.
+            with torch.inference_mode(False), self._traced("gather", unit):
+                self._launch_gather(unit)
+        else:
             self._launch_gather(unit)
 
     def _launch_gather(self, unit: Unit) -> None:
-        lasting = unit.is_kept_for_next and self.program.running is Pass.BACKWARD
-        with self.traced("gather", unit):
-            for group in unit.needs:
+        lasting = self.program.running is Pass.BACKWARD and unit.is_kept_for_next
+        for group in unit.needs:
+            if group.ticket is None:
                 group.gather(self.gather_pool, unit.name, lasting)
 
     def refresh_order(self) -> None:
@@ -222,37 +240,40 @@ class Scope:
 
     def retain(self, unit: Unit) -> None:
         """Keep a recomputed unit gathered for its backward, which usually is next; only the last one is kept."""
-        earlier, self._retained = self._retained, unit
-        if earlier is not None and earlier is not unit and not earlier.in_backward:
-            earlier.release()
+        earlier, self._retained = self._retained, unit.index
+        other = None if earlier is None or earlier == unit.index else self._units[earlier]()
+        if other is not None and not other.in_backward:
+            other.release()
 
-    def _next(self, unit: Unit, room: int) -> Iterator[Unit]:
-        """What to gather ahead: what the user said, or what the recorded order says, if there is room for so many.
-
-        Each has been gathered when the next is asked for: beyond ``room``, the bytes in the pool decide.
-        """
+    def _gather_next(self, unit: Unit, most: int) -> None:
+        """Gather ahead what the user said, or what the recorded order says: so many units, and as many more as fit."""
         if not self.policy.prefetch:
             return
-        explicit = unit.prefetch_in_backward if self.program.running is Pass.BACKWARD else unit.prefetch_in_forward
+        backward, ahead = self.program.running is Pass.BACKWARD, self._ahead
+        explicit = unit.settings.prefetch_in_backward if backward else unit.settings.prefetch_in_forward
         if explicit is not None:
-            yield from (other for other in (ref() for ref in explicit) if other and not other.is_gathered)
+            for other in (ref() for ref in explicit):
+                if other is not None and not other.is_gathered:
+                    ahead.add(other.index)
+                    self.gather(other)
             return
-        most = self.policy.max_gathered_bytes
-        if room <= 0 and not most:
+        room, bytes_ahead = most - len(ahead), self.policy.max_gathered_bytes
+        if room <= 0 and not bytes_ahead:
             return
-        for index in self.program.upcoming():
+        for index in self.program.upcoming:
             other = self._units[index]()
-            if other is None or other is unit or index in self._ahead:
+            if other is None or other is unit or index in ahead:
                 continue
             if other.is_gathered:
                 return  # the next one is there; what comes after it is gathered when that is needed
-            if self.program.running is Pass.BACKWARD and (other.backward_done or not other.unshard_in_backward):
+            if backward and (index in self._done or not other.settings.unshard_in_backward):
                 continue  # a recompute passed through it, or it needs none: nothing of this backward will need it
-            if room <= 0 and self.gather_pool.live_bytes + gathered_bytes(other) > most:
+            if room <= 0 and self.gather_pool.live_bytes + gathered_bytes(other) > bytes_ahead:
                 return
-            yield other
+            ahead.add(index)
+            self.gather(other)
             room -= 1
-            if room <= 0 and not most:
+            if room <= 0 and not bytes_ahead:
                 return
 
     def _release_ahead(self) -> None:
@@ -265,12 +286,70 @@ class Scope:
 
     # Reduces
 
-    def reduce(self, unit: Unit, group: Group) -> None:
+    @property
+    def counts(self) -> bool:
+        """Whether a group may be reduced as soon as all its gradients have arrived, before its unit is left.
+
+        On ranks that use different parameters of it, that happens at different moments. So reduces must not share
+        process groups with gathers, nor announce themselves.
+        """
+        return self.reduce_lane.own_groups and not self.program.is_first
+
+    def group_complete(self, number: int) -> None:
+        """All gradients of a group have arrived."""
+        if self.counts:
+            self.program.turns.mark(number, over=False)
+            self._reduce_due()
+        else:
+            self.program.turns.see(number)
+
+    def unit_left(self, unit: Unit) -> None:
+        """The running backward has left a unit: the gradients of its groups are complete, if there are any."""
+        self._done.add(unit.index)
+        for number in unit.numbers:
+            self.program.turns.mark(number)
+        self._reduce_due()
+
+    def _reduce_due(self) -> None:
+        for number in self.program.turns.due(self._is_to_come):
+            self._take_turn(number)
+
+    def _at(self, number: int) -> tuple[Unit, Group]:
+        of, which = self._groups[number]
+        unit, group = of(), which()
+        assert unit is not None
+        assert group is not None
+        return unit, group
+
+    def _is_to_come(self, number: int) -> bool:
+        unit, group = self._at(number)
+        return group.gradients.expected > 0 and unit.is_ahead
+
+    def _is_waiting(self, number: int) -> bool:
+        return self._at(number)[1].gradients.waiting
+
+    def _take_turn(self, number: int) -> None:
+        """Reduce a group at its turn, if there is anything to reduce, or if it takes part with zeros."""
+        unit, group = self._at(number)
+        gradients = group.gradients
+        unused = unit.settings.reduces_unused and gradients.expected and unit.goal is not Goal.KEEP
+        if unused or gradients.waiting or (gradients.has_partial and unit.goal is Goal.FINAL):
+            self._reduce(number)
+
+    def _reduce(self, number: int) -> None:
         """Start reducing the gradients of one group."""
+        unit, group = self._at(number)
         while len(self._reducing) >= self.max_reducing:
             self._land()
-        with self.traced("reduce", unit):
-            self._reducing.append(group.gradients.reduce(self.reduce_pool, unit.goal, unit.name))
+        if self.program.is_first:
+            self._announce("reduce", unit, unit.numbers.index(number))
+        gradients, pool, goal = group.gradients, self.reduce_pool, unit.goal
+        if _torch.profiling():
+            with self._traced("reduce", unit):
+                self._reducing.append(gradients.reduce(pool, goal, unit.name))
+        else:
+            self._reducing.append(gradients.reduce(pool, goal, unit.name))
+        self._launched.add(number)
         self.reductions += 1
         if not self.policy.async_reduce:
             self._land()
@@ -284,32 +363,51 @@ class Scope:
         else:
             with waits.around(f"reduce {reduction.name}", self.device):
                 reduction.ticket.wait()
-        if reduction.then is not None:
-            reduction.then()
+        reduction.land()
+
+    # Agreement
+
+    def _announce(self, what: str, unit: Unit, group: int = 0) -> None:
+        """In a pass of a kind that has not been before: see that all ranks are about to do this, or raise on all.
+
+        One number among all ranks, of the same size whatever they are about to do. Later passes follow what has been
+        recorded, so they need no announcements.
+        """
+        kind = self.program.running
+        number = ((_PASSES.index(kind) * len(_LAUNCHES) + _LAUNCHES.index(what)) << 32) + (unit.index << 12) + group
+        lowest, highest = self.gather_lane.extremes(self._meshes, number)
+        if lowest == highest:
+            return
+        ranks = self.gather_lane.extremes(self._meshes, (number << 20) | self.gather_lane.rank)
+        told = [self._told(number >> 20, f"rank {number & 0xFFFFF}") for number in ranks]
+        raise RuntimeError(
+            f"ranks differ in what they do next: {told[0]}; {told[1]}; {self._told(number, 'this rank')}. All ranks "
+            "must run the same units in the same order"
+        )
+
+    def _told(self, number: int, who: str) -> str:
+        index = (number >> 12) & 0xFFFFF
+        unit = self._units[index]() if index < len(self._units) else None
+        kind, what = divmod(number >> 32, len(_LAUNCHES))
+        running = _PASSES[kind]
+        name = f"number {index}" if unit is None else f"'{unit.name}'"
+        place = "" if running is None else f" in a {running.value}"
+        return f"{who} is about to {_LAUNCHES[what]} unit {name}{place}"
 
     def _agree(self) -> None:
-        """Compare the recorded program with the other ranks', once. A difference would hang sooner or later."""
-        self._agreed = True
-        digest = self.program.digest()
-        for mesh in {unit.mesh for unit in self.units}:
-            for axis in range(mesh.ndim):
-                mine = torch.tensor([digest], dtype=torch.int64, device=self.device)
-                theirs = torch.empty(mesh.size(axis), dtype=torch.int64, device=self.device)
-                lane = self.gather_lane
-                lane.all_gather(lane.group(mesh, axis), [theirs], [mine], after=(lane.mark(),), name="agree").wait()
-                other = [rank for rank, value in enumerate(theirs.tolist()) if value != digest]
-                if other:
-                    raise RuntimeError(
-                        f"ranks {other} of mesh axis {axis} ran the units in another order than this rank; all ranks "
-                        "must run the same units in the same order"
-                    )
+        """Reduce in the order in which groups were complete in this backward, if that was the same on all ranks."""
+        order = self.program.proposal()
+        lowest, highest = self.gather_lane.extremes(self._meshes, digest(order))
+        if lowest == highest:
+            self.program.adopt(order)
 
-    def traced(self, what: str, unit: Unit) -> AbstractContextManager[Any]:
+    def _traced(self, what: str, unit: Unit) -> AbstractContextManager[Any]:
         """A context that names what its body enqueues, for profilers."""
-        return torch.profiler.record_function(f"flatshard::{what} {unit.name}") if _torch.profiling() else _UNTRACED
+        return torch.profiler.record_function(f"flatshard::{what} {unit.name}")
 
 
-_UNTRACED = nullcontext()
+_PASSES = (None, *Pass)
+_LAUNCHES = ("gather", "reduce", "end the backward of")
 
 
 class _End:

@@ -94,7 +94,7 @@ def summary(model: nn.Module) -> Summary:
     for name, unit in units_below(model):
         if pool is None and unit.scope is not None and unit.scope.gather_pool.planner is not None:
             pool = unit.scope.gather_pool.planner.statistics
-        keeps = name == "" if unit.reshard_after_forward is None else not unit.reshard_after_forward
+        keeps = name == "" if unit.settings.reshard_after_forward is None else not unit.settings.reshard_after_forward
         for group in unit.groups:
             main = group.main
             rows.append(
@@ -118,7 +118,7 @@ def summary(model: nn.Module) -> Summary:
 def _kept(unit: Unit, group: Group, keeps: bool) -> str:
     if group.is_resident:
         return "always"
-    moments = ["until backward"] * keeps + ["between micro-batches"] * unit.keeps_for_next
+    moments = ["until backward"] * keeps + ["between micro-batches"] * unit.settings.keeps_for_next
     return ", ".join(moments) or "no"
 
 

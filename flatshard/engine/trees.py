@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,45 +12,61 @@ import torch
 from flatshard import _torch
 
 _ATOMS = (type(None), int, float, bool, str, bytes, torch.dtype, torch.device)
+_PLAIN = frozenset(_ATOMS)  # asked first, and by identity: this is on the path of every forward
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
     """Every tensor in ``value``, in a fixed order."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, _ATOMS):
+    if type(value) is torch.Tensor:
+        return [value]
+    found: list[torch.Tensor] = []
+    _find(value, found)
+    return found
+
+
+def _find(value: Any, found: list[torch.Tensor]) -> None:
+    kind = type(value)
+    if kind in _PLAIN:
         return
+    if kind is tuple or kind is list:
+        for item in value:
+            if type(item) is torch.Tensor:
+                found.append(item)
+            elif type(item) not in _PLAIN:
+                _find(item, found)
+    elif kind is dict:
+        for item in value.values():
+            _find(item, found)
+    elif isinstance(value, torch.Tensor):
+        found.append(value)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            if isinstance(item, torch.Tensor):
-                yield item
-            else:
-                yield from tensors_in(item)
-    elif isinstance(value, (dict, Mapping)):  # dict first: the abstract class is slow to ask
+            _find(item, found)
+    elif isinstance(value, Mapping):
         for item in value.values():
-            yield from tensors_in(item)
+            _find(item, found)
     elif dataclasses.is_dataclass(value):
-        for item in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, item.name))
+        for field in dataclasses.fields(value):
+            _find(getattr(value, field.name), found)
     else:
-        yield from (leaf for leaf in _torch.pytree_leaves(value) if isinstance(leaf, torch.Tensor))
+        found.extend(leaf for leaf in _torch.pytree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """``value`` with every tensor changed. What contains no changed tensor is returned as it is, not copied."""
+    if type(value) in _PLAIN or (type(value) is dict and not value):
+        return value
     if isinstance(value, torch.Tensor):
         return change(value)
-    if isinstance(value, _ATOMS):
-        return value
     if isinstance(value, (list, tuple)):
-        items = [change(item) if isinstance(item, torch.Tensor) else map_tensors(change, item) for item in value]
+        items = [change(item) if type(item) is torch.Tensor else map_tensors(change, item) for item in value]
         for new, old in zip(items, value):
             if new is not old:
+                if type(value) is tuple or type(value) is list:
+                    return type(value)(items)
                 return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         return value
-    if isinstance(value, (dict, Mapping)):
-        if not value:
-            return value
+    if isinstance(value, (dict, Mapping)):  # dict first: the abstract class is slow to ask
         mapped = {key: map_tensors(change, item) for key, item in value.items()}
         changed = {key: item for key, item in mapped.items() if item is not value[key]}
         if not changed:

@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
 
@@ -15,16 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from flatshard import _torch
+from flatshard.engine.calls import Call, gradient_at_output
 from flatshard.engine.gradients import Goal
 from flatshard.engine.group import Group, Member, Site
 from flatshard.engine.keep import plan_kept
 from flatshard.engine.moved import Change, absorb, applying, check_change, is_moved
 from flatshard.engine.plain import Plain
-from flatshard.engine.schedule import Pass
+from flatshard.engine.program import Pass
 from flatshard.engine.scope import Scope
 from flatshard.engine.transforms import watch_transformed
-from flatshard.engine.trees import cast_floating, to_device
-from flatshard.engine.watch import gradient_at_output, watch_inputs, watch_outputs
+from flatshard.engine.trees import cast_floating, tensors_in, to_device
 from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy
 
 
@@ -48,6 +49,26 @@ _NEXT = {
 }
 
 
+@dataclass
+class Settings:
+    """What policies, setters and `microbatch` say of a unit. The engine reads it and changes nothing here."""
+
+    reshard_after_forward: bool | None  # None: unless it is the outermost unit of a forward
+    is_auto: bool = False  # `reshard_after_forward` is chosen by the budget of the root
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    keeps_for_next: bool = False  # gathered between the micro-batches of a step
+    is_first: bool = True  # of the micro-batches of an optimizer step
+    is_last: bool = True
+    reduces: bool = True  # off: gradients stay unreduced
+    all_reduces: bool = True  # off: gradients go no further than they rest between micro-batches
+    reduces_unused: bool = False  # on: what a backward does not use takes part in the reduces with zeros
+    max_reducing: int | None = None  # what the scope's policy says otherwise
+    separate_groups: bool | None = None
+    prefetch_in_forward: list[weakref.ref[Unit]] | None = None
+    prefetch_in_backward: list[weakref.ref[Unit]] | None = None
+
+
 class Unit:
     """The state of one `fully_shard` call. Its modules own it through their hooks; it knows them weakly."""
 
@@ -68,38 +89,33 @@ class Unit:
         self.mesh = mesh
         self.device = device
         self.policy = policy
-        self.is_auto = reshard_after_forward == "auto"  # under the budget of the root
-        self.reshard_after_forward: bool | None = True if reshard_after_forward == "auto" else reshard_after_forward
+        is_auto = reshard_after_forward == "auto"  # under the budget of the root
+        self.settings = Settings(True if reshard_after_forward == "auto" else reshard_after_forward, is_auto)
+        # The backward of an embedding reads the tokens, not the weights: gathering those again would be in vain. A
+        # module that contains one may multiply with its weights, too.
+        self.settings.unshard_in_backward = not all(type(module) is nn.Embedding for module in modules)
         self.schedule = schedule
         self.name = type(modules[0]).__name__
         self.index = 0
+        self.numbers = range(0)  # of its groups in the program
         self.nests = False  # there are units below
+        self.parks = False  # between forward and backward its weights stay, sharded over a smaller mesh
         self.phase = Phase.RESTING
         self.scope: Scope | None = None
-        self.is_first = self.is_last = True  # of the micro-batches of an optimizer step
-        self.reduces = True  # off: gradients stay unreduced
-        self.all_reduces = True  # off: gradients go no further than they rest between micro-batches
-        self.reduces_unused = False  # on: what a backward does not use takes part in the reduces with zeros
-        self.reshard_after_backward = True
-        # The backward of an embedding reads the tokens, not the weights: gathering those again would be in vain. A
-        # module that contains one may multiply with its weights, too.
-        self.unshard_in_backward = not all(type(module) is nn.Embedding for module in modules)
-        self.kept = False  # gathered on purpose: the next forward uses it as it is
-        self.keeps_for_next = False  # between the micro-batches of a step
-        self.max_reducing: int | None = None  # what the scope's policy says otherwise
-        self.separate_groups: bool | None = None
-        self.backward_done = False  # its backward of the running pass is over
+        self.call: Call | None = None  # the forward that is running
+        self.kept: list[tuple[int, ...]] | None = (
+            None  # gathered on purpose, with weights of this state: the next forward uses them as they are
+        )
         self.plain: list[Plain] = []  # frozen parameters that stay whole
-        self.prefetch_in_forward: list[weakref.ref[Unit]] | None = None
-        self.prefetch_in_backward: list[weakref.ref[Unit]] | None = None
         self._modules = [weakref.ref(module) for module in modules]
-        self._is_leaf = not any(True for module in modules for _ in module.children())
-        self._to_run: set[int] = set()  # modules of the unit whose forward of this pass is to come
-        self._running: set[int] = set()  # modules of the unit whose forward has begun
-        self._inputs_to_pass = 0  # forwards whose inputs' gradients are to come
-        self._awaited = False  # a forward with gradients has been, its backward has not
-        for group in self.groups:
-            group.gradients.on_complete = functools.partial(_group_complete, weakref.ref(self), weakref.ref(group))
+        self._ids = frozenset(map(id, modules))
+        self._me = weakref.ref(self)
+        self._calls: list[weakref.ref[Call]] = []  # that await, or have had, their backward
+        self._unseen = False  # a forward within one with gradients has been without: a recompute may follow
+        self._differentiated = False  # a backward has made a graph that another will go through, reading the weights
+        self._left_behind: list[tuple[weakref.ref[nn.Module], str]] | None = None
+        for index, group in enumerate(self.groups):
+            group.gradients.on_complete = functools.partial(_group_complete, weakref.ref(self), index)
         for module in modules if hooked else ():
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward)
@@ -116,7 +132,7 @@ class Unit:
     def borrow(self, group: Group, member: Member, site: Site) -> None:
         """Use a parameter of another unit too, which is tied to that at ``site``."""
         self.borrowed.append((group, member, site))
-        self.unshard_in_backward = True
+        self.settings.unshard_in_backward = True
         if group not in self.needs:
             group.users = group.users or set()
             self.needs.append(group)
@@ -127,9 +143,14 @@ class Unit:
     @property
     def is_gathered(self) -> bool:
         for group in self.needs:
-            if not group.is_gathered:
+            if group.ticket is None:
                 return False
         return True
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether the running backward has left this unit for good, or has not been here."""
+        return self.phase is Phase.RESTING and self.call is None and not self._unseen and not self.is_gathered
 
     @property
     def in_backward(self) -> bool:
@@ -159,24 +180,28 @@ class Unit:
         """A forward is to run; what it is to be called with."""
         scope = scope_of(self, module)
         recompute = _torch.in_backward()
-        fresh = len(self._to_run) in (0, len(self._modules))
-        if recompute:
+        call = self.call
+        if call is None or not call.goes_on_with(module):
+            if recompute:
+                scope.begin_backward()
+            elif scope.entry is None or scope.entry == self.index:
+                scope.begin_forward(self)
+                if self.device.type != "cpu":
+                    args, kwargs = to_device(self.device, args), to_device(self.device, kwargs)
+            call = self.call = Call(self._me, self._ids, scope.forwards, call, recompute)
+        elif recompute:
             scope.begin_backward()
-        elif fresh and scope.entry in (None, self):
-            scope.begin_forward(self)
-            if self.device.type != "cpu":
-                args, kwargs = to_device(self.device, args), to_device(self.device, kwargs)
-        if fresh:
-            self._to_run = {id(ref()) for ref in self._modules}
-        self._running.add(id(module))
-        # Under a recompute that belongs to a graph of an earlier forward, the hooks of that forward do the work.
-        attach = torch.is_grad_enabled() and not (recompute and (self._awaited or self.in_backward))
+        call.running.add(id(module))
+        call.watches = torch.is_grad_enabled() and not (recompute and self._has_graph())
         if not recompute:
             self._enter(Phase.FORWARD)
         scope.need(self)
         args, kwargs = self._cast_inputs(args, kwargs)
-        if attach:
-            args, kwargs = self._watch_inputs(args, kwargs)
+        if call.watches:
+            args, kwargs, watched = call.watch_inputs(args, kwargs)
+            if self.nests or not watched:  # then every parameter is asked as well
+                for group in self.groups:
+                    group.watch()
         return args, kwargs
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -185,57 +210,72 @@ class Unit:
             args, kwargs = cast_floating(policy.param_dtype, args), cast_floating(policy.param_dtype, kwargs)
         return args, kwargs
 
-    def _watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Notice when the gradients of this forward's inputs are complete: then those of the weights are, too.
-
-        Where no input needs a gradient, or units below have their turns in between, every parameter is asked as well.
-        """
-        args, kwargs, watched = watch_inputs(self, args, kwargs)
-        self._inputs_to_pass += watched
-        if self.nests or not watched:
-            for group in self.groups:
-                group.watch()
-        return args, kwargs
-
     @_torch.uncompiled
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self.policy.output_dtype is not None:
             output = cast_floating(self.policy.output_dtype, output)
+        call = self.call
+        assert call is not None
         if _torch.transforming():
-            output, grads = watch_transformed(functools.partial(gradient_at_output, weakref.ref(self)), output)
+            output, grads = watch_transformed(functools.partial(gradient_at_output, call), output)
             with _torch.Untransformed():
-                self._end(module, grads)
+                self._end(module, call, grads)
             return output
-        self._end(module, torch.is_grad_enabled() and watch_outputs(self, output))
+        grads = torch.is_grad_enabled() and call.watch_outputs(output) and call.watches
+        if grads and self._left_behind != []:
+            self._watch_left_behind(call)
+        self._end(module, call, grads)
         return output
 
-    def _end(self, module: nn.Module, grads: bool) -> None:
+    def _watch_left_behind(self, call: Call) -> None:
+        """Watch what a forward leaves on its modules (an auxiliary loss) as its outputs are; where it does, it always
+        does, so the first forward tells."""
+        if self._left_behind is None:
+            self._left_behind = []
+            for module in (below for each in self.modules for below in ((each,) if self.nests else each.modules())):
+                for name, value in module.__dict__.items():
+                    looked_at = not name.startswith("_") and isinstance(value, (torch.Tensor, list, tuple, dict))
+                    if looked_at and any(tensor.grad_fn is not None for tensor in tensors_in(value)):
+                        self._left_behind.append((weakref.ref(module), name))
+        for ref, name in self._left_behind:
+            found = ref()
+            if found is not None:
+                call.watch_outputs([t for t in tensors_in(found.__dict__.get(name)) if t.grad_fn is not None])
+
+    def _end(self, module: nn.Module, call: Call, grads: bool) -> None:
         """A forward has run; ``grads``: a gradient may come to its output."""
         scope = self.scope
         assert scope is not None
-        self._running.discard(id(module))
-        self._to_run.discard(id(module))
-        if self._to_run and scope.entry is self and self.index:
-            self._to_run.clear()  # a module of a list, called by itself: a loss by chunks, for example
-        if self._to_run:
-            self._awaited |= grads
-        elif _torch.in_backward():
-            self._after_recompute(scope, grads)
+        call.running.discard(id(module))
+        call.left.discard(id(module))
+        if grads:
+            self._await(call)
+        left = call.left
+        if left and scope.entry == self.index and self.index:
+            call.left.clear()  # a module of a list, called by itself: a loss by chunks, for example
+        if call.left:
+            return
+        self.call = call.outer
+        if _torch.in_backward():
+            self._after_recompute(scope)
         else:
             self._after_forward(scope, grads)
 
     @_torch.uncompiled
     def _after_exception(self, module: nn.Module, args: Any, output: Any) -> None:
         """Called after every forward of a module; only where one raised is there something to do."""
-        # A module that ended well has been struck off; a recompute that stops early raises too, but enters nothing.
-        self._running.discard(id(module))
-        running = self.phase is Phase.FORWARD and id(module) in self._to_run and not _torch.in_backward()
-        if running and self.scope is not None and self.scope.entry is self:
-            self.scope.entry = None  # what comes next starts a pass of its own, and clears what is left of this one
+        call = self.call
+        if call is None or id(module) not in call.running:
+            return
+        # A recompute that stops early raises too, but enters nothing.
+        call.running.discard(id(module))
+        scope = self.scope
+        if self.phase is Phase.FORWARD and not _torch.in_backward() and scope is not None and scope.entry == self.index:
+            scope.entry = None  # what comes next starts a pass of its own, and clears what is left of this one
 
     def call_as_forward(self, module: nn.Module, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method of one of the modules as if it were its forward. Within a forward it is a plain call."""
-        if id(module) in self._running:
+        if self.call is not None and id(module) in self.call.running:
             return method(*args, **kwargs)
         args, kwargs = self._pre_forward(module, args, kwargs)
         try:
@@ -244,145 +284,202 @@ class Unit:
             self._after_exception(module, args, None)
 
     def _after_forward(self, scope: Scope, grads: bool) -> None:
-        self._awaited |= grads
-        self._enter(Phase.AWAITING if self._awaited else Phase.RESTING)
-        outermost = scope.entry is self
-        keep = outermost if self.reshard_after_forward is None else not self.reshard_after_forward
-        if not grads and not outermost:  # under reentrant checkpointing gradients come in spite of no_grad
-            grads = scope.program.running is Pass.FORWARD
-        if not (grads and keep):
-            if grads:
+        self._enter(Phase.AWAITING if self.is_awaited else Phase.RESTING)
+        settings, outermost = self.settings, scope.entry == self.index
+        keep = outermost if settings.reshard_after_forward is None else not settings.reshard_after_forward
+        if not grads and not outermost and scope.program.running is Pass.FORWARD:
+            grads = self._unseen = True  # under reentrant checkpointing gradients come in spite of no_grad
+        if not grads and self.index and settings.reshard_after_forward is None:
+            keep = False  # no backward will need it, and the root of the model is another unit
+        if not keep:
+            if grads and self.parks:
                 for group in self.groups:
                     group.park()
             self.release()
+        else:
+            self.keep()
+            if not grads and settings.reshard_after_forward is None:
+                self.hide()
         if outermost:
             scope.end_forward()
-            if not grads:
-                for unit in scope.units:
-                    if not unit.kept:
-                        unit.release()
 
     def forward_over(self) -> None:
         """The forward of the outermost unit is over, and with it this one's, even if a module of it has not run."""
         if self.phase is Phase.FORWARD:
             assert self.scope is not None
-            self._to_run.clear()
-            self._after_forward(self.scope, self._awaited)
+            self.call = None
+            self._after_forward(self.scope, self.is_awaited)
 
-    def _after_recompute(self, scope: Scope, grads: bool) -> None:
+    def _after_recompute(self, scope: Scope) -> None:
         if self.in_backward:
             return
-        self._awaited |= grads
-        self._enter(Phase.AWAITING if self._awaited else Phase.RESTING)
+        self._enter(Phase.AWAITING if self.is_awaited else Phase.RESTING)
         scope.retain(self)
 
     # Backward
 
-    def gradient_at_output(self) -> None:
+    def _await(self, call: Call) -> None:
+        """A backward through this call may come."""
+        others = [ref for ref in self._calls if (known := ref()) is not None and known is not call and not known.passed]
+        self._calls = [*others, weakref.ref(call)]
+
+    def _has_graph(self) -> bool:
+        """Within a recompute: whether it belongs to the graph of an earlier forward, whose hooks then do the work.
+
+        Otherwise checkpointing is reentrant, and makes a graph now. A unit that is used both ways is taken to be of the
+        first kind: nothing tells when its inputs are passed, so its turn is over at the end of the backward.
+        """
+        for ref in self._calls:
+            call = ref()
+            if call is not None and not call.in_recompute and not call.passed:
+                return True
+        return False
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the backward of a forward is to come. A graph that is gone awaits none."""
+        for ref in self._calls:
+            call = ref()
+            if call is not None and not call.passed:
+                return True
+        return False
+
+    @property
+    def is_ahead(self) -> bool:
+        """Within a backward: whether it is going to come here, or to come again."""
+        return self._unseen or self._has_calls_ahead()
+
+    def _has_calls_ahead(self) -> bool:
+        for ref in self._calls:
+            call = ref()
+            if call is not None and call.is_ahead(self.scope.backwards if self.scope is not None else 0):
+                return True
+        return False
+
+    def gradient_at_output(self, call: Call) -> None:
         """A gradient has reached an output: the weights are needed again."""
         scope = self.scope
         assert scope is not None
         scope.begin_backward()
+        if call.backward != scope.backwards:
+            call.backward = scope.backwards
+            if call.passed or not call.watches:
+                call.await_again()
+                self._await(call)
         if self.in_backward:
             return
         self._enter(Phase.BACKWARD)
-        self.backward_done = False
-        scope.need(self, gather=self.unshard_in_backward)
+        self._unseen = False
+        if torch.is_grad_enabled():
+            self._prepare_second_backward()
+        scope.need(self, gather=self.settings.unshard_in_backward)
+
+    def _prepare_second_backward(self) -> None:
+        """This backward makes a graph. What goes through that reads the weights, and comes to no output of ours."""
+        self._differentiated = True
+        for group in self.groups:
+            group.watch()
 
     def inputs_passed(self) -> None:
-        """The gradients of one forward's inputs are complete."""
-        self._inputs_to_pass -= 1
-        if self._inputs_to_pass <= 0:
-            if self.phase is Phase.BACKWARD:
-                # On the wire, what the next unit waits for goes before what nobody waits for; and it fits in once this
-                # unit's weights, which nothing reads any more, are released.
-                if self._reshards_now:
-                    self.release()
-                assert self.scope is not None
-                self.scope.gather_ahead(self)
-            self.finish_backward()
-            self.rest()
+        """The gradients of one forward's inputs are complete, and with them those of its weights."""
+        if self._has_calls_ahead():
+            return
+        scope = self.scope
+        assert scope is not None
+        if self.phase is Phase.BACKWARD:
+            # On the wire, what the next unit waits for goes before what nobody waits for; and it fits in once this
+            # unit's weights, which nothing reads any more, are released.
+            if self._reshards_now:
+                self.release()
+            scope.gather_ahead(self)
+        scope.unit_left(self)
+        self.rest()
 
-    def group_complete(self, group: Group) -> None:
+    def group_complete(self, index: int) -> None:
         """All gradients of a group have arrived. Its weights may still be read until the inputs' gradients are done."""
         scope = self.scope
         assert scope is not None
         scope.begin_backward()
-        scope.reduce(self, group)
-        # Backward reads a weight last in what gives its gradient. A frozen one gives none, and one of a child may give
-        # several, if calls of the child are checkpointed: those stay until the end.
-        if self._inputs_to_pass > 0 or not self._is_leaf:
-            return
-        if all(g.reduced and g.expected == len(g.members) for g in (other.gradients for other in self.groups)):
-            self.rest()
-
-    def finish_backward(self) -> None:
-        """Reduce what has arrived and is not reduced."""
-        scope = self.scope
-        assert scope is not None
-        for group in self.groups:
-            if group.gradients.waiting:
-                scope.reduce(self, group)
-
-    def reduce_unused(self) -> None:
-        """At the end of backward: take part in reduces that ranks which used this unit have launched."""
-        scope = self.scope
-        assert scope is not None
-        for group in self.groups if self.reduces_unused and not self.backward_done else ():
-            if group.gradients.expected and not group.gradients.reduced:
-                scope.reduce(self, group)
-
-    def flush(self) -> None:
-        """Where gradients are to go all the way: reduce what earlier backwards left and the last one did not use."""
-        for group in self.groups:
-            if self.goal is Goal.FINAL and group.gradients.has_partial:
-                assert self.scope is not None
-                self.scope.reduce(self, group)
-                group.gradients.reduced = False  # not by a backward that is running
+        scope.group_complete(self.numbers[index])
 
     @property
     def goal(self) -> Goal:
         """How far gradients are reduced now."""
-        if not self.reduces:
+        settings = self.settings
+        if not settings.reduces:
             return Goal.KEEP
-        return Goal.FINAL if self.is_last and self.all_reduces else Goal.REST
+        return Goal.FINAL if settings.is_last and settings.all_reduces else Goal.REST
+
+    def backward_over(self) -> None:
+        """The backward is over, here and everywhere."""
+        if _torch.in_backward():
+            for call in (ref() for ref in self._calls):
+                if call is not None and self.scope is not None and call.is_ahead(self.scope.backwards):
+                    call.passed = True
+        self.rest()
 
     def rest(self) -> None:
-        """No backward is pending: release and forget."""
+        """The backward has left this unit: release and forget."""
         if self.phase is Phase.FORWARD:
             return  # a gradient was computed inside this unit's forward
-        if self._reshards_now:
+        if not self.is_gathered:
+            pass
+        elif self._reshards_now:
             self.release()
         else:
-            self.kept = self.is_gathered
-        self.phase = Phase.RESTING
-        self.backward_done = True
-        self._awaited = False
-        self._inputs_to_pass = 0
-        self._to_run.clear()  # a recompute that stopped early
-        for group in self.groups:
-            group.gradients.reduced = False
+            self.keep()
+        self.call = None  # a recompute that stopped early, or of a part of a list
+        self.phase = Phase.AWAITING if self.is_awaited else Phase.RESTING
+        self._unseen = False
+        for group in self.groups if self.parks else ():
             group.unpark()
 
     @property
     def _reshards_now(self) -> bool:
         """Whether the weights are released after the backward that is running."""
-        return self.reshard_after_backward and not self.is_kept_for_next
+        return self.settings.reshard_after_backward and not self.is_kept_for_next and not self._differentiated
 
     @property
     def is_kept_for_next(self) -> bool:
         """Whether the running micro-batch leaves its weights to the next one."""
-        return self.keeps_for_next and not self.is_last
+        return self.settings.keeps_for_next and not self.settings.is_last
+
+    def recover(self, broken_backward: bool) -> None:
+        """An exception broke a pass off: release. What a broken backward has left here is of no use."""
+        self.call, self._unseen = None, False
+        scope = self.scope
+        assert scope is not None
+        for call in (ref() for ref in self._calls):
+            if call is not None and (broken_backward or call.forward == scope.forwards):
+                call.passed = True
+        if broken_backward:
+            for group in self.groups:
+                group.gradients.drop()
+        self.phase = Phase.AWAITING if self.is_awaited else Phase.RESTING
+        self.release()
 
     def reset(self) -> None:
         """Rest, whatever was going on; gradients that have not been reduced are lost."""
+        self._calls = []
         for group in self.groups:
-            group.gradients.take()
+            group.gradients.drop()
             group.gradients.drop_partial()
         self.phase = Phase.RESTING
-        self._running.clear()
         self.rest()
         self.release()
+
+    # Gathered weights
+
+    def keep(self) -> None:
+        """Leave the gathered weights to the next pass, should they still be those of main by then."""
+        self.kept = [group.state for group in self.needs]
+
+    def keeps(self, grads: bool) -> bool:
+        """Whether a forward that begins, with gradients or without, uses the gathered weights as they are."""
+        settings = self.settings
+        if self.kept is None or self._differentiated or (settings.keeps_for_next and settings.is_first):
+            return False
+        return self.kept == [group.state for group in self.needs]
 
     def swap_in(self) -> None:
         """Wait for the gathers and show the full parameters to the modules."""
@@ -393,12 +490,18 @@ class Unit:
 
     def release(self) -> None:
         """Give the gathered weights back, unless another unit needs them still."""
-        self.kept = False
+        self.kept, self._differentiated = None, False
         for group in self.needs:
             if group.users is not None:
                 group.users.discard(id(self))
             if not group.users:
                 group.release()
+
+    def hide(self) -> None:
+        """Show sharded parameters, and keep the full ones."""
+        for group in self.needs:
+            if not group.users:
+                group.swap_out()
 
     def reshard(self) -> None:
         """Show sharded parameters, whoever needs the full ones: a pass that does gathers them again."""
@@ -419,14 +522,14 @@ class Unit:
         for group, member, site in self.borrowed:
             given = site.look()
             if given is not None and given is not member.sharded and given.dtype == member.sharded.dtype:
-                absorb(group, self._awaited)
+                absorb(group, self.is_awaited)
         for group in self.groups:
             group.mark_stale()  # also within the micro-batches of a step
 
     def absorb(self) -> None:
         """Take over what the modules were given in the place of our parameters, or raise."""
         for group in self.groups:
-            absorb(group, self._awaited)
+            absorb(group, self.is_awaited)
         for plain in self.plain:
             plain.guard()
 
@@ -434,12 +537,12 @@ class Unit:
         """The same, for what was done to a module in here that tells nobody."""
         for group in self.groups:
             if is_moved(group):
-                absorb(group, self._awaited)
+                absorb(group, self.is_awaited)
 
     def check_change(self, change: Change) -> None:
         """Raise if this change of all parameters could not be taken over."""
         for group in self.groups:
-            check_change(group, change, self._awaited)
+            check_change(group, change, self.is_awaited)
 
     @contextmanager
     def applying(self, change: Change) -> Iterator[None]:
@@ -459,10 +562,10 @@ def _after_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, met
             state[name] = _torch.like_dtensor(value, _torch.local_of(value))
 
 
-def _group_complete(unit: weakref.ref[Unit], group: weakref.ref[Group]) -> None:
-    found, of = unit(), group()
-    if found is not None and of is not None:
-        found.group_complete(of)
+def _group_complete(unit: weakref.ref[Unit], index: int) -> None:
+    found = unit()
+    if found is not None:
+        found.group_complete(index)
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -478,6 +581,7 @@ def scope_of(unit: Unit, module: nn.Module) -> Scope:
         return unit.scope
     units: list[Unit] = []
     at: dict[str, Unit] = {}
+    count = 0
     if any(parameter.is_meta for parameter in module.parameters()):
         from flatshard.engine.materialize import materialize  # it builds on units
 
@@ -494,6 +598,8 @@ def scope_of(unit: Unit, module: nn.Module) -> Scope:
         found.release()
         found.name = name or type(child).__name__
         found.index = len(units)
+        found.numbers = range(count, count + len(found.groups))
+        count += len(found.groups)
         found.nests = False
         units.append(found)
         above = name

@@ -54,6 +54,11 @@ class Run:
         self._views: dict[Any, tuple[torch.Tensor, list[DTensor]]] = {}
 
     @property
+    def group(self) -> Group | None:
+        """The group of its parameters, while it exists."""
+        return self._group()
+
+    @property
     def is_current(self) -> bool:
         """Whether the parameters still lie where they lay: `.to` and its like move them."""
         group = self._group()

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatshard import _torch
+from flatshard.engine import steps
 from flatshard.engine.homes import is_replaced, settled, successor_of
 from flatshard.optim.runs import MAIN_GRAD, Run, State, cut, cut_of, is_elementwise, local_part
 
@@ -151,13 +152,15 @@ def _set_state(self: Optimizer, state: Any) -> None:
 
 
 def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-    """As `Optimizer.zero_grad`; main gradients are zeroed by one call for all."""
+    """As `Optimizer.zero_grad`; main gradients are zeroed by one call for all, or their memory is freed at once."""
     if not set_to_none:
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         if all(hasattr(grad, MAIN_GRAD) for grad in grads):
             torch._foreach_zero_([_torch.local_of(grad) for grad in grads])
             return
     type(self).__mro__[1].zero_grad(self, set_to_none)  # type: ignore[attr-defined]
+    if set_to_none:
+        _local(self).rest_gradients()
 
 
 # Step
@@ -204,6 +207,13 @@ class _Local:
                 group.update(mine)  # some optimizers count in their parameter groups
             for run in self._runs:
                 run.tensor.grad = None  # so that `zero_grad` frees the gradients at once
+
+    def rest_gradients(self) -> None:
+        """Free the memory of gradients that have been set to None."""
+        with _torch.PlainAttributes():
+            for group in dict.fromkeys(run.group for run in self._runs or ()):
+                if group is not None:
+                    group.gradients.rest()
 
     def look(self, optimizer: Optimizer) -> Any:
         """The state as others see it, up to date; during the step, ours."""
@@ -327,6 +337,7 @@ def _refuse_replaced(optimizer: Optimizer) -> None:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Runs before every step of every optimizer: looks at parameters only when there can be something new."""
+    steps.note()
     now = (settled(), sum(len(group["params"]) for group in optimizer.param_groups))
     if not now[0] or optimizer.__dict__.get(_CHECKED) == now:
         return

@@ -67,9 +67,13 @@ def _bytes(rank: int, world: int) -> None:
     assert ideal <= held <= ideal + padding
     scope = scope_of(model)
     equal((scope.gather_pool.live_bytes, scope.gather_pool.live_buffers), (0, 0))
-    gradients = storages(model)
     model.zero_grad()
-    assert all(ref.expired() for name, ref in gradients.items() if "gradient" in name)
+    for unit in scope_of(model).units:
+        for group in unit.groups:
+            main_grads = group.gradients._main_grads
+            assert main_grads is None or not main_grads.buffer.local.untyped_storage().nbytes()
+    kept = [parameter.grad for parameter in model.parameters()]
+    assert kept == [None] * len(kept)
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -197,13 +197,12 @@ def _memory(rank, world):
     loss_of(model, next(batches(1, ROWS)).chunk(world)[rank]).backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     buffers = {id(grad._flatshard_main_grad): grad._flatshard_main_grad for grad in grads}
-    gone = [weakref.ref(buffer) for buffer in buffers.values()]
-    locals_ = [weakref.ref(buffer.local) for buffer in buffers.values()]
-    del buffers, grads
+    del grads
+    assert all(buffer.local.untyped_storage().nbytes() for buffer in buffers.values())
     optimizer.step()
     gc.disable()
     optimizer.zero_grad()
-    assert not any(ref() is not None for ref in (*gone, *locals_))
+    assert not any(buffer.local.untyped_storage().nbytes() for buffer in buffers.values())
     known = weakref.ref(optimizer)
     del optimizer
     assert known() is None

@@ -134,7 +134,6 @@ def train(rank: int, world: int, seed: int) -> None:
         if case.evaluate:
             with torch.no_grad():
                 compare("evaluation", rows_of(case.model(rows)), rows_of(reference.model(rows)))
-            at_rest(case.model)
     for name, ours, theirs in pairs:
         compare(f"weight {name}", ours.detach(), theirs.detach())
 

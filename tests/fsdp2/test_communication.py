@@ -107,13 +107,13 @@ def _in_flight(rank, world):
     model.set_reduce_scatter_max_input_buffers(2)
     model.blocks[0].set_reduce_scatter_max_input_buffers(1)
     assert scope.max_reducing == 2
-    most, reduce = [], scope.reduce
+    most, reduce = [], scope._reduce
 
-    def counted(unit, group):
-        reduce(unit, group)
+    def counted(number):
+        reduce(number)
         most.append(len(scope._reducing))
 
-    scope.reduce = counted
+    scope._reduce = counted
     model(mine(rank, world)).sum().backward()
     assert max(most) == 2
     check_grads(model, reference_grads(world, (0, 0)))

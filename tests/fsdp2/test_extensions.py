@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 import flatshard
 from flatshard import _torch, fully_shard, fully_shard_optimizer
 from flatshard.engine.extended import ExtendedGroup
-from flatshard.engine.unit import unit_of
+from flatshard.engine.unit import scope_of, unit_of
 
 
 def encode(rows):
@@ -169,6 +169,7 @@ def _meta(rank, world):
     x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         before = model(x)
+        model.reshard()
         assert all(not storage.nbytes() for storage in _gathered(model))
         model.load_state_dict({name: value * 0 for name, value in state.items()}, assign=True)
         assert not model(x).any()
@@ -204,8 +205,9 @@ def _refused(rank, world, folder):
     uneven.weight = nn.Parameter(Simple(uneven.weight.data))
     fully_shard(uneven)
     if rank:
+        unit = unit_of(uneven)
         with pytest.raises(ValueError, match=r"'weight' is cut unevenly.*\(2, 2\)"):
-            uneven(torch.randn(1, 2))
+            unit.groups[0].gather(scope_of(unit, uneven).gather_pool, "uneven")
     with pytest.raises(flatshard.checkpoint.CheckpointError, match="is a Coded"):
         flatshard.checkpoint.save(folder, fully_shard(build(Coded)), progress=False)
     patched = fully_shard(nn.Linear(2, 2))

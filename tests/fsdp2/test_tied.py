@@ -68,7 +68,8 @@ def _trains(rank, world, keeper, reshard, recompute, strategy, micro):
             optimizer.zero_grad(set_to_none=number % 2 == 0)
         with torch.no_grad():
             torch.testing.assert_close(model(tokens), reference(tokens))
-        assert not any(group.is_gathered and not group.is_resident for group in unit_of(model.head).needs)
+        if reshard is not False:
+            assert not any(group.is_gathered and not group.is_resident for group in unit_of(model.head).needs)
     check_buffers(model)
     reference.double()
     model.double()
@@ -81,7 +82,8 @@ def _trains(rank, world, keeper, reshard, recompute, strategy, micro):
     output.sum().backward()  # state dicts may be taken in between
     model.load_state_dict({name: value + 1 for name, value in state.items()}, assign=True)
     assert model.head.weight is model.embed.weight
-    torch.testing.assert_close(model.head.weight.full_tensor(), reference.head.weight.data + 1)
+    # They were trained in float32, and differ by what that rounds.
+    torch.testing.assert_close(model.head.weight.full_tensor().float(), (reference.head.weight.data + 1).float())
 
 
 @pytest.mark.parametrize(

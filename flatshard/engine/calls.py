@@ -1,0 +1,152 @@
+"""Calls: what tells a unit where a backward stands, by hooks on the tensors of its forwards."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from flatshard import _torch
+from flatshard.engine.gradients import refuse_orphan
+from flatshard.engine.trees import map_tensors, tensors_in
+
+if TYPE_CHECKING:
+    from flatshard.engine.unit import Unit
+
+
+class Call:
+    """One forward of a unit, from the start of its first module to the end of its last.
+
+    Invariant: the unit awaits the backward of those calls that are alive and not `passed`, and of no others. A call is
+    owned by the unit while it runs, and afterwards by hooks in the autograd graph, on its outputs, and by nothing else.
+    So a graph that is thrown away takes its calls along.
+
+    In the graph: output --(hook: owns the call)--> ... --> input --(hook: knows the call weakly)--> ...
+    """
+
+    __slots__ = (
+        *("__weakref__", "_all", "_nodes", "_over", "backward", "forward"),
+        *("in_recompute", "left", "outer", "passed", "running", "unit", "watches"),
+    )
+
+    def __init__(
+        self, unit: weakref.ref[Unit], modules: frozenset[int], forward: int, before: Call | None, recompute: bool
+    ) -> None:
+        """``modules``: of the unit, by id. ``before``: the call that was the last to begin."""
+        self.unit = unit
+        self.forward = forward  # of the root, by number
+        self.outer = before if before is not None and before.running else None  # within which this one runs
+        self.left = set(modules)  # modules that have not ended
+        self._all = modules
+        self.running: set[int] = set()  # modules that have begun and not ended
+        self.in_recompute = recompute  # it was made within a backward
+        self.watches = True  # its graph is the one that a backward will go through
+        self.backward = 0  # that has reached an output last, by number
+        # For each module that has inputs with gradients, where in the graph those are complete. That is towards the
+        # leaves from all that owns the call, which therefore does not own itself.
+        self._nodes: list[Any] = []
+        self._over: set[int] = set()  # those that a backward has been through
+        self.passed = False  # a backward has been through all of it, or never will be
+
+    def goes_on_with(self, module: nn.Module) -> bool:
+        """Whether a forward of one of the unit's modules, which begins now, is part of this call."""
+        if self.left != self._all:
+            return True  # of a list of modules some have run, others have not
+        return bool(self.running) and id(module) not in self.running
+
+    def await_again(self) -> None:
+        """Another backward goes through the graph, which has been retained."""
+        self.passed = False
+        self._over.clear()
+
+    def pass_inputs(self, number: int) -> None:
+        """The gradients of a module's inputs are complete."""
+        self._over.add(number)
+        self.passed = len(self._over) == len(self._nodes)
+
+    def is_ahead(self, backward: int) -> bool:
+        """Within a backward, by number: whether that will go through this call, as far as can be known, and has not."""
+        if self.passed:
+            return False
+        if self.backward == backward:
+            return True
+        # A segment that is recomputed by reentrant checkpointing is a graph of its own, and hides the one around it.
+        for number, node in enumerate(self._nodes):
+            if number not in self._over and _torch.will_be_executed(node):
+                return True
+        return not self._nodes
+
+    def watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
+        """Arguments to call the forward with, so that `Unit.inputs_passed` follows; whether any needs a gradient."""
+        wanted = [t for t in tensors_in((args, kwargs) if kwargs else args) if t.requires_grad]
+        if not wanted:
+            return args, kwargs, False
+        who = self.unit, weakref.ref(self), len(self._nodes)
+        first = wanted[0]
+        if len(wanted) == 1 and type(first) is torch.Tensor and first.layout is torch.strided:
+            # A view, for a gradient of its own: others may use the tensor too. Several times cheaper than a function.
+            passed = (first.view_as(first),)
+            passed[0].register_hook(functools.partial(_inputs_passed, *who))
+            self._nodes.append(passed[0].grad_fn)
+            if len(args) == 1 and args[0] is first:
+                return passed, kwargs, True
+        else:
+            wanted = list({id(t): t for t in wanted}.values())
+            passed = _InputsPassed.apply(who, *wanted)  # type: ignore[no-untyped-call]
+            self._nodes.append(passed[0].grad_fn)
+        instead = {id(tensor): view for tensor, view in zip(wanted, passed)}
+        args, kwargs = (map_tensors(lambda t: instead.get(id(t), t), given) for given in (args, kwargs))
+        return args, kwargs, True
+
+    def watch_outputs(self, output: Any) -> bool:
+        """Let `Unit.gradient_at_output` follow when a gradient reaches the output; whether one may."""
+        hook = functools.partial(gradient_at_output, self)
+        watched = False
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(hook)
+                watched = True
+        return watched
+
+
+class _InputsPassed(torch.autograd.Function):
+    """Identity; its backward runs when the gradients of its inputs are complete."""
+
+    @staticmethod
+    def forward(ctx: Any, who: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.who = who
+        return tensors
+
+    @staticmethod
+    @_torch.uncompiled
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        _inputs_passed(*ctx.who)
+        return (None, *grads)
+
+
+@_torch.uncompiled
+def _inputs_passed(
+    unit: weakref.ref[Unit], call: weakref.ref[Call], number: int, grad: torch.Tensor | None = None
+) -> None:
+    found, of = unit(), call()
+    if found is None:
+        refuse_orphan()
+    elif of is not None:
+        of.pass_inputs(number)
+        found.inputs_passed()
+
+
+@_torch.uncompiled
+def gradient_at_output(call: Call, grad: torch.Tensor | None = None) -> None:
+    """A hook on an output."""
+    found = call.unit()
+    if found is None:
+        return
+    if not _torch.transforming():
+        found.gradient_at_output(call)
+        return
+    with _torch.Untransformed():
+        found.gradient_at_output(call)

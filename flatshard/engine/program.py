@@ -1,0 +1,177 @@
+"""The program: in which order units are gathered and groups are reduced, the same on every rank.
+
+A pass (a forward with gradients, one without, a backward) needs units one after another. The order of the last pass of
+its kind predicts this one: what is needed next is gathered ahead.
+
+Reduces are another matter: when the gradients of a group are complete depends on what a rank's data made use of. So
+hooks only mark groups, and `Turns` says which may be reduced: always in one order, that all ranks have agreed upon.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+
+
+class Pass(Enum):
+    """What is going through the model."""
+
+    __hash__ = object.__hash__  # Enum's own is a Python function
+
+    FORWARD = "forward"
+    FORWARD_NO_GRAD = "forward without gradients"
+    BACKWARD = "backward"
+
+
+class Turns:
+    """The turns of the groups of all units in one backward. Groups are numbers, in the order of registration.
+
+        order    e d c b a      agreed upon by all ranks
+        marked   x   x          its gradients are complete on this rank
+        next       ^            d: if gradients for it may still come, c waits; if not, d is passed over, then c is due
+
+    What `due` and `left` yield, taken together, is a function of the order and of the set of groups that are used, and
+    does not depend on when they were marked. A group whose turn has passed has another one at the end.
+    """
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self.seen: dict[int, None] = {}  # in which order groups were complete, due or not
+        self._order = order
+        self._place = {number: place for place, number in enumerate(order)}
+        self._next = 0
+        self._last = -1  # the furthest place that is marked
+        self._marked: set[int] = set()
+        self._over: set[int] = set()  # those whose unit has been left by the backward
+        self._again: set[int] = set()
+
+    def see(self, number: int) -> None:
+        """All gradients of a group have arrived; its unit may still be in use."""
+        self.seen.setdefault(number)
+
+    def mark(self, number: int, over: bool = True) -> None:
+        """The gradients of a group are complete. ``over``: the backward has left its unit, too."""
+        self.seen.setdefault(number)
+        if over:
+            if number in self._over:  # by another recompute of the same unit
+                self._again.add(number)
+            self._over.add(number)
+        self._marked.add(number)
+        self._last = max(self._last, self._place[number])
+
+    def due(self, to_come: Callable[[int], bool]) -> Iterator[int]:
+        """The groups whose turn it is, as far as there are marked ones behind them.
+
+        Stops before a group that is not marked and that has gradients ``to_come``.
+        """
+        while self._next <= self._last:
+            number = self._order[self._next]
+            if number not in self._marked and to_come(number):
+                return
+            self._next += 1
+            yield number
+
+    def left(self) -> Iterator[int]:
+        """At the end of the backward: the groups that have not had their turn."""
+        while self._next < len(self._order):
+            self._next += 1
+            yield self._order[self._next - 1]
+
+    def again(self, waiting: Callable[[int], bool]) -> list[int]:
+        """After all turns: the groups that have another, since they were marked twice or have gradients ``waiting``."""
+        return [number for number in self._order if number in self._again or waiting(number)]
+
+
+class Program:
+    """The recorded order of needs of each kind of pass, and the order of reduces. Units are numbers, too.
+
+    A forward that enters at another unit than the root (generation, an evaluation of a part) is another kind of pass.
+    Before the first pass from the root, the order of registration predicts it; before another, nothing does.
+    """
+
+    def __init__(self, groups: Sequence[int]) -> None:
+        """``groups``: how many groups each unit has."""
+        registered = tuple(range(len(groups)))
+        self._orders: dict[tuple[Pass, int], Sequence[int]] = {
+            (Pass.FORWARD, 0): registered,
+            (Pass.FORWARD_NO_GRAD, 0): registered,
+            (Pass.BACKWARD, 0): registered[::-1],
+        }
+        # Backward comes to the last unit first.
+        first = [sum(groups[:index]) for index in registered]
+        self._reversed = tuple(first[index] + number for index in registered[::-1] for number in range(groups[index]))
+        self._reduces: dict[int, Sequence[int]] = {}  # by the unit where the forward began
+        self._recorded: set[tuple[Pass, int]] = set()
+        self.running: Pass | None = None  # the pass that has begun and not ended
+        self.is_first = False  # it is the first of its kind: nothing has been recorded that it could be held to
+        self._kind: tuple[Pass, int] = (Pass.FORWARD, 0)
+        self._order: Sequence[int] = ()  # that of the running pass
+        self._entry = 0  # of the last forward with gradients
+        self._taken: list[int] = []
+        self._cursor = 0
+        self.turns = Turns(())
+
+    def order(self, kind: Pass, entry: int = 0) -> tuple[int, ...]:
+        """The order that the next pass of this kind from this unit on is expected to follow."""
+        return tuple(self._orders.get((kind, entry), ()))
+
+    def begin(self, kind: Pass, entry: int | None = None) -> None:
+        """A pass starts, at unit ``entry``; a backward, where the last forward did. One broken off is forgotten."""
+        if kind is Pass.FORWARD and entry is not None:
+            self._entry = entry
+        self.running, self._kind = kind, (kind, self._entry if entry is None else entry)
+        self.is_first = self._kind not in self._recorded
+        self._order = self._orders.get(self._kind, ())
+        self._taken, self._cursor = [], 0
+        if kind is Pass.BACKWARD:
+            self.turns = Turns(self._reduces.get(self._kind[1], self._reversed))
+
+    def need(self, unit: int) -> None:
+        """The running pass needs this unit now."""
+        if self.running is None:
+            return
+        self._taken.append(unit)
+        order = self._order
+        # Units that were expected before and did not come were skipped; one that is not expected at all (another
+        # branch, an evaluation of a part) leaves the prediction where it is.
+        for at in range(self._cursor, len(order)):
+            if order[at] == unit:
+                self._cursor = at + 1
+                return
+
+    @property
+    def upcoming(self) -> Sequence[int]:
+        """The units expected after the one needed last, nearest first."""
+        return () if self.running is None else self._order[self._cursor :]
+
+    def end(self) -> None:
+        """The running pass is over, and predicts the next of its kind. The first forward also predicts backward."""
+        if self.running is None:
+            return
+        if self._taken:
+            self._orders[self._kind] = tuple(self._taken)
+            self._recorded.add(self._kind)
+            kind, entry = self._kind
+            if kind is Pass.FORWARD and (Pass.BACKWARD, entry) not in self._recorded:
+                self._orders[Pass.BACKWARD, entry] = tuple(self._taken[::-1])
+        self.abandon()
+
+    def abandon(self) -> None:
+        """The running pass was broken off; it predicts nothing."""
+        self.running, self.is_first = None, False
+
+    # Agreement on the order of reduces
+
+    def proposal(self) -> tuple[int, ...]:
+        """The order in which groups were complete in the backward that ends now, and then those that it did not use."""
+        seen = self.turns.seen
+        return (*seen, *(number for number in self._reversed if number not in seen))
+
+    def adopt(self, order: Sequence[int]) -> None:
+        """Reduce in this order from now on, after forwards that begin where the last one did."""
+        self._reduces[self._entry] = order
+
+
+def digest(order: Sequence[int]) -> int:
+    """A number that two orders share if, and almost surely only if, they are the same."""
+    return int.from_bytes(hashlib.sha256(repr(tuple(order)).encode()).digest()[:7], "big")
