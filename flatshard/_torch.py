@@ -5,13 +5,17 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import threading
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeAlias, TypeVar
 
 import torch
+import torch.distributed.distributed_c10d as c10d
 from torch import nn
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
@@ -417,6 +421,97 @@ def backend_name(group: ProcessGroup, device: torch.device) -> str:
     backend: Any = group._get_backend(device)
     name: str = backend.name()
     return name
+
+
+# Making process groups
+
+
+def new_group(ranks: Sequence[int], like: ProcessGroup, name: str, title: str) -> ProcessGroup:
+    """A process group of ``ranks``, with the backend and the time-out of ``like``; collective among them alone.
+
+    ``name`` must be the same on all of them, and no other group's. ``title`` is for people.
+    """
+    known = c10d._world.pg_map.get(like)
+    backend = None if known is None else known[0]
+    listed = list(ranks)
+    # torch 2.11 has sorted groups only, and not this argument.
+    order: dict[str, Any] = {} if listed == sorted(listed) else {"sort_ranks": False}
+    with _named(listed, name), _unsplit():
+        made = torch.distributed.new_group(
+            listed,
+            timeout=timeout_of(like),
+            backend=backend,
+            use_local_synchronization=True,
+            group_desc=title,
+            **order,
+        )
+    assert isinstance(made, ProcessGroup)
+    return made
+
+
+def new_gloo_group(title: str) -> ProcessGroup:
+    """A Gloo process group of all ranks, with the time-out of the default one. Collective among them."""
+    default = torch.distributed.group.WORLD
+    assert default is not None
+    with _unsplit():
+        made = torch.distributed.new_group(backend="gloo", timeout=timeout_of(default), group_desc=title)
+    assert isinstance(made, ProcessGroup)
+    return made
+
+
+def timeout_of(group: ProcessGroup) -> timedelta | None:
+    """The time-out that a process group was given: the longest of its backends'. None: their default, or unknown."""
+    # A group written in Python is its own backend. Some have options, and a C++ one without raises when asked for them.
+    backends: list[Any] = [group._get_backend(device) for device in group._device_types] or [group]
+    given = []
+    for backend in backends:
+        try:
+            found = backend.options._timeout
+        except (AttributeError, RuntimeError):
+            continue
+        if isinstance(found, timedelta) and found != c10d._get_default_timeout(c10d.Backend(backend.name())):
+            given.append(found)
+    return max(given, default=None)
+
+
+@contextmanager
+def _named(ranks: list[int], name: str) -> Iterator[None]:
+    """Within, a process group of these ranks gets this name.
+
+    Ranks find each other by the name of the group. Those that torch makes up for a group that only its members know of
+    contain the number of groups which the rank is in, so that members wait for ever where one is in more than another.
+    """
+    theirs, thread = c10d._process_group_name, threading.get_ident()
+
+    def ours(given: Sequence[int], use_hashed_name: bool) -> Any:
+        mine = use_hashed_name and threading.get_ident() == thread and list(given) == ranks
+        return name if mine else theirs(given, use_hashed_name)
+
+    c10d._process_group_name = ours  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        c10d._process_group_name = theirs
+
+
+@contextmanager
+def _unsplit() -> Iterator[None]:
+    """Within, communicators of new process groups are not split off the default one's.
+
+    With ``init_process_group(device_id=...)`` torch makes them by ncclCommSplit, which waits for all ranks of the
+    default group, members or not. A group that is made when the first gradients of a pipeline stage arrive would wait
+    for stages that wait for this one. Without a device, NCCL makes a communicator of the members alone, at first use.
+    """
+    default = torch.distributed.group.WORLD
+    device = getattr(default, "bound_device_id", None)
+    if default is None or device is None:
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device
 
 
 def in_backward() -> bool:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from flatshard import _torch
 from flatshard.buffer import DBuffer
+from flatshard.buffer.lanes import group_among
 from flatshard.engine.extended import ExtendedGroup, extended_group, is_extended
 from flatshard.engine.gradients import GradientScale
 from flatshard.engine.group import Group, Member, Site, make_members
@@ -229,9 +230,13 @@ def _park_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
     """Groups of ``size`` neighbours of the shard axis, as meshes of one axis; this rank's."""
     known: dict[int, DeviceMesh] = mesh.__dict__.setdefault("_flatshard_park_meshes", {})
     if size not in known:
-        ranks = mesh.mesh.view(*mesh.shape[:-1], -1, size)
-        names = ("outer", "across", "within")[-ranks.dim() :]
-        known[size] = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)["within"]
+        place = mesh.get_coordinate()
+        assert place is not None
+        first = place[-1] - place[-1] % size
+        ranks = mesh.mesh[tuple(place[:-1])][first : first + size].tolist()
+        # Not by a mesh of all these groups, for which torch would ask every rank of the world to be here.
+        group = group_among(ranks, [mesh.get_group(mesh.ndim - 1)])
+        known[size] = DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=("within",))
     return known[size]
 
 
