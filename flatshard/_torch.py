@@ -545,6 +545,16 @@ def product_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, acc
     out.addmm_(left, right) if accumulate else torch.mm(left, right, out=out)
 
 
+@contextmanager
+def lasting() -> Iterator[None]:
+    """Where tensors are made that outlive the running pass: made under inference mode, training could never use them.
+
+    Gradients are off: nothing of it belongs to a graph.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 _SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 F = TypeVar("F", bound=Callable[..., Any])
 

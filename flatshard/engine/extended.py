@@ -54,7 +54,7 @@ class ExtendedGroup(Group):
         lane, axis = pool.lane, self.mesh.ndim - 1
         group, ranks = lane.group(self.mesh, axis), self.mesh.size(axis)
         tickets = []
-        with lane.entered(), torch.no_grad():
+        with lane.entered(), _torch.lasting():
             inputs = self._inputs()
             self._sizes = [given.size() for given in inputs]
             if not self._gathered:
@@ -102,7 +102,7 @@ class ExtendedGroup(Group):
         assert self._ticket is not None
         self._ticket.wait()
         if not self._decoded:
-            with torch.no_grad():
+            with _torch.lasting():
                 self._decode()
             self._decoded = True
         super().swap_in()

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
+from flatshard import _torch
 from flatshard.engine.build import owned_modules, units_below
 from flatshard.engine.moved import fill
 from flatshard.engine.unit import Unit, unit_of
@@ -16,6 +17,7 @@ from flatshard.engine.unit import Unit, unit_of
 InitFn: TypeAlias = Callable[[nn.Module], object]
 
 
+@_torch.lasting()
 def materialize(model: nn.Module, init_fn: InitFn | None = None, *, seed: int = 0) -> None:
     """Initialise all parameters and buffers of ``model`` that are on the meta device.
 
@@ -123,7 +125,7 @@ def _initialise(
         init = inits.get(module)
         if init is None:
             continue
-        with torch.random.fork_rng(devices), torch.no_grad():
+        with torch.random.fork_rng(devices):
             digest = hashlib.sha256(f"{seed}:{names[module]}".encode()).digest()
             torch.manual_seed(int.from_bytes(digest[:7], "big"))
             init()

@@ -35,6 +35,7 @@ def is_moved(group: Group) -> bool:
     return False
 
 
+@_torch.lasting()
 def absorb(group: Group, awaited: bool) -> None:
     """Take over what the modules hold in the place of our parameters; raise, and put ours back, where that is wrong.
 
