@@ -417,24 +417,32 @@ class Unit:
     def _after_load_state_dict(self, module: nn.Module, keys: Any) -> None:
         self.absorb()
         for group, member, site in self.borrowed:
-            given = site.look()
-            if given is not None and given is not member.sharded and given.dtype == member.sharded.dtype:
-                absorb(group, self._awaited)
+            if site.look() is not member.sharded:
+                absorb(group, self._awaited, root=self._root, wait=True)
         for group in self.groups:
             group.mark_stale()  # also within the micro-batches of a step
 
     def absorb(self) -> None:
-        """Take over what the modules were given in the place of our parameters, or raise."""
+        """Take over what the modules were given in the place of our parameters, or raise; or wait for the rest of it.
+
+        Of the modules of a list, each is converted or loaded by itself.
+        """
         for group in self.groups:
-            absorb(group, self._awaited)
+            absorb(group, self._awaited, root=self._root, wait=True)
         for plain in self.plain:
             plain.guard()
 
     def absorb_moved(self) -> None:
-        """The same, for what was done to a module in here that tells nobody."""
+        """The same, for what was done to a module in here that tells nobody. The parameters are about to be used."""
         for group in self.groups:
             if is_moved(group):
-                absorb(group, self._awaited)
+                absorb(group, self._awaited, root=self._root)
+
+    @property
+    def _root(self) -> nn.Module | None:
+        """Where names in errors start from, as far as is known."""
+        units = self.scope.units if self.scope is not None else [self]
+        return next(iter(units[0].modules), None) if units and len(units[0].modules) == 1 else None
 
     def check_change(self, change: Change) -> None:
         """Raise if this change of all parameters could not be taken over."""
