@@ -267,6 +267,24 @@ def like_dtensor(like: torch.Tensor, local: torch.Tensor) -> DTensor:
     return made
 
 
+_SAME = ("dtype", "device", "shape", "requires_grad", "_spec")
+
+
+def lie_over(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Let a DTensor be over the local tensor of another one; False where the two differ in more than that.
+
+    The object, its hooks, its gradient and its attributes stay.
+    """
+    assert isinstance(tensor, DTensor)
+    assert isinstance(other, DTensor)
+    if type(tensor) is not type(other) or tensor.storage_offset() or tensor.is_inference():
+        return False
+    if any(getattr(tensor, name) != getattr(other, name) for name in _SAME):
+        return False
+    tensor._local_tensor = other._local_tensor
+    return True
+
+
 def allow_grad_of(tensor: torch.Tensor, dtype: torch.dtype) -> None:
     """Let ``tensor`` have a gradient of another dtype than its own. Drops one of a third dtype."""
     if not hasattr(tensor, "grad_dtype"):

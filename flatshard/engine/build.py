@@ -19,7 +19,7 @@ from flatshard.buffer.lanes import group_among
 from flatshard.engine.extended import ExtendedGroup, extended_group, is_extended
 from flatshard.engine.gradients import GradientScale
 from flatshard.engine.group import Group, Member, Site, make_members
-from flatshard.engine.homes import owner_of, settle
+from flatshard.engine.homes import OWNER, owner_of, settle
 from flatshard.engine.host import Home
 from flatshard.engine.plain import Plain
 from flatshard.engine.unit import Unit, unit_of
@@ -38,7 +38,6 @@ from flatshard.policy import (
 Named = tuple[str, nn.Parameter, list[Site]]
 
 NO_SHARD = "_flatshard_no_shard"  # the mark that `no_shard` leaves on modules and parameters
-OWNER = "_flatshard_owner"  # on a parameter of a group, in any of its forms: its name, and whose it is
 
 
 def owned_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:

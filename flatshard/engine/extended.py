@@ -142,7 +142,7 @@ class ExtendedGroup(Group):
         """Autograd computes its gradients: kernels know nothing of the subclass."""
 
     def take(self, given: nn.Parameter) -> None:
-        """Let ``given`` be the sharded parameter: its values, its class, its dtype."""
+        """Let the sharded parameter be as ``given``, which may be itself: its values, its class, its dtype."""
         member = self.members[0]
         if given is not member.sharded:
             torch.utils.swap_tensors(member.sharded, given)

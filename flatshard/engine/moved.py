@@ -1,8 +1,10 @@
 """What users do to parameters after sharding: `.to`, `to_empty`, `load_state_dict(assign=True)`, plain assignment.
 
 All of it gives a module other parameters, or a parameter other memory, than the group's buffers. Either the group takes
-the new values over, into a new main buffer, or it refuses with the reason and everything is as before. The parameter
-objects stay what modules and optimizers hold.
+the new values over, into a new main buffer, or it refuses with the reason and everything is as before. A parameter that
+was put into a module is the group's from then on, since an optimizer may hold it; one that holds the parameter which it
+replaced is told at its next step. Only what `load_state_dict` of a unit assigns is copied into the parameters that are
+there: nobody can have taken them from the module yet, and an optimizer goes on with those that it has.
 
 Modules, and what loads them, change parameters one after another, and a group can be taken over only as a whole: its
 parameters have one dtype and one device. While they differ, nothing is done. They must agree when they are used next,
@@ -23,6 +25,7 @@ from flatshard.buffer import DBuffer
 from flatshard.buffer.dtensor import as_dtensor
 from flatshard.engine.extended import ExtendedGroup
 from flatshard.engine.group import Group, Member
+from flatshard.engine.homes import OWNER, adopt, group_of, supersede
 from flatshard.engine.names import Names
 
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -41,19 +44,22 @@ def is_moved(group: Group) -> bool:
 
 
 @_torch.lasting()
-def absorb(group: Group, awaited: bool, *, root: nn.Module | None = None, wait: bool = False) -> None:
+def absorb(
+    group: Group, awaited: bool, *, root: nn.Module | None = None, wait: bool = False, ours: bool = False
+) -> None:
     """Take over what the modules hold in the place of our parameters; raise, and put ours back, where that is wrong.
 
     ``awaited``: a backward is to come that will read the gathered weights of now. ``root``: what names in errors start
-    from. ``wait``: parameters that differ in dtype or device are left as they are, for the rest to follow.
+    from. ``wait``: parameters that differ in dtype or device are left as they are, for the rest to follow. ``ours``:
+    the parameter objects stay those that we have.
     """
     names = Names(group, root)
     found = given(group, names)
     if isinstance(group, ExtendedGroup):
-        _absorb_extended(group, found[0], awaited, names)
+        _absorb_extended(group, found[0], awaited, names, ours)
     elif any(p is not m.sharded for p, m in zip(found, group.members)) or not _owns_storage(group):
         try:
-            _refuse_others(group, found, names)
+            _refuse_others(group, found, names, ours)
             if wait and len(_kinds(found)) > 1:
                 for member in group.members:
                     _keep_attributes(member)
@@ -61,10 +67,15 @@ def absorb(group: Group, awaited: bool, *, root: nn.Module | None = None, wait: 
             _refuse_change(group, awaited, names)
             main = _as_main(group, found, names)
         except (ValueError, RuntimeError):
-            _point(group, group.main, [member.sharded for member in group.members])
+            _restore(group)
             raise
-        _point(group, main, found)
+        _take(group, main, found, ours)
         group.set_main(main)
+    _show(group)
+
+
+def _show(group: Group) -> None:
+    """Let the modules hold our parameters."""
     for member in group.members:
         member.local = _torch.local_of(member.sharded)
         _keep_attributes(member)
@@ -132,17 +143,20 @@ def _refuse_device(group: Group, device: torch.device, names: Names) -> None:
         )
 
 
-def _absorb_extended(group: ExtendedGroup, found: nn.Parameter, awaited: bool, names: Names) -> None:
+def _absorb_extended(group: ExtendedGroup, found: nn.Parameter, awaited: bool, names: Names, ours: bool) -> None:
     member = group.members[0]
     if found is member.sharded and _torch.local_of(found) is member.local:
         return
     _refuse_change(group, awaited, names)
     try:
-        _refuse_others(group, [found], names)
+        _refuse_others(group, [found], names, ours)
     except ValueError:
         for site in member.sites:
             site.put(member.sharded)
         raise
+    member.attributes.update(member.sharded.__dict__)
+    if not ours:
+        _adopt(group, 0, found)
     group.take(found)
 
 
@@ -154,7 +168,7 @@ def given(group: Group, names: Names) -> list[nn.Parameter]:
         first = next((each for each in found if each is not member.sharded), found[0])
         same = [each is first or each is member.sharded or _equal(first, each) for each in found]
         if first is None or not all(same):
-            _point(group, group.main, [each.sharded for each in group.members])
+            _restore(group)
             raise ValueError(
                 f"parameter '{names[index]}' was removed, or replaced by different values in the modules that share "
                 "it; change sharded parameters in place"
@@ -192,9 +206,14 @@ def _as_main(group: Group, found: Sequence[nn.Parameter], names: Names) -> DBuff
     return group.home.take(main)
 
 
-def _refuse_others(group: Group, found: Sequence[nn.Parameter], names: Names) -> None:
-    """Raise if one of the parameters found is not such as ours are."""
+def _refuse_others(group: Group, found: Sequence[nn.Parameter], names: Names, ours: bool = False) -> None:
+    """Raise if one of the parameters found is not such as ours are; or, unless only values count, is somebody's."""
     for index, (parameter, member) in enumerate(zip(found, group.members)):
+        if parameter is not member.sharded and not ours and group_of(parameter) is not None:
+            raise ValueError(
+                f"parameter '{names[index]}' was replaced by '{parameter.__dict__[OWNER][0]}', which is sharded by "
+                "itself; let modules share parameters before fully_shard"
+            )
         extended = isinstance(group, ExtendedGroup)
         expected = member.sharded if extended else as_dtensor(group.main, index, member.inner)
         if not isinstance(parameter, DTensor) or not _torch.is_cut_alike(parameter, expected):
@@ -204,19 +223,47 @@ def _refuse_others(group: Group, found: Sequence[nn.Parameter], names: Names) ->
             )
 
 
-def _point(group: Group, main: DBuffer, given: Sequence[nn.Parameter]) -> None:
-    """Let our parameters lie in ``main``, with the gradients and ``requires_grad`` of the ones given."""
-    for index, (parameter, member) in enumerate(zip(given, group.members)):
+def _take(group: Group, main: DBuffer, found: Sequence[nn.Parameter], ours: bool) -> None:
+    """Let the parameters found be the group's, over ``main``; or ``ours``, with their gradients and requires_grad."""
+    for index, (parameter, member) in enumerate(zip(found, group.members)):
+        member.attributes.update(member.sharded.__dict__)
+        if not ours:
+            _adopt(group, index, parameter)
+        kept = member.sharded
+        _keep_attributes(member)
         fresh = _torch.as_parameter(as_dtensor(main, index, member.inner), parameter.requires_grad)
-        fresh.__dict__.update({**member.attributes, **member.sharded.__dict__})
-        grad, member.sharded.grad = parameter.grad, None
-        if grad is not None:
-            _torch.allow_grad_of(fresh, grad.dtype)
-            fresh.grad = grad
-        torch.utils.swap_tensors(member.sharded, fresh)
-        member.local = _torch.local_of(member.sharded)
-        for site in member.sites:
-            site.put(member.sharded)
+        grad = parameter.grad
+        if kept is not parameter:
+            kept.grad = None
+        if _torch.lie_over(kept, fresh):
+            into = kept
+        else:
+            fresh.__dict__.update(kept.__dict__)
+            kept.grad = None
+            into = fresh
+        if grad is not None and into.grad is not grad:
+            _torch.allow_grad_of(into, grad.dtype)
+            into.grad = grad
+        if into is fresh:
+            torch.utils.swap_tensors(kept, fresh)
+
+
+def _adopt(group: Group, index: int, parameter: nn.Parameter) -> None:
+    """Let a parameter that was put into the modules be the group's. One that is none, as of torch.func, is not."""
+    member = group.members[index]
+    if parameter is member.sharded or not isinstance(parameter, nn.Parameter):
+        return
+    member.sharded.grad = None
+    adopt(group, index, parameter)
+    for other in (site.look() for site in member.sites):
+        if isinstance(other, nn.Parameter) and other is not parameter and group_of(other) is None:
+            supersede(group, index, other)  # equal, in another module that shares it
+
+
+def _restore(group: Group) -> None:
+    """Let everything be as it was before a change that is refused."""
+    _take(group, group.main, [member.sharded for member in group.members], ours=True)
+    _show(group)
 
 
 def _owns_storage(group: Group) -> bool:
@@ -258,5 +305,6 @@ def fill(group: Group, full: Sequence[torch.Tensor], found: Sequence[nn.Paramete
     for index, parameter in enumerate(found):
         if not parameter.is_meta:
             main.local_view(index).copy_(_torch.local_of(parameter))
-    _point(group, main, [member.sharded for member in group.members])
+    _take(group, main, found, ours=False)
     group.set_main(main)
+    _show(group)

@@ -413,29 +413,31 @@ class Unit:
 
     def _before_load_state_dict(self, module: nn.Module, *args: Any) -> None:
         self.reshard()
+        self.absorb()  # what the user has put there before; what comes now is not the user's
 
     def _after_load_state_dict(self, module: nn.Module, keys: Any) -> None:
-        self.absorb()
+        self.absorb(ours=True)
         for group, member, site in self.borrowed:
             if site.look() is not member.sharded:
-                absorb(group, self._awaited, root=self._root, wait=True)
+                absorb(group, self._awaited, root=self._root, wait=True, ours=True)
         for group in self.groups:
             group.mark_stale()  # also within the micro-batches of a step
 
-    def absorb(self) -> None:
+    def absorb(self, ours: bool = False) -> None:
         """Take over what the modules were given in the place of our parameters, or raise; or wait for the rest of it.
 
-        Of the modules of a list, each is converted or loaded by itself.
+        Of the modules of a list, each is converted or loaded by itself. ``ours``: the parameter objects stay.
         """
         for group in self.groups:
-            absorb(group, self._awaited, root=self._root, wait=True)
+            absorb(group, self._awaited, root=self._root, wait=True, ours=ours)
         for plain in self.plain:
             plain.guard()
 
     def absorb_moved(self) -> None:
         """The same, for what was done to a module in here that tells nobody. The parameters are about to be used."""
         for group in self.groups:
-            if is_moved(group):
+            if not group.is_full and is_moved(group):
+                group.release()  # it may have been gathered ahead
                 absorb(group, self._awaited, root=self._root)
 
     @property
