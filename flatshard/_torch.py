@@ -386,6 +386,25 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
+# What stands for the storage of a tensor, as long as that exists. A DTensor has one of no memory. After
+# ``tensor.data = other`` it is another one, and nothing else need be: the local tensor stays, and so do the values.
+storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
+
+
+def have_other_locals(pairs: Sequence[tuple[Any, torch.Tensor]]) -> bool:
+    """Whether one of some DTensors has another local tensor than the one beside it."""
+    for tensor, local in pairs:
+        if tensor._local_tensor is not local:
+            return True
+    return False
+
+
+def storage_of(tensor: torch.Tensor) -> object:
+    """The storage of a tensor, of whatever class that is."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.untyped_storage()
+
+
 def grads_and_hooks(parameters: Sequence[torch.Tensor]) -> tuple[list[bool], list[int], list[int]]:
     """Whether each has a gradient; which have tensor hooks; which have post-accumulate hooks.
 

@@ -201,8 +201,9 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     # A unit of nothing but frozen weights that rest whole has nothing to do, unless it is the root of other units.
     hooked = bool(groups or borrowed) or not plain or any(units_below(module) for module in modules)
     unit = Unit(modules, groups, choices.mesh, choices.device, choices.precision, reshard, choices.schedule, hooked)
-    for tied in borrowed:
-        unit.borrow(*tied)
+    for group, member, site in borrowed:
+        unit.borrow(group, member, site)
+        group.look.add(site, member.sharded)
     unit.plain = [Plain(name, sites) for name, _, sites in plain]
     for each in unit.plain:
         each.place(choices.device, choices.precision.param_dtype)

@@ -26,6 +26,7 @@ from flatshard.buffer.dtensor import as_dtensor
 from flatshard.engine.extended import ExtendedGroup
 from flatshard.engine.group import Group, Member
 from flatshard.engine.homes import OWNER, adopt, group_of, supersede
+from flatshard.engine.look import Look
 from flatshard.engine.names import Names
 
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -33,14 +34,7 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 def is_moved(group: Group) -> bool:
     """Whether somebody has replaced a parameter of ours in its module, or its memory. Asked once per forward."""
-    for member in group.members:
-        sharded = member.sharded
-        if _torch.local_of(sharded) is not member.local:
-            return True
-        for site in member.sites:
-            if site.look() is not sharded:
-                return True
-    return False
+    return group.look.has_changed()
 
 
 @_torch.lasting()
@@ -54,6 +48,7 @@ def absorb(
     the parameter objects stay those that we have.
     """
     names = Names(group, root)
+    _refuse_data(group, names)
     found = given(group, names)
     if isinstance(group, ExtendedGroup):
         _absorb_extended(group, found[0], awaited, names, ours)
@@ -77,10 +72,10 @@ def absorb(
 def _show(group: Group) -> None:
     """Let the modules hold our parameters."""
     for member in group.members:
-        member.local = _torch.local_of(member.sharded)
         _keep_attributes(member)
         for site in member.sites:
             site.put(member.sharded)
+    group.look = Look(group.members)
 
 
 def _keep_attributes(member: Member) -> None:
@@ -143,9 +138,24 @@ def _refuse_device(group: Group, device: torch.device, names: Names) -> None:
         )
 
 
+def _refuse_data(group: Group, names: Names) -> None:
+    """A DTensor takes no `.data`: torch changes what it says of itself, and drops the values."""
+    given = group.look.other_data()
+    for index in given:
+        parameter = group.members[index].sharded
+        whole = _torch.like_dtensor(parameter, _torch.local_of(parameter))
+        _become(parameter, _torch.as_parameter(whole, parameter.requires_grad), parameter.grad)
+        group.look.accept_data(index)
+    if given:
+        raise ValueError(
+            f"`.data` of parameter '{names[given[0]]}' was replaced, which does not change the values of a DTensor; it "
+            "is as before. Write into it, as by `.data.copy_(...)`, or put another parameter into its module"
+        )
+
+
 def _absorb_extended(group: ExtendedGroup, found: nn.Parameter, awaited: bool, names: Names, ours: bool) -> None:
     member = group.members[0]
-    if found is member.sharded and _torch.local_of(found) is member.local:
+    if found is member.sharded and not group.look.is_moved(0):
         return
     _refuse_change(group, awaited, names)
     try:
@@ -235,17 +245,21 @@ def _take(group: Group, main: DBuffer, found: Sequence[nn.Parameter], ours: bool
         grad = parameter.grad
         if kept is not parameter:
             kept.grad = None
-        if _torch.lie_over(kept, fresh):
-            into = kept
-        else:
-            fresh.__dict__.update(kept.__dict__)
-            kept.grad = None
-            into = fresh
-        if grad is not None and into.grad is not grad:
-            _torch.allow_grad_of(into, grad.dtype)
-            into.grad = grad
-        if into is fresh:
-            torch.utils.swap_tensors(kept, fresh)
+        if not _torch.lie_over(kept, fresh):
+            _become(kept, fresh, grad)
+        elif grad is not None and kept.grad is not grad:
+            _torch.allow_grad_of(kept, grad.dtype)
+            kept.grad = grad
+
+
+def _become(parameter: nn.Parameter, fresh: nn.Parameter, grad: torch.Tensor | None) -> None:
+    """Let a parameter be what ``fresh`` is, with its own attributes and this gradient."""
+    parameter.grad = None
+    fresh.__dict__.update(parameter.__dict__)
+    if grad is not None:
+        _torch.allow_grad_of(fresh, grad.dtype)
+        fresh.grad = grad
+    torch.utils.swap_tensors(parameter, fresh)
 
 
 def _adopt(group: Group, index: int, parameter: nn.Parameter) -> None:

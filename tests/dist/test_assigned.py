@@ -1,6 +1,7 @@
 """Parameters that are put into modules after sharding are the group's from then on: an optimizer trains them."""
 
 import copy
+from typing import ClassVar
 
 import pytest
 import torch
@@ -230,10 +231,16 @@ def test_parameters_of_others_are_refused_and_their_values_taken(ranks):
     ranks(2, _foreign)
 
 
+class Own(Coded):
+    """With a list of its own of what it has seen."""
+
+    seen: ClassVar[list] = []
+
+
 def _extended(rank, world):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-    model[0].weight = nn.Parameter(Coded(model[0].weight.data))
+    model[0].weight = nn.Parameter(Own(model[0].weight.data))
     fully_shard(model)
     old = model[0].weight
     first = torch.optim.SGD([old], lr=0.1)
@@ -252,3 +259,36 @@ def _extended(rank, world):
 
 def test_a_parameter_of_a_tensor_subclass_is_assigned(ranks):
     ranks(2, _extended)
+
+
+def _data(rank, world, layout):
+    """`.data = other` does nothing to a DTensor's values: refused when the parameter is used."""
+    models = [sharded(world, (1, 3, None, layout)), make_net()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    held = list(models[0].parameters())
+    for parameter in held:
+        parameter.mark = "mine"
+    data = batches(5, ROWS)
+    weight = models[0].blocks[0].up.weight
+    for replacement in (weight.detach() * 2, weight.data.double(), weight.data, torch.zeros(weight.shape)):
+        weight.data = replacement
+        with pytest.raises(ValueError, match=r"`\.data` of parameter 'blocks\.0\.up\.weight' was replaced.*copy_"):
+            models[0](torch.zeros(1, 4, dtype=torch.long))
+        compare(*models, "as before")
+        backward(models, rank, world, next(data))
+        assert all(p.mark == "mine" and group_of(p) is not None and p.grad is not None for p in held)
+        step(models, optimizers)
+        compare(*models, "trained")
+    flatshard.check_buffers(models[0])
+    assert all(new is old for new, old in zip(models[0].parameters(), held))
+    with torch.no_grad():  # in place is as ever
+        for model in models:
+            model.blocks[0].up.weight.data.mul_(0.5)
+            model.blocks[0].up.weight.data.copy_(model.blocks[0].up.weight.data * 2)
+    backward(models, rank, world, next(data))
+    compare(*models, "in place")
+
+
+@pytest.mark.parametrize("layout", ["tensor", "flat"])
+def test_data_that_a_parameter_cannot_take_is_refused(ranks, layout):
+    ranks(2, _data, layout)
