@@ -64,7 +64,12 @@ def group_of(parameter: torch.Tensor) -> Group | None:
 
 def is_replaced(parameter: torch.Tensor) -> bool:
     """Whether another parameter has been put in the place of this one, by `fully_shard` or later."""
-    return _SUCCESSOR in parameter.__dict__
+    if _SUCCESSOR not in parameter.__dict__:
+        return False
+    group, index = parameter.__dict__[_SUCCESSOR]
+    known: Group | None = group()
+    # It may have been put back since, which the next forward will find out.
+    return known is None or not any(site.look() is parameter for site in known.members[index].sites)
 
 
 def owner_of(parameter: torch.Tensor) -> tuple[Group, int] | None:

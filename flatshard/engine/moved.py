@@ -87,7 +87,7 @@ def _keep_attributes(member: Member) -> None:
 @contextmanager
 def applying(group: Group, change: Change) -> Iterator[None]:
     """Around `module._apply(change)`: what is held here survives it, or is converted with the weights."""
-    grads = [member.sharded.grad for member in group.members]
+    held = [(member.sharded, member.sharded.grad) for member in group.members]
     for member in group.members:
         member.attributes = dict(member.sharded.__dict__)
         member.sharded.grad = None  # `_apply` could not put back one of another dtype than the parameter's
@@ -96,23 +96,23 @@ def applying(group: Group, change: Change) -> Iterator[None]:
         yield
     finally:
         same = group.main is before
-        for member, grad in zip(group.members, grads):
+        for sharded, grad in held:
             if grad is not None and not same:
-                device = _torch.local_of(member.sharded).device
+                device = _torch.local_of(sharded).device
                 local = _torch.local_of(grad).to(device, group.gradients.grad_dtype)
-                grad = _torch.like_dtensor(member.sharded, local)
+                grad = _torch.like_dtensor(sharded, local)
             if grad is not None:
-                _torch.allow_grad_of(member.sharded, grad.dtype)
-                member.sharded.grad = grad
+                _torch.allow_grad_of(sharded, grad.dtype)
+                sharded.grad = grad
 
 
-def check_change(group: Group, change: Change, awaited: bool) -> None:
+def check_change(group: Group, change: Change, awaited: bool, root: nn.Module | None) -> None:
     """Refuse a change of all parameters that could not be taken over, before it is made."""
     probe = torch.empty(0, dtype=group.main.dtype, device=_torch.local_of(group.members[0].sharded).device)
     changed = change(probe)
     if changed is probe:
         return
-    names = Names(group)
+    names = Names(group, root)
     _refuse_device(group, changed.device, names)
     _refuse_change(group, awaited, names)
 
@@ -140,16 +140,16 @@ def _refuse_device(group: Group, device: torch.device, names: Names) -> None:
 
 def _refuse_data(group: Group, names: Names) -> None:
     """A DTensor takes no `.data`: torch changes what it says of itself, and drops the values."""
-    given = group.look.other_data()
-    for index in given:
+    changed = group.look.other_data()
+    for index in changed:
         parameter = group.members[index].sharded
         whole = _torch.like_dtensor(parameter, _torch.local_of(parameter))
         _become(parameter, _torch.as_parameter(whole, parameter.requires_grad), parameter.grad)
         group.look.accept_data(index)
-    if given:
+    if changed:
         raise ValueError(
-            f"`.data` of parameter '{names[given[0]]}' was replaced, which does not change the values of a DTensor; it "
-            "is as before. Write into it, as by `.data.copy_(...)`, or put another parameter into its module"
+            f"`.data` of parameter '{names[changed[0]]}' was replaced, which does not change the values of a DTensor; "
+            "it is as before. Write into it, as by `.data.copy_(...)`, or put another parameter into its module"
         )
 
 
@@ -161,8 +161,7 @@ def _absorb_extended(group: ExtendedGroup, found: nn.Parameter, awaited: bool, n
     try:
         _refuse_others(group, [found], names, ours)
     except ValueError:
-        for site in member.sites:
-            site.put(member.sharded)
+        _restore(group)
         raise
     member.attributes.update(member.sharded.__dict__)
     if not ours:
@@ -224,6 +223,11 @@ def _refuse_others(group: Group, found: Sequence[nn.Parameter], names: Names, ou
                 f"parameter '{names[index]}' was replaced by '{parameter.__dict__[OWNER][0]}', which is sharded by "
                 "itself; let modules share parameters before fully_shard"
             )
+        if isinstance(parameter, DTensor) and not isinstance(parameter, nn.Parameter):
+            raise ValueError(
+                f"parameter '{names[index]}' was replaced by a tensor that is no nn.Parameter, as by "
+                "torch.func.functional_call; a sharded model takes parameters only, and keeps them"
+            )
         extended = isinstance(group, ExtendedGroup)
         expected = member.sharded if extended else as_dtensor(group.main, index, member.inner)
         if not isinstance(parameter, DTensor) or not _torch.is_cut_alike(parameter, expected):
@@ -263,12 +267,13 @@ def _become(parameter: nn.Parameter, fresh: nn.Parameter, grad: torch.Tensor | N
 
 
 def _adopt(group: Group, index: int, parameter: nn.Parameter) -> None:
-    """Let a parameter that was put into the modules be the group's. One that is none, as of torch.func, is not."""
+    """Let a parameter that was put into the modules be the group's."""
     member = group.members[index]
-    if parameter is member.sharded or not isinstance(parameter, nn.Parameter):
+    if parameter is member.sharded:
         return
     member.sharded.grad = None
     adopt(group, index, parameter)
+    _keep_attributes(member)
     for other in (site.look() for site in member.sites):
         if isinstance(other, nn.Parameter) and other is not parameter and group_of(other) is None:
             supersede(group, index, other)  # equal, in another module that shares it
@@ -276,7 +281,8 @@ def _adopt(group: Group, index: int, parameter: nn.Parameter) -> None:
 
 def _restore(group: Group) -> None:
     """Let everything be as it was before a change that is refused."""
-    _take(group, group.main, [member.sharded for member in group.members], ours=True)
+    if not isinstance(group, ExtendedGroup):  # else it lies in no buffer that could be told from others
+        _take(group, group.main, [member.sharded for member in group.members], ours=True)
     _show(group)
 
 

@@ -13,7 +13,7 @@ class Names:
     Asked for one by one, since looking for a module takes long.
     """
 
-    def __init__(self, group: Group, root: nn.Module | None = None) -> None:
+    def __init__(self, group: Group, root: nn.Module | None) -> None:
         self._members = group.members
         self._root = root
 

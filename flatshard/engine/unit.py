@@ -449,12 +449,13 @@ class Unit:
     def check_change(self, change: Change) -> None:
         """Raise if this change of all parameters could not be taken over."""
         for group in self.groups:
-            check_change(group, change, self._awaited)
+            check_change(group, change, self._awaited, self._root)
 
     @contextmanager
     def applying(self, change: Change) -> Iterator[None]:
         """Around `module._apply(change)`."""
         self.reshard()
+        self.absorb()  # what was assigned before: it has gradients of its own
         with ExitStack() as stack:
             for group in self.groups:
                 stack.enter_context(applying(group, change))

@@ -101,7 +101,7 @@ def _tied(rank, world):
     model(torch.zeros(1, 3, dtype=torch.long))
     assert model.output.weight is model.embed.weight
     assert model.embed.weight is one
-    with pytest.raises(RuntimeError, match="was assigned in its place"):
+    with pytest.raises(RuntimeError, match=r"holds 'weight' of Embedding.*was assigned in its place"):
         told.step()
 
 
@@ -292,3 +292,62 @@ def _data(rank, world, layout):
 @pytest.mark.parametrize("layout", ["tensor", "flat"])
 def test_data_that_a_parameter_cannot_take_is_refused(ranks, layout):
     ranks(2, _data, layout)
+
+
+def _called(rank, world):
+    """Tensors that `torch.func.functional_call` puts into modules for a while are not taken for new weights."""
+    models = [sharded(world, KIND), make_net()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    held, tokens = list(models[0].parameters()), next(batches(1, ROWS))
+    with pytest.raises(ValueError, match=r"'norm\.weight' was replaced by a tensor that is no nn\.Parameter"):
+        torch.func.functional_call(models[0], {n: p.detach() * 2 for n, p in models[0].named_parameters()}, (tokens,))
+    assert all(new is old for new, old in zip(models[0].parameters(), held))
+    backward(models, rank, world, tokens)
+    compare(*models, "refused")
+    step(models, optimizers)
+    compare(*models, "trained")
+
+
+def test_functional_calls_do_not_change_the_model(ranks):
+    ranks(2, _called)
+
+
+def _converted(rank, world):
+    """Converted before anything has used what was assigned: with its own gradient, and not that of its predecessor."""
+    model = sharded(world, KIND)
+    model(torch.zeros(2, 4, dtype=torch.long)).sum().backward()
+    assigned = nn.Parameter(model.head.weight.detach().clone())
+    assigned.grad = torch.full_like(assigned, 7.0)
+    model.head.weight = assigned
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model.double()
+    assert model.head.weight is assigned
+    assert assigned.dtype == assigned.grad.dtype == torch.float64
+    assert bool((full(assigned.grad) == 7.0).all())
+    before = full(assigned).clone()
+    optimizer.step()
+    torch.testing.assert_close(full(assigned), before - 3.5)
+    model(torch.zeros(2, 4, dtype=torch.long)).sum().backward()
+    flatshard.check_buffers(model)
+
+
+def test_what_was_assigned_is_converted(ranks):
+    ranks(2, _converted)
+
+
+def _removed(rank, world):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
+    model[0].weight = nn.Parameter(Own(model[0].weight.data))
+    fully_shard(model)
+    weight = model[0].weight
+    model[0].weight = None
+    with pytest.raises(ValueError, match=r"'0\.weight' was removed"):
+        model(torch.ones(2, 6))
+    assert model[0].weight is weight
+    assert weight.device.type == "cpu"
+    model(torch.ones(2, 6)).sum().backward()
+
+
+def test_a_removed_parameter_of_a_tensor_subclass_is_put_back(ranks):
+    ranks(2, _removed)
