@@ -6,13 +6,17 @@ import functools
 import inspect
 import math
 import sys
+import threading
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeAlias, TypeVar
 
 import torch
+import torch.distributed.distributed_c10d as c10d
 from torch import nn
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
@@ -264,6 +268,24 @@ def like_dtensor(like: torch.Tensor, local: torch.Tensor) -> DTensor:
     return made
 
 
+_SAME = ("dtype", "device", "shape", "requires_grad", "_spec")
+
+
+def lie_over(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Let a DTensor be over the local tensor of another one; False where the two differ in more than that.
+
+    The object, its hooks, its gradient and its attributes stay.
+    """
+    assert isinstance(tensor, DTensor)
+    assert isinstance(other, DTensor)
+    if type(tensor) is not type(other) or tensor.storage_offset() or tensor.is_inference():
+        return False
+    if any(getattr(tensor, name) != getattr(other, name) for name in _SAME):
+        return False
+    tensor._local_tensor = other._local_tensor
+    return True
+
+
 def allow_grad_of(tensor: torch.Tensor, dtype: torch.dtype) -> None:
     """Let ``tensor`` have a gradient of another dtype than its own. Drops one of a third dtype."""
     if not hasattr(tensor, "grad_dtype"):
@@ -368,6 +390,25 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 PlainAttributes = torch._C.DisableTorchFunctionSubclass  # within, those of DTensors cost no more than a tensor's
 
 
+# What stands for the storage of a tensor, as long as that exists. A DTensor has one of no memory. After
+# ``tensor.data = other`` it is another one, and nothing else need be: the local tensor stays, and so do the values.
+storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
+
+
+def have_other_locals(pairs: Sequence[tuple[Any, torch.Tensor]]) -> bool:
+    """Whether one of some DTensors has another local tensor than the one beside it."""
+    for tensor, local in pairs:
+        if tensor._local_tensor is not local:
+            return True
+    return False
+
+
+def storage_of(tensor: torch.Tensor) -> object:
+    """The storage of a tensor, of whatever class that is."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.untyped_storage()
+
+
 def grads_and_hooks(parameters: Sequence[torch.Tensor]) -> tuple[list[bool], list[int], list[int]]:
     """Whether each has a gradient; which have tensor hooks; which have post-accumulate hooks."""
     had_grad, changed, finished = [False] * len(parameters), [], []
@@ -451,6 +492,97 @@ def will_be_executed(node: Any) -> bool:
     return bool(torch._C._will_engine_execute_node(node))
 
 
+# Making process groups
+
+
+def new_group(ranks: Sequence[int], like: ProcessGroup, name: str, title: str) -> ProcessGroup:
+    """A process group of ``ranks``, with the backend and the time-out of ``like``; collective among them alone.
+
+    ``name`` must be the same on all of them, and no other group's. ``title`` is for people.
+    """
+    known = c10d._world.pg_map.get(like)
+    backend = None if known is None else known[0]
+    listed = list(ranks)
+    # torch 2.11 has sorted groups only, and not this argument.
+    order: dict[str, Any] = {} if listed == sorted(listed) else {"sort_ranks": False}
+    with _named(listed, name), _unsplit():
+        made = torch.distributed.new_group(
+            listed,
+            timeout=timeout_of(like),
+            backend=backend,
+            use_local_synchronization=True,
+            group_desc=title,
+            **order,
+        )
+    assert isinstance(made, ProcessGroup)
+    return made
+
+
+def new_gloo_group(title: str) -> ProcessGroup:
+    """A Gloo process group of all ranks, with the time-out of the default one. Collective among them."""
+    default = torch.distributed.group.WORLD
+    assert default is not None
+    with _unsplit():
+        made = torch.distributed.new_group(backend="gloo", timeout=timeout_of(default), group_desc=title)
+    assert isinstance(made, ProcessGroup)
+    return made
+
+
+def timeout_of(group: ProcessGroup) -> timedelta | None:
+    """The time-out that a process group was given: the longest of its backends'. None: their default, or unknown."""
+    # A group written in Python is its own backend. Some have options, and a C++ one without raises when asked for them.
+    backends: list[Any] = [group._get_backend(device) for device in group._device_types] or [group]
+    given = []
+    for backend in backends:
+        try:
+            found = backend.options._timeout
+        except (AttributeError, RuntimeError):
+            continue
+        if isinstance(found, timedelta) and found != c10d._get_default_timeout(c10d.Backend(backend.name())):
+            given.append(found)
+    return max(given, default=None)
+
+
+@contextmanager
+def _named(ranks: list[int], name: str) -> Iterator[None]:
+    """Within, a process group of these ranks gets this name.
+
+    Ranks find each other by the name of the group. Those that torch makes up for a group that only its members know of
+    contain the number of groups which the rank is in, so that members wait for ever where one is in more than another.
+    """
+    theirs, thread = c10d._process_group_name, threading.get_ident()
+
+    def ours(given: Sequence[int], use_hashed_name: bool) -> Any:
+        mine = use_hashed_name and threading.get_ident() == thread and list(given) == ranks
+        return name if mine else theirs(given, use_hashed_name)
+
+    c10d._process_group_name = ours  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        c10d._process_group_name = theirs
+
+
+@contextmanager
+def _unsplit() -> Iterator[None]:
+    """Within, communicators of new process groups are not split off the default one's.
+
+    With ``init_process_group(device_id=...)`` torch makes them by ncclCommSplit, which waits for all ranks of the
+    default group, members or not. A group that is made when the first gradients of a pipeline stage arrive would wait
+    for stages that wait for this one. Without a device, NCCL makes a communicator of the members alone, at first use.
+    """
+    default = torch.distributed.group.WORLD
+    device = getattr(default, "bound_device_id", None)
+    if default is None or device is None:
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device
+
+
 def in_backward() -> bool:
     """Whether the autograd engine is running on this thread: a forward called now is a recompute."""
     return torch._C._current_graph_task_id() != -1
@@ -480,6 +612,16 @@ def product_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, acc
         return
     left, right = left.to(out.dtype), right.to(out.dtype)
     out.addmm_(left, right) if accumulate else torch.mm(left, right, out=out)
+
+
+@contextmanager
+def lasting() -> Iterator[None]:
+    """Where tensors are made that outlive the running pass: made under inference mode, training could never use them.
+
+    Gradients are off: nothing of it belongs to a graph.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 _SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)

@@ -13,8 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flatshard import _torch
-from flatshard.engine.build import NO_SHARD, OWNER, Choices, Where, build_unit, owned_modules, units_below
+from flatshard.engine.build import NO_SHARD, Choices, Where, build_unit, owned_modules, units_below
 from flatshard.engine.gradients import GradientScale
+from flatshard.engine.homes import OWNER
 from flatshard.engine.unit import Unit, unit_of
 from flatshard.layout.planner import LayoutName
 from flatshard.module import serve_pipelines, unit_class

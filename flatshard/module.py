@@ -65,6 +65,7 @@ class FSDPModule(TorchFSDPModule):
         With ``async_op`` the handle's ``wait`` shows them; a forward of the unit waits by itself.
         """
         unit, scope = _unit_and_scope(self)
+        unit.absorb_moved()
         scope.refresh_order()
         for group in unit.groups:
             if unit.settings.is_first and not group.is_full:

@@ -8,10 +8,12 @@ holds the work, and waiting for it completes it.
 from __future__ import annotations
 
 import functools
+import hashlib
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -364,8 +366,8 @@ class Lane:
         return ticket
 
 
-# Groups over several axes, by their ranks, for as long as the default process group lives.
-_joint: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]] = WeakKeyDictionary()
+# Groups that no mesh has, by their ranks, for as long as the default process group lives.
+_made: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]] = WeakKeyDictionary()
 
 
 def joint_group(mesh: DeviceMesh, axes: Sequence[int]) -> ProcessGroup:
@@ -379,15 +381,24 @@ def joint_group(mesh: DeviceMesh, axes: Sequence[int]) -> ProcessGroup:
     place = mesh.get_coordinate()
     assert place is not None
     ranks = mesh.mesh[tuple(slice(None) if axis in axes else place[axis] for axis in range(mesh.ndim))]
-    members, world = tuple(sorted(ranks.flatten().tolist())), dist.group.WORLD
+    return group_among(ranks.flatten().tolist(), [mesh.get_group(axis) for axis in axes])
+
+
+def group_among(ranks: Sequence[int], beside: Sequence[ProcessGroup]) -> ProcessGroup:
+    """The process group of these ranks: the default one if it has no others, else one that the first call makes.
+
+    It waits as long as the most patient of the groups ``beside`` it, and has the backend of that. The first call is
+    collective among the ranks, and only them: the rest of the world may be busy with something else.
+    """
+    members, world = tuple(sorted(ranks)), dist.group.WORLD
     assert world is not None
     if len(members) == world.size():
         return world
-    known = _joint.setdefault(world, {})
+    known = _made.setdefault(world, {})
     if members not in known:
-        made = dist.new_group(members, use_local_synchronization=True, group_desc="flatshard_joint")
-        assert isinstance(made, ProcessGroup)
-        known[members] = made
+        like = max(beside, key=lambda group: _torch.timeout_of(group) or timedelta())
+        digest = hashlib.sha256(repr(members).encode()).hexdigest()[:20]
+        known[members] = _torch.new_group(members, like, f"flatshard_joint_{digest}", "flatshard_joint")
     return known[members]
 
 
@@ -491,7 +502,7 @@ class Exchange:
         self._world = dist.group.WORLD if dist.is_initialized() else None
         self.rank = dist.get_rank() if self._world is not None else 0
         self.size = dist.get_world_size() if self._world is not None else 1
-        self._group = dist.new_group(backend="gloo", group_desc=f"flatshard_{name}") if self.size > 1 else None
+        self._group = _torch.new_gloo_group(f"flatshard_{name}") if self.size > 1 else None
 
     @property
     def is_current(self) -> bool:
@@ -515,14 +526,12 @@ _own_groups: weakref.WeakKeyDictionary[ProcessGroup, dict[str, ProcessGroup]] = 
 
 
 def _own_group(like: ProcessGroup, title: str) -> ProcessGroup:
-    """Another process group of the same ranks."""
+    """Another process group of the same ranks, backend and time-out."""
     known = _own_groups.setdefault(like, {})
     if title not in known:
         # Only the members of one line of a mesh meet here, so the group must not wait for all ranks.
         ranks = dist.get_process_group_ranks(like)
-        made = dist.new_group(ranks, use_local_synchronization=True, group_desc=title)
-        assert isinstance(made, ProcessGroup)
-        known[title] = made
+        known[title] = _torch.new_group(ranks, like, f"{title}_{like.group_name}", title)
     return known[title]
 
 

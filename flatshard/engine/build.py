@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from flatshard import _torch
 from flatshard.buffer import DBuffer
+from flatshard.buffer.lanes import group_among
 from flatshard.engine.extended import ExtendedGroup, extended_group, is_extended
 from flatshard.engine.gradients import GradientScale
 from flatshard.engine.group import Group, Member, Site, make_members
-from flatshard.engine.homes import owner_of, settle
+from flatshard.engine.homes import OWNER, owner_of, settle
 from flatshard.engine.host import Home
 from flatshard.engine.plain import Plain
 from flatshard.engine.unit import Unit, unit_of
@@ -37,7 +38,6 @@ from flatshard.policy import (
 Named = tuple[str, nn.Parameter, list[Site]]
 
 NO_SHARD = "_flatshard_no_shard"  # the mark that `no_shard` leaves on modules and parameters
-OWNER = "_flatshard_owner"  # on a parameter of a group, in any of its forms: its name, and whose it is
 
 
 def owned_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -201,8 +201,9 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     # A unit of nothing but frozen weights that rest whole has nothing to do, unless it is the root of other units.
     hooked = bool(groups or borrowed) or not plain or any(units_below(module) for module in modules)
     unit = Unit(modules, groups, choices.mesh, choices.device, choices.precision, reshard, choices.schedule, hooked)
-    for tied in borrowed:
-        unit.borrow(*tied)
+    for group, member, site in borrowed:
+        unit.borrow(group, member, site)
+        group.look.add(site, member.sharded)
     unit.plain = [Plain(name, sites) for name, _, sites in plain]
     for each in unit.plain:
         each.place(choices.device, choices.precision.param_dtype)
@@ -229,9 +230,13 @@ def _park_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
     """Groups of ``size`` neighbours of the shard axis, as meshes of one axis; this rank's."""
     known: dict[int, DeviceMesh] = mesh.__dict__.setdefault("_flatshard_park_meshes", {})
     if size not in known:
-        ranks = mesh.mesh.view(*mesh.shape[:-1], -1, size)
-        names = ("outer", "across", "within")[-ranks.dim() :]
-        known[size] = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)["within"]
+        place = mesh.get_coordinate()
+        assert place is not None
+        first = place[-1] - place[-1] % size
+        ranks = mesh.mesh[tuple(place[:-1])][first : first + size].tolist()
+        # Not by a mesh of all these groups, for which torch would ask every rank of the world to be here.
+        group = group_among(ranks, [mesh.get_group(mesh.ndim - 1)])
+        known[size] = DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=("within",))
     return known[size]
 
 

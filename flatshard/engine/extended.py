@@ -54,7 +54,7 @@ class ExtendedGroup(Group):
         lane, axis = pool.lane, self.mesh.ndim - 1
         group, ranks = lane.group(self.mesh, axis), self.mesh.size(axis)
         tickets = []
-        with lane.entered(), torch.no_grad():
+        with lane.entered(), _torch.lasting():
             inputs = self._inputs()
             self._sizes = [given.size() for given in inputs]
             if not self._gathered:
@@ -102,7 +102,7 @@ class ExtendedGroup(Group):
         assert self.ticket is not None
         self.ticket.wait()
         if not self._decoded:
-            with torch.no_grad():
+            with _torch.lasting():
                 self._decode()
             self._decoded = True
         super().swap_in()
@@ -142,7 +142,7 @@ class ExtendedGroup(Group):
         """Autograd computes its gradients: kernels know nothing of the subclass."""
 
     def take(self, given: nn.Parameter) -> None:
-        """Let ``given`` be the sharded parameter: its values, its class, its dtype."""
+        """Let the sharded parameter be as ``given``, which may be itself: its values, its class, its dtype."""
         member = self.members[0]
         if given is not member.sharded:
             torch.utils.swap_tensors(member.sharded, given)

@@ -20,6 +20,7 @@ from flatshard.engine.codec import codec_for
 from flatshard.engine.direct import Direct, destine
 from flatshard.engine.gradients import Gradients, gradient_arrived
 from flatshard.engine.host import Home
+from flatshard.engine.look import Look
 from flatshard.layout import Flat, Layout, Replicate
 from flatshard.policy import MixedPrecisionPolicy, Placements
 
@@ -71,7 +72,6 @@ class Member:
     sharded: nn.Parameter  # a DTensor over main: what optimizers and checkpoints see
     full: nn.Parameter | None = None  # a view of the gathered buffer, or of `turned`: what the forward sees
     turned: torch.Tensor | None = None  # the full values in their own order, where the gathered buffer has another
-    local: torch.Tensor | None = None  # what `sharded` holds, as long as nobody has moved it
     inner: _torch.Parallel | None = None  # of the full parameter, where tensor parallelism made it a DTensor
     attributes: dict[str, object] = field(default_factory=dict)  # of `sharded`, should it be replaced
 
@@ -103,6 +103,7 @@ class Group:
         self.placements = placements
         self.policy = policy
         self.home = Home(main.device) if home is None else home
+        self.look = Look(members)  # at the sharded parameters in their modules
         self._fetched: DBuffer | None = None  # main on the device, where it rests in host memory
         self.is_full = False  # the modules hold full parameters
         self.users: set[int] | None = None  # units that need it full now, where more than its own may
@@ -131,7 +132,7 @@ class Group:
         self.ticket = None
         self._turned = [i for i in range(len(self.members)) if self.layout.is_turned(i, self.layout.num_shards)]
         for member in self.members:
-            member.full, member.turned, member.local = None, None, _torch.local_of(member.sharded)
+            member.full, member.turned = None, None
             member.attributes = dict(member.sharded.__dict__)
         # Views of the gathered buffer that stay valid between uses: a full copy rests on this rank anyway.
         self._compute_rests_as_main = self.placements.parameter == self.placements.optimizer
@@ -152,7 +153,7 @@ class Group:
     @property
     def state(self) -> tuple[int, ...]:
         """Numbers that change with main weights, whoever writes them: an optimizer, or an operation on a parameter."""
-        locals_ = [member.local for member in self.members if member.local is not None]
+        locals_ = [_torch.local_of(member.sharded) for member in self.members]
         return (steps.taken(), self.main.local._version, *[local._version for local in locals_])
 
     @property

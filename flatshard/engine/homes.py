@@ -14,6 +14,7 @@ from flatshard.engine.group import Group
 # what is put on a parameter is pickled and copied with it.
 _GROUPS: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
 _SUCCESSOR = "_flatshard_successor"
+OWNER = "_flatshard_owner"  # on a parameter of a group, in any of its forms: its name, and whose it is
 _settled = 0
 
 
@@ -31,8 +32,28 @@ def settle(group: Group, originals: Iterable[nn.Parameter], in_main: bool = True
         original.__dict__[_SUCCESSOR] = (weakref.ref(group), index)
 
 
+def adopt(group: Group, index: int, parameter: nn.Parameter) -> None:
+    """Let ``parameter`` be member ``index`` of a group; whoever holds the one that was finds out."""
+    member = group.members[index]
+    if _GROUPS.pop(id(member.sharded), None) is not None:
+        _GROUPS[id(parameter)] = group
+    old, member.sharded = member.sharded, parameter
+    parameter.__dict__.pop(_SUCCESSOR, None)  # it may have been ours before
+    supersede(group, index, old)
+
+
+def supersede(group: Group, index: int, parameter: nn.Parameter) -> None:
+    """Let whoever holds ``parameter`` find out that member ``index`` of a group has taken its place."""
+    global _settled
+    _settled += 1
+    parameter.__dict__[_SUCCESSOR] = (weakref.ref(group), index)
+    mark = group.members[index].sharded.__dict__.get(OWNER)
+    if mark is not None:
+        parameter.__dict__[OWNER] = mark
+
+
 def settled() -> int:
-    """How many groups have been made: a new number means that parameters may have been replaced."""
+    """A number that is new when parameters may have been replaced."""
     return _settled
 
 
@@ -42,8 +63,13 @@ def group_of(parameter: torch.Tensor) -> Group | None:
 
 
 def is_replaced(parameter: torch.Tensor) -> bool:
-    """Whether `fully_shard` has put another parameter in the place of this one."""
-    return _SUCCESSOR in parameter.__dict__
+    """Whether another parameter has been put in the place of this one, by `fully_shard` or later."""
+    if _SUCCESSOR not in parameter.__dict__:
+        return False
+    group, index = parameter.__dict__[_SUCCESSOR]
+    known: Group | None = group()
+    # It may have been put back since, which the next forward will find out.
+    return known is None or not any(site.look() is parameter for site in known.members[index].sites)
 
 
 def owner_of(parameter: torch.Tensor) -> tuple[Group, int] | None:

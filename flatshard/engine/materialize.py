@@ -9,13 +9,16 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
+from flatshard import _torch
 from flatshard.engine.build import owned_modules, units_below
-from flatshard.engine.moved import fill
+from flatshard.engine.moved import check_given, fill, given
+from flatshard.engine.names import Names
 from flatshard.engine.unit import Unit, unit_of
 
 InitFn: TypeAlias = Callable[[nn.Module], object]
 
 
+@_torch.lasting()
 def materialize(model: nn.Module, init_fn: InitFn | None = None, *, seed: int = 0) -> None:
     """Initialise all parameters and buffers of ``model`` that are on the meta device.
 
@@ -24,7 +27,8 @@ def materialize(model: nn.Module, init_fn: InitFn | None = None, *, seed: int = 
     ``reset_parameters`` or ``_reset_parameters``, or else by the model's ``_init_weights(module)`` (Hugging Face). The
     random state is set from ``seed`` and the module's name before each and restored afterwards: all ranks, and jobs of
     any number of ranks, get the same full values. A module that has meta tensors and none of these is named in a
-    ValueError, before anything is changed.
+    ValueError, before anything is changed. Parameters that have been given values since, by a loader that knows some of
+    them, keep those.
     """
     names = {module: name for name, module in model.named_modules()}
     inits = {module: _way_to_init(module, model, init_fn) for module in names if _has_meta(module)}
@@ -39,7 +43,7 @@ def materialize(model: nn.Module, init_fn: InitFn | None = None, *, seed: int = 
         modules = [module for _, module in owned_modules(unit.modules)]
         owned.update(modules)
         if any(module in inits for module in modules):
-            _materialize_unit(unit, modules, inits, names, seed)
+            _materialize_unit(unit, modules, inits, names, seed, model)
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in names:
         if module not in owned and module in inits and unit_of(module) is None:
@@ -69,19 +73,24 @@ def _materialize_unit(
     inits: dict[nn.Module, Callable[[], object] | None],
     names: dict[nn.Module, str],
     seed: int,
+    model: nn.Module,
 ) -> None:
     unit.release()
-    full: list[list[nn.Parameter]] = []
+    todo = []
     for group in unit.groups:
-        tensors = []
+        name = Names(group, model)
+        found = given(group, name)
+        # Of a group that has all its values the next use takes care.
+        if any(parameter.is_meta for parameter in found):
+            check_given(group, found, name)
+            todo.append((group, found, name))
+    for group, _, _ in todo:
         for member in group.members:
             value = torch.empty(member.sharded.shape, dtype=group.main.dtype, device=unit.device)
             parameter = nn.Parameter(value, requires_grad=member.sharded.requires_grad)
             parameter.__dict__.update(member.sharded.__dict__)
             for site in member.sites:
                 site.put(parameter)
-            tensors.append(parameter)
-        full.append(tensors)
     # What is tied to another unit's has got its values there; an initialiser may write here, to no effect.
     for _, member, site in unit.borrowed:
         site.put(nn.Parameter(torch.empty(member.sharded.shape, dtype=member.sharded.dtype, device=unit.device)))
@@ -93,9 +102,9 @@ def _materialize_unit(
         site.put(member.sharded)
     for plain in unit.plain:
         plain.place(unit.device, unit.policy.param_dtype)
-    for group in unit.groups:
+    for group, found, name in todo:
         # What the initialiser left in the module counts, also where it replaced the parameter.
-        fill(group, [member.sites[0].get().data for member in group.members])
+        fill(group, [member.sites[0].get().data for member in group.members], found, name)
 
 
 def _fill_plain(module: nn.Module, device: torch.device, made: dict[nn.Parameter, nn.Parameter]) -> None:
@@ -123,7 +132,7 @@ def _initialise(
         init = inits.get(module)
         if init is None:
             continue
-        with torch.random.fork_rng(devices), torch.no_grad():
+        with torch.random.fork_rng(devices):
             digest = hashlib.sha256(f"{seed}:{names[module]}".encode()).digest()
             torch.manual_seed(int.from_bytes(digest[:7], "big"))
             init()

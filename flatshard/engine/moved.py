@@ -1,8 +1,14 @@
 """What users do to parameters after sharding: `.to`, `to_empty`, `load_state_dict(assign=True)`, plain assignment.
 
 All of it gives a module other parameters, or a parameter other memory, than the group's buffers. Either the group takes
-the new values over, into a new main buffer, or it refuses with the reason and everything is as before. The parameter
-objects stay what modules and optimizers hold.
+the new values over, into a new main buffer, or it refuses with the reason and everything is as before. A parameter that
+was put into a module is the group's from then on, since an optimizer may hold it; one that holds the parameter which it
+replaced is told at its next step. Only what `load_state_dict` of a unit assigns is copied into the parameters that are
+there: nobody can have taken them from the module yet, and an optimizer goes on with those that it has.
+
+Modules, and what loads them, change parameters one after another, and a group can be taken over only as a whole: its
+parameters have one dtype and one device. While they differ, nothing is done. They must agree when they are used next,
+which is in a forward of the root, or by `unshard`; a part of a group that was cast or moved alone is refused then.
 """
 
 from __future__ import annotations
@@ -19,51 +25,69 @@ from flatshard.buffer import DBuffer
 from flatshard.buffer.dtensor import as_dtensor
 from flatshard.engine.extended import ExtendedGroup
 from flatshard.engine.group import Group, Member
+from flatshard.engine.homes import OWNER, adopt, group_of, supersede
+from flatshard.engine.look import Look
+from flatshard.engine.names import Names
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def is_moved(group: Group) -> bool:
     """Whether somebody has replaced a parameter of ours in its module, or its memory. Asked once per forward."""
-    for member in group.members:
-        sharded = member.sharded
-        if _torch.local_of(sharded) is not member.local:
-            return True
-        for site in member.sites:
-            if site.look() is not sharded:
-                return True
-    return False
+    return group.look.has_changed()
 
 
-def absorb(group: Group, awaited: bool) -> None:
+@_torch.lasting()
+def absorb(
+    group: Group, awaited: bool, *, root: nn.Module | None = None, wait: bool = False, ours: bool = False
+) -> None:
     """Take over what the modules hold in the place of our parameters; raise, and put ours back, where that is wrong.
 
-    ``awaited``: a backward is to come that will read the gathered weights of now.
+    ``awaited``: a backward is to come that will read the gathered weights of now. ``root``: what names in errors start
+    from. ``wait``: parameters that differ in dtype or device are left as they are, for the rest to follow. ``ours``:
+    the parameter objects stay those that we have.
     """
-    given = [_given(group, member) for member in group.members]
+    names = Names(group, root)
+    _refuse_data(group, names)
+    found = given(group, names)
     if isinstance(group, ExtendedGroup):
-        _absorb_extended(group, given[0], awaited)
-    elif any(p is not m.sharded for p, m in zip(given, group.members)) or not _owns_storage(group):
+        _absorb_extended(group, found[0], awaited, names, ours)
+    elif any(p is not m.sharded for p, m in zip(found, group.members)) or not _owns_storage(group):
         try:
-            _refuse_change(group, awaited)
-            main = _as_main(group, given)
+            _refuse_others(group, found, names, ours)
+            if wait and len(_kinds(found)) > 1:
+                for member in group.members:
+                    _keep_attributes(member)
+                return
+            _refuse_change(group, awaited, names)
+            main = _as_main(group, found, names)
         except (ValueError, RuntimeError):
-            _point(group, group.main, [member.sharded for member in group.members])
+            _restore(group)
             raise
-        _point(group, main, given)
+        _take(group, main, found, ours)
         group.set_main(main)
+    _show(group)
+
+
+def _show(group: Group) -> None:
+    """Let the modules hold our parameters."""
     for member in group.members:
-        member.local = _torch.local_of(member.sharded)
-        for name, value in member.attributes.items():
-            member.sharded.__dict__.setdefault(name, value)
+        _keep_attributes(member)
         for site in member.sites:
             site.put(member.sharded)
+    group.look = Look(group.members)
+
+
+def _keep_attributes(member: Member) -> None:
+    """Put on the parameter what users had put on it before it was replaced."""
+    for name, value in member.attributes.items():
+        member.sharded.__dict__.setdefault(name, value)
 
 
 @contextmanager
 def applying(group: Group, change: Change) -> Iterator[None]:
     """Around `module._apply(change)`: what is held here survives it, or is converted with the weights."""
-    grads = [member.sharded.grad for member in group.members]
+    held = [(member.sharded, member.sharded.grad) for member in group.members]
     for member in group.members:
         member.attributes = dict(member.sharded.__dict__)
         member.sharded.grad = None  # `_apply` could not put back one of another dtype than the parameter's
@@ -72,121 +96,194 @@ def applying(group: Group, change: Change) -> Iterator[None]:
         yield
     finally:
         same = group.main is before
-        for member, grad in zip(group.members, grads):
+        for sharded, grad in held:
             if grad is not None and not same:
-                device = _torch.local_of(member.sharded).device
+                device = _torch.local_of(sharded).device
                 local = _torch.local_of(grad).to(device, group.gradients.grad_dtype)
-                grad = _torch.like_dtensor(member.sharded, local)
+                grad = _torch.like_dtensor(sharded, local)
             if grad is not None:
-                _torch.allow_grad_of(member.sharded, grad.dtype)
-                member.sharded.grad = grad
+                _torch.allow_grad_of(sharded, grad.dtype)
+                sharded.grad = grad
 
 
-def check_change(group: Group, change: Change, awaited: bool) -> None:
+def check_change(group: Group, change: Change, awaited: bool, root: nn.Module | None) -> None:
     """Refuse a change of all parameters that could not be taken over, before it is made."""
     probe = torch.empty(0, dtype=group.main.dtype, device=_torch.local_of(group.members[0].sharded).device)
     changed = change(probe)
     if changed is probe:
         return
-    _refuse_device(group, changed.device)
-    _refuse_change(group, awaited)
+    names = Names(group, root)
+    _refuse_device(group, changed.device, names)
+    _refuse_change(group, awaited, names)
 
 
-def _refuse_change(group: Group, awaited: bool) -> None:
-    name = group.members[0].name
+def _refuse_change(group: Group, awaited: bool, names: Names) -> None:
     if awaited:
         raise RuntimeError(
-            f"parameter '{name}' was replaced or moved between a forward and its backward, which needs it as it was; "
-            "run the backward first, or give it up with reset() on the root"
+            f"parameter '{names[0]}' was replaced or moved between a forward and its backward, which needs it as it "
+            "was; run the backward first, or give it up with reset() on the root"
         )
     if group.gradients.has_partial:
         raise RuntimeError(
-            f"parameter '{name}' was replaced or moved while gradients of earlier micro-batches wait to be reduced; "
-            "finish the optimizer step first, or give them up with zero_grad() on the model"
+            f"parameter '{names[0]}' was replaced or moved while gradients of earlier micro-batches wait to be "
+            "reduced; finish the optimizer step first, or give them up with zero_grad() on the model"
         )
 
 
-def _refuse_device(group: Group, device: torch.device) -> None:
+def _refuse_device(group: Group, device: torch.device, names: Names) -> None:
     if device.type not in (group.mesh.device_type, _torch.local_of(group.members[0].sharded).device.type):
         raise ValueError(
-            f"parameter '{group.members[0].name}' was moved to {device}, and the mesh it is sharded over is on "
+            f"parameter '{names[0]}' was moved to {device}, and the mesh it is sharded over is on "
             f"{group.mesh.device_type}; shard a model that is already there, over a mesh of that device"
         )
 
 
-def _absorb_extended(group: ExtendedGroup, given: nn.Parameter, awaited: bool) -> None:
-    member = group.members[0]
-    if given is member.sharded and _torch.local_of(given) is member.local:
-        return
-    _refuse_change(group, awaited)
-    if given is not member.sharded and not (isinstance(given, DTensor) and _torch.is_cut_alike(given, member.sharded)):
-        for site in member.sites:
-            site.put(member.sharded)
+def _refuse_data(group: Group, names: Names) -> None:
+    """A DTensor takes no `.data`: torch changes what it says of itself, and drops the values."""
+    changed = group.look.other_data()
+    for index in changed:
+        parameter = group.members[index].sharded
+        whole = _torch.like_dtensor(parameter, _torch.local_of(parameter))
+        _become(parameter, _torch.as_parameter(whole, parameter.requires_grad), parameter.grad)
+        group.look.accept_data(index)
+    if changed:
         raise ValueError(
-            f"parameter '{member.name}' was replaced by {_described(given)}; a sharded parameter can be replaced only "
-            f"by {_described(member.sharded)}, cut like it over the same mesh"
+            f"`.data` of parameter '{names[changed[0]]}' was replaced, which does not change the values of a DTensor; "
+            "it is as before. Write into it, as by `.data.copy_(...)`, or put another parameter into its module"
         )
-    group.take(given)
 
 
-def _given(group: Group, member: Member) -> nn.Parameter:
-    """What the modules hold in the place of one of our parameters."""
-    found = [site.look() for site in member.sites]
-    first = next((parameter for parameter in found if parameter is not member.sharded), found[0])
-    for other in found:
-        if first is None or other is None or not (other is first or other is member.sharded or _equal(first, other)):
-            _point(group, group.main, [each.sharded for each in group.members])
+def _absorb_extended(group: ExtendedGroup, found: nn.Parameter, awaited: bool, names: Names, ours: bool) -> None:
+    member = group.members[0]
+    if found is member.sharded and not group.look.is_moved(0):
+        return
+    _refuse_change(group, awaited, names)
+    try:
+        _refuse_others(group, [found], names, ours)
+    except ValueError:
+        _restore(group)
+        raise
+    member.attributes.update(member.sharded.__dict__)
+    if not ours:
+        _adopt(group, 0, found)
+    group.take(found)
+
+
+def given(group: Group, names: Names) -> list[nn.Parameter]:
+    """What the modules hold in the place of our parameters."""
+    result = []
+    for index, member in enumerate(group.members):
+        found = [site.look() for site in member.sites]
+        first = next((each for each in found if each is not member.sharded), found[0])
+        same = [each is first or each is member.sharded or _equal(first, each) for each in found]
+        if first is None or not all(same):
+            _restore(group)
             raise ValueError(
-                f"parameter '{member.name}' was removed, or replaced by different values in the modules that share it; "
-                "change sharded parameters in place"
+                f"parameter '{names[index]}' was removed, or replaced by different values in the modules that share "
+                "it; change sharded parameters in place"
             )
-    assert first is not None
-    return first
+        result.append(first)
+    return result
 
 
-def _equal(one: nn.Parameter, other: nn.Parameter) -> bool:
+def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     if not isinstance(one, DTensor) or not isinstance(other, DTensor):
         return False
     return torch.equal(_torch.local_of(one), _torch.local_of(other))
 
 
-def _as_main(group: Group, given: Sequence[nn.Parameter]) -> DBuffer:
-    """A main buffer with the values of the parameters given, of their dtype and on their device."""
-    for index, (parameter, member) in enumerate(zip(given, group.members)):
-        expected = as_dtensor(group.main, index, member.inner)
-        if not isinstance(parameter, DTensor) or not _torch.is_cut_alike(parameter, expected):
-            raise ValueError(
-                f"parameter '{member.name}' was replaced by {_described(parameter)}; a sharded parameter can be "
-                f"replaced only by {_described(expected)}, cut like it over the same mesh"
-            )
-    locals_ = [_torch.local_of(parameter) for parameter in given]
-    kinds = {(local.dtype, local.device) for local in locals_}
+def _kinds(found: Sequence[nn.Parameter]) -> set[tuple[torch.dtype, torch.device]]:
+    """The dtypes and devices of sharded parameters."""
+    return {(local.dtype, local.device) for local in map(_torch.local_of, found)}
+
+
+def _as_main(group: Group, found: Sequence[nn.Parameter], names: Names) -> DBuffer:
+    """A main buffer with the values of the parameters found, of their dtype and on their device."""
+    locals_ = [_torch.local_of(parameter) for parameter in found]
+    kinds = _kinds(found)
     if len(kinds) > 1:
+        listed = ", ".join(f"'{names[i]}' {part.dtype} on {part.device}" for i, part in enumerate(locals_))
         raise ValueError(
-            f"parameters of one group were given different dtypes or devices: "
-            f"{ {m.name: (part.dtype, part.device) for m, part in zip(group.members, locals_)} }"
+            f"parameters that are sharded together were given different dtypes or devices: {listed}. They are as "
+            "before; change all of them, or make a unit of those that are to differ"
         )
     ((dtype, device),) = kinds
-    _refuse_device(group, device)
+    _refuse_device(group, device, names)
     main = DBuffer.zeros(group.layout, group.mesh, group.main.placements, dtype=dtype, device=device)
     for index, local in enumerate(locals_):
         main.local_view(index).copy_(local)
     return group.home.take(main)
 
 
-def _point(group: Group, main: DBuffer, given: Sequence[nn.Parameter]) -> None:
-    """Let our parameters lie in ``main``, with the gradients and ``requires_grad`` of the ones given."""
-    for index, (parameter, member) in enumerate(zip(given, group.members)):
+def _refuse_others(group: Group, found: Sequence[nn.Parameter], names: Names, ours: bool = False) -> None:
+    """Raise if one of the parameters found is not such as ours are; or, unless only values count, is somebody's."""
+    for index, (parameter, member) in enumerate(zip(found, group.members)):
+        if parameter is not member.sharded and not ours and group_of(parameter) is not None:
+            raise ValueError(
+                f"parameter '{names[index]}' was replaced by '{parameter.__dict__[OWNER][0]}', which is sharded by "
+                "itself; let modules share parameters before fully_shard"
+            )
+        if isinstance(parameter, DTensor) and not isinstance(parameter, nn.Parameter):
+            raise ValueError(
+                f"parameter '{names[index]}' was replaced by a tensor that is no nn.Parameter, as by "
+                "torch.func.functional_call; a sharded model takes parameters only, and keeps them"
+            )
+        extended = isinstance(group, ExtendedGroup)
+        expected = member.sharded if extended else as_dtensor(group.main, index, member.inner)
+        if not isinstance(parameter, DTensor) or not _torch.is_cut_alike(parameter, expected):
+            raise ValueError(
+                f"parameter '{names[index]}' was replaced by {_described(parameter)}; a sharded parameter can be "
+                f"replaced only by {_described(expected)}, cut like it over the same mesh"
+            )
+
+
+def _take(group: Group, main: DBuffer, found: Sequence[nn.Parameter], ours: bool) -> None:
+    """Let the parameters found be the group's, over ``main``; or ``ours``, with their gradients and requires_grad."""
+    for index, (parameter, member) in enumerate(zip(found, group.members)):
+        member.attributes.update(member.sharded.__dict__)
+        if not ours:
+            _adopt(group, index, parameter)
+        kept = member.sharded
+        _keep_attributes(member)
         fresh = _torch.as_parameter(as_dtensor(main, index, member.inner), parameter.requires_grad)
-        fresh.__dict__.update({**member.attributes, **member.sharded.__dict__})
-        grad, member.sharded.grad = parameter.grad, None
-        if grad is not None:
-            _torch.allow_grad_of(fresh, grad.dtype)
-            fresh.grad = grad
-        torch.utils.swap_tensors(member.sharded, fresh)
-        member.local = _torch.local_of(member.sharded)
-        for site in member.sites:
-            site.put(member.sharded)
+        grad = parameter.grad
+        if kept is not parameter:
+            kept.grad = None
+        if not _torch.lie_over(kept, fresh):
+            _become(kept, fresh, grad)
+        elif grad is not None and kept.grad is not grad:
+            _torch.allow_grad_of(kept, grad.dtype)
+            kept.grad = grad
+
+
+def _become(parameter: nn.Parameter, fresh: nn.Parameter, grad: torch.Tensor | None) -> None:
+    """Let a parameter be what ``fresh`` is, with its own attributes and this gradient."""
+    parameter.grad = None
+    fresh.__dict__.update(parameter.__dict__)
+    if grad is not None:
+        _torch.allow_grad_of(fresh, grad.dtype)
+        fresh.grad = grad
+    torch.utils.swap_tensors(parameter, fresh)
+
+
+def _adopt(group: Group, index: int, parameter: nn.Parameter) -> None:
+    """Let a parameter that was put into the modules be the group's."""
+    member = group.members[index]
+    if parameter is member.sharded:
+        return
+    member.sharded.grad = None
+    adopt(group, index, parameter)
+    _keep_attributes(member)
+    for other in (site.look() for site in member.sites):
+        if isinstance(other, nn.Parameter) and other is not parameter and group_of(other) is None:
+            supersede(group, index, other)  # equal, in another module that shares it
+
+
+def _restore(group: Group) -> None:
+    """Let everything be as it was before a change that is refused."""
+    if not isinstance(group, ExtendedGroup):  # else it lies in no buffer that could be told from others
+        _take(group, group.main, [member.sharded for member in group.members], ours=True)
+    _show(group)
 
 
 def _owns_storage(group: Group) -> bool:
@@ -204,13 +301,30 @@ def _described(value: torch.Tensor) -> str:
     return f"a {type(value).__name__} of shape {tuple(value.shape)}"
 
 
-def fill(group: Group, full: Sequence[torch.Tensor]) -> None:
-    """Take values from full tensors that every rank has, into a new main buffer on their device."""
+def check_given(group: Group, found: Sequence[nn.Parameter], names: Names) -> None:
+    """Raise if what modules hold, some of it on the meta device, could not be taken over by `fill`."""
+    _refuse_others(group, found, names)
+    for index, parameter in enumerate(found):
+        if parameter.dtype != group.main.dtype:
+            raise ValueError(
+                f"parameter '{names[index]}' was given values of {parameter.dtype}; others that are sharded together "
+                f"with it are {group.main.dtype} and have none yet. Give all of them values of one dtype"
+            )
+
+
+def fill(group: Group, full: Sequence[torch.Tensor], found: Sequence[nn.Parameter], names: Names) -> None:
+    """Take values from full tensors that every rank has, into a new main buffer on their device.
+
+    ``found`` is what the modules had before. Where that has values already, those are kept.
+    """
     if isinstance(group, ExtendedGroup):
-        name = group.members[0].name
-        raise ValueError(f"parameter '{name}' is of a tensor subclass; give it values yourself, after to_empty()")
+        raise ValueError(f"parameter '{names[0]}' is of a tensor subclass; give it values yourself, after to_empty()")
     parallel = [member.inner for member in group.members]
     mine = [whole if p is None else _torch.part_of(whole, p.spec) for whole, p in zip(full, parallel)]
     main = group.home.take(DBuffer.distribute(mine, group.layout, group.mesh, group.main.placements))
-    _point(group, main, [member.sharded for member in group.members])
+    for index, parameter in enumerate(found):
+        if not parameter.is_meta:
+            main.local_view(index).copy_(_torch.local_of(parameter))
+    _take(group, main, found, ours=False)
     group.set_main(main)
+    _show(group)

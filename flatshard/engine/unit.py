@@ -516,38 +516,49 @@ class Unit:
 
     def _before_load_state_dict(self, module: nn.Module, *args: Any) -> None:
         self.reshard()
+        self.absorb()  # what the user has put there before; what comes now is not the user's
 
     def _after_load_state_dict(self, module: nn.Module, keys: Any) -> None:
-        self.absorb()
+        self.absorb(ours=True)
         for group, member, site in self.borrowed:
-            given = site.look()
-            if given is not None and given is not member.sharded and given.dtype == member.sharded.dtype:
-                absorb(group, self.is_awaited)
+            if site.look() is not member.sharded:
+                absorb(group, self.is_awaited, root=self._root, wait=True, ours=True)
         for group in self.groups:
             group.mark_stale()  # also within the micro-batches of a step
 
-    def absorb(self) -> None:
-        """Take over what the modules were given in the place of our parameters, or raise."""
+    def absorb(self, ours: bool = False) -> None:
+        """Take over what the modules were given in the place of our parameters, or raise; or wait for the rest of it.
+
+        Of the modules of a list, each is converted or loaded by itself. ``ours``: the parameter objects stay.
+        """
         for group in self.groups:
-            absorb(group, self.is_awaited)
+            absorb(group, self.is_awaited, root=self._root, wait=True, ours=ours)
         for plain in self.plain:
             plain.guard()
 
     def absorb_moved(self) -> None:
-        """The same, for what was done to a module in here that tells nobody."""
+        """The same, for what was done to a module in here that tells nobody. The parameters are about to be used."""
         for group in self.groups:
-            if is_moved(group):
-                absorb(group, self.is_awaited)
+            if not group.is_full and is_moved(group):
+                group.release()  # it may have been gathered ahead
+                absorb(group, self.is_awaited, root=self._root)
+
+    @property
+    def _root(self) -> nn.Module | None:
+        """Where names in errors start from, as far as is known."""
+        units = self.scope.units if self.scope is not None else [self]
+        return next(iter(units[0].modules), None) if units and len(units[0].modules) == 1 else None
 
     def check_change(self, change: Change) -> None:
         """Raise if this change of all parameters could not be taken over."""
         for group in self.groups:
-            check_change(group, change, self.is_awaited)
+            check_change(group, change, self.is_awaited, self._root)
 
     @contextmanager
     def applying(self, change: Change) -> Iterator[None]:
         """Around `module._apply(change)`."""
         self.reshard()
+        self.absorb()  # what was assigned before: it has gradients of its own
         with ExitStack() as stack:
             for group in self.groups:
                 stack.enter_context(applying(group, change))

@@ -51,10 +51,11 @@ def clip_grad_norm_(
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type}: must be positive, or inf")
-    places = _gradients(_listed(parameters))
+    listed = _listed(parameters)
+    places = _gradients(listed)
     if not places:
         return torch.tensor(0.0)
-    total = _total_norm(places, norm_type)
+    total = _total_norm(places, norm_type, any(parameter.dtype == torch.float64 for parameter in listed))
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped by it; "
@@ -124,8 +125,9 @@ def _summed(tensor: torch.Tensor) -> torch.Tensor:
     return _torch.local_of(tensor)
 
 
-def _total_norm(places: dict[_Where, _Held], norm_type: float) -> torch.Tensor:
-    precise = any(tensor.dtype == torch.float64 for held in places.values() for tensor in held.read)
+def _total_norm(places: dict[_Where, _Held], norm_type: float, precise: bool) -> torch.Tensor:
+    # Not by the gradients alone: a rank may have none of those that are precise.
+    precise = precise or any(tensor.dtype == torch.float64 for held in places.values() for tensor in held.read)
     dtype = torch.float64 if precise else torch.float32
     shares = {}
     for where, held in places.items():
@@ -210,25 +212,66 @@ def _device(where: _Where, tensors: Sequence[torch.Tensor]) -> torch.device:
 # Per parameter
 
 
+# All ranks list the parameters of the model, which they have in common, and not the gradients, which they may not.
+
+
 @torch.no_grad()
 def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:
-    """The norm of each gradient, over all ranks, by the name of its parameter. Waits for the device; for logging."""
-    return _norms([(name, p.grad) for name, p in model.named_parameters() if p.grad is not None], norm_type)
+    """The norm of each gradient, over all ranks, by the name of its parameter. Waits for the device; for logging.
+
+    Parameters that have a gradient on any rank of their mesh are listed on all of them; where there is none it counts
+    as zero. Plain parameters are listed where they have one. All ranks must call this.
+    """
+    named = list(model.named_parameters())
+    everywhere = _has_gradient(named)
+    listed = [(name, parameter) for name, parameter in named if name in everywhere]
+    return _norms([(name, parameter, _placed(parameter)) for name, parameter in listed], norm_type)
 
 
 @torch.no_grad()
 def weight_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:
     """The norm of each parameter, over all ranks, by its name. Waits for the device; for logging."""
-    return _norms(list(model.named_parameters()), norm_type)
+    return _norms([(name, parameter, parameter.detach()) for name, parameter in model.named_parameters()], norm_type)
 
 
-def _norms(named: Sequence[tuple[str, torch.Tensor]], norm_type: float) -> dict[str, float]:
+def _by_mesh(named: Sequence[tuple[str, torch.Tensor]]) -> dict[DeviceMesh | None, list[tuple[str, torch.Tensor]]]:
+    found: dict[DeviceMesh | None, list[tuple[str, torch.Tensor]]] = {}
+    for name, parameter in named:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        found.setdefault(mesh, []).append((name, parameter))
+    return found
+
+
+def _has_gradient(named: Sequence[tuple[str, torch.Tensor]]) -> set[str]:
+    """The names of parameters that have a gradient on any rank."""
+    found: set[str] = set()
+    for mesh, here in _by_mesh(named).items():
+        flags = torch.tensor([int(parameter.grad is not None) for _, parameter in here], dtype=torch.int32)
+        if mesh is not None:
+            flags = _gathered(flags.to(_mesh_device(mesh)), mesh).amax(0)
+        found.update(name for (name, _), flag in zip(here, flags.tolist()) if flag)
+    return found
+
+
+def _placed(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of a parameter, cut as that is. One that waits for a sum is summed, by all ranks of its mesh."""
+    grad = parameter.grad
+    if not isinstance(parameter, DTensor) or not isinstance(grad, DTensor):
+        return grad
+    if _where(grad) == _where(parameter) and not any(isinstance(p, Partial) for p in grad.placements):
+        return grad
+    return grad.redistribute(parameter.device_mesh, parameter.placements)
+
+
+def _norms(named: Sequence[tuple[str, torch.Tensor, torch.Tensor | None]], norm_type: float) -> dict[str, float]:
+    """Of tensors that lie as the parameter beside them, or are missing here."""
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type}: must be positive, or inf")
     places: dict[_Where, list[tuple[str, torch.Tensor]]] = {}
-    for name, tensor in named:
-        places.setdefault(_where(tensor), []).append((name, _summed(tensor.detach())))
+    for name, parameter, tensor in named:
+        local = torch.empty(0) if tensor is None else _summed(tensor.detach())
+        places.setdefault(_where(parameter), []).append((name, local))
     shares = {}
     for where, found in places.items():
         tensors = [tensor for _, tensor in found]
@@ -236,7 +279,7 @@ def _norms(named: Sequence[tuple[str, torch.Tensor]], norm_type: float) -> dict[
     norms: dict[str, float] = {}
     for where, powers in _over_ranks(shares, norm_type).items():
         norms.update(zip((name for name, _ in places[where]), _root(powers, norm_type).tolist()))
-    return {name: norms[name] for name, _ in named}
+    return {name: norms[name] for name, _, _ in named}
 
 
 @torch.no_grad()
@@ -246,26 +289,32 @@ def find_nonfinite(model: nn.Module) -> list[tuple[str, int]]:
     A gradient is a mean over ranks, so the rank named is the one that holds the part, not the one that computed it.
     All ranks must call this. They find the same, except for plain parameters, of which each rank names its own.
     """
-    places: dict[DeviceMesh | None, list[tuple[str, torch.Tensor]]] = {}
-    for name, parameter in model.named_parameters():
-        grad = parameter.grad
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        if grad is not None:
-            local = _torch.local_of(grad) if isinstance(grad, DTensor) else grad
-            places.setdefault(mesh, []).append((name, local))
+    named = list(model.named_parameters())
     found: list[tuple[str, int]] = []
-    for mesh, named in places.items():
-        flags = torch.stack([torch.isfinite(tensor).logical_not().any() for _, tensor in named]).to(torch.int32)
+    for mesh, here in _by_mesh(named).items():
+        device = torch.device("cpu") if mesh is None else _mesh_device(mesh)
+        flags = _nonfinite([parameter.grad for _, parameter in here], device)
         if mesh is None:
             rank = dist.get_rank() if dist.is_initialized() else 0
-            found.extend((name, rank) for (name, _), flag in zip(named, flags.tolist()) if flag)
+            found.extend((name, rank) for (name, _), flag in zip(here, flags.tolist()) if flag)
             continue
-        everyones = _gathered(flags.to(_mesh_device(mesh)), mesh).tolist()
+        everyones = _gathered(flags, mesh).tolist()
         ranks = mesh.mesh.flatten().tolist()
-        for number, (name, _) in enumerate(named):
+        for number, (name, _) in enumerate(here):
             found.extend((name, rank) for rank, mine in zip(ranks, everyones) if mine[number])
-    order = {name: number for number, (name, _) in enumerate(model.named_parameters())}
+    order = {name: number for number, (name, _) in enumerate(named)}
     return sorted(found, key=lambda item: (order[item[0]], item[1]))
+
+
+def _nonfinite(gradients: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
+    """Per gradient, 1 where this rank's part is not finite. One that is not here has no part that is."""
+    flags = torch.zeros(len(gradients), dtype=torch.int32, device=device)
+    found = {number: gradient for number, gradient in enumerate(gradients) if gradient is not None}
+    if found:
+        locals_ = [_torch.local_of(g) if isinstance(g, DTensor) else g for g in found.values()]
+        here = [torch.isfinite(local).all().logical_not().to(device) for local in locals_]
+        flags[torch.tensor(list(found), device=device)] = torch.stack(here).to(torch.int32)
+    return flags
 
 
 def _gathered(values: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatshard import _torch
 from flatshard.engine import steps
-from flatshard.engine.homes import is_replaced, settled, successor_of
+from flatshard.engine.homes import OWNER, is_replaced, settled, successor_of
 from flatshard.optim.runs import MAIN_GRAD, Run, State, cut, cut_of, is_elementwise, local_part
 
 Opt = TypeVar("Opt", bound=Optimizer)
@@ -177,6 +177,7 @@ class _Local:
         self.flat = flat
         self.uncast = uncast
         self._runs: list[Run] | None = None
+        self._settled = 0  # when the runs were cut
         self._absent: Sequence[torch.Tensor] = []
         self._others: list[list[torch.Tensor]] = []
         self._ids: list[list[int]] = []
@@ -243,7 +244,7 @@ class _Local:
 
     def _is_prepared(self, optimizer: Optimizer) -> bool:
         """Whether the runs are still right; if so they have their gradients."""
-        if self._runs is None or optimizer.__dict__["state"] is not self._outer:
+        if self._runs is None or optimizer.__dict__["state"] is not self._outer or self._settled != settled():
             return False
         if [list(map(id, group["params"])) for group in optimizer.param_groups] != self._ids:
             return False
@@ -283,6 +284,7 @@ class _Local:
         _cut_as_parameters(groups, outer)
         _refuse_replaced(optimizer)
         self._runs, self._absent, self._others = cut(groups, outer, self.flat)
+        self._settled = settled()
         self._ids = [list(map(id, group["params"])) for group in groups]
         self._state = defaultdict(dict)
         sharded = set(map(id, self._absent))
@@ -326,13 +328,21 @@ def _cut_as_parameters(groups: Sequence[dict[str, Any]], state: Any) -> None:
 def _refuse_replaced(optimizer: Optimizer) -> None:
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            owner = parameter.__dict__.get("_flatshard_owner")
-            if is_replaced(parameter) or (owner is not None and not isinstance(parameter, DTensor)):
-                raise RuntimeError(
-                    f"parameter group {number} of this {type(optimizer).__name__} holds '{owner[0]}' of {owner[1]} as "
-                    "it was before fully_shard, or while it was unsharded; a step on it would not train the model. "
-                    "Build the optimizer after fully_shard, on model.parameters()"
-                )
+            owner = parameter.__dict__.get(OWNER)
+            sharded = isinstance(parameter, DTensor)
+            if not is_replaced(parameter) and (owner is None or sharded):
+                continue
+            known = "a parameter" if owner is None else f"'{owner[0]}' of {owner[1]}"
+            when = (
+                "as it was before another parameter was assigned in its place"
+                if sharded
+                else "as it was before fully_shard, or while it was unsharded"
+            )
+            raise RuntimeError(
+                f"parameter group {number} of this {type(optimizer).__name__} holds {known} {when}; a step on it would "
+                f"not train the model. Build the optimizer after {'that' if sharded else 'fully_shard'}, on "
+                "model.parameters()"
+            )
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -211,6 +211,41 @@ def test_nonfinite_gradients_are_named_with_their_rank(ranks, shape):
     ranks(math.prod(shape), _nonfinite, shape)
 
 
+def _some_here(rank, world, shape):
+    """Ranks whose batches used different parts of the model: each parameter is spoken of by its name all the same."""
+    mesh = init_device_mesh("cpu", shape)
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(4, 4, bias=False, dtype=torch.float64) for name in "abcd"})
+    model["plain"] = nn.Linear(2, 2, bias=False)
+    for name in "abcd":
+        fully_shard(model[name], mesh=mesh)
+    missing = {0: "bd", 1: "ad", 2: "abd", 3: "d"}[rank]
+    for number, name in enumerate("abc"):
+        if name not in missing:
+            model[name].weight.grad = torch.full_like(model[name].weight, number + 1.0)
+    if rank == 0:
+        model["plain"].weight.grad = torch.ones(2, 2)
+        model["c"].weight.grad.to_local()[0, 0] = math.nan
+    if rank == 1:
+        model["b"].weight.grad.to_local()[0, 0] = INF
+    assert find_nonfinite(model) == [("b.weight", 1), ("c.weight", 0)]
+    for name in "bc":
+        if model[name].weight.grad is not None:
+            model[name].weight.grad.to_local().nan_to_num_(7.0, 7.0)
+    norms = grad_norms(model, 1)
+    wanted = ["a.weight", "b.weight", "c.weight"]
+    assert list(norms) == (wanted if rank else [*wanted, "plain.weight"])
+    norm = clip_grad_norm_([p for n, p in model.named_parameters() if n != "plain.weight"], INF, 1)
+    if len(shape) == 1:  # replicas that differ, as here, have norms that differ
+        assert list(norms.values())[:3] == [8.0, 16.0 + 5.0, 48.0 + 4.0]
+        assert norm.item() == sum(list(norms.values())[:3])
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
+def test_ranks_that_have_different_gradients_speak_of_the_same_parameters(ranks, shape):
+    ranks(math.prod(shape), _some_here, shape)
+
+
 def _low_precision_gradients(rank, world):
     """Gradients that rest in bf16 are clipped as they are; the optimizer casts them, or is given them."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, grad_dtype=torch.bfloat16)

@@ -131,3 +131,35 @@ def test_peak_extra_memory_is_one_unit(ranks):
     for peak, largest, total, shards in ranks(2, _peak):
         buffers = 4 * 301 + 256
         assert largest <= peak <= largest + shards + buffers < total + shards
+
+
+def _inferred_first(rank, world, how):
+    """The first forward is one of an evaluation."""
+    model = build()
+    if how == "empty":
+        with torch.inference_mode():
+            model.to_empty(device="cpu")
+        for parameter in model.parameters():
+            parameter.data.to_local().normal_()
+        for module in model.modules():  # as without sharding, what is no parameter stays what was made there
+            module._buffers.update({name: torch.zeros_like(buffer) for name, buffer in module._buffers.items()})
+    with torch.inference_mode():
+        model(torch.zeros(4, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = full(model[0].back.weight).detach().clone()
+    model(torch.randn(4, 8)).square().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    optimizer.step()
+    assert not torch.equal(full(model[0].back.weight), before)
+    with torch.inference_mode():
+        model[3].double().float()  # no unit of its own: the next forward finds out
+        model(torch.zeros(4, 8))
+    model.zero_grad()
+    model(torch.randn(4, 8)).square().sum().backward()
+    optimizer.step()
+    flatshard.check_buffers(model)
+
+
+@pytest.mark.parametrize("how", ["initialised", "empty"])
+def test_a_model_whose_first_forward_is_under_inference_mode_trains(ranks, how):
+    ranks(2, _inferred_first, how)

@@ -219,3 +219,27 @@ def _refused(rank, world, folder):
 
 def test_what_cannot_be_gathered_is_named(ranks, tmp_path):
     ranks(2, _refused, str(tmp_path / "saved"))
+
+
+def _inferred_first(rank, world, kind):
+    model = build(kind)
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    fully_shard(model)
+    with torch.inference_mode():
+        model(torch.ones(2, 6))
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.ones(2, 6)).square().sum().backward()
+    optimizer.step()
+    reference = build()
+    for layer in (reference[0], reference[2]):
+        codes, scale = encode(layer.weight.data)
+        layer.weight.data.copy_(codes * scale)
+    reference(torch.ones(2, 6)).square().sum().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters()):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+@pytest.mark.parametrize("kind", [Coded, Simple], ids=lambda kind: kind.__name__)
+def test_subclasses_first_gathered_under_inference_mode_train(ranks, kind):
+    ranks(2, _inferred_first, kind)

@@ -82,8 +82,8 @@ def _trains(rank, world, keeper, reshard, recompute, strategy, micro):
     output.sum().backward()  # state dicts may be taken in between
     model.load_state_dict({name: value + 1 for name, value in state.items()}, assign=True)
     assert model.head.weight is model.embed.weight
-    # They were trained in float32, and differ by what that rounds.
-    torch.testing.assert_close(model.head.weight.full_tensor().float(), (reference.head.weight.data + 1).float())
+    # trained in float32: not as near as float64 could be
+    torch.testing.assert_close(model.head.weight.full_tensor(), reference.head.weight.data + 1, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,75 @@
+"""What the parameters of a group looked like when it last put them into its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from flatshard import _torch
+
+if TYPE_CHECKING:
+    from flatshard.engine.group import Member, Site
+
+Slots = dict[str, nn.Parameter | None]
+
+
+class Look:
+    """Tells whether somebody has replaced a parameter in a module, its memory, or its `.data`.
+
+    Nothing that does so tells a unit: parameters, and modules below the unit's own, know of none. So every parameter is
+    looked at in every forward, by code that calls nothing it need not call.
+    """
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self._parameters = [member.sharded for member in members]
+        self._locals = [_torch.local_of(parameter) for parameter in self._parameters]
+        self._storages = list(map(_torch.storage_id, self._parameters))
+        self._alive = list(map(_torch.storage_of, self._parameters))  # so that no other gets the number of one
+        self._pairs: list[tuple[nn.Parameter, torch.Tensor]] = list(zip(self._parameters, self._locals))
+        self._places: list[tuple[Slots, str, nn.Parameter]] = []
+        self._others: list[tuple[Site, nn.Parameter]] = []
+        for member in members:
+            for site in member.sites:
+                self.add(site, member.sharded)
+
+    def add(self, site: Site, parameter: nn.Parameter) -> None:
+        """Look at one more place too."""
+        if site.slots is None:
+            self._others.append((site, parameter))
+        else:
+            self._places.append((site.slots, site.name, parameter))
+
+    def has_changed(self) -> bool:
+        """Whether anything is different now."""
+        try:
+            for slots, name, parameter in self._places:
+                if slots[name] is not parameter:
+                    return True
+        except KeyError:
+            return True
+        for site, parameter in self._others:
+            if site.look() is not parameter:
+                return True
+        if _torch.have_other_locals(self._pairs):
+            return True
+        return list(map(_torch.storage_id, self._parameters)) != self._storages
+
+    def is_moved(self, index: int) -> bool:
+        """Whether a parameter, wherever it is, has other memory."""
+        return _torch.local_of(self._parameters[index]) is not self._locals[index]
+
+    def accept_data(self, index: int) -> None:
+        """Whatever `.data` a parameter has is its own."""
+        parameter = self._parameters[index]
+        self._storages[index], self._alive[index] = _torch.storage_id(parameter), _torch.storage_of(parameter)
+
+    def other_data(self) -> list[int]:
+        """Which parameters have been given other `.data`, and go on with the memory that they had."""
+        return [
+            index
+            for index, parameter in enumerate(self._parameters)
+            if not self.is_moved(index) and _torch.storage_id(parameter) != self._storages[index]
+        ]
