@@ -1,4 +1,4 @@
-"""Options and fixtures of all tests: `--full`, and `ranks`, which runs a function on real rank processes."""
+"""Options and fixtures of all tests: `--full`; `ranks` and `interpreters`, which run a function on rank processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # The longest tests, those that start Python anew, go first: at the end one of them would run alone.
-    items.sort(key=lambda item: item.path.parent.name not in ("train", "rehearsal"))
+    items.sort(key=lambda item: item.path.parent.name not in ("train", "rehearsal", "order"))
     if config.getoption("--full"):
         return
     left_out = [item for item in items if item.get_closest_marker("full")]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.bench import RankError
 
-pytestmark = pytest.mark.xdist_group("interpreters")
+pytestmark = [pytest.mark.xdist_group("interpreters"), pytest.mark.limit(30)]
 
 
 def _itself(rank, world):
