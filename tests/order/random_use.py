@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -204,7 +205,8 @@ class Meshes:
         self.hybrid = self.own = None
         if world == 4:
             self.hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-            self.own = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "data"))["data"]
+            if hasattr(_fsdp_common, "ShardPlacementResult"):  # not in older versions of torch
+                self.own = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "data"))["data"]
 
 
 def shard(case: Case, meshes: Meshes) -> Any:
@@ -221,7 +223,5 @@ def shard(case: Case, meshes: Meshes) -> Any:
 
 
 def on_own_mesh(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
-    from torch.distributed.fsdp._fully_shard import _fsdp_common as common
-
-    info = common.FSDPMeshInfo(mesh, shard_mesh_dim=0)
-    return lambda p: common.ShardPlacementResult(Shard(0), info) if p.dim() == 3 else None
+    info = _fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    return lambda p: _fsdp_common.ShardPlacementResult(Shard(0), info) if p.dim() == 3 else None
