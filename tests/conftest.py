@@ -1,4 +1,4 @@
-"""Options and fixtures of all tests: `--full`, and `ranks`, which runs a function on real rank processes."""
+"""Options and fixtures of all tests: `--full`; `ranks` and `interpreters`, which run a function on rank processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # The longest tests, those that start Python anew, go first: at the end one of them would run alone.
-    items.sort(key=lambda item: item.path.parent.name not in ("train", "rehearsal"))
+    items.sort(key=lambda item: item.path.parent.name not in ("train", "rehearsal", "order"))
     if config.getoption("--full"):
         return
     left_out = [item for item in items if item.get_closest_marker("full")]
@@ -40,23 +40,49 @@ def rank_pool() -> Iterator[RankPool]:
     pool.close()
 
 
+@pytest.fixture(scope="session")
+def interpreter_pool() -> Iterator[RankPool]:
+    """As `rank_pool`; each process is an interpreter of its own, as torchrun starts them."""
+    from tests.bench import RankPool
+
+    pool = RankPool(interpreters=True)
+    yield pool
+    pool.close()
+
+
+Run = Callable[..., list[Any]]
+
+
 @pytest.fixture
-def ranks(request: pytest.FixtureRequest, rank_pool: RankPool) -> Callable[..., list[Any]]:
+def ranks(request: pytest.FixtureRequest, rank_pool: RankPool) -> Run:
     """`ranks(world, body, *args, **kwargs)` runs `body(rank, world, *args, **kwargs)` on `world` (1 to 4) processes.
 
     Returns the values in rank order. `body` is a top-level function; `torch.distributed` is initialised in it. The test
     is cut when its calls together take longer than `@pytest.mark.limit(seconds)`, 60 s unless marked.
     """
+    return _runner(request, rank_pool)
+
+
+@pytest.fixture
+def interpreters(request: pytest.FixtureRequest, interpreter_pool: RankPool) -> Run:
+    """As `ranks`, on interpreters of their own: each has its own hash seed, always the same for one rank.
+
+    For whatever communicates in an order. A test that fails costs ten seconds, those of starting new ones.
+    """
+    return _runner(request, interpreter_pool)
+
+
+def _runner(request: pytest.FixtureRequest, pool: RankPool) -> Run:
     marker = request.node.get_closest_marker("limit")
     left = float(marker.args[0]) if marker else _LIMIT
 
     def run(world: int, body: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         nonlocal left
         __tracebackhide__ = True
-        rank_pool.start(world)  # starting processes is not the test's time
+        pool.start(world)  # starting processes is not the test's time
         begin = time.monotonic()
         try:
-            return rank_pool.run(world, body, args, kwargs, limit=left, name=request.node.nodeid)
+            return pool.run(world, body, args, kwargs, limit=left, name=request.node.nodeid)
         finally:
             left = max(0.0, left - (time.monotonic() - begin))
 

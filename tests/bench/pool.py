@@ -3,11 +3,15 @@
 Processes are forked from a server that has already imported torch, so a rank starts in tens of milliseconds, and are
 kept between tests; each test gets a new process group and a cleaned-up process. A test that fails in any way costs
 only the processes it used: they are ended, and the next test gets new ones.
+
+Processes that are forked share the seed of their hashes, and with it the order in which sets are walked. A pool of
+interpreters starts each rank as torchrun does, with a seed of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -21,6 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -99,18 +104,21 @@ class RankPool:
 
     `run(world, body, args)` calls `body(rank, world, *args)` on `world` of them and returns the values in rank order.
     Inside the body the default process group has exactly `world` ranks, generators are seeded with 0 on every rank,
-    and torch runs one thread. Processes start on first use and are reused.
+    and torch runs one thread. Processes start on first use and are reused. With `interpreters`, each is a Python of its
+    own, in seconds instead of milliseconds; rank r has the hash seed r + 1, so that a failure can be repeated.
     """
 
-    def __init__(self, size: int = 4) -> None:
+    def __init__(self, size: int = 4, *, interpreters: bool = False) -> None:
         self.size = size
+        self.interpreters = interpreters
         self._processes: dict[int, _Process] = {}
         self._folder = tempfile.mkdtemp(prefix="ranks-")
         self._jobs = 0
         self._started = 0
         self._store, self._port = _loopback_store()
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_PRELOAD)
+        self._context = multiprocessing.get_context("spawn" if interpreters else "forkserver")
+        if not interpreters:
+            self._context.set_forkserver_preload(_PRELOAD)
 
     def run(
         self,
@@ -174,9 +182,13 @@ class RankPool:
         stacks_path = os.path.join(self._folder, f"stacks-{self._started}")
         ours, theirs = self._context.Pipe()
         process = self._context.Process(
-            target=serve, args=(rank, theirs, self._port, stacks_path), name=f"rank-{rank}", daemon=True
+            target=_import_and_serve if self.interpreters else serve,
+            args=(rank, theirs, self._port, stacks_path),
+            name=f"rank-{rank}",
+            daemon=True,
         )
-        process.start()
+        with mock.patch.dict(os.environ, {"PYTHONHASHSEED": str(rank + 1)} if self.interpreters else {}):
+            process.start()
         theirs.close()  # with the only other end in the child, its death is seen as the end of the pipe
         entry = _Process(rank, process, ours, stacks_path)
         self._processes[rank] = entry
@@ -186,6 +198,14 @@ class RankPool:
         for entry in processes:
             entry.kill()
             self._processes.pop(entry.rank, None)
+
+
+def _import_and_serve(*args: Any) -> None:
+    """What the server of the others has imported is imported here, so that no test pays for it."""
+    for name in _PRELOAD:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    serve(*args)
 
 
 def _exchange(processes: list[_Process], message: Job | Finish, deadline: float, name: str, limit: float) -> list[Any]:

@@ -1,0 +1,1 @@
+"""What must happen in one order on every rank, on ranks that are interpreters of their own."""
