@@ -320,14 +320,16 @@ class Lane:
 
         Waits. It takes part in one collective per axis whatever the number is, and leaves no trace in the history.
         """
-        with self.entered():
-            values = torch.tensor([-number, number], dtype=torch.int64, device=self.device)
+        values = torch.tensor([-number, number], dtype=torch.int64, device=self.device)
+        with self.entered((self.mark(),)):
             for mesh in [*meshes, *meshes[:-1]]:  # what the later ones found out, the earlier ones learn
                 for axis in range(mesh.ndim):
                     group = self.group(mesh, axis)
                     if group.size() > 1:
                         _torch.backend_of(group, self.device).allreduce([values], _torch.ALL_REDUCE["max"]).wait()
-            lowest, highest = values.tolist()
+            ticket = self.mark()
+        ticket.wait()
+        lowest, highest = values.tolist()
         return -lowest, highest
 
     def _backend(self, group: ProcessGroup) -> str:

@@ -1,7 +1,9 @@
 """The program: in which order units are gathered and groups are reduced, the same on every rank.
 
-A pass (a forward with gradients, one without, a backward) needs units one after another. The order of the last pass of
-its kind predicts this one: what is needed next is gathered ahead.
+A pass (a forward with gradients, one without, a backward) needs units one after another. The order in which the last
+pass of its kind has gathered them predicts this one: what is needed next is gathered ahead. Ranks may need units at
+different moments (one whose loss leaves out the head), but they gather the same ones; so what follows from that is the
+same on all of them.
 
 Reduces are another matter: when the gradients of a group are complete depends on what a rank's data made use of. So
 hooks only mark groups, and `Turns` says which may be reduced: always in one order, that all ranks have agreed upon.
@@ -83,7 +85,7 @@ class Turns:
 
 
 class Program:
-    """The recorded order of needs of each kind of pass, and the order of reduces. Units are numbers, too.
+    """The recorded order of gathers of each kind of pass, and the order of reduces. Units are numbers, too.
 
     A forward that enters at another unit than the root (generation, an evaluation of a part) is another kind of pass.
     Before the first pass from the root, the order of registration predicts it; before another, nothing does.
@@ -105,10 +107,10 @@ class Program:
         self.running: Pass | None = None  # the pass that has begun and not ended
         self.is_first = False  # it is the first of its kind: nothing has been recorded that it could be held to
         self._kind: tuple[Pass, int] = (Pass.FORWARD, 0)
-        self._order: Sequence[int] = ()  # that of the running pass
+        self.upcoming: list[int] = []  # units expected to be needed in the running pass, nearest first
         self._entry = 0  # of the last forward with gradients
-        self._taken: list[int] = []
-        self._cursor = 0
+        self._gathered: list[int] = []  # in the running pass
+        self._needed: dict[int, None] = {}
         self.turns = Turns(())
 
     def order(self, kind: Pass, entry: int = 0) -> tuple[int, ...]:
@@ -121,44 +123,65 @@ class Program:
             self._entry = entry
         self.running, self._kind = kind, (kind, self._entry if entry is None else entry)
         self.is_first = self._kind not in self._recorded
-        self._order = self._orders.get(self._kind, ())
-        self._taken, self._cursor = [], 0
+        self.upcoming = list(self._orders.get(self._kind, ()))
+        self._gathered, self._needed = [], {}
         if kind is Pass.BACKWARD:
             self.turns = Turns(self._reduces.get(self._kind[1], self._reversed))
 
-    def need(self, unit: int) -> None:
-        """The running pass needs this unit now."""
-        if self.running is None:
-            return
-        self._taken.append(unit)
-        order = self._order
-        # Units that were expected before and did not come were skipped; one that is not expected at all (another
-        # branch, an evaluation of a part) leaves the prediction where it is.
-        for at in range(self._cursor, len(order)):
-            if order[at] == unit:
-                self._cursor = at + 1
-                return
+    def gather(self, unit: int) -> None:
+        """A gather of this unit is launched."""
+        self._gathered.append(unit)
 
-    @property
-    def upcoming(self) -> Sequence[int]:
-        """The units expected after the one needed last, nearest first."""
-        return () if self.running is None else self._order[self._cursor :]
+    def need(self, unit: int, is_ahead: Callable[[int], bool]) -> None:
+        """The running pass needs this unit now.
+
+        Units that were expected before it were skipped, unless a backward comes to them later. One that is not expected
+        at all (another branch, an evaluation of a part) leaves the prediction as it is.
+        """
+        self._needed[unit] = None
+        upcoming = self.upcoming
+        if not upcoming:
+            return
+        if upcoming[0] == unit:
+            del upcoming[0]
+        elif unit in upcoming:
+            place = upcoming.index(unit)
+            later = [other for other in upcoming[:place] if is_ahead(other)] if self.running is Pass.BACKWARD else []
+            upcoming[: place + 1] = later
 
     def end(self) -> None:
         """The running pass is over, and predicts the next of its kind. The first forward also predicts backward."""
         if self.running is None:
             return
-        if self._taken:
-            self._orders[self._kind] = tuple(self._taken)
+        if self._needed:
+            order = self._merged(self._orders.get(self._kind, ()))
+            self._orders[self._kind] = order
             self._recorded.add(self._kind)
             kind, entry = self._kind
             if kind is Pass.FORWARD and (Pass.BACKWARD, entry) not in self._recorded:
-                self._orders[Pass.BACKWARD, entry] = tuple(self._taken[::-1])
+                self._orders[Pass.BACKWARD, entry] = order[::-1]
         self.abandon()
+
+    def _merged(self, before: Sequence[int]) -> tuple[int, ...]:
+        """The units that this pass needed, as it gathered them. Those it had already stay beside what they followed."""
+        needed = self._needed
+        order = [unit for unit in self._gathered if unit in needed]
+        held = needed.keys() - order
+        if not held:
+            return tuple(order)
+        last = None
+        for unit in (*before, *sorted(held.difference(before))):
+            if unit in held:
+                order.insert(0 if last is None else order.index(last) + 1, unit)
+                held = held - {unit}
+            if unit in needed:
+                last = unit
+        return tuple(order)
 
     def abandon(self) -> None:
         """The running pass was broken off; it predicts nothing."""
         self.running, self.is_first = None, False
+        self.upcoming = []
 
     # Agreement on the order of reduces
 

@@ -193,7 +193,7 @@ class Scope:
 
         Without ``gather``, the first is left out: the unit's turn has come, but not for its parameters.
         """
-        self.program.need(unit.index)
+        self.program.need(unit.index, self._comes_later)
         self._ahead.discard(unit.index)
         if self._retained == unit.index:
             self._retained = None  # in use again
@@ -226,7 +226,12 @@ class Scope:
         else:
             self._launch_gather(unit)
 
+    def _comes_later(self, index: int) -> bool:
+        unit = self._units[index]()
+        return unit is not None and unit.is_ahead
+
     def _launch_gather(self, unit: Unit) -> None:
+        self.program.gather(unit.index)
         lasting = self.program.running is Pass.BACKWARD and unit.is_kept_for_next
         for group in unit.needs:
             if group.ticket is None:
@@ -260,7 +265,7 @@ class Scope:
         room, bytes_ahead = most - len(ahead), self.policy.max_gathered_bytes
         if room <= 0 and not bytes_ahead:
             return
-        for index in self.program.upcoming:
+        for index in tuple(self.program.upcoming):
             other = self._units[index]()
             if other is None or other is unit or index in ahead:
                 continue
