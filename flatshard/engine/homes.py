@@ -52,6 +52,15 @@ def supersede(group: Group, index: int, parameter: nn.Parameter) -> None:
         parameter.__dict__[OWNER] = mark
 
 
+def retire(group: Group, index: int, successors: Group, place: int) -> None:
+    """Member ``index`` of a group is in no module any more; another one has taken its place there."""
+    parameter = group.members[index].sharded
+    _GROUPS.pop(id(parameter), None)
+    parameter.grad = None
+    parameter.requires_grad_(False)  # nothing waits for a gradient of it
+    supersede(successors, place, parameter)
+
+
 def settled() -> int:
     """A number that is new when parameters may have been replaced."""
     return _settled

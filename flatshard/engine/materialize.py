@@ -11,6 +11,7 @@ from torch import nn
 
 from flatshard import _torch
 from flatshard.engine.build import owned_modules, units_below
+from flatshard.engine.group import Member
 from flatshard.engine.moved import check_given, fill, given
 from flatshard.engine.names import Names
 from flatshard.engine.unit import Unit, unit_of
@@ -104,7 +105,13 @@ def _materialize_unit(
         plain.place(unit.device, unit.policy.param_dtype)
     for group, found, name in todo:
         # What the initialiser left in the module counts, also where it replaced the parameter.
-        fill(group, [member.sites[0].get().data for member in group.members], found, name)
+        fill(group, [_value(member, unit.device) for member in group.members], found, name)
+
+
+def _value(member: Member, device: torch.device) -> torch.Tensor:
+    if not member.sites:  # another parameter has taken its place
+        return torch.zeros(member.sharded.shape, dtype=member.sharded.dtype, device=device)
+    return member.sites[0].get().data
 
 
 def _fill_plain(module: nn.Module, device: torch.device, made: dict[nn.Parameter, nn.Parameter]) -> None:

@@ -53,6 +53,8 @@ def absorb(
     if isinstance(group, ExtendedGroup):
         _absorb_extended(group, found[0], awaited, names, ours)
     elif any(p is not m.sharded for p, m in zip(found, group.members)) or not _owns_storage(group):
+        if wait and not ours and _foreign(group, found):
+            return  # it may be shared, which can be told when all units are known
         try:
             _refuse_others(group, found, names, ours)
             if wait and len(_kinds(found)) > 1:
@@ -173,7 +175,7 @@ def given(group: Group, names: Names) -> list[nn.Parameter]:
     """What the modules hold in the place of our parameters."""
     result = []
     for index, member in enumerate(group.members):
-        found = [site.look() for site in member.sites]
+        found = [site.look() for site in member.sites] or [member.sharded]
         first = next((each for each in found if each is not member.sharded), found[0])
         same = [each is first or each is member.sharded or _equal(first, each) for each in found]
         if first is None or not all(same):
@@ -217,12 +219,13 @@ def _as_main(group: Group, found: Sequence[nn.Parameter], names: Names) -> DBuff
 
 def _refuse_others(group: Group, found: Sequence[nn.Parameter], names: Names, ours: bool = False) -> None:
     """Raise if one of the parameters found is not such as ours are; or, unless only values count, is somebody's."""
+    foreign = [] if ours else _foreign(group, found)
+    for index in foreign:
+        raise ValueError(
+            f"parameter '{names[index]}' was replaced by '{found[index].__dict__[OWNER][0]}', which is sharded "
+            "otherwise or belongs to another model; let modules share parameters before fully_shard"
+        )
     for index, (parameter, member) in enumerate(zip(found, group.members)):
-        if parameter is not member.sharded and not ours and group_of(parameter) is not None:
-            raise ValueError(
-                f"parameter '{names[index]}' was replaced by '{parameter.__dict__[OWNER][0]}', which is sharded by "
-                "itself; let modules share parameters before fully_shard"
-            )
         if isinstance(parameter, DTensor) and not isinstance(parameter, nn.Parameter):
             raise ValueError(
                 f"parameter '{names[index]}' was replaced by a tensor that is no nn.Parameter, as by "
@@ -235,6 +238,12 @@ def _refuse_others(group: Group, found: Sequence[nn.Parameter], names: Names, ou
                 f"parameter '{names[index]}' was replaced by {_described(parameter)}; a sharded parameter can be "
                 f"replaced only by {_described(expected)}, cut like it over the same mesh"
             )
+
+
+def _foreign(group: Group, found: Sequence[nn.Parameter]) -> list[int]:
+    """Which of the parameters found are those of another place."""
+    pairs = enumerate(zip(found, group.members))
+    return [index for index, (p, member) in pairs if p is not member.sharded and group_of(p) is not None]
 
 
 def _take(group: Group, main: DBuffer, found: Sequence[nn.Parameter], ours: bool) -> None:

@@ -19,6 +19,8 @@ class Names:
 
     def __getitem__(self, index: int) -> str:
         member = self._members[index]
+        if not member.sites:  # other parameters have taken its place
+            return member.name
         holder = member.sites[0].module()
         for prefix, module in self._root.named_modules() if self._root is not None else ():
             if module is holder:

@@ -163,7 +163,7 @@ class Scope:
         """Reduce what waits in these units for a backward that goes all the way: the last micro-batch had none."""
         for number in reversed(range(len(self._groups))):
             unit, group = self._at(number)
-            if unit in units and unit.goal is Goal.FINAL and group.gradients.has_partial:
+            if group is not None and unit in units and unit.goal is Goal.FINAL and group.gradients.has_partial:
                 self._reduce(number)
         while self._reducing:
             self._land()
@@ -319,23 +319,26 @@ class Scope:
         for number in self.program.turns.due(self._is_to_come):
             self._take_turn(number)
 
-    def _at(self, number: int) -> tuple[Unit, Group]:
+    def _at(self, number: int) -> tuple[Unit, Group | None]:
+        """A group and its unit. One whose parameters have all been tied to others is gone."""
         of, which = self._groups[number]
-        unit, group = of(), which()
+        unit = of()
         assert unit is not None
-        assert group is not None
-        return unit, group
+        return unit, which()
 
     def _is_to_come(self, number: int) -> bool:
         unit, group = self._at(number)
-        return group.gradients.expected > 0 and unit.is_ahead
+        return group is not None and group.gradients.expected > 0 and unit.is_ahead
 
     def _is_waiting(self, number: int) -> bool:
-        return self._at(number)[1].gradients.waiting
+        group = self._at(number)[1]
+        return group is not None and group.gradients.waiting
 
     def _take_turn(self, number: int) -> None:
         """Reduce a group at its turn, if there is anything to reduce, or if it takes part with zeros."""
         unit, group = self._at(number)
+        if group is None:
+            return
         gradients = group.gradients
         unused = unit.settings.reduces_unused and gradients.expected and unit.goal is not Goal.KEEP
         if unused or gradients.waiting or (gradients.has_partial and unit.goal is Goal.FINAL):
@@ -344,6 +347,7 @@ class Scope:
     def _reduce(self, number: int) -> None:
         """Start reducing the gradients of one group."""
         unit, group = self._at(number)
+        assert group is not None
         while len(self._reducing) >= self.max_reducing:
             self._land()
         if self.program.is_first:

@@ -26,6 +26,7 @@ from flatshard.engine.program import Pass
 from flatshard.engine.scope import Scope
 from flatshard.engine.transforms import watch_transformed
 from flatshard.engine.trees import cast_floating, tensors_in, to_device
+from flatshard.engine.tying import tie
 from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy
 
 
@@ -538,9 +539,11 @@ class Unit:
 
     def absorb_moved(self) -> None:
         """The same, for what was done to a module in here that tells nobody. The parameters are about to be used."""
-        for group in self.groups:
+        for group in list(self.groups):
             if not group.is_full and is_moved(group):
                 group.release()  # it may have been gathered ahead
+                if not self.is_awaited:
+                    tie(self, group)
                 absorb(group, self.is_awaited, root=self._root)
 
     @property

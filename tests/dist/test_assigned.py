@@ -11,10 +11,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import flatshard
 from flatshard import fully_shard, fully_shard_optimizer
 from flatshard.engine.homes import group_of
+from flatshard.engine.unit import unit_of
 from tests.dist.models import batches, make_net
 from tests.dist.test_engine import ROWS, full, shard_net
 from tests.dist.test_moved import backward, compare, sharded, step
-from tests.dist.test_one_by_one import language, meta_language, shard, train_alike
+from tests.dist.test_one_by_one import Language, language, loss_of, meta_language, shard, tokens_of, train_alike
 from tests.fsdp2.test_extensions import Coded
 
 
@@ -204,11 +205,80 @@ def test_unshard_shows_assigned_values(ranks):
     ranks(2, _shown)
 
 
+def _tied_late(rank, world, how, strategy):
+    """As transformers: sharded on the meta device, then loaded, then tied; the output layer is the root's."""
+    reference = language(tied=True)
+    with torch.device("meta"):
+        model = Language(tied=False)
+        model.output.bias = None
+    fully_shard(model.body, strategy=strategy)
+    fully_shard([model.norm, model.embed], strategy=strategy)
+    fully_shard(model, strategy=strategy)
+    first = model.output.weight
+    values = reference.state_dict()
+    for name, parameter in list(model.named_parameters()):
+        module, last = holder_of(model, name)
+        setattr(module, last, cut(parameter, values[name]))
+    if how == "before":
+        model.output.weight = model.embed.weight
+    else:
+        with torch.no_grad():
+            model(torch.zeros(1, 3, dtype=torch.long))
+        model.output.weight = model.embed.weight
+    optimizers = [OPTIMIZERS["local" if strategy == 3 else "sgd"](net.parameters()) for net in (model, reference)]
+    train_alike(model, reference, rank, world, optimizers=optimizers)
+    assert model.output.weight is model.embed.weight
+    flatshard.check_buffers(model)
+    train_alike(model, reference, rank, world, optimizers=optimizers)
+    assert unit_of(model).groups == []  # nothing is gathered in vain
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in reference.named_parameters()]
+    with pytest.raises(RuntimeError, match=r"holds 'output\.weight' of Language|holds 'weight' of LayerNorm"):
+        torch.optim.SGD([first], lr=0.1).step()
+    state = model.state_dict()
+    assert torch.equal(full(state["output.weight"]), full(state["embed.weight"]))
+    model.load_state_dict({name: value * 2 for name, value in state.items()}, assign=True)
+    assert model.output.weight is model.embed.weight
+    model.double()
+    loss_of(model, tokens_of(0)).backward()
+    assert model.embed.weight.grad.dtype == torch.float64
+
+
+@pytest.mark.parametrize(("how", "strategy"), [("before", 3), ("after", 3), ("before", 1)])
+def test_parameters_are_tied_after_sharding(ranks, how, strategy):
+    ranks(2, _tied_late, how, strategy)
+
+
+def _tied_blocks(rank, world, layout):
+    """Of two units, and of one; a group that has other parameters too goes on with those."""
+    models = [shard_net(make_net(), layout=layout), make_net()]
+    for model in models:
+        model.blocks[0].up.weight = model.blocks[1].up.weight
+        model.blocks[2].norm.bias = model.blocks[2].norm.weight
+    if layout == "flat":
+        with pytest.raises(ValueError, match=r"was replaced by '.*', which is sharded otherwise"):
+            models[0](torch.zeros(1, 4, dtype=torch.long))
+        return
+    optimizers = [OPTIMIZERS[kind](model.parameters()) for kind, model in zip(("local", "sgd"), models)]
+    for tokens in batches(3, ROWS):
+        backward(models, rank, world, tokens)
+        compare(*models, "gradients")
+        step(models, optimizers)
+    compare(*models, "weights")
+    flatshard.check_buffers(models[0])
+    assert models[0].blocks[0].up.weight is models[0].blocks[1].up.weight
+    assert models[0].blocks[2].norm.bias is models[0].blocks[2].norm.weight
+
+
+@pytest.mark.parametrize("layout", ["tensor", "flat"])
+def test_blocks_are_tied_after_sharding(ranks, layout):
+    ranks(2, _tied_blocks, layout)
+
+
 def _foreign(rank, world):
-    """A parameter that is sharded already cannot be another one's too; a state dict of such gives its values."""
+    """A parameter of another model is refused; a state dict of such gives its values."""
     model, other = shard_net(make_net()), shard_net(make_net(seed=1))
     kept = model.blocks[0].up.weight
-    model.blocks[0].up.weight = model.blocks[1].up.weight
+    model.blocks[0].up.weight = other.blocks[1].up.weight
     with pytest.raises(ValueError, match=r"'blocks\.0\.up\.weight' was replaced by 'up\.weight'.*before fully_shard"):
         model(torch.zeros(1, 4, dtype=torch.long))
     assert model.blocks[0].up.weight is kept
@@ -222,9 +292,11 @@ def _foreign(rank, world):
     for one, two in zip(model.parameters(), other.parameters()):
         assert one is not two
         torch.testing.assert_close(full(one), full(two))
-    model.head.weight = nn.Parameter(torch.zeros(29, 12))  # refused, and free to be used elsewhere
+    refused = nn.Parameter(torch.zeros(29, 12))
+    model.head.weight = refused
     with pytest.raises(ValueError, match=r"'head\.weight' was replaced by a Parameter"):
         model(torch.zeros(1, 4, dtype=torch.long))
+    torch.optim.SGD([refused], lr=0.1).step()  # it is nobody's, and may be used elsewhere
 
 
 def test_parameters_of_others_are_refused_and_their_values_taken(ranks):

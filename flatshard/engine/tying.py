@@ -1,0 +1,59 @@
+"""Modules that come to share a parameter after sharding, as loaders tie output layers to embeddings.
+
+Each had a parameter of its own in a group. One of the two keeps its place there, and the other's module borrows it, as
+if they had shared it from the start. The other's own place in its group is left empty: what lies there in the buffers
+is gathered in vain. A group all of whose places are empty is given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from flatshard import _torch
+from flatshard.engine.group import Group, Member, Site
+from flatshard.engine.homes import group_of, owner_of, retire
+
+if TYPE_CHECKING:
+    from flatshard.engine.unit import Unit
+
+
+def tie(unit: Unit, group: Group) -> None:
+    """Let modules of ``unit`` that were given a parameter of another place in the model share it."""
+    for index, member in enumerate(group.members):
+        for site in list(member.sites):
+            found = site.look()
+            if found is not None and found is not member.sharded:
+                _tie(unit, group, index, site, found)
+    if not any(member.sites for member in group.members):
+        unit.groups.remove(group)
+        unit.needs.remove(group)
+
+
+def _tie(unit: Unit, group: Group, index: int, site: Site, found: nn.Parameter) -> None:
+    assert unit.scope is not None
+    member = group.members[index]
+    for other in unit.scope.units if group_of(found) is None else ():
+        # Nobody's yet: the innermost unit is to have it.
+        if other.index > unit.index and any(place.look() is found for each in _members(other) for place in each.sites):
+            other.absorb_moved()
+            break
+    owner = owner_of(found) if group_of(found) is not None else None
+    if owner is None or not _torch.is_cut_alike(found, member.sharded):
+        return
+    lender, lent = owner[0], owner[0].members[owner[1]]
+    if not any(each is lent for other in unit.scope.units for each in _members(other)):
+        return  # of another model
+    member.sites.remove(site)
+    lent.sites.append(site)
+    if lender is not group:
+        unit.borrow(lender, lent, site)
+    lender.look.add(site, found)
+    if not member.sites:
+        retire(group, index, *owner)
+
+
+def _members(unit: Unit) -> Iterator[Member]:
+    return (member for group in unit.groups for member in group.members)
