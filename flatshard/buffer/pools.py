@@ -36,7 +36,7 @@ class _Slot:
         self.allocating: AbstractContextManager[None] = nullcontext()
         if self.pool is not None:
             self.allocating = _torch.AllocatingFrom(self.pool, device.index)
-        self.released: Ticket | None = None  # where the stream stood that read it last
+        self.released: tuple[Ticket, ...] = ()  # where the stream stood that read it last
 
 
 class Pool:
@@ -72,7 +72,8 @@ class Pool:
             tensor = torch.empty(numel, dtype=dtype, device=self.lane.device)
         else:
             slot = self._take(numel * dtype.itemsize)
-            with self.lane.entered(), slot.allocating:
+            # It may still be read, and torch fills new tensors where algorithms are to be deterministic.
+            with self.lane.entered(slot.released), slot.allocating:
                 tensor = torch.empty(numel, dtype=dtype, device=self.lane.device)
             self._free.append(slot)
         tensor.untyped_storage().resize_(0)
@@ -103,9 +104,9 @@ class Pool:
             self._lasting[storage._cdata] = _torch.current_stream(self.lane.device.index)
         else:
             slot = self._take(size) if self.planner is None else self._take_planned(self.planner, tensor, size)
-            with self.lane.entered(() if slot.released is None else (slot.released,)), slot.allocating:
+            with self.lane.entered(slot.released), slot.allocating:
                 storage.resize_(size)
-            slot.released = None
+            slot.released = ()
             self._taken[storage._cdata] = slot
         self.live_bytes += size
         self.live_buffers += 1
@@ -125,7 +126,7 @@ class Pool:
         if self.lane.stream is not None or self._taken:
             slot, heap = self._taken.pop(storage._cdata, None), self._lasting.pop(storage._cdata, None)
             if slot is not None:
-                slot.released = self.lane.mark()
+                slot.released = (self.lane.mark(),)
                 self._free.append(slot)
                 if self.planner is not None:
                     self.planner.release(tensor)
@@ -146,7 +147,7 @@ class Pool:
             return
         self._planned = [self._fitting(size) for size in self.planner.plan.sizes]
         # The rest goes back to the device, once all streams are done with it.
-        with self.lane.entered([slot.released for slot in self._free if slot.released is not None]):
+        with self.lane.entered([ticket for slot in self._free for ticket in slot.released]):
             pass
         self.num_slots -= len(self._free)
         self._free = [slot for slot in self._planned if slot is not None]
