@@ -6,6 +6,7 @@ keep their identity, so a unit that is gathered again in backward fills the very
 
 from __future__ import annotations
 
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -65,6 +66,7 @@ class Pool:
         self._taken: dict[int, _Slot] = {}  # by the storage that has it
         self._planned: list[_Slot | None] = []  # those of the plan, taken or free or not made yet
         self._lasting: dict[int, torch.cuda.Stream] = {}  # by storage, the stream of its heap
+        self._end: weakref.finalize[[Lane], Pool] | None = None
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor that has a size but no storage yet. Views of it can be made once it has been allocated."""
@@ -184,6 +186,18 @@ class Pool:
         slot = _Slot(size, self.lane.device)
         self.num_slots += 1
         if slot.pool is not None:
+            if self._end is None:
+                self._end = weakref.finalize(self, _let_go, self.lane)
+                self._end.atexit = False
             with self.lane.entered(), slot.allocating:
                 torch.empty(slot.size, dtype=torch.uint8, device=self.lane.device)  # reserves it; freed at once
         return slot
+
+
+def _let_go(lane: Lane) -> None:
+    """The slots of a pool go back to the device: let the lane wait for all that the current stream has been given.
+
+    Where segments are expandable, torch unmaps memory when its own stream is done with it, whoever else reads it.
+    """
+    if lane.stream is not None:
+        lane.mark().hold_up(lane.stream)

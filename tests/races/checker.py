@@ -42,21 +42,21 @@ class Event:
     """A point of a stream that others can wait for."""
 
     def __init__(self, checker: Checker) -> None:
-        self._checker = checker
-        self._clock: dict[Stream, int] = {}
+        self.checker = checker
+        self.clock: dict[Stream, int] = {}
         self.stream: Stream | None = None  # that has recorded it
 
     def record(self, stream: Stream | None = None) -> None:
-        self.stream = stream or self._checker.current
-        self._clock = dict(self.stream.clock)
+        self.stream = stream or self.checker.current
+        self.clock = dict(self.stream.clock)
 
     def wait(self, stream: Stream | None = None) -> None:
-        (stream or self._checker.current).join(self._clock)
+        (stream or self.checker.current).join(self.clock)
 
     def synchronize(self) -> None:
         """The host waits: whatever it starts from now on comes after."""
-        for stream in self._checker.streams:
-            stream.join(self._clock)
+        for stream in self.checker.streams:
+            stream.join(self.clock)
 
     def query(self) -> bool:
         return True
@@ -73,6 +73,16 @@ class Checker:
         self.arena = self._heap = Arena()  # where memory comes from now, and usually
         self._blocks: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block]] = {}  # by the address of the storage
         self._labels: dict[CodeType, str | None] = {}
+        self.lanes: weakref.WeakSet[lanes.Lane] = weakref.WeakSet()
+
+    def new_arena(self) -> Arena:
+        """A memory pool. What may be going on in its memory has to be over when it is given back to the device.
+
+        The device waits for the stream that owns the memory, and for no other, if segments are expandable.
+        """
+        arena = Arena()
+        weakref.finalize(arena, self._unmap, arena.returned)
+        return arena
 
     @property
     def races(self) -> list[Race]:
@@ -107,7 +117,7 @@ class Checker:
 
     def access(self, what: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> None:
         """The current stream reads and writes the memory of these tensors."""
-        stream, place = self.current, self._place()
+        stream, place = self.current, self.place()
         time = stream.next()
         self.accesses += 1
         for tensors, is_write in ((reads, False), (writes, True)):
@@ -117,7 +127,7 @@ class Checker:
 
     def allocated(self, what: str, storage: torch.UntypedStorage) -> Block:
         """The current stream has been given memory."""
-        stream, place = self.current, self._place()
+        stream, place = self.current, self.place()
         made = Access(stream, stream.next(), what, place, True)
         for earlier, returned in self.arena.hand_out(stream):
             memory = f"memory that stream '{stream.name}' is given again"
@@ -164,7 +174,7 @@ class Checker:
         return block
 
     def _give_back(self, block: Block) -> None:
-        place = self._place()
+        place = self.place()
         block.arena.take_back(block, place)
         if block.is_temporary:
             stream = self.current
@@ -173,12 +183,19 @@ class Checker:
                 memory = f"a temporary tensor of {block.size} bytes"
                 self._add("drop of a temporary in use", earlier, dropped, memory)
 
+    def _unmap(self, returned: dict[Stream, list[tuple[Access, Place]]]) -> None:
+        for owner, accesses in returned.items():
+            unmapped = Access(owner, owner.next(), "giving it back to the device", self.place(), True)
+            for earlier, place in accesses:
+                if not earlier.is_before(owner):
+                    self._add("unmapping of memory in use", earlier, unmapped, "memory of a pool that is gone", place)
+
     def _add(self, kind: str, first: Access, second: Access, memory: str, returned: Place | None = None) -> None:
         """Note a race; what two lines do, or what was given back by one line, races once."""
         key = kind, first.stream, returned or (first.what, first.place), second.stream, second.what, second.place
         self._races.setdefault(key, Race(kind, first, second, memory, returned))
 
-    def _place(self) -> Place:
+    def place(self) -> Place:
         """The lines of this repository that are being executed, the innermost first."""
         found: list[str] = []
         frame = sys._getframe(1)
@@ -189,6 +206,8 @@ class Checker:
             label = self._labels[code]
             if label is not None:
                 found.append(f"{label}:{frame.f_lineno} in {code.co_name}")
+                if code.co_name.startswith("test_"):
+                    break
             frame = frame.f_back
         return tuple(found)
 
@@ -217,9 +236,11 @@ def _origin(block: Block) -> str:
 
 def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Where in its storage a tensor begins and ends. What lies between the elements of a strided one counts as its."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    start = tensor.storage_offset()
-    return start * tensor.element_size(), (start + last + 1) * tensor.element_size()
+    start, size = tensor.storage_offset(), tensor.element_size()
+    if tensor.is_contiguous():
+        return start * size, (start + tensor.numel()) * size
+    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride()))
+    return start * size, (start + last + 1) * size
 
 
 # Operators
@@ -332,7 +353,8 @@ def watching() -> Iterator[Checker]:
             (_torch, "current_stream", lambda index: checker.current),
             (_torch, "set_stream", checker.set_stream),
             (_torch, "AllocatingFrom", lambda pool, index: _AllocatingFrom(checker, pool)),
-            (torch.cuda, "MemPool", Arena),
+            (torch.cuda, "MemPool", checker.new_arena),
+            (torch.Tensor, "tolist", _noting_lists(checker)),
             (torch.UntypedStorage, "resize_", _noting_sizes(checker)),
             (lanes.Lane, "__init__", _having_a_stream(checker)),
             (pools, "_Slot", _slot_with_memory(checker)),
@@ -342,7 +364,22 @@ def watching() -> Iterator[Checker]:
         ):
             stack.enter_context(mock.patch.object(target, name, new))
         stack.enter_context(_Watch(checker))
-        yield checker
+        try:
+            yield checker
+        finally:
+            for lane in checker.lanes:  # what is left of models is not watched when it goes
+                lane.stream, lane._inside = None, lanes._Inside(None)
+
+
+def _noting_lists(checker: Checker) -> Callable[..., Any]:
+    """Of a CPU tensor no operator makes a list."""
+    tolist = torch.Tensor.tolist
+
+    def noted(self: torch.Tensor) -> Any:
+        checker.access("tolist", [self], [])
+        return tolist(self)
+
+    return noted
 
 
 def _noting_sizes(checker: Checker) -> Callable[..., Any]:
@@ -364,6 +401,7 @@ def _having_a_stream(checker: Checker) -> Callable[..., None]:
         init(self, name, device, **kwargs)
         self.stream = stream = checker.stream(name)
         self._inside = lanes._Inside(stream)
+        checker.lanes.add(self)
 
     return __init__
 
@@ -374,7 +412,7 @@ def _slot_with_memory(checker: Checker) -> type[pools._Slot]:
 
         def __init__(self, size: int, device: torch.device) -> None:
             super().__init__(size, device)
-            self.pool = Arena()
+            self.pool = checker.new_arena()
             self.allocating = _AllocatingFrom(checker, self.pool)
 
     return Slot

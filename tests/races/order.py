@@ -14,8 +14,6 @@ from typing import TypeAlias
 
 Place: TypeAlias = "tuple[str, ...]"  # lines of source, the innermost first
 
-_END = 1 << 62
-
 
 class Stream:
     """A queue of operations. Its attributes are those of a CUDA stream that lanes ask for."""
@@ -31,8 +29,12 @@ class Stream:
         self.clock[self] += 1
         return self.clock[self]
 
+    def knows(self, clock: dict[Stream, int]) -> bool:
+        """Whether what follows here comes after all that the clock knows of."""
+        return all(self.clock.get(stream, 0) >= time for stream, time in clock.items())
+
     def join(self, clock: dict[Stream, int]) -> None:
-        """What follows here comes after all that the clock knows of."""
+        """Let it be so."""
         for stream, time in clock.items():
             if self.clock.get(stream, 0) < time:
                 self.clock[stream] = time
@@ -100,12 +102,13 @@ class Block:
 
     def _cut(self, at: int) -> int:
         """The index of the span that begins here, which is made if there is none."""
-        if at >= self.size:
-            at = _END
-        index = bisect.bisect_left(self._spans, at, key=lambda span: span.start)
-        if at != _END and (index == len(self._spans) or self._spans[index].start != at):
-            before = self._spans[index - 1]
-            self._spans.insert(index, _Span(at, before.written, dict(before.read)))
+        spans = self._spans
+        if at <= 0 or at >= self.size:
+            return 0 if at <= 0 else len(spans)
+        index = bisect.bisect_left(spans, at, key=lambda span: span.start)
+        if index == len(spans) or spans[index].start != at:
+            before = spans[index - 1]
+            spans.insert(index, _Span(at, before.written, dict(before.read)))
         return index
 
 
@@ -117,19 +120,17 @@ class Arena:
     given memory again.
     """
 
-    id = (0, 0)  # as of a MemPool
-
     def __init__(self) -> None:
-        self._returned: dict[Stream, list[tuple[Access, Place]]] = {}
+        self.returned: dict[Stream, list[tuple[Access, Place]]] = {}  # what may still be going on in it
 
     def take_back(self, block: Block, place: Place) -> None:
         found = [(access, place) for access in block.pending(block.owner)]
         if found:
-            self._returned.setdefault(block.owner, []).extend(found)
+            self.returned.setdefault(block.owner, []).extend(found)
 
     def hand_out(self, stream: Stream) -> list[tuple[Access, Place]]:
         """The stream is given memory: what may still be going on in it, and where it was given back."""
-        returned = self._returned.pop(stream, ())
+        returned = self.returned.pop(stream, ())
         return [(access, place) for access, place in returned if not access.is_before(stream)]
 
 
