@@ -21,9 +21,12 @@ import flatshard
 from flatshard import MixedPrecisionPolicy, SchedulePolicy, fully_shard, fully_shard_optimizer, microbatch
 from flatshard.rehearsal import rehearse
 from tests.dist.models import DIM, Block, Net, batches, loss_of, make_net
+from tests.dist.random_models import DIM as ROW
+from tests.dist.random_models import build, rows_of
 from tests.fsdp2.test_extensions import Coded
 from tests.races.checker import Checker, watching
 
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 TOKENS = list(batches(4, 2))
 TO_BF16 = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32)
@@ -141,7 +144,21 @@ CHOICES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHOICES)
+PARKED = "issue 14, point 4: nothing orders the copy that is kept before the gather that reads it"
+UNCUT = "what is not sharded cannot be kept in parts: `Group.park` refuses it, if it is cast"
+TWICE = "a group that is reduced twice in one backward: the second begins, and hooks are called, during the first"
+KNOWN = {"resharded to two": PARKED, "resharded to two, bf16": UNCUT, "resharded to two, flat": PARKED}
+
+
+def cases(*names: str) -> list[Any]:
+    """Choices by their names; those in which the engine is known to race are expected to."""
+    return [
+        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=KNOWN[name]) if name in KNOWN else ())
+        for name in names
+    ]
+
+
+@pytest.mark.parametrize("name", cases(*CHOICES))
 def test_choices(name):
     with one_rank():
         train(sharded(**CHOICES[name]))
@@ -155,7 +172,7 @@ def test_torch_steps_through_dtensors(name):
 
 
 @pytest.mark.parametrize("recompute", ["reentrant", "non-reentrant"])
-@pytest.mark.parametrize("name", ["optim_grads_params", "bf16 HSDP", "three gathered", "resharded to two"])
+@pytest.mark.parametrize("name", cases("optim_grads_params", "bf16 HSDP", "three gathered", "resharded to two"))
 def test_recompute(name, recompute):
     with one_rank():
         train(sharded(make_net(recompute=recompute), **CHOICES[name]))
@@ -260,6 +277,19 @@ def test_a_list_of_modules_and_a_head_that_is_a_unit():
         train(sharded(net, [[net.norm, net.head]]))
 
 
+@pytest.mark.xfail(strict=True, reason=TWICE)
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_unit_whose_gradients_come_in_two_parts(hooked):
+    with one_rank():
+        net = make_net(recompute="reentrant")
+        mesh = init_device_mesh("cpu", (4,))
+        fully_shard(list(net.blocks), mesh=mesh)
+        model = fully_shard(net, mesh=mesh, schedule=SchedulePolicy(max_reducing=4))
+        for parameter in model.blocks.parameters() if hooked else ():
+            parameter.register_post_accumulate_grad_hook(lambda p: p.grad.to_local().mul_(0.5))
+        train(model)
+
+
 def test_a_model_that_is_materialized():
     with one_rank():
         with torch.device("meta"):
@@ -267,6 +297,31 @@ def test_a_model_that_is_materialized():
         model = sharded(net, mp_policy=TO_BF16)
         flatshard.materialize(model, init_fn=_fill)
         train(model)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_models(seed):
+    with one_rank():
+        case, mesh = build(seed), init_device_mesh("cpu", (4,))
+        for names, choices in case.units:
+            modules = [case.model.get_submodule(name) for name in names]
+            fully_shard(modules if len(modules) > 1 else modules[0], mesh=mesh, **choices)
+        optimizer = torch.optim.SGD([p for p in case.model.parameters() if p.requires_grad], lr=0.1)
+        fully_shard_optimizer(optimizer)
+        for number in range(4):
+            case.clock["now"] = number
+            loss = rows_of(case.model(torch.randn(3, ROW))).mean()
+            if loss.requires_grad:
+                loss.backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def test_a_model_that_is_dropped_and_another_that_takes_its_memory():
+    with one_rank():
+        for planned in (False, True):
+            train(sharded(schedule=SchedulePolicy(planned_pool=planned), mp_policy=TO_BF16))
 
 
 @pytest.mark.parametrize(("world", "rank"), [(1, 0), (4, 0), (4, 3)])
