@@ -14,9 +14,10 @@ does with memory of its own (offloading), and what operators allocate for themse
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import CodeType
@@ -31,10 +32,8 @@ from flatshard import _torch
 from flatshard.buffer import lanes, pools
 from flatshard.rehearsal.backend import RehearsalGroup
 from flatshard.rehearsal.clock_cpu import CpuWork
-from tests.races.order import Access, Arena, Block, Place, Race, Stream
+from tests.races.order import ROOT, Access, Arena, Block, Place, Race, Stream, line_of
 
-_ROOT = Path(__file__).parents[2]
-_HERE = Path(__file__).parent
 _DEPTH = 6  # lines of source that an access is shown with
 _SHOWN = 5  # races in a report
 
@@ -73,7 +72,6 @@ class Checker:
         self._races: dict[tuple[object, ...], Race] = {}
         self.arena = self._heap = Arena()  # where memory comes from now, and usually
         self._blocks: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block]] = {}  # by the address of the storage
-        self._labels: dict[CodeType, str | None] = {}
         self.lanes: weakref.WeakSet[lanes.Lane] = weakref.WeakSet()
 
     def new_arena(self) -> Arena:
@@ -82,7 +80,7 @@ class Checker:
         The device waits for the stream that owns the memory, and for no other, if segments are expandable.
         """
         arena = Arena()
-        weakref.finalize(arena, self._unmap, arena.returned)
+        weakref.finalize(arena, self._unmap, arena.returned).atexit = False
         return arena
 
     @property
@@ -116,20 +114,21 @@ class Checker:
 
     # Accesses
 
-    def access(self, what: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> None:
+    def access(self, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
         """The current stream reads and writes the memory of these tensors."""
-        stream, place = self.current, self.place()
+        stream, here = self.current, place()
         time = stream.next()
         self.accesses += 1
         for tensors, is_write in ((reads, False), (writes, True)):
-            access = Access(stream, time, what, place, is_write)
-            for tensor in tensors:
-                self._touch(tensor, access)
+            if tensors:
+                access = Access(stream, time, what, here, is_write)
+                for tensor in tensors:
+                    self._touch(tensor, access)
 
     def allocated(self, what: str, storage: torch.UntypedStorage) -> Block:
         """The current stream has been given memory."""
-        stream, place = self.current, self.place()
-        made = Access(stream, stream.next(), what, place, True)
+        stream = self.current
+        made = Access(stream, stream.next(), what, place(), True)
         for earlier, returned in self.arena.hand_out(stream):
             memory = f"memory that stream '{stream.name}' is given again"
             self._add("reuse of memory in use", earlier, made, memory, returned)
@@ -175,53 +174,50 @@ class Checker:
         return block
 
     def _give_back(self, block: Block) -> None:
-        place = self.place()
-        block.arena.take_back(block, place)
+        pending = block.pending(block.owner)
+        if pending:
+            block.arena.take_back(block.owner, pending, place())
         if block.is_temporary:
             stream = self.current
-            dropped = Access(stream, stream.next(), "dropping the last reference", place, True)
             for earlier in block.pending(stream):
+                dropped = Access(stream, stream.next(), "dropping the last reference", place(), True)
                 memory = f"a temporary tensor of {block.size} bytes"
                 self._add("drop of a temporary in use", earlier, dropped, memory)
 
     def _unmap(self, returned: dict[Stream, list[tuple[Access, Place]]]) -> None:
         for owner, accesses in returned.items():
-            unmapped = Access(owner, owner.next(), "giving it back to the device", self.place(), True)
-            for earlier, place in accesses:
+            unmapped = Access(owner, owner.next(), "giving it back to the device", place(), True)
+            for earlier, where in accesses:
                 if not earlier.is_before(owner):
-                    self._add("unmapping of memory in use", earlier, unmapped, "memory of a pool that is gone", place)
+                    self._add("unmapping of memory in use", earlier, unmapped, "memory of a pool that is gone", where)
 
     def _add(self, kind: str, first: Access, second: Access, memory: str, returned: Place | None = None) -> None:
         """Note a race; what two lines do, or what was given back by one line, races once."""
         key = kind, first.stream, returned or (first.what, first.place), second.stream, second.what, second.place
         self._races.setdefault(key, Race(kind, first, second, memory, returned))
 
-    def place(self) -> Place:
-        """The lines of this repository that are being executed, the innermost first."""
-        found: list[str] = []
-        frame = sys._getframe(1)
-        while frame is not None and len(found) < _DEPTH:
-            code = frame.f_code
-            if code not in self._labels:
-                self._labels[code] = _label(code)
-            label = self._labels[code]
-            if label is not None:
-                found.append(f"{label}:{frame.f_lineno} in {code.co_name}")
-                if code.co_name.startswith("test_"):
-                    break
-            frame = frame.f_back
-        return tuple(found)
+
+def place() -> Place:
+    """The lines of this repository that are being executed, the innermost first."""
+    found: list[tuple[CodeType, int]] = []
+    frame = sys._getframe(1)
+    while frame is not None and len(found) < _DEPTH:
+        code = frame.f_code
+        if _is_shown(code.co_filename):
+            found.append((code, frame.f_lineno))
+            if code.co_name.startswith("test_"):
+                break
+        frame = frame.f_back
+    return tuple(found)
 
 
-def _label(code: CodeType) -> str | None:
-    """The file of a function as reports name it; None for those that only stand in between."""
-    path = Path(code.co_filename)
-    if not path.is_relative_to(_ROOT) or ".venv" in path.parts:
-        return None
-    if path.parent == _HERE and not path.name.startswith("test_"):
-        return None
-    name = str(path.relative_to(_ROOT))
-    return None if name.startswith("flatshard/rehearsal/") else name
+@functools.cache
+def _is_shown(file: str) -> bool:
+    """Whether reports tell the lines of a file, and not what only stands in between."""
+    path = Path(file)
+    if not path.is_relative_to(ROOT) or ".venv" in path.parts or path.parent == ROOT / "flatshard" / "rehearsal":
+        return False
+    return path.parent != Path(__file__).parent or path.name.startswith("test_")
 
 
 def _kind(first: Access, second: Access) -> str:
@@ -231,8 +227,7 @@ def _kind(first: Access, second: Access) -> str:
 def _origin(block: Block) -> str:
     if block.made is None:
         return f"stream '{block.owner.name}', unseen"
-    line = block.made.place[0] if block.made.place else "(no line of ours)"
-    return f"stream '{block.owner.name}' at {line}"
+    return f"stream '{block.owner.name}' at {line_of(block.made.place)}"
 
 
 def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
@@ -283,7 +278,7 @@ def _collect(value: Any, into: list[torch.Tensor]) -> None:
 
 
 class _Watch(TorchDispatchMode):
-    """Every operator is an access."""
+    """Every operator is an access of the current stream."""
 
     def __init__(self, checker: Checker) -> None:
         super().__init__()

@@ -8,11 +8,13 @@ else orders two streams: not that the host called one operation before the other
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType
 from typing import TypeAlias
 
-Place: TypeAlias = "tuple[str, ...]"  # lines of source, the innermost first
+Place: TypeAlias = "tuple[tuple[CodeType, int], ...]"  # lines of source, the innermost first
+ROOT = Path(__file__).parents[2]
 
 
 class Stream:
@@ -58,18 +60,13 @@ class Access:
         return f"{'writes' if self.writes else 'reads'} it by {self.what}\n{_lines(self.place)}"
 
 
-@dataclass
+@dataclass(slots=True)
 class _Span:
     """The bytes from ``start`` to the next span: who wrote them last, and who has read them since."""
 
     start: int
     written: Access | None
     read: dict[Stream, Access] = field(default_factory=dict)
-
-    def last(self) -> Iterator[Access]:
-        if self.written is not None:
-            yield self.written
-        yield from self.read.values()
 
 
 class Block:
@@ -86,19 +83,24 @@ class Block:
     def touch(self, start: int, stop: int, access: Access) -> list[Access]:
         """Note an access to some bytes; the earlier ones that it conflicts with and is not ordered after."""
         first, last = self._cut(start), self._cut(stop)
-        touched = self._spans[first:last]
-        known = {earlier: None for span in touched for earlier in (span.last() if access.writes else [span.written])}
+        found: dict[Access, None] = {}
+        for span in self._spans[first:last]:
+            if span.written is not None and not span.written.is_before(access.stream):
+                found[span.written] = None
+            if not access.writes:
+                span.read[access.stream] = access
+                continue
+            for reader in span.read.values():
+                if not reader.is_before(access.stream):
+                    found[reader] = None
         if access.writes:
             self._spans[first:last] = [_Span(start, access)]
-        else:
-            for span in touched:
-                span.read[access.stream] = access
-        return [earlier for earlier in known if earlier is not None and not earlier.is_before(access.stream)]
+        return list(found)
 
     def pending(self, stream: Stream) -> list[Access]:
         """The accesses that may still be going on when the stream goes on."""
-        known = {access: None for span in self._spans for access in span.last()}
-        return [access for access in known if not access.is_before(stream)]
+        last = [access for span in self._spans for access in (span.written, *span.read.values())]
+        return list(dict.fromkeys(access for access in last if access is not None and not access.is_before(stream)))
 
     def _cut(self, at: int) -> int:
         """The index of the span that begins here, which is made if there is none."""
@@ -123,10 +125,9 @@ class Arena:
     def __init__(self) -> None:
         self.returned: dict[Stream, list[tuple[Access, Place]]] = {}  # what may still be going on in it
 
-    def take_back(self, block: Block, place: Place) -> None:
-        found = [(access, place) for access in block.pending(block.owner)]
-        if found:
-            self.returned.setdefault(block.owner, []).extend(found)
+    def take_back(self, owner: Stream, pending: list[Access], place: Place) -> None:
+        """Memory comes back in which this may still be going on."""
+        self.returned.setdefault(owner, []).extend((access, place) for access in pending)
 
     def hand_out(self, stream: Stream) -> list[tuple[Access, Place]]:
         """The stream is given memory: what may still be going on in it, and where it was given back."""
@@ -153,5 +154,13 @@ class Race:
         return "\n".join(lines)
 
 
+def line_of(place: Place, number: int = 0) -> str:
+    """One line of a place, as a report shows it."""
+    if number >= len(place):
+        return "(no line of ours)"
+    code, line = place[number]
+    return f"{Path(code.co_filename).relative_to(ROOT)}:{line} in {code.co_name}"
+
+
 def _lines(place: Place) -> str:
-    return "\n".join(f"      {line}" for line in place) or "      (no line of ours)"
+    return "\n".join(f"      {line_of(place, number)}" for number in range(max(1, len(place))))

@@ -43,7 +43,7 @@ def one_rank(world: int = 4, rank: int = 1) -> Iterator[Checker]:
 
 def sharded(model: Any = None, others: Sequence[Any] = (), *, sizes: tuple[int, ...] = (4,), **choices: Any) -> Any:
     """A model whose embedding, blocks and root are units, and ``others`` in it."""
-    model = make_net() if model is None else model
+    model = make_net(depth=2) if model is None else model
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
     for unit in (model.embed, *model.blocks, *others, model):
         fully_shard(unit, mesh=mesh, **choices)
@@ -161,7 +161,7 @@ def cases(*names: str) -> list[Any]:
 @pytest.mark.parametrize("name", cases(*CHOICES))
 def test_choices(name):
     with one_rank():
-        train(sharded(**CHOICES[name]))
+        train(sharded(make_net(depth=3 if "gathered" in name else 2), **CHOICES[name]))
 
 
 @pytest.mark.parametrize("name", ["optim", "HFSDP", "bf16", "columns", "planned"])
@@ -175,7 +175,7 @@ def test_torch_steps_through_dtensors(name):
 @pytest.mark.parametrize("name", cases("optim_grads_params", "bf16 HSDP", "three gathered", "resharded to two"))
 def test_recompute(name, recompute):
     with one_rank():
-        train(sharded(make_net(recompute=recompute), **CHOICES[name]))
+        train(sharded(make_net(depth=2, recompute=recompute), **CHOICES[name]))
 
 
 # Accumulation
@@ -349,7 +349,7 @@ def test_hooks_of_users():
         for parameter in model.blocks[1].parameters():
             parameter.register_hook(lambda grad: grad * 2)
             parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.to_local().abs().sum()))
-        for unit in (model.blocks[2], model):
+        for unit in (model.blocks[0], model):
             unit.set_all_reduce_hook(lambda reduced: dist.all_reduce(reduced, async_op=True).wait())
         train(model)
         assert seen
@@ -396,7 +396,7 @@ def test_comms_of_users(name):
 
 def test_prefetch_as_the_user_says():
     with one_rank():
-        model = sharded()
+        model = sharded(make_net(depth=3))
         first, second, third = model.blocks
         model.set_modules_to_forward_prefetch([first, second])
         first.set_modules_to_forward_prefetch([third])
@@ -406,7 +406,7 @@ def test_prefetch_as_the_user_says():
 
 def test_gathering_by_hand():
     with one_rank():
-        model = sharded(mp_policy=TO_BF16)
+        model = sharded(make_net(depth=3), mp_policy=TO_BF16)
         optimizer = optimizer_of(model)
         for tokens in TOKENS[:3]:
             handle = model.blocks[0].unshard(async_op=True)
