@@ -6,6 +6,7 @@ keep their identity, so a unit that is gathered again in backward fills the very
 
 from __future__ import annotations
 
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -36,7 +37,7 @@ class _Slot:
         self.allocating: AbstractContextManager[None] = nullcontext()
         if self.pool is not None:
             self.allocating = _torch.AllocatingFrom(self.pool, device.index)
-        self.released: Ticket | None = None  # where the stream stood that read it last
+        self.released: tuple[Ticket, ...] = ()  # where the stream stood that read it last
 
 
 class Pool:
@@ -65,6 +66,7 @@ class Pool:
         self._taken: dict[int, _Slot] = {}  # by the storage that has it
         self._planned: list[_Slot | None] = []  # those of the plan, taken or free or not made yet
         self._lasting: dict[int, torch.cuda.Stream] = {}  # by storage, the stream of its heap
+        self._end: weakref.finalize[[Lane], Pool] | None = None
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor that has a size but no storage yet. Views of it can be made once it has been allocated."""
@@ -72,7 +74,8 @@ class Pool:
             tensor = torch.empty(numel, dtype=dtype, device=self.lane.device)
         else:
             slot = self._take(numel * dtype.itemsize)
-            with self.lane.entered(), slot.allocating:
+            # It may still be read, and torch fills new tensors where algorithms are to be deterministic.
+            with self.lane.entered(slot.released), slot.allocating:
                 tensor = torch.empty(numel, dtype=dtype, device=self.lane.device)
             self._free.append(slot)
         tensor.untyped_storage().resize_(0)
@@ -103,9 +106,9 @@ class Pool:
             self._lasting[storage._cdata] = _torch.current_stream(self.lane.device.index)
         else:
             slot = self._take(size) if self.planner is None else self._take_planned(self.planner, tensor, size)
-            with self.lane.entered(() if slot.released is None else (slot.released,)), slot.allocating:
+            with self.lane.entered(slot.released), slot.allocating:
                 storage.resize_(size)
-            slot.released = None
+            slot.released = ()
             self._taken[storage._cdata] = slot
         self.live_bytes += size
         self.live_buffers += 1
@@ -127,7 +130,7 @@ class Pool:
         if self.lane.stream is not None or self._taken:
             slot, heap = self._taken.pop(storage._cdata, None), self._lasting.pop(storage._cdata, None)
             if slot is not None:
-                slot.released = self.lane.mark()
+                slot.released = (self.lane.mark(),)
                 self._free.append(slot)
                 if self.planner is not None:
                     self.planner.release(tensor)
@@ -148,7 +151,7 @@ class Pool:
             return
         self._planned = [self._fitting(size) for size in self.planner.plan.sizes]
         # The rest goes back to the device, once all streams are done with it.
-        with self.lane.entered([slot.released for slot in self._free if slot.released is not None]):
+        with self.lane.entered([ticket for slot in self._free for ticket in slot.released]):
             pass
         self.num_slots -= len(self._free)
         self._free = [slot for slot in self._planned if slot is not None]
@@ -185,6 +188,18 @@ class Pool:
         slot = _Slot(size, self.lane.device)
         self.num_slots += 1
         if slot.pool is not None:
+            if self._end is None:
+                self._end = weakref.finalize(self, _let_go, self.lane)
+                self._end.atexit = False
             with self.lane.entered(), slot.allocating:
                 torch.empty(slot.size, dtype=torch.uint8, device=self.lane.device)  # reserves it; freed at once
         return slot
+
+
+def _let_go(lane: Lane) -> None:
+    """The slots of a pool go back to the device: let the lane wait for all that the current stream has been given.
+
+    Where segments are expandable, torch unmaps memory when its own stream is done with it, whoever else reads it.
+    """
+    if lane.stream is not None:
+        lane.mark().hold_up(lane.stream)

@@ -338,11 +338,12 @@ class Gradients:
     def _reduce_to_final(self, gradients: Sequence[torch.Tensor | None], pool: Pool, name: str) -> Reduction:
         lane = pool.lane
         had_grad, changed, finished = _torch.grads_and_hooks([member.sharded for member in self.members])
-        main_grads, fresh = self._take_main_grads(had_grad)
+        main_grads, fresh, replaced = self._take_main_grads(had_grad, lane)
         main_grad = main_grads.buffer
         used, factor = sorted(self._used), self._factor
         with lane.entered((lane.mark(),)):
             inputs, keep = self._inputs(gradients, pool)
+            keep += replaced
             in_place = fresh and main_grad.dtype == self.reduce_dtype and not self.home.host
             target = main_grad if in_place else self._buffer(self.main.placements, self.reduce_dtype, pool.temporary)
             # What is done to the result, in the order of the lane.
@@ -480,8 +481,8 @@ class Gradients:
         if made.local.numel() != self.layout.run_numel * made.held.count:
             made.local.zero_()
 
-    def _take_main_grads(self, had_grad: Sequence[bool]) -> tuple[MainGrads, bool]:
-        """The main gradients, and whether they are to be written, not added to."""
+    def _take_main_grads(self, had_grad: Sequence[bool], lane: Lane) -> tuple[MainGrads, bool, list[torch.Tensor]]:
+        """The main gradients; whether they are to be written, not added to; and what the lane reads for that."""
         known, any_had = self._main_grads, any(had_grad)
         if known is not None and not any_had:
             if known.take_again():
@@ -492,15 +493,25 @@ class Gradients:
             buffer = self._buffer(self.main.placements, self.grad_dtype, self.home.empty)
             known = self._main_grads = MainGrads(buffer, self.members)
         if not any_had:
-            return known, True
-        for index, member in enumerate(self.members):
-            grad = member.sharded.grad
-            if grad is None:
-                known.buffer.local_view(index).zero_()  # set to None alone, while others of the group were kept
-            elif grad is not known.shown[index]:
-                known.buffer.local_view(index).copy_(_torch.local_of(grad))  # replaced by the user
-                _show(member, known.shown[index])
-        return known, False
+            return known, True, []
+        with _torch.PlainAttributes():
+            others = [i for i, member in enumerate(self.members) if member.sharded.grad is not known.shown[i]]
+        return known, False, self._bring(others, known, lane) if others else []
+
+    def _bring(self, others: Sequence[int], main_grads: MainGrads, lane: Lane) -> list[torch.Tensor]:
+        """Bring gradients that users have replaced or set to None into the buffer; what the lane reads for that."""
+        replaced: list[torch.Tensor] = []
+        with lane.entered((lane.mark(),)):  # an earlier reduce of the group may still write there
+            for index in others:
+                member, view = self.members[index], main_grads.buffer.local_view(index)
+                grad = member.sharded.grad
+                if grad is None:
+                    view.zero_()  # set to None alone, while others of the group were kept
+                else:
+                    replaced.append(_torch.local_of(grad))
+                    view.copy_(replaced[-1])
+                    _show(member, main_grads.shown[index])
+        return replaced
 
 
 @_torch.uncompiled

@@ -128,6 +128,7 @@ class Group:
         self.compute: DBuffer | None = None  # persistent compute weights, where their placement is not main's
         self._parked: DBuffer | None = None
         self._is_parked = False
+        self._parked_at = _DONE  # where the copy stands that the smaller mesh gathers from
         self._stale = True
         self.ticket = None
         self._turned = [i for i in range(len(self.members)) if self.layout.is_turned(i, self.layout.num_shards)]
@@ -215,9 +216,9 @@ class Group:
             return Ticket()
         if self._is_parked:
             assert self._parked is not None
-            return self._parked_whole(target).gather_in_place(
-                self._parked.placements, lane=lane, own=self._parked.runs(), name=name, comm=comm
-            )
+            whole, own = self._parked_whole(target), self._parked.runs()
+            after = (self._parked_at,)
+            return whole.gather_in_place(self._parked.placements, lane=lane, own=own, after=after, name=name, comm=comm)
         if self.compute is not None:
             own = self.compute.runs()
             return target.gather_in_place(self.compute.placements, lane=lane, own=own, name=name, comm=comm)
@@ -303,13 +304,17 @@ class Group:
 
     def park(self) -> None:
         """Before a release after forward: keep this rank's part of the full weights on the smaller mesh."""
-        if self.park_mesh is None or self.gathered is None or self._is_parked or self._is_main or self._is_compute:
+        if self.park_mesh is None or self.gathered is None or self._is_parked:
+            return
+        if self.is_resident or not self._is_sharded:
             return
         if self._parked is None:
             dtype, device = self.codec.wire_dtype, self.home.device
             self._parked = DBuffer.zeros(self.layout, self.park_mesh, [Flat()], dtype=dtype, device=device)
         if self._parked.runs():
             torch._foreach_copy_(self._parked.runs(), self.gathered.runs(self._parked.held))
+        assert self._gather_pool is not None
+        self._parked_at = self._gather_pool.lane.mark()
         self._is_parked = True
 
     def _parked_whole(self, target: DBuffer) -> DBuffer:

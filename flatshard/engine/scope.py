@@ -372,6 +372,9 @@ class Scope:
         else:
             with waits.around(f"reduce {reduction.name}", self.device):
                 reduction.ticket.wait()
+        if reduction.then is not None:
+            for other in self._reducing:  # of the same group, it may still add to what `then` sees
+                other.ticket.wait()
         reduction.land()
 
     # Agreement

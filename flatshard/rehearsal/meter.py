@@ -150,7 +150,7 @@ def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     for tensor in tensors:
         local = getattr(tensor, "_local_tensor", tensor)
         storage = local.untyped_storage()
-        sizes[storage.data_ptr()] = storage.nbytes()
+        sizes[storage._cdata] = storage.nbytes()  # a tensor that others hold the values of has no address
     return sum(sizes.values())
 
 

@@ -257,6 +257,7 @@ def _steady(rank, world, depth):
         fully_shard(part)
     fully_shard(model)
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
+    optimizer.zero_grad(set_to_none=False)  # there are no gradients yet
     for _ in range(3):
         model(torch.ones(2, 6)).sum().backward()
         with Counted() as counted:
