@@ -508,7 +508,7 @@ def new_group(ranks: Sequence[int], like: ProcessGroup, name: str, title: str) -
     with _named(listed, name), _unsplit():
         made = torch.distributed.new_group(
             listed,
-            timeout=timeout_of(like),
+            timeout=timeout_of(like) or timeout_of(_default_group()),  # meshes make groups without asking for one
             backend=backend,
             use_local_synchronization=True,
             group_desc=title,
@@ -520,12 +520,16 @@ def new_group(ranks: Sequence[int], like: ProcessGroup, name: str, title: str) -
 
 def new_gloo_group(title: str) -> ProcessGroup:
     """A Gloo process group of all ranks, with the time-out of the default one. Collective among them."""
-    default = torch.distributed.group.WORLD
-    assert default is not None
     with _unsplit():
-        made = torch.distributed.new_group(backend="gloo", timeout=timeout_of(default), group_desc=title)
+        made = torch.distributed.new_group(backend="gloo", timeout=timeout_of(_default_group()), group_desc=title)
     assert isinstance(made, ProcessGroup)
     return made
+
+
+def _default_group() -> ProcessGroup:
+    default = torch.distributed.group.WORLD
+    assert default is not None
+    return default
 
 
 def timeout_of(group: ProcessGroup) -> timedelta | None:

@@ -112,6 +112,27 @@ class Call:
         return watched
 
 
+def anchored(output: Any) -> Any:
+    """An output with the same values that a backward comes to, although nothing in it needs a gradient."""
+    anchor = torch.empty(0, requires_grad=True)
+    return map_tensors(lambda t: _Anchor.apply(anchor, t) if t.is_floating_point() else t, output)  # type: ignore[no-untyped-call]
+
+
+def apart(output: Any) -> Any:
+    """An output whose tensors no unit inside watches yet: a backward comes to the outer unit first, on every rank."""
+    return map_tensors(lambda t: t.view_as(t) if t.requires_grad and t._backward_hooks else t, output)
+
+
+class _Anchor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return None, None
+
+
 class _InputsPassed(torch.autograd.Function):
     """Identity; its backward runs when the gradients of its inputs are complete."""
 

@@ -1,9 +1,9 @@
 """The program: in which order units are gathered and groups are reduced, the same on every rank.
 
-A pass (a forward with gradients, one without, a backward) needs units one after another. The order in which the last
-pass of its kind has gathered them predicts this one: what is needed next is gathered ahead. Ranks may need units at
-different moments (one whose loss leaves out the head), but they gather the same ones; so what follows from that is the
-same on all of them.
+A pass (a forward with gradients, one without, a backward) needs units one after another. The order of the first pass of
+its kind, if all ranks agree on it, predicts the others: what is needed next is gathered ahead. What a pass leaves out
+is not expected in the next one, and what it needs besides is. What ranks gather is the same on all of them, and so is
+what follows from that.
 
 Reduces are another matter: when the gradients of a group are complete depends on what a rank's data made use of. So
 hooks only mark groups, and `Turns` says which may be reduced: always in one order, that all ranks have agreed upon.
@@ -111,6 +111,7 @@ class Program:
         self._entry = 0  # of the last forward with gradients
         self._gathered: list[int] = []  # in the running pass
         self._needed: dict[int, None] = {}
+        self._needs: list[int] = []  # the same in order, in a first pass
         self.turns = Turns(())
 
     def order(self, kind: Pass, entry: int = 0) -> tuple[int, ...]:
@@ -124,7 +125,7 @@ class Program:
         self.running, self._kind = kind, (kind, self._entry if entry is None else entry)
         self.is_first = self._kind not in self._recorded
         self.upcoming = list(self._orders.get(self._kind, ()))
-        self._gathered, self._needed = [], {}
+        self._gathered, self._needed, self._needs = [], {}, []
         if kind is Pass.BACKWARD:
             self.turns = Turns(self._reduces.get(self._kind[1], self._reversed))
 
@@ -139,6 +140,8 @@ class Program:
         at all (another branch, an evaluation of a part) leaves the prediction as it is.
         """
         self._needed[unit] = None
+        if self.is_first:
+            self._needs.append(unit)
         upcoming = self.upcoming
         if not upcoming:
             return
@@ -150,31 +153,22 @@ class Program:
             upcoming[: place + 1] = later
 
     def end(self) -> None:
-        """The running pass is over, and predicts the next of its kind. The first forward also predicts backward."""
-        if self.running is None:
-            return
-        if self._needed:
-            order = self._merged(self._orders.get(self._kind, ()))
-            self._orders[self._kind] = order
+        """The running pass is over, and predicts the next of its kind."""
+        if self.running is not None and self._needed:
+            before = self._orders.get(self._kind, ())
+            if self._needed.keys() != set(before):
+                self._orders[self._kind] = self._changed(before)
             self._recorded.add(self._kind)
-            kind, entry = self._kind
-            if kind is Pass.FORWARD and (Pass.BACKWARD, entry) not in self._recorded:
-                self._orders[Pass.BACKWARD, entry] = order[::-1]
         self.abandon()
 
-    def _merged(self, before: Sequence[int]) -> tuple[int, ...]:
-        """The units that this pass needed, as it gathered them. Those it had already stay beside what they followed."""
-        needed = self._needed
-        order = [unit for unit in self._gathered if unit in needed]
-        held = needed.keys() - order
-        if not held:
-            return tuple(order)
+    def _changed(self, before: Sequence[int]) -> tuple[int, ...]:
+        """An order without the units that this pass did not need, and with those that it gathered besides."""
+        order = [unit for unit in before if unit in self._needed]
         last = None
-        for unit in (*before, *sorted(held.difference(before))):
-            if unit in held:
+        for unit in self._gathered:
+            if unit in self._needed and unit not in order:
                 order.insert(0 if last is None else order.index(last) + 1, unit)
-                held = held - {unit}
-            if unit in needed:
+            if unit in order:
                 last = unit
         return tuple(order)
 
@@ -183,18 +177,24 @@ class Program:
         self.running, self.is_first = None, False
         self.upcoming = []
 
-    # Agreement on the order of reduces
+    # Agreement, at the end of the first pass of a kind
 
-    def proposal(self) -> tuple[int, ...]:
-        """The order in which groups were complete in the backward that ends now, and then those that it did not use."""
-        seen = self.turns.seen
-        return (*seen, *(number for number in self._reversed if number not in seen))
+    def proposal(self) -> tuple[Sequence[int], Sequence[int]]:
+        """The order in which this pass needed units; and, of a backward, that in which groups were complete, before
+        those that it did not use."""
+        seen = self.turns.seen if self.running is Pass.BACKWARD else {}
+        return tuple(self._needs), (*seen, *(number for number in self._reversed if number not in seen))
 
-    def adopt(self, order: Sequence[int]) -> None:
-        """Reduce in this order from now on, after forwards that begin where the last one did."""
-        self._reduces[self._entry] = order
+    def adopt(self, proposal: tuple[Sequence[int], Sequence[int]]) -> None:
+        """Go by these orders from now on. The first forward also predicts its backward."""
+        kind, entry = self._kind
+        self._orders[self._kind] = proposal[0]
+        if kind is Pass.FORWARD and (Pass.BACKWARD, entry) not in self._recorded:
+            self._orders[Pass.BACKWARD, entry] = proposal[0][::-1]
+        if kind is Pass.BACKWARD:
+            self._reduces[entry] = proposal[1]
 
 
-def digest(order: Sequence[int]) -> int:
-    """A number that two orders share if, and almost surely only if, they are the same."""
-    return int.from_bytes(hashlib.sha256(repr(tuple(order)).encode()).digest()[:7], "big")
+def digest(proposal: object) -> int:
+    """A number that two proposals share if, and almost surely only if, they are the same."""
+    return int.from_bytes(hashlib.sha256(repr(proposal).encode()).digest()[:7], "big")

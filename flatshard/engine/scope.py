@@ -117,7 +117,7 @@ class Scope:
         for unit in self.units:
             unit.forward_over()
         self._release_ahead()
-        self.program.end()
+        self._end_pass()
 
     def begin_backward(self) -> None:
         """A gradient has reached a unit. The first call of a backward starts its pass."""
@@ -149,10 +149,7 @@ class Scope:
         self._retained = None
         while self._reducing and (self.joins or any(reduction.then is not None for reduction in self._reducing)):
             self._land()
-        if self.program.is_first:
-            self._announce("end the backward of", self.units[0])
-            self._agree()
-        self.program.end()
+        self._end_pass()
 
     def reduce_accumulated(self) -> None:
         """Reduce what backwards without gradient synchronisation have left, as the end of a backward does."""
@@ -406,12 +403,15 @@ class Scope:
         place = "" if running is None else f" in a {running.value}"
         return f"{who} is about to {_LAUNCHES[what]} unit {name}{place}"
 
-    def _agree(self) -> None:
-        """Reduce in the order in which groups were complete in this backward, if that was the same on all ranks."""
-        order = self.program.proposal()
-        lowest, highest = self.gather_lane.extremes(self._meshes, digest(order))
-        if lowest == highest:
-            self.program.adopt(order)
+    def _end_pass(self) -> None:
+        """The running pass is over. The first of its kind says how those to come will go, if all ranks agree."""
+        if self.program.is_first:
+            self._announce("end the pass of", self.units[0])
+            proposal = self.program.proposal()
+            lowest, highest = self.gather_lane.extremes(self._meshes, digest(proposal))
+            if lowest == highest:
+                self.program.adopt(proposal)
+        self.program.end()
 
     def _traced(self, what: str, unit: Unit) -> AbstractContextManager[Any]:
         """A context that names what its body enqueues, for profilers."""
@@ -419,7 +419,7 @@ class Scope:
 
 
 _PASSES = (None, *Pass)
-_LAUNCHES = ("gather", "reduce", "end the backward of")
+_LAUNCHES = ("gather", "reduce", "end the pass of")
 
 
 class _End:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from flatshard import _torch
-from flatshard.engine.calls import Call, gradient_at_output
+from flatshard.engine.calls import Call, anchored, apart, gradient_at_output
 from flatshard.engine.gradients import Goal
 from flatshard.engine.group import Group, Member, Site
 from flatshard.engine.keep import plan_kept
@@ -154,6 +154,10 @@ class Unit:
         return self.phase is Phase.RESTING and self.call is None and not self._unseen and not self.is_gathered
 
     @property
+    def is_trained(self) -> bool:
+        return any(group.gradients.expected for group in self.groups)
+
+    @property
     def in_backward(self) -> bool:
         return self.phase is Phase.BACKWARD
 
@@ -222,7 +226,16 @@ class Unit:
             with _torch.Untransformed():
                 self._end(module, call, grads)
             return output
-        grads = torch.is_grad_enabled() and call.watch_outputs(output) and call.watches
+        grads = False
+        if torch.is_grad_enabled():
+            if self.nests:
+                output = apart(output)
+            grads = call.watch_outputs(output)
+            if not grads and self.settings.reduces_unused and self.is_trained:
+                # Other ranks may use what this one has not, and gather it in backward: this one then takes part.
+                output = anchored(output)
+                grads = call.watch_outputs(output)
+            grads = grads and call.watches
         if grads and self._left_behind != []:
             self._watch_left_behind(call)
         self._end(module, call, grads)
@@ -299,8 +312,8 @@ class Unit:
             self.release()
         else:
             self.keep()
-            if not grads and settings.reshard_after_forward is None:
-                self.hide()
+            if not grads:
+                self.hide()  # whoever asks for parameters now, to build an optimizer, wants the sharded ones
         if outermost:
             scope.end_forward()
 
@@ -423,11 +436,11 @@ class Unit:
         """The backward has left this unit: release and forget."""
         if self.phase is Phase.FORWARD:
             return  # a gradient was computed inside this unit's forward
-        if not self.is_gathered:
-            pass
-        elif self._reshards_now:
+        if self._differentiated:
+            self.hide()  # until the next forward
+        elif self.is_gathered and self._reshards_now:
             self.release()
-        else:
+        elif self.is_gathered:
             self.keep()
         self.call = None  # a recompute that stopped early, or of a part of a list
         self.phase = Phase.AWAITING if self.is_awaited else Phase.RESTING

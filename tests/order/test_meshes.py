@@ -71,10 +71,10 @@ def test_units_on_two_meshes_train_as_one_process(interpreters, names):
     interpreters(4, _two_meshes, names)
 
 
-class Swapping(nn.Module):
-    """Two blocks that this rank runs in its own order."""
+class Skipping(nn.Module):
+    """Two blocks, of which this rank runs those that it is told to."""
 
-    def __init__(self, order: tuple[int, int]) -> None:
+    def __init__(self, order: tuple[int, ...]) -> None:
         super().__init__()
         self.order = order
         self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
@@ -93,7 +93,7 @@ def two_steps(model, rank):
 
 def _one_rank_differs(rank, world):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = shard(make(Swapping, (1, 0) if rank == 3 else (0, 1)), mesh=mesh)
+    model = shard(make(Skipping, (1,) if rank == 3 else (0, 1)), mesh=mesh)
     with pytest.raises(RuntimeError, match=r"order|unit"):
         two_steps(model, rank)
 
