@@ -119,7 +119,13 @@ def anchored(output: Any) -> Any:
 
 
 def apart(output: Any) -> Any:
-    """An output whose tensors no unit inside watches yet: a backward comes to the outer unit first, on every rank."""
+    """An output of whose tensors none is watched yet.
+
+    An output may be that of a unit inside, or the input itself, where a rank uses nothing of a unit. A backward is to
+    come to the output of a unit first, on this rank as on all others, and then to what is inside.
+    """
+    if type(output) is torch.Tensor:
+        return output.view_as(output) if output._backward_hooks else output
     return map_tensors(lambda t: t.view_as(t) if t.requires_grad and t._backward_hooks else t, output)
 
 

@@ -154,8 +154,12 @@ class Unit:
         return self.phase is Phase.RESTING and self.call is None and not self._unseen and not self.is_gathered
 
     @property
-    def is_trained(self) -> bool:
-        return any(group.gradients.expected for group in self.groups)
+    def _is_anchored(self) -> bool:
+        """Whether a backward is to come to this unit, and to go beyond it, even if this rank uses nothing there.
+
+        Other ranks may, and gather and reduce at those moments.
+        """
+        return self.settings.reduces_unused and any(group.gradients.expected for group in self.groups)
 
     @property
     def in_backward(self) -> bool:
@@ -204,6 +208,8 @@ class Unit:
         args, kwargs = self._cast_inputs(args, kwargs)
         if call.watches:
             args, kwargs, watched = call.watch_inputs(args, kwargs)
+            if not watched and self._is_anchored:
+                args, kwargs, watched = call.watch_inputs(*anchored((args, kwargs)))
             if self.nests or not watched:  # then every parameter is asked as well
                 for group in self.groups:
                     group.watch()
@@ -228,11 +234,9 @@ class Unit:
             return output
         grads = False
         if torch.is_grad_enabled():
-            if self.nests:
-                output = apart(output)
+            output = apart(output)
             grads = call.watch_outputs(output)
-            if not grads and self.settings.reduces_unused and self.is_trained:
-                # Other ranks may use what this one has not, and gather it in backward: this one then takes part.
+            if not grads and self._is_anchored:
                 output = anchored(output)
                 grads = call.watch_outputs(output)
             grads = grads and call.watches

@@ -130,7 +130,6 @@ class Case:
     steps: int = 2
     micro: int = 1
     sync: str = "always"  # or "last", or "microbatch"
-    idle: bool = False  # a rank may use nothing of a unit
     modules: int = 0
 
     def count(self) -> int:
@@ -143,15 +142,14 @@ class Case:
         for module in self.model.modules():
             if isinstance(module, (Branches, Root)):
                 count = len(module.items if isinstance(module, Branches) else module.heads)
-                least = 0 if self.idle and isinstance(module, Branches) else 1
-                chosen = rng.sample(range(count), rng.randint(min(least, count), count))
+                chosen = rng.sample(range(count), rng.randint(min(1, count), count))
                 self.clock.used[module.number] = tuple(sorted(chosen))
 
     def __str__(self) -> str:
         """What to read when it fails."""
         lines = [
             f"seed {self.seed} of {self.world} ranks: mesh {self.mesh}, {self.steps} steps of {self.micro}, "
-            f"reduced {self.sync}, idle units {self.idle}"
+            f"reduced {self.sync}"
         ]
         for name, module in self.model.named_modules():
             if isinstance(module, Branches):
@@ -172,7 +170,6 @@ def build(seed: int, world: int) -> Case:
     case.kinds += ["own"] if case.mesh == "own" else []
     case.steps, case.micro = rng.choice((2, 2, 3)), rng.choice((1, 2, 3))
     case.sync = rng.choice(("always", "last", "microbatch"))
-    case.idle = seed % 2 == 1
     case.model = Root(case, rng)
     case.units = [*_units(rng, case.model.tree, "tree"), ([""], _choices(rng))]
     return case
