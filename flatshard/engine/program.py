@@ -35,10 +35,14 @@ class Turns:
 
     What `due` and `left` yield, taken together, is a function of the order and of the set of groups that are used, and
     does not depend on when they were marked. A group whose turn has passed has another one at the end.
+
+    ``free``: there is no order yet, and each is due when it is marked; the ranks then compare what they launch.
     """
 
-    def __init__(self, order: Sequence[int]) -> None:
+    def __init__(self, order: Sequence[int], free: bool = False) -> None:
         self.seen: dict[int, None] = {}  # in which order groups were complete, due or not
+        self.is_free = free
+        self._had: set[int] = set()  # their turn, where that is free
         self._order = order
         self._place = {number: place for place, number in enumerate(order)}
         self._next = 0
@@ -66,6 +70,11 @@ class Turns:
 
         Stops before a group that is not marked and that has gradients ``to_come``.
         """
+        if self.is_free:
+            for number in [number for number in self.seen if number in self._marked and number not in self._had]:
+                self._had.add(number)
+                yield number
+            return
         while self._next <= self._last:
             number = self._order[self._next]
             if number not in self._marked and to_come(number):
@@ -77,7 +86,8 @@ class Turns:
         """At the end of the backward: the groups that have not had their turn."""
         while self._next < len(self._order):
             self._next += 1
-            yield self._order[self._next - 1]
+            if self._order[self._next - 1] not in self._had:
+                yield self._order[self._next - 1]
 
     def again(self, waiting: Callable[[int], bool]) -> list[int]:
         """After all turns: the groups that have another, since they were marked twice or have gradients ``waiting``."""
@@ -118,8 +128,11 @@ class Program:
         """The order that the next pass of this kind from this unit on is expected to follow."""
         return tuple(self._orders.get((kind, entry), ()))
 
-    def begin(self, kind: Pass, entry: int | None = None) -> None:
-        """A pass starts, at unit ``entry``; a backward, where the last forward did. One broken off is forgotten."""
+    def begin(self, kind: Pass, entry: int | None = None, free: bool = False) -> None:
+        """A pass starts, at unit ``entry``; a backward, where the last forward did. One broken off is forgotten.
+
+        ``free``: if it is the first of its kind, its reduces have no order.
+        """
         if kind is Pass.FORWARD and entry is not None:
             self._entry = entry
         self.running, self._kind = kind, (kind, self._entry if entry is None else entry)
@@ -127,7 +140,7 @@ class Program:
         self.upcoming = list(self._orders.get(self._kind, ()))
         self._gathered, self._needed, self._needs = [], {}, []
         if kind is Pass.BACKWARD:
-            self.turns = Turns(self._reduces.get(self._kind[1], self._reversed))
+            self.turns = Turns(self._reduces.get(self._kind[1], self._reversed), free and self.is_first)
 
     def gather(self, unit: int) -> None:
         """A gather of this unit is launched."""

@@ -128,7 +128,9 @@ class Scope:
         self.backwards += 1
         self._done.clear()
         self._launched.clear()
-        self.program.begin(Pass.BACKWARD)
+        # Where ranks may use different parameters, their gradients are complete at different moments.
+        alike = not any(unit.settings.reduces_unused for unit in self.units)
+        self.program.begin(Pass.BACKWARD, free=alike)
         end = _End(self)
         self._end = weakref.ref(end)
         _torch.at_end_of_backward(end)
@@ -295,7 +297,7 @@ class Scope:
         On ranks that use different parameters of it, that happens at different moments. So reduces must not share
         process groups with gathers, nor announce themselves.
         """
-        return self.reduce_lane.own_groups and not self.program.is_first
+        return self.reduce_lane.own_groups and (not self.program.is_first or self.program.turns.is_free)
 
     def group_complete(self, number: int) -> None:
         """All gradients of a group have arrived."""
