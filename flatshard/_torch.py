@@ -587,9 +587,12 @@ def _unsplit() -> Iterator[None]:
         default.bound_device_id = device
 
 
+graph_task: Callable[[], int] = torch._C._current_graph_task_id  # what autograd runs on this thread, by number
+
+
 def in_backward() -> bool:
     """Whether the autograd engine is running on this thread: a forward called now is a recompute."""
-    return torch._C._current_graph_task_id() != -1
+    return graph_task() != -1
 
 
 def at_end_of_backward(action: Callable[[], None]) -> None:

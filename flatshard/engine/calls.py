@@ -67,13 +67,15 @@ class Call:
         self._over.add(number)
         self.passed = len(self._over) == len(self._nodes)
 
-    def is_ahead(self, backward: int) -> bool:
-        """Within a backward, by number: whether that will go through this call, as far as can be known, and has not."""
+    def is_ahead(self, backward: int, nested: bool) -> bool:
+        """Within a backward, by number: whether that will go through this call, as far as can be known, and has not.
+
+        ``nested``: reentrant checkpointing goes through a graph of its own now, which hides the one around it.
+        """
         if self.passed:
             return False
-        if self.backward == backward:
+        if nested or self.backward == backward:
             return True
-        # A segment that is recomputed by reentrant checkpointing is a graph of its own, and hides the one around it.
         for number, node in enumerate(self._nodes):
             if number not in self._over and _torch.will_be_executed(node):
                 return True

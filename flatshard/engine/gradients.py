@@ -266,8 +266,16 @@ class Gradients:
         if self.direct is not None:
             self.direct.drop()
 
+    def goal(self, asked: Goal) -> Goal:
+        """How far the gradients of this group go, if they are asked to go so far."""
+        if asked is Goal.REST and self.placements.gradient == self.placements.optimizer:
+            return Goal.FINAL  # nothing rests on the way
+        if asked is Goal.REST and not is_sharded(self.placements.gradient[-1]):
+            return Goal.KEEP  # the innermost axis rests unreduced, so all of it does
+        return asked
+
     def reduce(self, pool: Pool, goal: Goal, name: str) -> Reduction:
-        """Start taking what has arrived to ``goal``. A missing gradient counts as zero.
+        """Start taking what has arrived to ``goal``, one of `goal`. A missing gradient counts as zero.
 
         A gradient that autograd left in the reduce dtype, and whose segment has no padding, is sent from where it is;
         the others are copied into a staging buffer first.
@@ -278,10 +286,6 @@ class Gradients:
             self._used.update(index for index, member in enumerate(self.members) if member.sharded.requires_grad)
         if self.direct is not None and self.direct.written:
             gradients = self._settle(self.direct, gradients)
-        if goal is Goal.REST and self.placements.gradient == self.placements.optimizer:
-            goal = Goal.FINAL  # nothing rests on the way
-        if goal is Goal.REST and not is_sharded(self.placements.gradient[-1]):
-            goal = Goal.KEEP  # the innermost axis rests unreduced, so all of it does
         if goal is Goal.KEEP:
             self._add_unreduced(gradients)
             return Reduction(Ticket(), name)

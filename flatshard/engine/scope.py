@@ -49,6 +49,8 @@ class Scope:
         self._done: set[int] = set()  # units that the running backward has left
         self._launched: set[int] = set()  # groups that it has reduced
         self._reducing: deque[Reduction] = deque()
+        self._alike = True  # all ranks use the same parameters
+        self._task = -1  # of autograd, of which the running backward is
         self._end: weakref.ref[_End] | None = None  # what is to happen at the end of the running backward
         self.resolve()
         if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
@@ -126,14 +128,19 @@ class Scope:
                 return
             self.recover()  # an exception broke the last backward off, and no forward has been since
         self.backwards += 1
+        self._task = _torch.graph_task()
         self._done.clear()
         self._launched.clear()
-        # Where ranks may use different parameters, their gradients are complete at different moments.
-        alike = not any(unit.settings.reduces_unused for unit in self.units)
-        self.program.begin(Pass.BACKWARD, free=alike)
+        self._alike = not any(unit.settings.reduces_unused for unit in self.units)
+        self.program.begin(Pass.BACKWARD, free=self._alike)
         end = _End(self)
         self._end = weakref.ref(end)
         _torch.at_end_of_backward(end)
+
+    @property
+    def is_nested(self) -> bool:
+        """Within a backward: whether a segment of it is recomputed, and gone through, as a graph of its own."""
+        return _torch.graph_task() != self._task
 
     def end_backward(self) -> None:
         """All gradients are there: reduce what is left, order the current stream after all reduces, rest."""
@@ -162,7 +169,7 @@ class Scope:
         """Reduce what waits in these units for a backward that goes all the way: the last micro-batch had none."""
         for number in reversed(range(len(self._groups))):
             unit, group = self._at(number)
-            if group is not None and unit in units and unit.goal is Goal.FINAL and group.gradients.has_partial:
+            if group is not None and unit in units and group.gradients.goal(unit.goal) is Goal.FINAL and group.gradients.has_partial:
                 self._reduce(number)
         while self._reducing:
             self._land()
@@ -294,10 +301,10 @@ class Scope:
     def counts(self) -> bool:
         """Whether a group may be reduced as soon as all its gradients have arrived, before its unit is left.
 
-        On ranks that use different parameters of it, that happens at different moments. So reduces must not share
-        process groups with gathers, nor announce themselves.
+        On ranks that use different parameters of it, that happens at different moments, before or after a gather that
+        others wait for. And reduces that share process groups with gathers must keep their place among them.
         """
-        return self.reduce_lane.own_groups and (not self.program.is_first or self.program.turns.is_free)
+        return self._alike and self.reduce_lane.own_groups
 
     def group_complete(self, number: int) -> None:
         """All gradients of a group have arrived."""
@@ -339,8 +346,9 @@ class Scope:
         if group is None:
             return
         gradients = group.gradients
-        unused = unit.settings.reduces_unused and gradients.expected and unit.goal is not Goal.KEEP
-        if unused or gradients.waiting or (gradients.has_partial and unit.goal is Goal.FINAL):
+        goal = gradients.goal(unit.goal)
+        unused = unit.settings.reduces_unused and gradients.expected and goal is not Goal.KEEP
+        if unused or gradients.waiting or (gradients.has_partial and goal is Goal.FINAL):
             self._reduce(number)
 
     def _reduce(self, number: int) -> None:
@@ -349,9 +357,9 @@ class Scope:
         assert group is not None
         while len(self._reducing) >= self.max_reducing:
             self._land()
-        if self.program.is_first:
+        gradients, pool, goal = group.gradients, self.reduce_pool, group.gradients.goal(unit.goal)
+        if self.program.is_first and goal is not Goal.KEEP:
             self._announce("reduce", unit, unit.numbers.index(number))
-        gradients, pool, goal = group.gradients, self.reduce_pool, unit.goal
         if _torch.profiling():
             with self._traced("reduce", unit):
                 self._reducing.append(gradients.reduce(pool, goal, unit.name))

@@ -370,8 +370,10 @@ class Unit:
     def _has_calls_ahead(self) -> bool:
         for ref in self._calls:
             call = ref()
-            if call is not None and call.is_ahead(self.scope.backwards if self.scope is not None else 0):
-                return True
+            if call is not None and not call.passed:
+                assert self.scope is not None
+                if call.is_ahead(self.scope.backwards, self.scope.is_nested):
+                    return True
         return False
 
     def gradient_at_output(self, call: Call) -> None:
@@ -432,7 +434,7 @@ class Unit:
         """The backward is over, here and everywhere."""
         if _torch.in_backward():
             for call in (ref() for ref in self._calls):
-                if call is not None and self.scope is not None and call.is_ahead(self.scope.backwards):
+                if call is not None and self.scope is not None and call.is_ahead(self.scope.backwards, False):
                     call.passed = True
         self.rest()
 
