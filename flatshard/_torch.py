@@ -441,6 +441,16 @@ def holders(tensors: Sequence[DTensor]) -> list[int]:
     ]
 
 
+def hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:
+    """``register_hook``, before all that there are."""
+    before = dict(tensor._backward_hooks or {})
+    tensor.register_hook(hook)
+    hooks = tensor._backward_hooks
+    if before and hooks is not None:
+        for number in before:  # torch calls them in the order in which they were put in
+            hooks[number] = hooks.pop(number)
+
+
 def tensor_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
     """What was given to ``register_hook``, in that order."""
     return list((parameter._backward_hooks or {}).values())
@@ -495,8 +505,12 @@ def will_be_executed(node: Any) -> bool:
 # Making process groups
 
 
-def new_group(ranks: Sequence[int], like: ProcessGroup, name: str, title: str) -> ProcessGroup:
-    """A process group of ``ranks``, with the backend and the time-out of ``like``; collective among them alone.
+def new_group(
+    ranks: Sequence[int], like: ProcessGroup, name: str, title: str, patience: timedelta | None = None
+) -> ProcessGroup:
+    """A process group of ``ranks``, with the backend of ``like``, and its time-out unless one is given.
+
+    Collective among the ranks alone.
 
     ``name`` must be the same on all of them, and no other group's. ``title`` is for people.
     """
@@ -508,7 +522,7 @@ def new_group(ranks: Sequence[int], like: ProcessGroup, name: str, title: str) -
     with _named(listed, name), _unsplit():
         made = torch.distributed.new_group(
             listed,
-            timeout=timeout_of(like) or timeout_of(_default_group()),  # meshes make groups without asking for one
+            timeout=timeout_of(like) if patience is None else patience,
             backend=backend,
             use_local_synchronization=True,
             group_desc=title,

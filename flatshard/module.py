@@ -89,6 +89,8 @@ class FSDPModule(TorchFSDPModule):
         for unit in _units(self, recurse):
             unit.settings.reshard_after_forward = reshard_after_forward
             unit.parks = False
+            for group in unit.groups:
+                group.park_mesh = None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Off: full parameters stay after backward and the next forward uses them as they are, without a gather.

@@ -399,7 +399,8 @@ def group_among(ranks: Sequence[int], beside: Sequence[ProcessGroup]) -> Process
     if members not in known:
         like = max(beside, key=lambda group: _torch.timeout_of(group) or timedelta())
         digest = hashlib.sha256(repr(members).encode()).hexdigest()[:20]
-        known[members] = _torch.new_group(members, like, f"flatshard_joint_{digest}", "flatshard_joint")
+        patience = _torch.timeout_of(like) or _torch.timeout_of(world)  # meshes make groups without asking for one
+        known[members] = _torch.new_group(members, like, f"flatshard_joint_{digest}", "flatshard_joint", patience)
     return known[members]
 
 

@@ -104,12 +104,16 @@ class Call:
         return args, kwargs, True
 
     def watch_outputs(self, output: Any) -> bool:
-        """Let `Unit.gradient_at_output` follow when a gradient reaches the output; whether one may."""
+        """Let `Unit.gradient_at_output` follow when a gradient reaches the output; whether one may.
+
+        An output may be that of a unit inside, or the input itself where a rank uses nothing of a unit. A backward is
+        to come to the output first, on this rank as on all others, and then to what is inside.
+        """
         hook = functools.partial(gradient_at_output, self)
         watched = False
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(hook)
+                _torch.hook_first(tensor, hook)
                 watched = True
         return watched
 
@@ -118,17 +122,6 @@ def anchored(output: Any) -> Any:
     """An output with the same values that a backward comes to, although nothing in it needs a gradient."""
     anchor = torch.empty(0, requires_grad=True)
     return map_tensors(lambda t: _Anchor.apply(anchor, t) if t.is_floating_point() else t, output)  # type: ignore[no-untyped-call]
-
-
-def apart(output: Any) -> Any:
-    """An output of whose tensors none is watched yet.
-
-    An output may be that of a unit inside, or the input itself, where a rank uses nothing of a unit. A backward is to
-    come to the output of a unit first, on this rank as on all others, and then to what is inside.
-    """
-    if type(output) is torch.Tensor:
-        return output.view_as(output) if output._backward_hooks else output
-    return map_tensors(lambda t: t.view_as(t) if t.requires_grad and t._backward_hooks else t, output)
 
 
 class _Anchor(torch.autograd.Function):

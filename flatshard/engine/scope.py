@@ -169,7 +169,12 @@ class Scope:
         """Reduce what waits in these units for a backward that goes all the way: the last micro-batch had none."""
         for number in reversed(range(len(self._groups))):
             unit, group = self._at(number)
-            if group is not None and unit in units and group.gradients.goal(unit.goal) is Goal.FINAL and group.gradients.has_partial:
+            if (
+                group is not None
+                and unit in units
+                and group.gradients.goal(unit.goal) is Goal.FINAL
+                and group.gradients.has_partial
+            ):
                 self._reduce(number)
         while self._reducing:
             self._land()

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from flatshard import _torch
-from flatshard.engine.calls import Call, anchored, apart, gradient_at_output
+from flatshard.engine.calls import Call, anchored, gradient_at_output
 from flatshard.engine.gradients import Goal
 from flatshard.engine.group import Group, Member, Site
 from flatshard.engine.keep import plan_kept
@@ -234,7 +234,6 @@ class Unit:
             return output
         grads = False
         if torch.is_grad_enabled():
-            output = apart(output)
             grads = call.watch_outputs(output)
             if not grads and self._is_anchored:
                 output = anchored(output)
@@ -499,7 +498,11 @@ class Unit:
         settings = self.settings
         if self.kept is None or self._differentiated or (settings.keeps_for_next and settings.is_first):
             return False
-        return self.kept == [group.state for group in self.needs]
+        return self.kept == [group.state for group in self.needs] and not any(map(is_moved, self._hidden()))
+
+    def _hidden(self) -> list[Group]:
+        """Groups that show sharded parameters."""
+        return [group for group in self.groups if not group.is_full]
 
     def swap_in(self) -> None:
         """Wait for the gathers and show the full parameters to the modules."""
