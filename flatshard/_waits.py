@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-_active: Waits | None = None
+active: Waits | None = None  # the recording that is on, if one is
 
 
 class Waits:
@@ -39,20 +39,15 @@ class Waits:
         return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
 
-def recorder() -> Waits | None:
-    """The recording that is on, if one is."""
-    return _active
-
-
 @contextmanager
 def recording() -> Iterator[Waits]:
     """Record all waits of the body."""
-    global _active
-    before, _active = _active, Waits()
+    global active
+    before, active = active, Waits()
     try:
-        yield _active
+        yield active
     finally:
-        _active = before
+        active = before
 
 
 def _now(device: torch.device) -> Any:

@@ -148,7 +148,7 @@ class Lane:
         self.history: deque[Operation] = deque(maxlen=HISTORY)
         self.launched = 0
         self.own_groups = own_groups
-        self._inside = _Inside(self.stream)
+        self.inside = _Inside(self.stream)
         self._groups: dict[tuple[DeviceMesh, int, bool], ProcessGroup] = {}
         self._backends: dict[ProcessGroup, str] = {}
 
@@ -169,12 +169,8 @@ class Lane:
 
     def entered(self, after: Sequence[Ticket] = ()) -> _Inside:
         """A context in which device work goes in this lane's order, after the given tickets. Can be nested."""
-        self._inside.after = after
-        return self._inside
-
-    @property
-    def is_entered(self) -> bool:
-        return self._inside.depth > 0
+        self.inside.after = after
+        return self.inside
 
     def mark(self) -> Ticket:
         """A ticket for all that has been enqueued on the current stream. On CPU that work is done already."""
@@ -247,7 +243,7 @@ class Lane:
             with self.entered(after):
                 works, unpack = reduce_by(comm, group, outputs, inputs, op, self.stream is None)
                 return self._finish("reduce_scatter", name, _nbytes(inputs), works, _one_after_other(unpack, then))
-        if self._inside.depth and not after:
+        if self.inside.depth and not after:
             return self._reduce_scatter(group, outputs, inputs, op, then, name)
         with self.entered(after):
             return self._reduce_scatter(group, outputs, inputs, op, then, name)

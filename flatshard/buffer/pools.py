@@ -94,7 +94,7 @@ class Pool:
         What is ``lasting`` comes from the ordinary heap of the current stream: slots are for what comes and goes.
         """
         storage = tensor.untyped_storage()
-        size = tensor.numel() * tensor.element_size()
+        size = tensor.nbytes
         if storage.nbytes() or not size:
             return
         if self.lane.stream is None and (lasting or self.planner is None):

@@ -140,7 +140,7 @@ class Gradients:
         self._unreduced: DBuffer | None = None
         self._resting: DBuffer | None = None
         self._used: set[int] = set()  # members that have had a gradient in backwards that stopped short of final
-        self._main_grads: MainGrads | None = None
+        self.main_grads: MainGrads | None = None
         self._group: tuple[Lane, bool, Any] | None = None  # the process group of the last axis
         self.in_flight = 0  # reduces that write into main gradients
         self.direct: Direct | None = None  # set: kernels may write gradients themselves
@@ -206,14 +206,14 @@ class Gradients:
 
         Within `_torch.PlainAttributes`, since it looks at every parameter.
         """
-        known = self._main_grads
+        known = self.main_grads
         if known is None or known.is_empty or self.in_flight or self.home.host:
             return
         for member in self.members:
             if member.sharded.grad is not None:
                 return
         if known.is_held:
-            self._main_grads = None
+            self.main_grads = None
         else:
             known.give_back()
 
@@ -348,7 +348,7 @@ class Gradients:
         with lane.entered((lane.mark(),)):
             inputs, keep = self._inputs(gradients, pool)
             keep += replaced
-            in_place = fresh and main_grad.dtype == self.reduce_dtype and not self.home.host
+            in_place = fresh and main_grad.local.dtype == self.reduce_dtype and not self.home.host
             target = main_grad if in_place else self._buffer(self.main.placements, self.reduce_dtype, pool.temporary)
             # What is done to the result, in the order of the lane.
             then: list[Callable[[], None]] = []
@@ -363,7 +363,7 @@ class Gradients:
             ticket = self._through(target, inputs, pool, keep, name, _one_by_one(then))
             if self.home.host:
                 ticket = self.home.bring(target, ticket, lane, main_grad, fresh, factor)
-        shown, other_dtype = main_grads.shown, main_grad.dtype != self.main.dtype
+        shown, other_dtype = main_grads.shown, main_grad.local.dtype != self.main.local.dtype
         with _torch.PlainAttributes():  # which make an attribute of a DTensor several times as dear
             for index in used:
                 if had_grad[index]:
@@ -487,7 +487,7 @@ class Gradients:
 
     def _take_main_grads(self, had_grad: Sequence[bool], lane: Lane) -> tuple[MainGrads, bool, list[torch.Tensor]]:
         """The main gradients; whether they are to be written, not added to; and what the lane reads for that."""
-        known, any_had = self._main_grads, any(had_grad)
+        known, any_had = self.main_grads, any(had_grad)
         if known is not None and not any_had:
             if known.take_again():
                 self._zero_between(known.buffer)
@@ -495,7 +495,7 @@ class Gradients:
                 known = None
         if known is None:
             buffer = self._buffer(self.main.placements, self.grad_dtype, self.home.empty)
-            known = self._main_grads = MainGrads(buffer, self.members)
+            known = self.main_grads = MainGrads(buffer, self.members)
         if not any_had:
             return known, True, []
         with _torch.PlainAttributes():

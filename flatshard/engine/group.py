@@ -139,6 +139,7 @@ class Group:
         self._compute_rests_as_main = self.placements.parameter == self.placements.optimizer
         everywhere = all(isinstance(p, Replicate) for p in self.placements.parameter)
         self._is_sharded = not all(isinstance(p, Replicate) for p in main.placements)
+        self._is_hollow = not self.layout.payload  # only empty tensors
         self._own: list[torch.Tensor] | None = None  # this rank's runs of the gathered buffer
         self._is_main = everywhere and self._compute_rests_as_main and self.codec.sends_main and not self.home.host
         self._is_compute = everywhere and not self._compute_rests_as_main
@@ -203,8 +204,9 @@ class Group:
             local = pool.empty(numel, self.codec.wire_dtype)
             self.gathered = DBuffer(self.layout, self.mesh, everywhere, local)
         pool.allocate(self.gathered.local, lasting)
-        self._make_full()
-        with lane.entered((refreshed,)):
+        if self._turned or self.members[0].full is None:
+            self._make_full()
+        with lane.entered(() if refreshed is _DONE else (refreshed,)):
             self.ticket = self._fill(self.gathered, pool, name)
         if self._turned:
             self.ticket = lane.follow(self.ticket, self._turn)
@@ -212,7 +214,7 @@ class Group:
     def _fill(self, target: DBuffer, pool: Pool, name: str) -> Ticket:
         """Enqueue what fills the gathered buffer, inside the lane."""
         lane, comm = pool.lane, self.all_gather_comm
-        if not target.runs():  # only empty tensors; collectives refuse empty lists
+        if self._is_hollow:  # collectives refuse empty lists
             return Ticket()
         if self._is_parked:
             assert self._parked is not None
@@ -222,7 +224,7 @@ class Group:
         if self.compute is not None:
             own = self.compute.runs()
             return target.gather_in_place(self.compute.placements, lane=lane, own=own, name=name, comm=comm)
-        main = self._main_on_device(pool)
+        main = self._main_on_device(pool) if self.home.host else self.main
         if self.codec.sends_main and self._is_sharded:
             return target.gather_in_place(main.placements, lane=lane, own=main.runs(), name=name, comm=comm)
         if self._own is None:

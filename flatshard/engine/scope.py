@@ -131,7 +131,7 @@ class Scope:
         self._task = _torch.graph_task()
         self._done.clear()
         self._launched.clear()
-        self._alike = not any(unit.settings.reduces_unused for unit in self.units)
+        self._alike = True not in [unit.settings.reduces_unused for unit in self.units]
         self.program.begin(Pass.BACKWARD, free=self._alike)
         end = _End(self)
         self._end = weakref.ref(end)
@@ -213,7 +213,7 @@ class Scope:
         self._gather_next(unit, self.policy.max_gathered - 1)
         if not gather:
             return
-        waits = _waits.recorder()
+        waits = _waits.active
         if waits is None:
             unit.swap_in()
             return
@@ -354,15 +354,16 @@ class Scope:
         goal = gradients.goal(unit.goal)
         unused = unit.settings.reduces_unused and gradients.expected and goal is not Goal.KEEP
         if unused or gradients.waiting or (gradients.has_partial and goal is Goal.FINAL):
-            self._reduce(number)
+            self._reduce(number, goal)
 
-    def _reduce(self, number: int) -> None:
-        """Start reducing the gradients of one group."""
+    def _reduce(self, number: int, goal: Goal | None = None) -> None:
+        """Start reducing the gradients of one group, as far as its unit says."""
         unit, group = self._at(number)
         assert group is not None
         while len(self._reducing) >= self.max_reducing:
             self._land()
-        gradients, pool, goal = group.gradients, self.reduce_pool, group.gradients.goal(unit.goal)
+        gradients, pool = group.gradients, self.reduce_pool
+        goal = gradients.goal(unit.goal) if goal is None else goal
         if self.program.is_first and goal is not Goal.KEEP:
             self._announce("reduce", unit, unit.numbers.index(number))
         if _torch.profiling():
@@ -378,7 +379,7 @@ class Scope:
     def _land(self) -> None:
         """Order the current stream after the oldest reduce; what it read may be freed."""
         reduction = self._reducing.popleft()
-        waits = _waits.recorder()
+        waits = _waits.active
         if waits is None:
             reduction.ticket.wait()
         else:

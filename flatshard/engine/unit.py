@@ -187,7 +187,7 @@ class Unit:
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward is to run; what it is to be called with."""
-        scope = scope_of(self, module)
+        scope = scope_of(self, module) if self.scope is None else self.scope
         recompute = _torch.in_backward()
         call = self.call
         if call is None or not call.goes_on_with(module):
@@ -205,7 +205,8 @@ class Unit:
         if not recompute:
             self._enter(Phase.FORWARD)
         scope.need(self)
-        args, kwargs = self._cast_inputs(args, kwargs)
+        if self.policy.param_dtype is not None:
+            args, kwargs = self._cast_inputs(args, kwargs)
         if call.watches:
             args, kwargs, watched = call.watch_inputs(args, kwargs)
             if not watched and self._is_anchored:
@@ -263,8 +264,9 @@ class Unit:
         """A forward has run; ``grads``: a gradient may come to its output."""
         scope = self.scope
         assert scope is not None
-        call.running.discard(id(module))
-        call.left.discard(id(module))
+        which = id(module)
+        call.running.discard(which)
+        call.left.discard(which)
         if grads:
             self._await(call)
         left = call.left

@@ -70,7 +70,7 @@ def _bytes(rank: int, world: int) -> None:
     model.zero_grad()
     for unit in scope_of(model).units:
         for group in unit.groups:
-            main_grads = group.gradients._main_grads
+            main_grads = group.gradients.main_grads
             assert main_grads is None or not main_grads.buffer.local.untyped_storage().nbytes()
     kept = [parameter.grad for parameter in model.parameters()]
     assert kept == [None] * len(kept)

@@ -109,8 +109,8 @@ def _in_flight(rank, world):
     assert scope.max_reducing == 2
     most, reduce = [], scope._reduce
 
-    def counted(number):
-        reduce(number)
+    def counted(*args):
+        reduce(*args)
         most.append(len(scope._reducing))
 
     scope._reduce = counted

@@ -364,7 +364,7 @@ def watching() -> Iterator[Checker]:
             yield checker
         finally:
             for lane in checker.lanes:  # what is left of models is not watched when it goes
-                lane.stream, lane._inside = None, lanes._Inside(None)
+                lane.stream, lane.inside = None, lanes._Inside(None)
 
 
 def _noting_lists(checker: Checker) -> Callable[..., Any]:
@@ -396,7 +396,7 @@ def _having_a_stream(checker: Checker) -> Callable[..., None]:
     def __init__(self: lanes.Lane, name: str, device: torch.device, **kwargs: Any) -> None:
         init(self, name, device, **kwargs)
         self.stream = stream = checker.stream(name)
-        self._inside = lanes._Inside(stream)
+        self.inside = lanes._Inside(stream)
         checker.lanes.add(self)
 
     return __init__

@@ -339,7 +339,7 @@ SABOTAGES: dict[str, tuple[Any, str, Any]] = {
     "lanes do not wait": (Ticket, "wait", waiting_where(lambda: not is_on_a_lane())),
     "compute does not wait": (Ticket, "wait", waiting_where(is_on_a_lane)),
     "nobody says where it stands": (Lane, "mark", lambda self: Ticket()),
-    "lanes begin at once": (Lane, "entered", lambda self, after=(): self._inside),
+    "lanes begin at once": (Lane, "entered", lambda self, after=(): self.inside),
     "slots are free at once": (Pool, "release", forgetful(Pool.release)),
     "events are of nothing": (Event, "record", lambda self, stream=None: None),
 }
