@@ -155,8 +155,7 @@ class Group:
     @property
     def state(self) -> tuple[int, ...]:
         """Numbers that change with main weights, whoever writes them: an optimizer, or an operation on a parameter."""
-        locals_ = [_torch.local_of(member.sharded) for member in self.members]
-        return (steps.taken(), self.main.local._version, *[local._version for local in locals_])
+        return (steps.taken(), self.main.local._version, *[local._version for local in self.look.locals])
 
     @property
     def is_gathered(self) -> bool:

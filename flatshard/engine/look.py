@@ -25,10 +25,10 @@ class Look:
 
     def __init__(self, members: Sequence[Member]) -> None:
         self._parameters = [member.sharded for member in members]
-        self._locals = [_torch.local_of(parameter) for parameter in self._parameters]
+        self.locals = [_torch.local_of(parameter) for parameter in self._parameters]
         self._storages = list(map(_torch.storage_id, self._parameters))
         self._alive = list(map(_torch.storage_of, self._parameters))  # so that no other gets the number of one
-        self._pairs: list[tuple[nn.Parameter, torch.Tensor]] = list(zip(self._parameters, self._locals))
+        self._pairs: list[tuple[nn.Parameter, torch.Tensor]] = list(zip(self._parameters, self.locals))
         self._places: list[tuple[Slots, str, nn.Parameter]] = []
         self._others: list[tuple[Site, nn.Parameter]] = []
         for member in members:
@@ -59,7 +59,7 @@ class Look:
 
     def is_moved(self, index: int) -> bool:
         """Whether a parameter, wherever it is, has other memory."""
-        return _torch.local_of(self._parameters[index]) is not self._locals[index]
+        return _torch.local_of(self._parameters[index]) is not self.locals[index]
 
     def accept_data(self, index: int) -> None:
         """Whatever `.data` a parameter has is its own."""
