@@ -95,8 +95,8 @@ class FSDPModule(TorchFSDPModule):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Off: full parameters stay after backward and the next forward uses them as they are, without a gather.
 
-        For micro-batches between which no optimizer steps. On again before the last backward of a step, or call
-        `reshard` after it: else the next step would compute with the old weights.
+        For micro-batches between which no optimizer steps. Once main weights have changed they are gathered anew; until
+        then they take memory, so let it be on again before the last backward of a step.
         """
         for unit in _units(self, recurse):
             unit.settings.reshard_after_backward = reshard_after_backward

@@ -364,7 +364,7 @@ class Gradients:
             if self.home.host:
                 ticket = self.home.bring(target, ticket, lane, main_grad, fresh, factor)
         shown, other_dtype = main_grads.shown, main_grad.local.dtype != self.main.local.dtype
-        with _torch.PlainAttributes():  # which make an attribute of a DTensor several times as dear
+        with _torch.PlainAttributes():
             for index in used:
                 if had_grad[index]:
                     continue
@@ -488,11 +488,10 @@ class Gradients:
     def _take_main_grads(self, had_grad: Sequence[bool], lane: Lane) -> tuple[MainGrads, bool, list[torch.Tensor]]:
         """The main gradients; whether they are to be written, not added to; and what the lane reads for that."""
         known, any_had = self.main_grads, any(had_grad)
-        if known is not None and not any_had:
-            if known.take_again():
-                self._zero_between(known.buffer)
-            elif known.is_held:
-                known = None
+        if known is not None and known.take_again():
+            self._zero_between(known.buffer)
+        elif known is not None and not any_had and known.is_held:
+            known = None
         if known is None:
             buffer = self._buffer(self.main.placements, self.grad_dtype, self.home.empty)
             known = self.main_grads = MainGrads(buffer, self.members)

@@ -93,7 +93,7 @@ class Scope:
         self.rest_gradients()
         grads = torch.is_grad_enabled()
         for unit in self.units:
-            if unit.keeps(grads):
+            if unit.keeps():
                 continue
             unit.release()
             unit.absorb_moved()
@@ -232,7 +232,8 @@ class Scope:
             self._announce("gather", unit)
         if torch.is_inference_mode_enabled() or _torch.profiling():
             # What is made here outlives the pass; made under inference mode, training could never write it again.
-            with torch.inference_mode(False), self._traced("gather", unit):
+            training = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+            with training, self._traced("gather", unit):
                 self._launch_gather(unit)
         else:
             self._launch_gather(unit)

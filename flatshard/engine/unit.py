@@ -495,8 +495,8 @@ class Unit:
         """Leave the gathered weights to the next pass, should they still be those of main by then."""
         self.kept = [group.state for group in self.needs]
 
-    def keeps(self, grads: bool) -> bool:
-        """Whether a forward that begins, with gradients or without, uses the gathered weights as they are."""
+    def keeps(self) -> bool:
+        """Whether a forward that begins uses the gathered weights as they are."""
         settings = self.settings
         if self.kept is None or self._differentiated or (settings.keeps_for_next and settings.is_first):
             return False

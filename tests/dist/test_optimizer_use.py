@@ -209,6 +209,25 @@ def _memory(rank, world):
     gc.enable()
 
 
+def _given(rank, world):
+    """A gradient that the user gives a parameter after `zero_grad` has freed all others joins the next backward."""
+    model, optimizer = ready(rank, world, steps=2)
+    batch = next(batches(1, ROWS)).chunk(world)[rank]
+    loss_of(model, batch).backward()
+    wanted = [None if p.grad is None else p.grad.to_local().clone() for p in model.parameters()]
+    optimizer.zero_grad()
+    first = next(model.parameters())
+    first.grad = torch.ones_like(first)
+    loss_of(model, batch).backward()
+    for number, (parameter, grad) in enumerate(zip(model.parameters(), wanted)):
+        if grad is not None:
+            torch.testing.assert_close(parameter.grad.to_local(), grad + (number == 0))
+
+
+def test_a_gradient_given_after_zero_grad_is_added_to(ranks):
+    ranks(2, _given)
+
+
 def test_gradients_and_optimizers_are_freed_at_once(ranks):
     ranks(2, _memory)
 
