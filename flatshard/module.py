@@ -20,9 +20,9 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from flatshard import _torch
 from flatshard.engine.build import units_below
-from flatshard.engine.group import Group
 from flatshard.engine.scope import Scope
 from flatshard.engine.unit import Unit, scope_of, unit_of
+from flatshard.engine.weights import Group
 
 
 class FSDPModule(TorchFSDPModule):

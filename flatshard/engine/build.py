@@ -16,14 +16,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from flatshard import _torch
 from flatshard.buffer import DBuffer
 from flatshard.buffer.lanes import group_among
-from flatshard.engine.extended import ExtendedGroup, extended_group, is_extended
+from flatshard.engine.codec import is_extended, unfilled
 from flatshard.engine.gradients import GradientScale
-from flatshard.engine.group import Group, Member, Site, make_members
 from flatshard.engine.homes import OWNER, owner_of, settle
 from flatshard.engine.host import Home
-from flatshard.engine.plain import Plain
+from flatshard.engine.parameters import Member, Plain, Site, make_members
 from flatshard.engine.unit import Unit, unit_of
-from flatshard.layout import is_sharded, plan
+from flatshard.engine.weights import Group
+from flatshard.layout import Layout, is_sharded, plan
 from flatshard.layout.planner import LayoutName
 from flatshard.policy import (
     MixedPrecisionPolicy,
@@ -208,7 +208,7 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     for each in unit.plain:
         each.place(choices.device, choices.precision.param_dtype)
     for group in groups:
-        if park is not None and group.mesh == choices.mesh and not isinstance(group, ExtendedGroup):
+        if park is not None and group.mesh == choices.mesh and not group.is_extended:
             group.park_mesh, unit.parks = park, True  # the others are gathered again from all
         group.gradients.scale = choices.gradient_scale
     for module in modules:
@@ -251,7 +251,7 @@ def _build_group(
     planned = plan(shapes, shards, layout=choices.layout, dims=dims)
     home = Home.of(choices.device, choices.offload)
     if is_extended(members[0][1]):
-        made = extended_group(members[0], planned, mesh, placements, precision, home, choices.where.axes)
+        made = _build_extended(members[0], planned, mesh, placements, precision, home, choices.where.axes)
         _mark_owned(made, members, owner)
         settle(made, (parameter for _, parameter, _ in members), in_main=False)
         return made
@@ -271,6 +271,32 @@ def _build_group(
     _mark_owned(group, members, owner)
     settle(group, (parameter for _, parameter, _ in members))
     return group
+
+
+def _build_extended(
+    named: Named,
+    layout: Layout,
+    mesh: DeviceMesh,
+    placements: Placements,
+    policy: MixedPrecisionPolicy,
+    home: Home,
+    axes: tuple[tuple[int, ...], tuple[int, ...]],
+) -> Group:
+    """Cut one parameter of a tensor subclass."""
+    name, parameter, _ = named
+    if placements.parameter != placements.optimizer or not is_sharded(placements.optimizer[-1]) or layout.slots[0].dim:
+        raise ValueError(
+            f"parameter '{name}' is a {type(parameter).__name__}, which is sharded on dim 0 and by strategy "
+            "'optim_grads_params' only"
+        )
+    whole = (_torch.local_of(parameter) if _torch.is_parallel(parameter) else parameter).detach()
+    main = unfilled(layout, mesh, placements, whole.dtype)
+    with torch.no_grad():
+        whole = whole if whole.is_meta or whole.device == home.device else whole.to(home.device)
+        local = main.part_of(0, whole).clone(memory_format=torch.contiguous_format)
+        if home.host and not local.is_meta:
+            local = local.cpu()
+    return Group(make_members(main, [named], axes, local), main, placements, policy, home, is_extended=True)
 
 
 def _mark_owned(group: Group, members: list[Named], owner: str) -> None:

@@ -1,6 +1,7 @@
-"""How main weights become what is gathered, and that becomes full parameters.
+"""How this rank's part of main weights becomes what travels, and what was gathered becomes full weights.
 
-Ordinary ones are views of what was gathered. Tensor subclasses have their own ways.
+There are two kinds. Under a `Cast` full weights are views of what was gathered: a part is written where it belongs in
+the gathered buffer, and there is nothing to decode. A codec that decodes sends tensors of its own choice.
 """
 
 from __future__ import annotations
@@ -10,87 +11,166 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from flatshard import _torch
+from flatshard.buffer import DBuffer
+from flatshard.engine.parameters import Member
+from flatshard.layout import Layout
+from flatshard.policy import MixedPrecisionPolicy, Placements
 
 
 class Codec(Protocol):
-    """Encodes this rank's part of main into its part of the gathered buffer."""
-
-    wire_dtype: torch.dtype
-    sends_main: bool  # main's own bytes are the wire format: nothing needs to be encoded
-
-    def encode(self, wire: Sequence[torch.Tensor], main: Sequence[torch.Tensor]) -> None:
-        """Write the wire format of each run of ``main`` into the run of ``wire`` beside it."""
+    dtype: torch.dtype  # of full weights
 
 
-class Identity:
-    """Compute in main's dtype."""
+class Cast:
+    """Full weights are views of what was gathered: main's own values, or each part cast before the gather."""
 
-    sends_main = True
+    def __init__(self, main: torch.dtype, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.sends_main = main == dtype  # main's own bytes travel: nothing needs to be encoded
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.wire_dtype = dtype
-
-    def encode(self, wire: Sequence[torch.Tensor], main: Sequence[torch.Tensor]) -> None:
+    def encode(self, main: Sequence[torch.Tensor], wire: Sequence[torch.Tensor]) -> None:
+        """Write each run of ``main`` into the run of ``wire`` beside it."""
         torch._foreach_copy_(list(wire), list(main))
 
 
-class Cast(Identity):
-    """Compute in another dtype than main's: one cast of the local part, before the gather."""
+class DecodingCodec(Codec, Protocol):
+    """What travels is not what full weights are views of."""
 
-    sends_main = False
+    def encode(self) -> list[torch.Tensor]:
+        """What this rank gives to be gathered, inside the lane: plain tensors, of the same sizes on all ranks."""
+
+    def decode(self, gathered: Sequence[torch.Tensor]) -> None:
+        """Bring the full values, of what all ranks gave, into `full`: always the same tensors from the first time on.
+
+        ``gathered``: each of the tensors of `encode`, flat, for all ranks after one another.
+        """
+
+    def full(self, index: int) -> torch.Tensor:
+        """The values of one member."""
+
+    def release(self) -> None:
+        """Give back the memory of full values; `decode` will be called before they are used again."""
 
 
 class Extension:
-    """A parameter of a tensor subclass that encodes and decodes itself, by PyTorch's protocol for that:
+    """One parameter of a tensor subclass, which encodes and decodes itself by PyTorch's protocol for that:
 
     ``fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)``, or of ``mesh`` alone, returns what is to
     be gathered of this rank's part, any number of tensors, and anything to remember until then.
     ``fsdp_post_all_gather(gathered, remembered, param_dtype, *, out=None)`` returns the full parameter, and tensors
     whose memory can be taken while nobody uses it; or, given ``out``, which it returned before, fills it.
+
+    The sharded parameter holds this rank's part as the subclass; it does not lie in a main buffer.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(
+        self,
+        member: Member,
+        layout: Layout,
+        mesh: DeviceMesh,
+        policy: MixedPrecisionPolicy,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.dtype = dtype
+        self._member, self._mesh, self._policy, self._device = member, mesh, policy, device
+        self._shape = torch.Size(layout.slots[0].shape)
+        rows = -(-self._shape[0] // layout.num_shards)
+        self._padded = torch.Size((rows, *self._shape[1:]))  # the shape of a part, the same on all ranks
+        self._sizes: list[torch.Size] = []  # of what this rank gives to be gathered
+        self._remembered: Any = None
+        self._made: torch.Tensor | None = None
+        self._owned: list[torch.Tensor] = []  # memory of the full parameter
 
-    def methods(self, local: torch.Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        before, after = (getattr(local, f"fsdp_{when}_all_gather", None) for when in ("pre", "post"))
-        if before is None or after is None:
-            raise TypeError(
-                f"parameter '{self.name}' is a {type(local).__name__}, which says not how it is gathered; define "
-                "fsdp_pre_all_gather and fsdp_post_all_gather in that class, or hold the parameter as a plain tensor"
-            )
-        return before, after
+    @property
+    def _local(self) -> torch.Tensor:
+        return _torch.local_of(self._member.sharded)
 
-    def encode(self, local: torch.Tensor, *context: Any) -> tuple[list[torch.Tensor], Any]:
-        """What is gathered of this rank's part, and what to remember. ``context`` is as above, from ``mesh`` on."""
-        before = self.methods(local)[0]
+    def encode(self) -> list[torch.Tensor]:
+        local = self._local
+        if local.device != self._device:
+            local = local.to(self._device, non_blocking=True)
+        stride, module = torch.empty(self._shape, device="meta").stride(), self._member.sites[0].module()
+        context = (self._shard_mesh(), self._shape, stride, module, self._policy)
+        before = self._methods(local)[0]
         count = len(inspect.signature(before).parameters)
         if count not in (1, len(context)):
             raise TypeError(
-                f"fsdp_pre_all_gather of parameter '{self.name}' takes {count} arguments; it is given a mesh, or that "
-                "and the whole size and stride, the module and the precision policy"
+                f"fsdp_pre_all_gather of parameter '{self._member.name}' takes {count} arguments; it is given a mesh, "
+                "or that and the whole size and stride, the module and the precision policy"
             )
-        given, remembered = before(*context[:count])
-        return [given] if isinstance(given, torch.Tensor) else list(given), remembered
+        given, self._remembered = before(*context[:count])
+        given = [given] if isinstance(given, torch.Tensor) else list(given)
+        self._sizes = [each.size() for each in given]
+        if local.shape != self._padded and any(size != self._padded for size in self._sizes):
+            raise ValueError(
+                f"parameter '{self._member.name}' is cut unevenly, so fsdp_pre_all_gather must return tensors padded "
+                f"to shape {tuple(self._padded)} on every rank; it returned {[tuple(size) for size in self._sizes]}"
+            )
+        return [as_plain(each) for each in given]
 
-    def decode(
-        self, local: torch.Tensor, gathered: Sequence[torch.Tensor], remembered: Any, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The full parameter, and tensors whose memory can be taken."""
-        full, owned = self.methods(local)[1](tuple(gathered), remembered, dtype)
-        return full, list(owned)
+    def decode(self, gathered: Sequence[torch.Tensor]) -> None:
+        parts = [flat.view(-1, *size[1:]) for flat, size in zip(gathered, self._sizes)]
+        # What was padded for the gather comes back without: the parameter could not be filled from it otherwise.
+        parts = [part[: self._shape[0]] if size == self._padded else part for part, size in zip(parts, self._sizes)]
+        after, full = self._methods(self._local)[1], self._member.full
+        remembered, self._remembered = self._remembered, None
+        if self._made is None or full is None:
+            made, owned = after(tuple(parts), remembered, self.dtype)
+            stride = torch.empty(self._shape, device="meta").stride()
+            self._made, self._owned = made.as_strided(self._shape, stride, 0), list(owned)
+            return
+        for tensor in self._owned:
+            storage = tensor.untyped_storage()
+            if not storage.nbytes():
+                storage.resize_(tensor.numel() * tensor.element_size())
+        with _torch.keeping_versions([full, *self._owned]):
+            after(tuple(parts), remembered, self.dtype, out=full)
 
-    def decode_into(
-        self,
-        out: torch.Tensor,
-        local: torch.Tensor,
-        gathered: Sequence[torch.Tensor],
-        remembered: Any,
-        dtype: torch.dtype,
-    ) -> None:
-        """Fill a full parameter that `decode` returned."""
-        self.methods(local)[1](tuple(gathered), remembered, dtype, out=out)
+    def full(self, index: int) -> torch.Tensor:
+        assert self._made is not None
+        return self._made
+
+    def release(self) -> None:
+        for tensor in self._owned:
+            tensor.untyped_storage().resize_(0)
+
+    def _methods(self, local: torch.Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        before, after = (getattr(local, f"fsdp_{when}_all_gather", None) for when in ("pre", "post"))
+        if before is None or after is None:
+            raise TypeError(
+                f"parameter '{self._member.name}' is a {type(local).__name__}, which says not how it is gathered; "
+                "define fsdp_pre_all_gather and fsdp_post_all_gather in that class, or hold the parameter as a plain "
+                "tensor"
+            )
+        return before, after
+
+    def _shard_mesh(self) -> DeviceMesh:
+        if self._mesh.ndim == 1:
+            return self._mesh
+        names = self._mesh.mesh_dim_names
+        if names is None:
+            raise ValueError(f"parameter '{self._member.name}' needs a mesh whose axes have names; name them")
+        return self._mesh[names[-1]]
 
 
-def codec_for(main: torch.dtype, compute: torch.dtype) -> Codec:
-    return Identity(main) if main == compute else Cast(compute)
+def as_plain(given: torch.Tensor) -> torch.Tensor:
+    """A tensor that can be sent; of a subclass, what copying it to one leaves there."""
+    if type(given) is torch.Tensor:
+        return given
+    plain = torch.empty(given.shape, dtype=given.dtype, device=given.device)
+    plain.copy_(given)
+    return plain
+
+
+def is_extended(tensor: torch.Tensor) -> bool:
+    """Whether a parameter, or the local part of one, is of a class that holds its values in other tensors."""
+    return _torch.is_wrapper(_torch.local_of(tensor) if _torch.is_parallel(tensor) else tensor)
+
+
+def unfilled(layout: Layout, mesh: DeviceMesh, placements: Placements, dtype: torch.dtype) -> DBuffer:
+    """The main buffer of an extended parameter: a layout, and no memory."""
+    return DBuffer.zeros(layout, mesh, placements.optimizer, dtype=dtype, device="meta")

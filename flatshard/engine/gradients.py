@@ -16,94 +16,24 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from flatshard import _torch
-from flatshard.buffer import DBuffer, Lane, Pool, Ticket
+from flatshard.buffer import DBuffer, Pool, Ticket
+from flatshard.engine.codec import as_plain
 from flatshard.engine.direct import Direct, fill
 from flatshard.engine.hooks import call_finished, change_gradients
 from flatshard.engine.host import Home
-from flatshard.engine.staging import add_to, sole_owners, stage
+from flatshard.engine.main_grads import MainGrads, zero_between
+from flatshard.engine.parameters import Member
+from flatshard.engine.reduction import Goal, Reduction, Stage, stages_to
+from flatshard.engine.staging import add_to, fill_runs, sole_owners
 from flatshard.layout import Layout, Partial, Placement, is_sharded
 from flatshard.policy import MixedPrecisionPolicy, Placements
 
-if TYPE_CHECKING:
-    from flatshard.engine.group import Member
-
 GradientScale: TypeAlias = Literal["mean", "sum"] | float
-
-# On a gradient that we have put on a parameter: the buffer it lies in.
-_MAIN_GRAD = "_flatshard_main_grad"
-
-
-class Goal(Enum):
-    """How far a backward takes its gradients."""
-
-    KEEP = "keep"  # unreduced
-    REST = "rest"
-    FINAL = "final"
-
-
-@dataclass
-class Reduction:
-    """A reduce on its way. ``keep`` are tensors that the lane still reads; ``then`` is called when it is done."""
-
-    ticket: Ticket
-    name: str
-    keep: list[torch.Tensor] = field(default_factory=list)
-    then: Callable[[], None] | None = None
-    writes: Gradients | None = None  # whose main gradients are its result
-
-    def land(self) -> None:
-        """It has been waited for."""
-        if self.writes is not None:
-            self.writes.in_flight -= 1
-        if self.then is not None:
-            self.then()
-
-
-class MainGrads:
-    """The reduced gradients of a group: one buffer that lies as main does, and a DTensor over it for each member.
-
-    Setting a parameter's ``.grad`` to None only hides it: the objects stay for the next backward, and once all are
-    hidden, `rest` gives the storage back. If somebody else holds one of them by then, they are left to him.
-    """
-
-    def __init__(self, buffer: DBuffer, members: Sequence[Member]) -> None:
-        self.buffer = buffer
-        self.shown = [_torch.like_dtensor(m.sharded, buffer.local_view(index)) for index, m in enumerate(members)]
-        for index, member in enumerate(members):
-            self.shown[index].__dict__[_MAIN_GRAD] = buffer
-            if member.sharded.grad is None:  # else it is shown and hidden before anybody asks
-                _show(member, self.shown[index])
-                member.sharded.grad = None
-        buffer.runs()  # views that stay
-        self._size = buffer.local.untyped_storage().nbytes()
-        self.is_empty = False  # without storage
-        self._held = _torch.holders(self.shown)
-
-    @property
-    def is_held(self) -> bool:
-        """Whether somebody holds a gradient that is hidden, or a part of its memory."""
-        return _torch.holders(self.shown) != self._held
-
-    def give_back(self) -> None:
-        """Free the storage. The gradients are hidden, and nobody else holds one."""
-        self.buffer.local.untyped_storage().resize_(0)
-        self.is_empty = True
-
-    def take_again(self) -> bool:
-        """Give the gradients their storage, if they have none; whether they had none."""
-        if not self.is_empty:
-            return False
-        self.buffer.local.untyped_storage().resize_(self._size)
-        self.is_empty = False
-        return True
 
 
 class Gradients:
@@ -137,12 +67,13 @@ class Gradients:
         self.on_complete: Callable[[], None] | None = None  # called when all expected ones have arrived, if watched
         self._arrived: set[int] = set()  # of those watched
         self._sole = sole_owners(main.layout)
+        self._stages = stages_to(main.mesh, placements.optimizer)
+        # As many of them as there are axes that gradients rest reduced over.
+        self._rests_after = sum(is_sharded(placement) for placement in placements.gradient)
         self._unreduced: DBuffer | None = None
         self._resting: DBuffer | None = None
         self._used: set[int] = set()  # members that have had a gradient in backwards that stopped short of final
-        self.main_grads: MainGrads | None = None
-        self._group: tuple[Lane, bool, Any] | None = None  # the process group of the last axis
-        self.in_flight = 0  # reduces that write into main gradients
+        self.main_grads = MainGrads(members, main, self.grad_dtype, home)
         self.direct: Direct | None = None  # set: kernels may write gradients themselves
 
     def take_settings(self, other: Gradients) -> None:
@@ -201,22 +132,6 @@ class Gradients:
                 return True
         return False
 
-    def rest(self) -> None:
-        """Give back the storage of main gradients that `zero_grad` has hidden.
-
-        Within `_torch.PlainAttributes`, since it looks at every parameter.
-        """
-        known = self.main_grads
-        if known is None or known.is_empty or self.in_flight or self.home.host:
-            return
-        for member in self.members:
-            if member.sharded.grad is not None:
-                return
-        if known.is_held:
-            self.main_grads = None
-        else:
-            known.give_back()
-
     def arrived(self, index: int) -> None:
         """Autograd has put a gradient on one full parameter; reentrant checkpointing may do so more than once."""
         self._arrived.add(index)
@@ -234,7 +149,9 @@ class Gradients:
             if full is not None and gradient is not None:
                 full.grad = None
                 if inner is not None:
-                    taken[index] = _torch.local_gradient(gradient, inner)
+                    gradient = taken[index] = _torch.local_gradient(gradient, inner)
+                if type(gradient) is not torch.Tensor:
+                    taken[index] = as_plain(gradient)
         return taken
 
     @property
@@ -271,7 +188,7 @@ class Gradients:
         if asked is Goal.REST and self.placements.gradient == self.placements.optimizer:
             return Goal.FINAL  # nothing rests on the way
         if asked is Goal.REST and not is_sharded(self.placements.gradient[-1]):
-            return Goal.KEEP  # the innermost axis rests unreduced, so all of it does
+            return Goal.UNREDUCED  # the innermost axis rests unreduced, so all of it does
         return asked
 
     def reduce(self, pool: Pool, goal: Goal, name: str) -> Reduction:
@@ -285,15 +202,15 @@ class Gradients:
         if self.counts_unused:
             self._used.update(index for index, member in enumerate(self.members) if member.sharded.requires_grad)
         if self.direct is not None and self.direct.written:
-            gradients = self._settle(self.direct, gradients)
-        if goal is Goal.KEEP:
+            gradients = self._join_written(self.direct, gradients)
+        if goal is Goal.UNREDUCED:
             self._add_unreduced(gradients)
             return Reduction(Ticket(), name)
         if goal is Goal.REST:
             return self._reduce_to_rest(gradients, pool, name)
         return self._reduce_to_final(gradients, pool, name)
 
-    def _settle(self, direct: Direct, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def _join_written(self, direct: Direct, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Make what kernels have written an unreduced buffer, with the rest in it; what is left to add to it."""
         self._used |= direct.written
         left = [None if index in direct.alone else gradient for index, gradient in enumerate(gradients)]
@@ -326,29 +243,29 @@ class Gradients:
         add_to(self._unreduced, gradients)
 
     def _reduce_to_rest(self, gradients: Sequence[torch.Tensor | None], pool: Pool, name: str) -> Reduction:
+        stages, lane = self._stages[: self._rests_after], pool.lane
         fresh = self._resting is None
         if self._resting is None:
-            self._resting = self._buffer(self.placements.gradient, self.grad_dtype, self._empty)
-        resting, lane = self._resting, pool.lane
+            self._resting = self._buffer(stages[-1].placements, self.grad_dtype, self._empty)
+        resting = self._resting
         with lane.entered((lane.mark(),)):
-            inputs, keep = self._inputs(gradients, pool)
-            target = self._buffer(self.placements.gradient, self.reduce_dtype, pool.temporary)
+            inputs, held = self._inputs(gradients, pool)
+            target = self._buffer(stages[-1].placements, self.reduce_dtype, pool.temporary)
             write = functools.partial(_add_or_write, resting, target, fresh, 1.0)
-            ticket = self._inner(target, inputs, lane, name, write)
-        return Reduction(ticket, name, [*keep, target.local])
+            ticket = self._through(stages, inputs, target, pool, held, name, write)
+        return Reduction(ticket, name, [*held, target.local])
 
     # Going all the way
 
     def _reduce_to_final(self, gradients: Sequence[torch.Tensor | None], pool: Pool, name: str) -> Reduction:
         lane = pool.lane
         had_grad, changed, finished = _torch.grads_and_hooks([member.sharded for member in self.members])
-        main_grads, fresh, replaced = self._take_main_grads(had_grad, lane)
-        main_grad = main_grads.buffer
+        main_grad, fresh, replaced = self.main_grads.take(had_grad, lane)
         used, factor = sorted(self._used), self._factor
         with lane.entered((lane.mark(),)):
-            inputs, keep = self._inputs(gradients, pool)
-            keep += replaced
-            in_place = fresh and main_grad.local.dtype == self.reduce_dtype and not self.home.host
+            inputs, held = self._inputs(gradients, pool)
+            held += replaced
+            in_place = fresh and self.grad_dtype == self.reduce_dtype and not self.home.host
             target = main_grad if in_place else self._buffer(self.main.placements, self.reduce_dtype, pool.temporary)
             # What is done to the result, in the order of the lane.
             then: list[Callable[[], None]] = []
@@ -360,68 +277,44 @@ class Gradients:
                 factor = 1.0
             if not self.home.host and (not in_place or factor != 1.0):
                 then.append(functools.partial(_add_or_write, main_grad, target, fresh, factor))
-            ticket = self._through(target, inputs, pool, keep, name, _one_by_one(then))
+            ticket = self._through(self._stages, inputs, target, pool, held, name, _one_by_one(then))
             if self.home.host:
                 ticket = self.home.bring(target, ticket, lane, main_grad, fresh, factor)
-        shown, other_dtype = main_grads.shown, main_grad.local.dtype != self.main.local.dtype
-        with _torch.PlainAttributes():
-            for index in used:
-                if had_grad[index]:
-                    continue
-                if other_dtype:
-                    _torch.allow_grad_of(self.members[index].sharded, main_grad.dtype)
-                self.members[index].sharded.grad = shown[index]
+        self.main_grads.show([index for index in used if not had_grad[index]])
         done = call_finished(self.members, [i for i in finished if i in self._used]) if finished else None
         self._used.clear()
-        self.in_flight += 1
-        return Reduction(ticket, name, [*keep, target.local], done, self)
+        self.main_grads.in_flight += 1
+        return Reduction(ticket, name, [*held, target.local], done, self.main_grads)
 
     def _through(
         self,
-        target: DBuffer,
+        stages: Sequence[Stage],
         inputs: list[torch.Tensor],
+        target: DBuffer,
         pool: Pool,
-        keep: list[torch.Tensor],
+        held: list[torch.Tensor],
         name: str,
         then: Callable[[], None] | None,
     ) -> Ticket:
-        """Reduce full-size runs over all axes into ``target``, taking along what rests on the way; ``then`` is last."""
-        lane, final = pool.lane, target.placements
-        resting, self._resting = self._resting, None
-        if len(final) == 1 or not inputs:
-            return self._inner(target, inputs, lane, name, then)
-        inner = self._buffer((*self._partial()[:-1], final[-1]), self.reduce_dtype, pool.temporary)
-        keep.append(inner.local)
-        ticket = self._inner(inner, inputs, lane, name)
-        if resting is not None:
-            with lane.entered((ticket,)):
-                resting.local.add_(inner.local)
-                inner.local.copy_(resting.local)
-            keep.append(resting.local)
-            ticket = Ticket()
-        ticket = inner.launch(final, lane=lane, out=target, after=(ticket,), name=name)[1]
-        return ticket if then is None else lane.follow(ticket, then)
+        """Take full-size runs through some stages into ``target`` and do ``then``, inside the lane.
 
-    def _inner(
-        self,
-        target: DBuffer,
-        inputs: list[torch.Tensor],
-        lane: Lane,
-        name: str,
-        then: Callable[[], None] | None = None,
-    ) -> Ticket:
-        """Reduce full-size runs over the last axis of the mesh, and do ``then``."""
-        if not inputs:  # only empty tensors
-            return Ticket()
-        op, axis = self._op, len(target.placements) - 1
-        if self._group is None or self._group[0] is not lane or self._group[1] != lane.own_groups:
-            self._group = lane, lane.own_groups, lane.group(self.main.mesh, axis)
-        group = self._group[2]
-        if is_sharded(target.placements[axis]):
-            return lane.reduce_scatter(group, target.runs(), inputs, op, then=then, name=name, comm=self.comm)
-        torch._foreach_copy_(target.runs(), inputs)
-        ticket = lane.all_reduce(group, [target.local], op, name=name)
-        return ticket if then is None else lane.follow(ticket, then)
+        What rests on the way comes along. ``held`` gets what the lane reads.
+        """
+        op, comm, lane = self._op, self.comm, pool.lane
+        after: tuple[Ticket, ...] = ()
+        for number, stage in enumerate(stages[:-1], start=1):
+            reduced = self._buffer(stage.placements, self.reduce_dtype, pool.temporary)
+            held.append(reduced.local)
+            ticket = stage.launch(inputs, reduced, lane, op, after=after, name=name, comm=comm)
+            inputs, after, comm = reduced.runs(), (ticket,), None
+            if number == self._rests_after and self._resting is not None:
+                resting, self._resting = self._resting, None
+                with lane.entered(after):
+                    resting.local.add_(reduced.local)
+                    reduced.local.copy_(resting.local)
+                held.append(resting.local)
+                after = ()
+        return stages[-1].launch(inputs, target, lane, op, after=after, then=then, name=name, comm=comm)
 
     def _partial(self) -> tuple[Placement, ...]:
         return tuple(Partial(self._op) for _ in self.main.placements)
@@ -432,20 +325,20 @@ class Gradients:
         self, gradients: Sequence[torch.Tensor | None], pool: Pool
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Per non-empty segment, the full-size input of the reduce; and what must live until it is done."""
-        keep = [gradient for gradient in gradients if gradient is not None]
+        held = [gradient for gradient in gradients if gradient is not None]
         before = self._before
         unreduced, self._unreduced = self._unreduced, None
         if unreduced is not None:
             add_to(unreduced, gradients)
-            keep.append(unreduced.local)
+            held.append(unreduced.local)
             if before != 1.0:
                 unreduced.local.mul_(before)
             if unreduced.dtype != self.reduce_dtype:
                 cast = pool.temporary(unreduced.local.numel(), self.reduce_dtype)
                 cast.copy_(unreduced.local)
                 unreduced = unreduced.like(cast)
-                keep.append(cast)
-            return unreduced.runs(), keep
+                held.append(cast)
+            return unreduced.runs(), held
         layout = self.main.layout
         runs: list[torch.Tensor | None] = [None] * len(layout.segments)
         staged = 0
@@ -458,11 +351,11 @@ class Gradients:
                 staged += segment.piece * layout.num_shards
         if staged:
             staging = pool.temporary(staged, self.reduce_dtype)
-            keep.append(staging)
-            stage(layout, staging, runs, gradients)
+            held.append(staging)
+            fill_runs(layout, staging, runs, gradients)
             if before != 1.0:
                 staging.mul_(before)
-        return [run for run, segment in zip(runs, layout.segments) if run is not None and segment.piece], keep
+        return [run for run, segment in zip(runs, layout.segments) if run is not None and segment.piece], held
 
     # Buffers of reduced gradients
 
@@ -478,43 +371,8 @@ class Gradients:
             made = main.like(empty(main.local.numel(), dtype))
         else:
             made = DBuffer.made(self.layout, main.mesh, placements, lambda numel: empty(numel, dtype))
-        self._zero_between(made)
+        zero_between(made)
         return made
-
-    def _zero_between(self, made: DBuffer) -> None:
-        if made.local.numel() != self.layout.run_numel * made.held.count:
-            made.local.zero_()
-
-    def _take_main_grads(self, had_grad: Sequence[bool], lane: Lane) -> tuple[MainGrads, bool, list[torch.Tensor]]:
-        """The main gradients; whether they are to be written, not added to; and what the lane reads for that."""
-        known, any_had = self.main_grads, any(had_grad)
-        if known is not None and known.take_again():
-            self._zero_between(known.buffer)
-        elif known is not None and not any_had and known.is_held:
-            known = None
-        if known is None:
-            buffer = self._buffer(self.main.placements, self.grad_dtype, self.home.empty)
-            known = self.main_grads = MainGrads(buffer, self.members)
-        if not any_had:
-            return known, True, []
-        with _torch.PlainAttributes():
-            others = [i for i, member in enumerate(self.members) if member.sharded.grad is not known.shown[i]]
-        return known, False, self._bring(others, known, lane) if others else []
-
-    def _bring(self, others: Sequence[int], main_grads: MainGrads, lane: Lane) -> list[torch.Tensor]:
-        """Bring gradients that users have replaced or set to None into the buffer; what the lane reads for that."""
-        replaced: list[torch.Tensor] = []
-        with lane.entered((lane.mark(),)):  # an earlier reduce of the group may still write there
-            for index in others:
-                member, view = self.members[index], main_grads.buffer.local_view(index)
-                grad = member.sharded.grad
-                if grad is None:
-                    view.zero_()  # set to None alone, while others of the group were kept
-                else:
-                    replaced.append(_torch.local_of(grad))
-                    view.copy_(replaced[-1])
-                    _show(member, main_grads.shown[index])
-        return replaced
 
 
 @_torch.uncompiled
@@ -546,13 +404,6 @@ def _call_hook(hook: Callable[[torch.Tensor], None], stream: torch.cuda.Stream |
         with torch.cuda.stream(stream):
             hook(reduced)
         lane.wait_stream(stream)
-
-
-def _show(member: Member, grad: DTensor) -> None:
-    sharded = member.sharded
-    if grad.dtype != sharded.dtype:
-        _torch.allow_grad_of(sharded, grad.dtype)
-    sharded.grad = grad
 
 
 def _one_by_one(actions: Sequence[Callable[[], None]]) -> Callable[[], None] | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from flatshard.engine.group import Group
+from flatshard.engine.weights import Group
 
 # By the identity of the sharded parameter, which lives as long as its group. Kept beside the parameters, not on them:
 # what is put on a parameter is pickled and copied with it.

@@ -16,7 +16,7 @@ from flatshard import _torch
 from flatshard.buffer import DBuffer
 
 if TYPE_CHECKING:
-    from flatshard.engine.group import Member
+    from flatshard.engine.parameters import Member
 
 
 def change_gradients(members: Sequence[Member], hooked: Sequence[int], reduced: DBuffer, factor: float) -> None:

@@ -40,8 +40,10 @@ class Home:
             return main
         return main.like(self.empty(main.local.numel(), main.dtype).copy_(main.local))
 
-    def fetched(self, main: DBuffer, pool: Pool) -> DBuffer:
-        """Main that rests in host memory, on its way to the device, inside the lane."""
+    def on_device(self, main: DBuffer, pool: Pool) -> DBuffer:
+        """Main, or a copy of it that is on its way from host memory; to be kept until the lane has read it."""
+        if not self.host:
+            return main
         return main.like(pool.temporary(main.local.numel(), main.dtype).copy_(main.local, non_blocking=True))
 
     def bring(

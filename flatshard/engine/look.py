@@ -11,7 +11,7 @@ from torch import nn
 from flatshard import _torch
 
 if TYPE_CHECKING:
-    from flatshard.engine.group import Member, Site
+    from flatshard.engine.parameters import Member, Site
 
 Slots = dict[str, nn.Parameter | None]
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from flatshard import _torch
 from flatshard.engine.build import owned_modules, units_below
-from flatshard.engine.group import Member
-from flatshard.engine.moved import check_given, fill, given
+from flatshard.engine.changes import check_given, fill, given
 from flatshard.engine.names import Names
+from flatshard.engine.parameters import Member
 from flatshard.engine.unit import Unit, unit_of
 
 InitFn: TypeAlias = Callable[[nn.Module], object]

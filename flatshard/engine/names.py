@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from flatshard.engine.group import Group
+from flatshard.engine.weights import Group
 
 
 class Names:

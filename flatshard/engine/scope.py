@@ -14,10 +14,10 @@ import torch
 
 from flatshard import _torch, _waits
 from flatshard.buffer import Lane, Planner, Pool
-from flatshard.engine.gradients import Goal, Reduction
-from flatshard.engine.group import Group
 from flatshard.engine.keep import gathered_bytes
 from flatshard.engine.program import Pass, Program, digest
+from flatshard.engine.reduction import Goal, Reduction
+from flatshard.engine.weights import Group
 from flatshard.policy import SchedulePolicy
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Scope:
         with _torch.PlainAttributes():
             for unit in self.units:
                 for group in unit.groups:
-                    group.gradients.rest()
+                    group.gradients.main_grads.rest()
 
     def end_forward(self) -> None:
         """The forward of ``entry`` is over."""
@@ -353,7 +353,7 @@ class Scope:
             return
         gradients = group.gradients
         goal = gradients.goal(unit.goal)
-        unused = unit.settings.reduces_unused and gradients.expected and goal is not Goal.KEEP
+        unused = unit.settings.reduces_unused and gradients.expected and goal is not Goal.UNREDUCED
         if unused or gradients.waiting or (gradients.has_partial and goal is Goal.FINAL):
             self._reduce(number, goal)
 
@@ -365,7 +365,7 @@ class Scope:
             self._land()
         gradients, pool = group.gradients, self.reduce_pool
         goal = gradients.goal(unit.goal) if goal is None else goal
-        if self.program.is_first and goal is not Goal.KEEP:
+        if self.program.is_first and goal is not Goal.UNREDUCED:
             self._announce("reduce", unit, unit.numbers.index(number))
         if _torch.profiling():
             with self._traced("reduce", unit):

@@ -21,7 +21,7 @@ def sole_owners(layout: Layout) -> tuple[int | None, ...]:
     return tuple(owners)
 
 
-def stage(
+def fill_runs(
     layout: Layout,
     staging: torch.Tensor,
     runs: list[torch.Tensor | None],

@@ -11,8 +11,8 @@ from torch import nn
 from flatshard import _torch
 from flatshard.buffer import PoolStatistics
 from flatshard.engine.build import units_below
-from flatshard.engine.group import Group
 from flatshard.engine.unit import Unit
+from flatshard.engine.weights import Group
 from flatshard.layout import is_sharded
 
 
@@ -103,7 +103,7 @@ def summary(model: nn.Module) -> Summary:
                     tensors=len(group.members),
                     parameters=group.layout.payload,
                     main=main.dtype,
-                    compute=group.codec.wire_dtype,
+                    compute=group.codec.dtype,
                     trainable=any(member.sharded.requires_grad for member in group.members),
                     placements=", ".join(type(placement).__name__ for placement in main.placements),
                     bytes_per_rank=main.local.numel() * main.local.element_size(),
@@ -162,8 +162,8 @@ def _check_group(group: Group, unit: str) -> None:
         if local.numel():
             start = (local.data_ptr() - base) // local.element_size()
             taken.append((start, start + local.numel(), member.name))
-        if group.is_full and member.full is not None and group.gathered is not None and member.full.numel():
-            expected = member.turned if member.turned is not None else group.gathered.local_view(index)
+        if group.is_full and member.full is not None and member.full.numel():
+            expected = group.source.full(index)
             assert member.full.data_ptr() == expected.data_ptr(), f"{where} does not lie in its gathered buffer"
     taken.sort()
     for (_, stop, before), (start, _, after) in pairwise(taken):

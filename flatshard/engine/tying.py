@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from flatshard import _torch
-from flatshard.engine.group import Group, Member, Site
 from flatshard.engine.homes import group_of, owner_of, retire
+from flatshard.engine.parameters import Member, Site
+from flatshard.engine.weights import Group
 
 if TYPE_CHECKING:
     from flatshard.engine.unit import Unit

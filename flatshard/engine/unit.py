@@ -17,16 +17,16 @@ from torch.distributed.tensor import DTensor
 
 from flatshard import _torch
 from flatshard.engine.calls import Call, anchored, gradient_at_output
-from flatshard.engine.gradients import Goal
-from flatshard.engine.group import Group, Member, Site
+from flatshard.engine.changes import Change, absorb, applying, check_change, is_moved
 from flatshard.engine.keep import plan_kept
-from flatshard.engine.moved import Change, absorb, applying, check_change, is_moved
-from flatshard.engine.plain import Plain
+from flatshard.engine.parameters import Member, Plain, Site
 from flatshard.engine.program import Pass
+from flatshard.engine.reduction import Goal
 from flatshard.engine.scope import Scope
 from flatshard.engine.transforms import watch_transformed
 from flatshard.engine.trees import cast_floating, tensors_in, to_device
 from flatshard.engine.tying import tie
+from flatshard.engine.weights import Group
 from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy
 
 
@@ -428,7 +428,7 @@ class Unit:
         """How far gradients are reduced now."""
         settings = self.settings
         if not settings.reduces:
-            return Goal.KEEP
+            return Goal.UNREDUCED
         return Goal.FINAL if settings.is_last and settings.all_reduces else Goal.REST
 
     def backward_over(self) -> None:
@@ -453,7 +453,7 @@ class Unit:
         self.phase = Phase.AWAITING if self.is_awaited else Phase.RESTING
         self._unseen = False
         for group in self.groups if self.parks else ():
-            group.unpark()
+            group.source.unpark()
 
     @property
     def _reshards_now(self) -> bool:

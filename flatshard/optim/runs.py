@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from flatshard import _torch
 from flatshard.buffer import DBuffer
-from flatshard.engine.group import Group
 from flatshard.engine.homes import group_of
+from flatshard.engine.main_grads import MAIN_GRAD
+from flatshard.engine.weights import Group
 
 State = dict[Any, Any]  # of one parameter: name -> tensor or anything else
 
@@ -68,13 +69,14 @@ class Run:
         """Give the tensor its gradient; False if the gradients are not what they were when the run was cut."""
         group = self._group()
         if self._extent is not None and group is not None and self._has_gradients_of(group):
-            assert group.gradients.main_grads is not None
-            self._set_grad(self._part_of(group.gradients.main_grads.buffer.local), uncast)
+            buffer = group.gradients.main_grads.buffer
+            assert buffer is not None
+            self._set_grad(self._part_of(buffer.local), uncast)
             return True
         first = self.parameters[0].grad
         if first is None:
             return False
-        buffer: DBuffer | None = getattr(first, MAIN_GRAD, None)
+        buffer = getattr(first, MAIN_GRAD, None)
         if self._extent is None:
             if self._flat and suits(buffer, self.main):
                 return False
@@ -92,7 +94,7 @@ class Run:
     def _has_gradients_of(self, group: Group) -> bool:
         """Whether all gradients are the group's own, which is the rule and is asked first."""
         main_grads = group.gradients.main_grads
-        if main_grads is None or group.main is not self.main:
+        if main_grads.buffer is None or group.main is not self.main:
             return False
         with _torch.PlainAttributes():
             for index, parameter in zip(self._indices, self.parameters):
@@ -193,9 +195,6 @@ class Run:
         for part, place in filled:
             flat.as_strided(place.shape, place.stride, place.offset - start).copy_(part)
         return flat
-
-
-MAIN_GRAD = "_flatshard_main_grad"
 
 
 def suits(buffer: DBuffer | None, main: DBuffer) -> bool:

@@ -15,7 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from flatshard import _torch
 from flatshard.engine import steps
 from flatshard.engine.homes import OWNER, is_replaced, settled, successor_of
-from flatshard.optim.runs import MAIN_GRAD, Run, State, cut, cut_of, is_elementwise, local_part
+from flatshard.engine.main_grads import MAIN_GRAD
+from flatshard.optim.runs import Run, State, cut, cut_of, is_elementwise, local_part
 
 Opt = TypeVar("Opt", bound=Optimizer)
 
@@ -214,7 +215,7 @@ class _Local:
         with _torch.PlainAttributes():
             for group in dict.fromkeys(run.group for run in self._runs or ()):
                 if group is not None:
-                    group.gradients.rest()
+                    group.gradients.main_grads.rest()
 
     def look(self, optimizer: Optimizer) -> Any:
         """The state as others see it, up to date; during the step, ours."""

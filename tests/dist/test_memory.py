@@ -22,7 +22,7 @@ def storages(model: nn.Module) -> dict[str, StorageWeakRef]:
     for unit in scope_of(model).units:
         for number, group in enumerate(unit.groups):
             found[f"{unit.name} {number} main"] = StorageWeakRef(group.main.local.untyped_storage())
-            found[f"{unit.name} {number} gathered"] = StorageWeakRef(group.gathered.local.untyped_storage())
+            found[f"{unit.name} {number} gathered"] = StorageWeakRef(group.source.buffer.local.untyped_storage())
             for member in group.members:
                 if member.sharded.grad is not None:
                     local = member.sharded.grad.to_local()
@@ -59,8 +59,8 @@ def _bytes(rank: int, world: int) -> None:
         for group in unit.groups:
             numel = group.layout.shard_numel  # of a replicated group too: it has one shard
             equal(group.main.local.untyped_storage().nbytes(), numel * group.main.local.element_size())
-            if group.gathered is not group.main:  # what is replicated is used where it is
-                equal(group.gathered.local.untyped_storage().nbytes(), 0)
+            if group.source.buffer is not group.main:  # what is replicated is used where it is
+                equal(group.source.buffer.local.untyped_storage().nbytes(), 0)
             held += group.main.local.untyped_storage().nbytes()
     ideal = sum(-(-shape[0] // world) * shape[1:].numel() * size if shape else size for shape, size in shapes)
     padding = 15 * 4 * len(shapes)  # every run starts at a multiple of 16 elements
@@ -71,7 +71,7 @@ def _bytes(rank: int, world: int) -> None:
     for unit in scope_of(model).units:
         for group in unit.groups:
             main_grads = group.gradients.main_grads
-            assert main_grads is None or not main_grads.buffer.local.untyped_storage().nbytes()
+            assert main_grads.buffer is None or not main_grads.buffer.local.untyped_storage().nbytes()
     kept = [parameter.grad for parameter in model.parameters()]
     assert kept == [None] * len(kept)
 

@@ -157,12 +157,11 @@ def _bytes(rank, world, case):
                 for m in group.members
             )
             everything = 2 * group.layout.buffer_numel(shards)
-            if group.compute is not None:
+            if group.source.compute is not None:
                 share = everything if strategy != "optim_grads_params" else 2 * group.layout.buffer_numel(mesh.size(0))
-                assert group.compute.local.nbytes == share
+                assert group.source.compute.buffer.local.nbytes == share
             assert not group.gradients.has_partial
-            transient = group.gathered is not None and group.gathered not in (group.main, group.compute)
-            assert not transient or group.gathered.local.untyped_storage().nbytes() == 0
+            assert group.is_resident or group.source.buffer.local.untyped_storage().nbytes() == 0
     return [group.layout.num_shards for _, unit in units_below(model) for group in unit.groups]
 
 

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 
 import flatshard
 from flatshard import _torch, fully_shard, fully_shard_optimizer
-from flatshard.engine.extended import ExtendedGroup
 from flatshard.engine.unit import scope_of, unit_of
 
 
@@ -182,9 +181,9 @@ def _meta(rank, world):
 
 
 def _gathered(model):
-    groups = [group for group in unit_of(model).groups if isinstance(group, ExtendedGroup)]
+    groups = [group for group in unit_of(model).groups if group.is_extended]
     assert len(groups) == 2
-    return [tensor.untyped_storage() for group in groups for tensor in (*group._gathered, *group._owned)]
+    return [tensor.untyped_storage() for group in groups for tensor in (*group.source.wire, *group.codec._owned)]
 
 
 def test_meta_models_and_state_dicts_of_subclasses(ranks):

@@ -43,7 +43,7 @@ def _by_category(rank, world, case):
         for moment in (lambda: None, lambda: reduce(*args)):
             moment()
             grads = [m.full.grad for group in groups for m in group.members if m.full is not None]
-            kept = [tensor for reduction in scope._reducing for tensor in reduction.keep]
+            kept = [tensor for reduction in scope._reducing for tensor in reduction.held]
             mains = {id(m.sharded.grad.__dict__["_flatshard_main_grad"].local) for g in groups for m in g.members
                      if m.sharded.grad is not None}  # fmt: skip
             staging.append(storages([*grads, *(tensor for tensor in kept if id(tensor) not in mains)]))
@@ -53,7 +53,9 @@ def _by_category(rank, world, case):
     state = [local(value) for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
     return {
         "main": storages([group.main.local for group in groups]),
-        "compute": storages([group.compute.local for group in groups if group.compute is not None]),
+        "compute": storages(
+            [group.source.compute.buffer.local for group in groups if group.source.compute is not None]
+        ),
         "state": storages(state),
         "gradients": storages([local(p.grad) for p in model.parameters()]),
         "gathered": scope.gather_pool.peak_bytes,

@@ -23,11 +23,12 @@ from torch.distributed.tensor import DTensor
 from flatshard import _torch
 from flatshard.buffer import DBuffer
 from flatshard.buffer.dtensor import as_dtensor
-from flatshard.engine.extended import ExtendedGroup
-from flatshard.engine.group import Group, Member
+from flatshard.engine.codec import unfilled
 from flatshard.engine.homes import OWNER, adopt, group_of, supersede
 from flatshard.engine.look import Look
 from flatshard.engine.names import Names
+from flatshard.engine.parameters import Member
+from flatshard.engine.weights import Group
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -50,7 +51,7 @@ def absorb(
     names = Names(group, root)
     _refuse_data(group, names)
     found = given(group, names)
-    if isinstance(group, ExtendedGroup):
+    if group.is_extended:
         _absorb_extended(group, found[0], awaited, names, ours)
     elif any(p is not m.sharded for p, m in zip(found, group.members)) or not _owns_storage(group):
         if wait and not ours and _foreign(group, found):
@@ -155,7 +156,7 @@ def _refuse_data(group: Group, names: Names) -> None:
         )
 
 
-def _absorb_extended(group: ExtendedGroup, found: nn.Parameter, awaited: bool, names: Names, ours: bool) -> None:
+def _absorb_extended(group: Group, found: nn.Parameter, awaited: bool, names: Names, ours: bool) -> None:
     member = group.members[0]
     if found is member.sharded and not group.look.is_moved(0):
         return
@@ -168,7 +169,11 @@ def _absorb_extended(group: ExtendedGroup, found: nn.Parameter, awaited: bool, n
     member.attributes.update(member.sharded.__dict__)
     if not ours:
         _adopt(group, 0, found)
-    group.take(found)
+    if found is not member.sharded:
+        torch.utils.swap_tensors(member.sharded, found)
+    local = _torch.local_of(member.sharded)
+    if local.dtype != group.main.dtype:
+        group.set_main(unfilled(group.layout, group.mesh, group.placements, local.dtype))
 
 
 def given(group: Group, names: Names) -> list[nn.Parameter]:
@@ -231,8 +236,7 @@ def _refuse_others(group: Group, found: Sequence[nn.Parameter], names: Names, ou
                 f"parameter '{names[index]}' was replaced by a tensor that is no nn.Parameter, as by "
                 "torch.func.functional_call; a sharded model takes parameters only, and keeps them"
             )
-        extended = isinstance(group, ExtendedGroup)
-        expected = member.sharded if extended else as_dtensor(group.main, index, member.inner)
+        expected = member.sharded if group.is_extended else as_dtensor(group.main, index, member.inner)
         if not isinstance(parameter, DTensor) or not _torch.is_cut_alike(parameter, expected):
             raise ValueError(
                 f"parameter '{names[index]}' was replaced by {_described(parameter)}; a sharded parameter can be "
@@ -290,7 +294,7 @@ def _adopt(group: Group, index: int, parameter: nn.Parameter) -> None:
 
 def _restore(group: Group) -> None:
     """Let everything be as it was before a change that is refused."""
-    if not isinstance(group, ExtendedGroup):  # else it lies in no buffer that could be told from others
+    if not group.is_extended:  # else it lies in no buffer that could be told from others
         _take(group, group.main, [member.sharded for member in group.members], ours=True)
     _show(group)
 
@@ -326,7 +330,7 @@ def fill(group: Group, full: Sequence[torch.Tensor], found: Sequence[nn.Paramete
 
     ``found`` is what the modules had before. Where that has values already, those are kept.
     """
-    if isinstance(group, ExtendedGroup):
+    if group.is_extended:
         raise ValueError(f"parameter '{names[0]}' is of a tensor subclass; give it values yourself, after to_empty()")
     parallel = [member.inner for member in group.members]
     mine = [whole if p is None else _torch.part_of(whole, p.spec) for whole, p in zip(full, parallel)]

@@ -1,0 +1,120 @@
+"""The reduced gradients of a group, as its sharded parameters show them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from flatshard import _torch
+from flatshard.buffer import DBuffer, Lane
+from flatshard.engine.host import Home
+from flatshard.engine.parameters import Member
+
+# On a gradient that we have put on a parameter: the buffer it lies in.
+MAIN_GRAD = "_flatshard_main_grad"
+
+
+class MainGrads:
+    """One buffer that lies as main does, and a DTensor over it for each member.
+
+    Setting a parameter's ``.grad`` to None only hides it: the objects stay for the next backward, and once all are
+    hidden, `rest` gives the storage back. If somebody else holds one of them by then, they are left to him.
+    """
+
+    def __init__(self, members: Sequence[Member], main: DBuffer, dtype: torch.dtype, home: Home) -> None:
+        self.members, self.main, self.dtype, self.home = members, main, dtype, home
+        self.buffer: DBuffer | None = None
+        self.shown: list[DTensor] = []
+        self.in_flight = 0  # reduces that write here
+        self._is_empty = False  # without storage
+        self._size = 0  # of the storage
+        self._holders: list[int] = []  # of what is shown, while nobody but us does
+
+    def rest(self) -> None:
+        """Give back the storage of gradients that `zero_grad` has hidden.
+
+        Within `_torch.PlainAttributes`, since it looks at every parameter.
+        """
+        if self.buffer is None or self._is_empty or self.in_flight or self.home.host:
+            return
+        for member in self.members:
+            if member.sharded.grad is not None:
+                return
+        if self._is_held:
+            self.buffer, self.shown = None, []
+        else:
+            self.buffer.local.untyped_storage().resize_(0)
+            self._is_empty = True
+
+    def take(self, had_grad: Sequence[bool], lane: Lane) -> tuple[DBuffer, bool, list[torch.Tensor]]:
+        """The buffer; whether it is to be written, not added to; and what the lane reads to make it so."""
+        any_had, buffer = any(had_grad), self.buffer
+        if buffer is not None and self._is_empty:
+            buffer.local.untyped_storage().resize_(self._size)
+            self._is_empty = False
+            zero_between(buffer)
+        elif buffer is None or (not any_had and self._is_held):
+            buffer = self._make()
+        if not any_had:
+            return buffer, True, []
+        with _torch.PlainAttributes():
+            others = [i for i, member in enumerate(self.members) if member.sharded.grad is not self.shown[i]]
+        return buffer, False, self._bring(others, buffer, lane) if others else []
+
+    def show(self, indices: Sequence[int]) -> None:
+        """Put gradients on parameters that have none."""
+        other_dtype = self.dtype != self.main.dtype
+        with _torch.PlainAttributes():
+            for index in indices:
+                if other_dtype:
+                    _torch.allow_grad_of(self.members[index].sharded, self.dtype)
+                self.members[index].sharded.grad = self.shown[index]
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether somebody holds a gradient that is hidden, or a part of its memory."""
+        return _torch.holders(self.shown) != self._holders
+
+    def _make(self) -> DBuffer:
+        buffer = self.buffer = self.main.like(self.home.empty(self.main.local.numel(), self.dtype))
+        zero_between(buffer)
+        self.shown = [_torch.like_dtensor(m.sharded, buffer.local_view(i)) for i, m in enumerate(self.members)]
+        for member, shown in zip(self.members, self.shown):
+            shown.__dict__[MAIN_GRAD] = buffer
+            if member.sharded.grad is None:  # else it is shown and hidden before anybody asks
+                _show(member, shown)
+                member.sharded.grad = None
+        buffer.runs()  # views that stay
+        self._size = buffer.local.untyped_storage().nbytes()
+        self._holders = _torch.holders(self.shown)
+        return buffer
+
+    def _bring(self, others: Sequence[int], buffer: DBuffer, lane: Lane) -> list[torch.Tensor]:
+        """Bring gradients that users have replaced or set to None into the buffer; what the lane reads for that."""
+        replaced: list[torch.Tensor] = []
+        with lane.entered((lane.mark(),)):  # an earlier reduce of the group may still write there
+            for index in others:
+                member, view = self.members[index], buffer.local_view(index)
+                grad = member.sharded.grad
+                if grad is None:
+                    view.zero_()  # set to None alone, while others of the group were kept
+                else:
+                    replaced.append(_torch.local_of(grad))
+                    view.copy_(replaced[-1])
+                    _show(member, self.shown[index])
+        return replaced
+
+
+def zero_between(buffer: DBuffer) -> None:
+    """Zero a buffer for reduced gradients, unless reduces write all of it: what lies between its runs they never do."""
+    if buffer.local.numel() != buffer.layout.run_numel * buffer.held.count:
+        buffer.local.zero_()
+
+
+def _show(member: Member, grad: DTensor) -> None:
+    sharded = member.sharded
+    if grad.dtype != sharded.dtype:
+        _torch.allow_grad_of(sharded, grad.dtype)
+    sharded.grad = grad

@@ -1,0 +1,331 @@
+"""Where the full weights of a group come from: one object per way, chosen once by `source_for`.
+
+`OfMain`      main itself: every rank has all of it, in the dtype that compute wants
+`OfCompute`   persistent compute weights, of which every rank has all; refreshed from main after a step
+`Gathered`    a buffer that comes and goes, filled from all ranks' parts of main, or of persistent compute weights;
+              in a backward from parts on a smaller mesh, if the forward has left some there
+`Decoded`     what a codec makes of what it has sent
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from flatshard import _torch
+from flatshard.buffer import DBuffer, Pool, Ticket, turns
+from flatshard.buffer.lanes import DONE
+from flatshard.engine.codec import Cast, DecodingCodec
+from flatshard.engine.host import Home
+from flatshard.layout import Flat, Layout, Placement, Replicate
+from flatshard.policy import Placements
+
+
+class Source:
+    """Brings the full weights of a group to this rank and gives their memory back.
+
+    After `gather`, and once its ticket has been waited for, `open` makes them usable by the current stream. `full` are
+    the values of a member: the same tensors from the first `open` on, with or without storage.
+    """
+
+    is_resident = False  # they rest on this rank: nothing is gathered for a pass, and nothing is released after it
+    buffer: DBuffer | None = None  # of which full weights are views, except for those that lie there in another order
+    compute: Compute | None = None  # persistent compute weights, where their placement is not main's
+
+    def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
+        """Start. ``lasting``: they are to stay for long. ``comm``: an `AllGather` of torch's to gather by."""
+        raise NotImplementedError
+
+    def open(self) -> None:
+        """Make what was gathered usable."""
+
+    def full(self, index: int) -> torch.Tensor:
+        """The values of a member, whole, with a version counter of their own.
+
+        Refilling them by a later gather must not look to autograd as if a weight that it saved had been modified.
+        """
+        raise NotImplementedError
+
+    def mark_stale(self) -> None:
+        """Main may have changed: whatever is derived from it is to be derived anew."""
+
+    def release(self) -> None:
+        """Give the memory back, once the current stream is done with it."""
+
+    def park(self, mesh: DeviceMesh) -> None:
+        """Before a release after forward: keep this rank's part on a smaller mesh, for backward to gather from."""
+
+    def unpark(self) -> None:
+        """The backward is over."""
+
+
+class OfMain(Source):
+    is_resident = True
+
+    def __init__(self, main: DBuffer) -> None:
+        self.buffer = self._main = main
+
+    def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
+        return Ticket()
+
+    def full(self, index: int) -> torch.Tensor:
+        return self._main.local_view(index).data
+
+
+class _Turned:
+    """Full weights that lie in another order in the gathered buffer (cut on another dim than 0): storage of their own.
+
+    Without any, all of this does nothing.
+    """
+
+    def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
+        self._layout, self._dtype = layout, dtype
+        self.indices = [i for i in range(len(layout.slots)) if layout.is_turned(i, layout.num_shards)]
+        self._flat: dict[int, torch.Tensor] = {}
+        self._pool: Pool | None = None
+
+    def allocate(self, pool: Pool) -> None:
+        self._pool = pool
+        for index in self.indices:
+            if index not in self._flat:
+                self._flat[index] = pool.empty(self._layout.slots[index].numel, self._dtype)
+            pool.allocate(self._flat[index])
+
+    def view(self, index: int) -> torch.Tensor:
+        return self._flat[index].view(self._layout.slots[index].shape)
+
+    def fill(self, ticket: Ticket, gathered: DBuffer) -> Ticket:
+        """Bring what was gathered into its own order, in the order of the lane, after ``ticket``."""
+        if not self.indices:
+            return ticket
+        assert self._pool is not None
+
+        def turn() -> None:
+            layout, pairs = self._layout, []
+            for index in self.indices:
+                slot = layout.slots[index]
+                size = layout.segments[slot.segment].piece * layout.num_shards
+                run = gathered.local.narrow(0, layout.run_starts(layout.num_shards)[slot.segment], size)
+                pairs += turns(layout, index, run, self.view(index))
+            if pairs:
+                torch._foreach_copy_([whole for _, whole in pairs], [part for part, _ in pairs])
+
+        return self._pool.lane.follow(ticket, turn)
+
+    def release(self) -> None:
+        for flat in self._flat.values():
+            assert self._pool is not None
+            self._pool.release(flat)
+
+
+class _Buffered(Source):
+    """Full weights are views of one buffer, or turned."""
+
+    def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
+        self._turned = _Turned(layout, dtype)
+
+    def full(self, index: int) -> torch.Tensor:
+        if index in self._turned.indices:
+            return self._turned.view(index).data
+        assert self.buffer is not None
+        return self.buffer.local_view(index).data
+
+
+class Compute:
+    """Persistent compute weights: less sharded than main, and brought up to date with it when they are stale."""
+
+    def __init__(self, main: DBuffer, codec: Cast, home: Home, placements: Placements) -> None:
+        self._main, self._codec, self._home, self._placement = main, codec, home, placements.parameter
+        self.buffer: DBuffer | None = None
+        self.is_stale = True
+        self._fetched: DBuffer | None = None
+
+    def refresh(self, pool: Pool, name: str) -> tuple[DBuffer, Ticket]:
+        """The weights, and when they are up to date."""
+        main, buffer, lane = self._main, self.buffer, pool.lane
+        with lane.entered():
+            if buffer is None:
+                dtype, device = self._codec.dtype, self._home.device
+                buffer = DBuffer.zeros(main.layout, main.mesh, self._placement, dtype=dtype, device=device)
+                self.buffer = buffer
+            if not self.is_stale or not buffer.runs():
+                return buffer, Ticket()
+            self.is_stale = False
+            self._fetched = self._home.on_device(main, pool)
+            self._codec.encode(self._fetched.runs(), buffer.runs(main.held))
+            return buffer, buffer.gather_in_place(main.placements, lane=lane, name=f"refresh {name}")
+
+    def read(self) -> None:
+        """The last refresh has been waited for."""
+        self._fetched = None
+
+
+class OfCompute(_Buffered):
+    is_resident = True
+
+    def __init__(self, compute: Compute, layout: Layout, dtype: torch.dtype) -> None:
+        super().__init__(layout, dtype)
+        self.compute = self._weights = compute
+
+    def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
+        self.buffer, refreshed = self._weights.refresh(pool, name)
+        self._turned.allocate(pool)
+        return self._turned.fill(refreshed, self.buffer)
+
+    def open(self) -> None:
+        self._weights.read()
+
+    def mark_stale(self) -> None:
+        self._weights.is_stale = True
+
+
+class Gathered(_Buffered):
+    """``compute``: what is gathered are parts of these, and not of main."""
+
+    def __init__(self, main: DBuffer, codec: Cast, home: Home, compute: Compute | None) -> None:
+        super().__init__(main.layout, codec.dtype)
+        self.compute = compute
+        self._main, self._codec, self._home = main, codec, home
+        self._fetched: DBuffer | None = None  # main, where it rests in host memory
+        self._pool: Pool | None = None
+        self._own: list[torch.Tensor] | None = None  # this rank's runs of the buffer
+        self._parked: tuple[DBuffer, Ticket] | None = None  # and where the copy stands
+        self._is_hollow = not main.layout.payload  # only empty tensors, of which collectives take no list
+        self._is_sharded = not _everywhere(main.placements)
+
+    def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
+        self._pool = pool  # another one than last time, if the unit has a new root
+        part, refreshed = (None, DONE) if self.compute is None else self.compute.refresh(pool, name)
+        buffer, layout, mesh = self.buffer, self._main.layout, self._main.mesh
+        if buffer is None:
+            local = pool.empty(layout.buffer_numel(layout.num_shards), self._codec.dtype)
+            buffer = self.buffer = DBuffer(layout, mesh, [Replicate()] * mesh.ndim, local)
+        pool.allocate(buffer.local, lasting)
+        self._turned.allocate(pool)
+        if self._is_hollow:
+            return Ticket()
+        with pool.lane.entered(() if refreshed is DONE else (refreshed,)):
+            if self._parked is not None:
+                part, parked = self._parked
+                # The gathered buffer as the smaller mesh sees it.
+                seen = DBuffer(layout, part.mesh, [Replicate()], buffer.local)
+                ticket = _gather(part, seen, pool, name, comm, (parked,))
+            elif part is not None:
+                ticket = _gather(part, buffer, pool, name, comm)
+            else:
+                ticket = self._from_main(buffer, pool, name, comm)
+        return self._turned.fill(ticket, buffer)
+
+    def _from_main(self, buffer: DBuffer, pool: Pool, name: str, comm: Any) -> Ticket:
+        main, lane = self._main, pool.lane
+        if self._home.host:
+            main = self._fetched = self._home.on_device(main, pool)
+        if self._codec.sends_main and self._is_sharded:
+            return _gather(main, buffer, pool, name, comm)
+        if self._own is None:
+            self._own = buffer.runs(main.held)
+        self._codec.encode(main.runs(), self._own)
+        if not self._is_sharded:
+            return lane.mark()
+        return buffer.gather_in_place(main.placements, lane=lane, name=name, comm=comm)
+
+    def release(self) -> None:
+        self._fetched = None
+        if self.compute is not None:
+            self.compute.read()
+        assert self.buffer is not None
+        assert self._pool is not None
+        self._pool.release(self.buffer.local)
+        self._turned.release()
+
+    def mark_stale(self) -> None:
+        self._parked = None
+        if self.compute is not None:
+            self.compute.is_stale = True
+
+    def park(self, mesh: DeviceMesh) -> None:
+        if self.buffer is None or self._parked is not None or not self._is_sharded:
+            return
+        dtype, device = self._codec.dtype, self._home.device
+        part = DBuffer.zeros(self._main.layout, mesh, [Flat()], dtype=dtype, device=device)
+        if part.runs():
+            torch._foreach_copy_(part.runs(), self.buffer.runs(part.held))
+        assert self._pool is not None
+        self._parked = part, self._pool.lane.mark()
+
+    def unpark(self) -> None:
+        self._parked = None
+
+
+class Decoded(Source):
+    """What was gathered goes through a codec, which has memory of its own for full weights."""
+
+    def __init__(self, codec: DecodingCodec, mesh: DeviceMesh) -> None:
+        self._codec, self._mesh = codec, mesh
+        self._pool: Pool | None = None
+        self.wire: list[torch.Tensor] = []  # what is gathered, flat
+        self._is_open = False
+
+    def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
+        self._pool, self._is_open = pool, False
+        lane, axis = pool.lane, self._mesh.ndim - 1
+        group, ranks = lane.group(self._mesh, axis), self._mesh.size(axis)
+        tickets = []
+        with lane.entered(), _torch.lasting():
+            given = self._codec.encode()
+            if not self.wire:
+                self.wire = [pool.empty(each.numel() * ranks, each.dtype) for each in given]
+            for output in self.wire:
+                pool.allocate(output)
+            for dtype in dict.fromkeys(each.dtype for each in given):
+                same = [(o, i.reshape(-1)) for o, i in zip(self.wire, given) if i.dtype == dtype and i.numel()]
+                if same:
+                    outputs, pieces = zip(*same)
+                    tickets.append(lane.all_gather(group, outputs, pieces, name=name))
+
+        def wait() -> None:
+            for ticket in tickets:
+                ticket.wait()
+
+        return Ticket(then=wait)
+
+    def open(self) -> None:
+        if not self._is_open:
+            with _torch.lasting():
+                self._codec.decode(self.wire)
+            self._is_open = True
+
+    def full(self, index: int) -> torch.Tensor:
+        return self._codec.full(index)
+
+    def release(self) -> None:
+        assert self._pool is not None
+        for output in self.wire:
+            self._pool.release(output)
+        self._codec.release()
+
+
+def source_for(main: DBuffer, placements: Placements, codec: Cast | DecodingCodec, home: Home) -> Source:
+    """The way to full weights that these placements, this codec and this home leave."""
+    if not isinstance(codec, Cast):
+        return Decoded(codec, main.mesh)
+    everywhere = _everywhere(placements.parameter)
+    if placements.parameter != placements.optimizer:
+        compute = Compute(main, codec, home, placements)
+        return OfCompute(compute, main.layout, codec.dtype) if everywhere else Gathered(main, codec, home, compute)
+    if everywhere and codec.sends_main and not home.host:
+        return OfMain(main)
+    return Gathered(main, codec, home, None)
+
+
+def _gather(part: DBuffer, buffer: DBuffer, pool: Pool, name: str, comm: Any, after: Sequence[Ticket] = ()) -> Ticket:
+    """Fill a buffer from the ranks' parts, which rest as they travel."""
+    own = part.runs()
+    return buffer.gather_in_place(part.placements, lane=pool.lane, own=own, after=after, name=name, comm=comm)
+
+
+def _everywhere(placements: Sequence[Placement]) -> bool:
+    return all(isinstance(placement, Replicate) for placement in placements)

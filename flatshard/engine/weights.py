@@ -1,0 +1,206 @@
+"""The parameters of a unit that travel together: their weights, and in which form the modules see them."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from flatshard.buffer import DBuffer, Pool, Ticket
+from flatshard.engine import steps
+from flatshard.engine.codec import Cast, DecodingCodec, Extension, is_extended
+from flatshard.engine.direct import Direct, destine
+from flatshard.engine.gradients import Gradients, gradient_arrived
+from flatshard.engine.host import Home
+from flatshard.engine.look import Look
+from flatshard.engine.parameters import Member
+from flatshard.engine.source import Source, source_for
+from flatshard.layout import Layout
+from flatshard.policy import MixedPrecisionPolicy, Placements
+
+
+class Group:
+    """Weights of parameters with the same dtype, ``requires_grad`` and placements, and their `Gradients`.
+
+    Between its uses the modules hold the sharded parameters. `gather` starts to bring the full weights here from where
+    the `Source` has them, `swap_in` shows them to the modules, `swap_out` hides them again, `release` gives their
+    memory back.
+    """
+
+    def __init__(
+        self,
+        members: list[Member],
+        main: DBuffer,
+        placements: Placements,
+        policy: MixedPrecisionPolicy,
+        home: Home | None = None,
+        is_extended: bool = False,
+    ) -> None:
+        self.members = members
+        self.is_extended = is_extended  # one parameter of a tensor subclass: ``main`` has a layout, and no memory
+        self.placements = placements
+        self.policy = policy
+        self.home = Home(main.device) if home is None else home
+        self.look = Look(members)  # at the sharded parameters in their modules
+        self.is_full = False  # the modules hold full parameters
+        self.users: set[int] | None = None  # units that need it full now, where more than its own may
+        self.park_mesh: DeviceMesh | None = None  # between forward and backward, shard over this smaller mesh
+        self._watched = False
+        self.ticket: Ticket | None  # of the gather, from its start to the release
+        self.all_gather_comm: Any = None  # an `AllGather` of torch's to gather by
+        self.set_main(main)
+
+    def set_main(self, main: DBuffer) -> None:
+        """Make ``main``, over which the sharded parameters lie, the main buffer; all else is derived from it anew."""
+        known: Gradients | None = self.__dict__.get("gradients")
+        self.main = main
+        policy, floating = self.policy, main.dtype.is_floating_point
+        dtype = policy.param_dtype if policy.param_dtype is not None and floating else main.dtype
+        self.codec: Cast | DecodingCodec
+        if self.is_extended:
+            self.codec = Extension(self.members[0], main.layout, main.mesh, policy, self.home.device, dtype)
+        else:
+            self.codec = Cast(main.dtype, dtype)
+        self.source: Source = source_for(main, self.placements, self.codec, self.home)
+        self.gradients = Gradients(self.members, main, self.placements, policy, dtype, self.home)
+        if known is not None:
+            self.gradients.take_settings(known)
+        self.ticket = None
+        for member in self.members:
+            member.full = None
+            member.attributes = dict(member.sharded.__dict__)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self.main.mesh
+
+    @property
+    def layout(self) -> Layout:
+        return self.main.layout
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        """Numbers that change with main weights, whoever writes them: an optimizer, or an operation on a parameter."""
+        return (steps.taken(), self.main.local._version, *[local._version for local in self.look.locals])
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the full weights have been gathered, or are on their way."""
+        return self.ticket is not None
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether the full weights rest on this rank: nothing is gathered for a pass."""
+        return self.source.is_resident
+
+    def mark_stale(self) -> None:
+        """Main may have changed: derive compute weights from it anew, the next time they are needed."""
+        self.source.mark_stale()
+        if self.source.is_resident:
+            if self.ticket is not None and not self.is_full:
+                self.ticket.wait()  # a refresh that nobody used may still be on its way
+            self.swap_out()
+            self.ticket = None
+
+    def gather(self, pool: Pool, name: str, lasting: bool = False) -> None:
+        """Start gathering full weights, which are to stay for long if ``lasting``. No effect on what is gathered."""
+        if self.ticket is None:
+            self.ticket = self.source.gather(pool, name, lasting, self.all_gather_comm)
+
+    def swap_in(self) -> None:
+        """Wait for the gather and show the full parameters to the modules."""
+        assert self.ticket is not None
+        self.ticket.wait()
+        if self.is_full:
+            return
+        self.source.open()
+        if self.members[0].full is None:
+            self._make_full()
+        for member in self.members:
+            full, sharded = member.full, member.sharded
+            assert full is not None
+            if full.requires_grad != sharded.requires_grad:
+                full.requires_grad = sharded.requires_grad
+                self.gradients.expected += 1 if sharded.requires_grad else -1
+            for site in member.sites:
+                if site.slots is not None:  # `put` without a call
+                    site.slots[site.name] = full
+                else:
+                    site.put(full)
+        self.is_full = True
+
+    def swap_out(self) -> None:
+        """Show the sharded parameters to the modules."""
+        if not self.is_full:
+            return
+        for member in self.members:
+            full, sharded = member.full, member.sharded
+            assert full is not None
+            if full.requires_grad != sharded.requires_grad:  # toggled while the full one was shown
+                sharded.requires_grad = full.requires_grad
+                self.gradients.expected += 1 if full.requires_grad else -1
+            for site in member.sites:
+                if site.slots is not None:
+                    site.slots[site.name] = sharded
+                else:
+                    site.put(sharded)
+        self.is_full = False
+
+    def release(self) -> None:
+        """Give the memory of full weights back, once the current stream is done with it."""
+        if self.ticket is None:
+            return
+        if not self.is_full:
+            # A prefetch that nobody used may still be on its way.
+            self.ticket.wait()
+        self.swap_out()
+        if not self.source.is_resident:
+            self.ticket = None
+            self.source.release()
+
+    def park(self) -> None:
+        """Before a release after forward: keep this rank's part of the full weights on the smaller mesh."""
+        if self.park_mesh is not None and self.ticket is not None:
+            self.source.park(self.park_mesh)
+
+    def _make_full(self) -> None:
+        for index, member in enumerate(self.members):
+            if not self.is_extended and is_extended(member.sharded):
+                raise TypeError(
+                    f"the local part of parameter '{member.name}' became a tensor that says itself how it is gathered; "
+                    "shard a parameter that is of such a class from the start"
+                )
+            member.make_full(self.source.full(index))
+        self._watched = False
+        self.gradients.expected = sum(member.sharded.requires_grad for member in self.members)
+        if self.gradients.direct is not None:
+            self._destine()
+
+    def offer_main_grads(self) -> None:
+        """Let kernels write the gradients of the full parameters themselves."""
+        if self.gradients.direct is None and self.main.dtype.is_floating_point and not self.is_extended:
+            self.gradients.direct = Direct()
+            self._destine()
+
+    def _destine(self) -> None:
+        for index, member in enumerate(self.members):
+            # DTensors and other subclasses, and what lies in another order in the buffer, are left to autograd.
+            if type(member.full) is nn.Parameter and not self.layout.is_turned(index, self.layout.num_shards):
+                destine(member.full, self.gradients, index)
+
+    def watch(self) -> None:
+        """From now on, notice when all gradients have arrived: a hook on every full parameter, the frozen ones too."""
+        if self._watched or self.members[0].full is None:
+            return
+        self._watched = True
+        for index, member in enumerate(self.members):
+            full = member.full
+            assert full is not None
+            if full.is_floating_point():
+                hook = functools.partial(gradient_arrived, weakref.ref(self.gradients), index)
+                full.requires_grad = True  # a hook can be put only on what needs a gradient
+                full.register_post_accumulate_grad_hook(hook)
+                full.requires_grad = member.sharded.requires_grad
