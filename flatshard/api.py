@@ -16,7 +16,8 @@ from flatshard import _torch
 from flatshard.engine.build import NO_SHARD, Choices, Where, build_unit, owned_modules, units_below
 from flatshard.engine.gradients import GradientScale
 from flatshard.engine.homes import OWNER
-from flatshard.engine.unit import Unit, unit_of
+from flatshard.engine.roots import unit_of
+from flatshard.engine.unit import Unit
 from flatshard.layout.planner import LayoutName
 from flatshard.module import serve_pipelines, unit_class
 from flatshard.policy import (

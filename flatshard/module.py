@@ -20,8 +20,10 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from flatshard import _torch
 from flatshard.engine.build import units_below
+from flatshard.engine.roots import scope_of, unit_of
 from flatshard.engine.scope import Scope
-from flatshard.engine.unit import Unit, scope_of, unit_of
+from flatshard.engine.unit import Unit
+from flatshard.engine.unit_changes import absorb_moved, applying, check_change
 from flatshard.engine.weights import Group
 
 
@@ -52,9 +54,9 @@ class FSDPModule(TorchFSDPModule):
         unit = unit_of(self)
         assert unit is not None
         for below in _units(self, True):
-            below.check_change(fn)
+            check_change(below, fn)
         own: Any = super(TorchFSDPModule, self)  # the module's own class
-        with unit.applying(fn):
+        with applying(unit, fn):
             return own._apply(fn, recurse)
 
     # Gathering and releasing
@@ -65,7 +67,7 @@ class FSDPModule(TorchFSDPModule):
         With ``async_op`` the handle's ``wait`` shows them; a forward of the unit waits by itself.
         """
         unit, scope = _unit_and_scope(self)
-        unit.absorb_moved()
+        absorb_moved(unit)
         scope.refresh_order()
         for group in unit.groups:
             if unit.settings.is_first and not group.is_full:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from flatshard.api import fully_shard
+from flatshard.engine.roots import unit_of
 from flatshard.engine.summary import Summary, summary
-from flatshard.engine.unit import unit_of
 from flatshard.optim.step import repoint
 from flatshard.wrapping import unit_modules
 

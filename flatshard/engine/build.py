@@ -21,7 +21,8 @@ from flatshard.engine.gradients import GradientScale
 from flatshard.engine.homes import OWNER, owner_of, settle
 from flatshard.engine.host import Home
 from flatshard.engine.parameters import Member, Plain, Site, make_members
-from flatshard.engine.unit import Unit, unit_of
+from flatshard.engine.roots import own, unit_of
+from flatshard.engine.unit import Unit
 from flatshard.engine.weights import Group
 from flatshard.layout import Layout, is_sharded, plan
 from flatshard.layout.planner import LayoutName
@@ -212,7 +213,7 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
             group.park_mesh, unit.parks = park, True  # the others are gathered again from all
         group.gradients.scale = choices.gradient_scale
     for module in modules:
-        module.__dict__["_flatshard_unit"] = unit
+        own(module, unit)
         _torch.mark_sharded(module)
     return unit
 

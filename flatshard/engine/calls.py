@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -116,6 +117,30 @@ class Call:
                 _torch.hook_first(tensor, hook)
                 watched = True
         return watched
+
+
+class LeftBehind:
+    """What forwards leave on the modules of a unit, an auxiliary loss for example: watched as their outputs are.
+
+    A forward that does so always does, so the first one tells.
+    """
+
+    def __init__(self) -> None:
+        self.places: list[tuple[weakref.ref[nn.Module], str]] | None = None  # None: no forward has been
+
+    def watch(self, call: Call, modules: Sequence[nn.Module], nests: bool) -> None:
+        """``nests``: there are units inside, which watch what is below themselves."""
+        if self.places is None:
+            self.places = []
+            for module in (below for each in modules for below in ((each,) if nests else each.modules())):
+                for name, value in module.__dict__.items():
+                    looked_at = not name.startswith("_") and isinstance(value, (torch.Tensor, list, tuple, dict))
+                    if looked_at and any(tensor.grad_fn is not None for tensor in tensors_in(value)):
+                        self.places.append((weakref.ref(module), name))
+        for ref, name in self.places:
+            found = ref()
+            if found is not None:
+                call.watch_outputs([t for t in tensors_in(found.__dict__.get(name)) if t.grad_fn is not None])
 
 
 def anchored(output: Any) -> Any:

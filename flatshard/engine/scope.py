@@ -17,6 +17,7 @@ from flatshard.buffer import Lane, Planner, Pool
 from flatshard.engine.keep import gathered_bytes
 from flatshard.engine.program import Pass, Program, digest
 from flatshard.engine.reduction import Goal, Reduction
+from flatshard.engine.unit_changes import absorb_moved
 from flatshard.engine.weights import Group
 from flatshard.policy import SchedulePolicy
 
@@ -96,7 +97,7 @@ class Scope:
             if unit.keeps():
                 continue
             unit.release()
-            unit.absorb_moved()
+            absorb_moved(unit)
             if unit.settings.is_first:
                 for group in unit.groups:
                     group.mark_stale()

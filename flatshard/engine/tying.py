@@ -7,7 +7,7 @@ is gathered in vain. A group all of whose places are empty is given up.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -21,25 +21,35 @@ if TYPE_CHECKING:
     from flatshard.engine.unit import Unit
 
 
-def tie(unit: Unit, group: Group) -> None:
-    """Let modules of ``unit`` that were given a parameter of another place in the model share it."""
+def tie(unit: Unit, group: Group, take_over: Callable[[Unit], None]) -> None:
+    """Let modules of ``unit`` that were given a parameter of another place in the model share it.
+
+    ``take_over``: called with a unit that was given a parameter which nobody has yet, so that it has it.
+    """
     for index, member in enumerate(group.members):
         for site in list(member.sites):
             found = site.look()
             if found is not None and found is not member.sharded:
-                _tie(unit, group, index, site, found)
+                _tie(unit, group, index, site, found, take_over)
     if not any(member.sites for member in group.members):
         unit.groups.remove(group)
         unit.needs.remove(group)
 
 
-def _tie(unit: Unit, group: Group, index: int, site: Site, found: nn.Parameter) -> None:
+def _tie(
+    unit: Unit,
+    group: Group,
+    index: int,
+    site: Site,
+    found: nn.Parameter,
+    take_over: Callable[[Unit], None],
+) -> None:
     assert unit.scope is not None
     member = group.members[index]
     for other in unit.scope.units if group_of(found) is None else ():
         # Nobody's yet: the innermost unit is to have it.
         if other.index > unit.index and any(place.look() is found for each in _members(other) for place in each.sites):
-            other.absorb_moved()
+            take_over(other)
             break
     owner = owner_of(found) if group_of(found) is not None else None
     if owner is None or not _torch.is_cut_alike(found, member.sharded):

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from flatshard import _torch
-from flatshard.engine.calls import Call, anchored, gradient_at_output
-from flatshard.engine.changes import Change, absorb, applying, check_change, is_moved
-from flatshard.engine.keep import plan_kept
+from flatshard.engine.calls import Call, LeftBehind, anchored, gradient_at_output
+from flatshard.engine.changes import is_moved
 from flatshard.engine.parameters import Member, Plain, Site
 from flatshard.engine.program import Pass
 from flatshard.engine.reduction import Goal
+from flatshard.engine.roots import scope_of
+from flatshard.engine.roots import unit_of as unit_of
 from flatshard.engine.scope import Scope
+from flatshard.engine.settings import Settings
 from flatshard.engine.transforms import watch_transformed
-from flatshard.engine.trees import cast_floating, tensors_in, to_device
-from flatshard.engine.tying import tie
+from flatshard.engine.trees import cast_floating, to_device
+from flatshard.engine.unit_changes import hook_state_dicts
 from flatshard.engine.weights import Group
 from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy
 
@@ -48,26 +47,6 @@ _NEXT = {
     Phase.AWAITING: {Phase.RESTING, Phase.FORWARD, Phase.BACKWARD},
     Phase.BACKWARD: {Phase.RESTING},
 }
-
-
-@dataclass
-class Settings:
-    """What policies, setters and `microbatch` say of a unit. The engine reads it and changes nothing here."""
-
-    reshard_after_forward: bool | None  # None: unless it is the outermost unit of a forward
-    is_auto: bool = False  # `reshard_after_forward` is chosen by the budget of the root
-    reshard_after_backward: bool = True
-    unshard_in_backward: bool = True
-    keeps_for_next: bool = False  # gathered between the micro-batches of a step
-    is_first: bool = True  # of the micro-batches of an optimizer step
-    is_last: bool = True
-    reduces: bool = True  # off: gradients stay unreduced
-    all_reduces: bool = True  # off: gradients go no further than they rest between micro-batches
-    reduces_unused: bool = False  # on: what a backward does not use takes part in the reduces with zeros
-    max_reducing: int | None = None  # what the scope's policy says otherwise
-    separate_groups: bool | None = None
-    prefetch_in_forward: list[weakref.ref[Unit]] | None = None
-    prefetch_in_backward: list[weakref.ref[Unit]] | None = None
 
 
 class Unit:
@@ -114,17 +93,14 @@ class Unit:
         self._calls: list[weakref.ref[Call]] = []  # that await, or have had, their backward
         self._unseen = False  # a forward within one with gradients has been without: a recompute may follow
         self._differentiated = False  # a backward has made a graph that another will go through, reading the weights
-        self._left_behind: list[tuple[weakref.ref[nn.Module], str]] | None = None
+        self._left_behind = LeftBehind()
         for index, group in enumerate(self.groups):
             group.gradients.on_complete = functools.partial(_group_complete, weakref.ref(self), index)
         for module in modules if hooked else ():
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward)
             module.register_forward_hook(self._after_exception, always_call=True)
-            module.register_state_dict_pre_hook(self._before_state_dict)
-            module.register_state_dict_post_hook(_after_state_dict)
-            module.register_load_state_dict_pre_hook(self._before_load_state_dict)
-            module.register_load_state_dict_post_hook(self._after_load_state_dict)
+            hook_state_dicts(self, module)
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -240,25 +216,10 @@ class Unit:
                 output = anchored(output)
                 grads = call.watch_outputs(output)
             grads = grads and call.watches
-        if grads and self._left_behind != []:
-            self._watch_left_behind(call)
+        if grads and self._left_behind.places != []:
+            self._left_behind.watch(call, self.modules, self.nests)
         self._end(module, call, grads)
         return output
-
-    def _watch_left_behind(self, call: Call) -> None:
-        """Watch what a forward leaves on its modules (an auxiliary loss) as its outputs are; where it does, it always
-        does, so the first forward tells."""
-        if self._left_behind is None:
-            self._left_behind = []
-            for module in (below for each in self.modules for below in ((each,) if self.nests else each.modules())):
-                for name, value in module.__dict__.items():
-                    looked_at = not name.startswith("_") and isinstance(value, (torch.Tensor, list, tuple, dict))
-                    if looked_at and any(tensor.grad_fn is not None for tensor in tensors_in(value)):
-                        self._left_behind.append((weakref.ref(module), name))
-        for ref, name in self._left_behind:
-            found = ref()
-            if found is not None:
-                call.watch_outputs([t for t in tensors_in(found.__dict__.get(name)) if t.grad_fn is not None])
 
     def _end(self, module: nn.Module, call: Call, grads: bool) -> None:
         """A forward has run; ``grads``: a gradient may come to its output."""
@@ -535,119 +496,8 @@ class Unit:
                 group.users.clear()
         self.release()
 
-    def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """State dicts hold main weights: sharded."""
-        self.reshard()
-
-    def _before_load_state_dict(self, module: nn.Module, *args: Any) -> None:
-        self.reshard()
-        self.absorb()  # what the user has put there before; what comes now is not the user's
-
-    def _after_load_state_dict(self, module: nn.Module, keys: Any) -> None:
-        self.absorb(ours=True)
-        for group, member, site in self.borrowed:
-            if site.look() is not member.sharded:
-                absorb(group, self.is_awaited, root=self._root, wait=True, ours=True)
-        for group in self.groups:
-            group.mark_stale()  # also within the micro-batches of a step
-
-    def absorb(self, ours: bool = False) -> None:
-        """Take over what the modules were given in the place of our parameters, or raise; or wait for the rest of it.
-
-        Of the modules of a list, each is converted or loaded by itself. ``ours``: the parameter objects stay.
-        """
-        for group in self.groups:
-            absorb(group, self.is_awaited, root=self._root, wait=True, ours=ours)
-        for plain in self.plain:
-            plain.guard()
-
-    def absorb_moved(self) -> None:
-        """The same, for what was done to a module in here that tells nobody. The parameters are about to be used."""
-        for group in list(self.groups):
-            if not group.is_full and is_moved(group):
-                group.release()  # it may have been gathered ahead
-                if not self.is_awaited:
-                    tie(self, group)
-                absorb(group, self.is_awaited, root=self._root)
-
-    @property
-    def _root(self) -> nn.Module | None:
-        """Where names in errors start from, as far as is known."""
-        units = self.scope.units if self.scope is not None else [self]
-        return next(iter(units[0].modules), None) if units and len(units[0].modules) == 1 else None
-
-    def check_change(self, change: Change) -> None:
-        """Raise if this change of all parameters could not be taken over."""
-        for group in self.groups:
-            check_change(group, change, self.is_awaited, self._root)
-
-    @contextmanager
-    def applying(self, change: Change) -> Iterator[None]:
-        """Around `module._apply(change)`."""
-        self.reshard()
-        self.absorb()  # what was assigned before: it has gradients of its own
-        with ExitStack() as stack:
-            for group in self.groups:
-                stack.enter_context(applying(group, change))
-            yield
-            self.absorb()
-
-
-def _after_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """A detached DTensor has the offset of its local part, which torch's asynchronous checkpoints stumble over."""
-    for name, value in state.items():
-        if name.startswith(prefix) and isinstance(value, DTensor) and value.storage_offset():
-            state[name] = _torch.like_dtensor(value, _torch.local_of(value))
-
 
 def _group_complete(unit: weakref.ref[Unit], index: int) -> None:
     found = unit()
     if found is not None:
         found.group_complete(index)
-
-
-def unit_of(module: nn.Module) -> Unit | None:
-    """The unit that `fully_shard` made of this module, if it did."""
-    found = module.__dict__.get("_flatshard_unit")
-    assert found is None or isinstance(found, Unit)
-    return found
-
-
-def scope_of(unit: Unit, module: nn.Module) -> Scope:
-    """The scope of a unit. Where it has none, ``module`` is the root of one, and all units below it share it."""
-    if unit.scope is not None:
-        return unit.scope
-    units: list[Unit] = []
-    at: dict[str, Unit] = {}
-    count = 0
-    if any(parameter.is_meta for parameter in module.parameters()):
-        from flatshard.engine.materialize import materialize  # it builds on units
-
-        materialize(module)
-    for name, child in module.named_modules():
-        found = unit_of(child)
-        if found is None:
-            continue
-        at[name] = found
-        if found in units:
-            continue
-        if found.scope is not None and found.scope.program.running is not None:
-            raise RuntimeError(f"unit '{name}' is in a pass of its own; finish that before running its parent")
-        found.release()
-        found.name = name or type(child).__name__
-        found.index = len(units)
-        found.numbers = range(count, count + len(found.groups))
-        count += len(found.groups)
-        found.nests = False
-        units.append(found)
-        above = name
-        while above:
-            above = above.rpartition(".")[0]
-            if above in at:
-                at[above].nests = True
-    policy = unit.schedule or SchedulePolicy()
-    plan_kept(units, policy)
-    scope = Scope(units, unit.device, policy)
-    for found in units:
-        found.scope = scope
-    return scope

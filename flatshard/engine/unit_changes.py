@@ -1,0 +1,100 @@
+"""What is done to the parameters of a unit from outside: state dicts, `.to` and its like, plain assignment.
+
+`engine/changes.py` says what becomes of each group.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from flatshard import _torch
+from flatshard.engine import changes
+from flatshard.engine.changes import Change, is_moved
+from flatshard.engine.tying import tie
+
+if TYPE_CHECKING:
+    from flatshard.engine.unit import Unit
+
+
+def absorb(unit: Unit, ours: bool = False) -> None:
+    """Take over what the modules were given in the place of our parameters, or raise; or wait for the rest of it.
+
+    Of the modules of a list, each is converted or loaded by itself. ``ours``: the parameter objects stay.
+    """
+    for group in unit.groups:
+        changes.absorb(group, unit.is_awaited, root=_root(unit), wait=True, ours=ours)
+    for plain in unit.plain:
+        plain.guard()
+
+
+def absorb_moved(unit: Unit) -> None:
+    """The same, for what was done to a module in there that tells nobody. The parameters are about to be used."""
+    for group in list(unit.groups):
+        if not group.is_full and is_moved(group):
+            group.release()  # it may have been gathered ahead
+            if not unit.is_awaited:
+                tie(unit, group, absorb_moved)
+            changes.absorb(group, unit.is_awaited, root=_root(unit))
+
+
+def check_change(unit: Unit, change: Change) -> None:
+    """Raise if this change of all parameters could not be taken over."""
+    for group in unit.groups:
+        changes.check_change(group, change, unit.is_awaited, _root(unit))
+
+
+@contextmanager
+def applying(unit: Unit, change: Change) -> Iterator[None]:
+    """Around `module._apply(change)`."""
+    unit.reshard()
+    absorb(unit)  # what was assigned before: it has gradients of its own
+    with ExitStack() as stack:
+        for group in unit.groups:
+            stack.enter_context(changes.applying(group, change))
+        yield
+        absorb(unit)
+
+
+def _root(unit: Unit) -> nn.Module | None:
+    """Where names in errors start from, as far as is known."""
+    units = unit.scope.units if unit.scope is not None else [unit]
+    return next(iter(units[0].modules), None) if units and len(units[0].modules) == 1 else None
+
+
+def hook_state_dicts(unit: Unit, module: nn.Module) -> None:
+    """State dicts of ``module``, one of the unit's, hold main weights, sharded; and what they load is taken over."""
+    module.register_state_dict_pre_hook(functools.partial(_before_state_dict, unit))
+    module.register_state_dict_post_hook(_after_state_dict)
+    module.register_load_state_dict_pre_hook(functools.partial(_before_load_state_dict, unit))
+    module.register_load_state_dict_post_hook(functools.partial(_after_load_state_dict, unit))
+
+
+def _before_state_dict(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    unit.reshard()
+
+
+def _after_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """A detached DTensor has the offset of its local part, which torch's asynchronous checkpoints stumble over."""
+    for name, value in state.items():
+        if name.startswith(prefix) and isinstance(value, DTensor) and value.storage_offset():
+            state[name] = _torch.like_dtensor(value, _torch.local_of(value))
+
+
+def _before_load_state_dict(unit: Unit, module: nn.Module, *args: Any) -> None:
+    unit.reshard()
+    absorb(unit)  # what the user has put there before; what comes now is not the user's
+
+
+def _after_load_state_dict(unit: Unit, module: nn.Module, keys: Any) -> None:
+    absorb(unit, ours=True)
+    for group, member, site in unit.borrowed:
+        if site.look() is not member.sharded:
+            changes.absorb(group, unit.is_awaited, root=_root(unit), wait=True, ours=True)
+    for group in unit.groups:
+        group.mark_stale()  # also within the micro-batches of a step
