@@ -688,7 +688,7 @@ def chunk(offsets: Sequence[int], sizes: Sequence[int]) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 
-def part_of(whole: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+def local_rows(whole: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     """This rank's part of a whole tensor, as a DTensor of spec ``spec`` would hold it. Nothing is communicated."""
     sizes, offsets = compute_local_shape_and_global_offset(whole.shape, spec.mesh, spec.placements)
     return whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes))].contiguous()

@@ -90,7 +90,7 @@ class DBuffer:
             raise ValueError("a buffer needs at least one tensor")
         made = cls.zeros(layout, mesh, placements, dtype=tensors[0].dtype, device=tensors[0].device)
         for index, tensor in enumerate(tensors):
-            made.local_view(index).copy_(made.part_of(index, tensor.detach()))
+            made.local_view(index).copy_(made.rows_of(index, tensor.detach()))
         return made
 
     @property
@@ -118,7 +118,7 @@ class DBuffer:
         offset, shape, stride = self.layout.windows(self.held.first, self.held.count)[index]
         return self.local.as_strided(shape, stride, offset + self.local.storage_offset())
 
-    def part_of(self, index: int, whole: torch.Tensor) -> torch.Tensor:
+    def rows_of(self, index: int, whole: torch.Tensor) -> torch.Tensor:
         """The part of tensor ``index``, given whole, of which `local_view` is the place in this buffer."""
         slot = self.layout.slots[index]
         if not slot.shape:

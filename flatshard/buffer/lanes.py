@@ -8,14 +8,10 @@ holds the work, and waiting for it completes it.
 from __future__ import annotations
 
 import functools
-import hashlib
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Literal, TypeAlias
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -24,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import _torch
 from flatshard.buffer.custom import gather_by, reduce_by
+from flatshard.buffer.groups import own_group
 
 Op: TypeAlias = Literal["sum", "avg", "max"]
 _Started: TypeAlias = "tuple[list[Work], Callable[[], None] | None]"
@@ -162,7 +159,7 @@ class Lane:
         if key not in self._groups:
             made = mesh.get_group(axis)
             if self.own_groups and made.size() > 1:
-                made = _own_group(made, f"flatshard_{self.name}")
+                made = own_group(made, f"flatshard_{self.name}")
             assert isinstance(made, ProcessGroup)
             self._groups[key] = made
         return self._groups[key]
@@ -363,43 +360,6 @@ class Lane:
         return ticket
 
 
-# Groups that no mesh has, by their ranks, for as long as the default process group lives.
-_made: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]] = WeakKeyDictionary()
-
-
-def joint_group(mesh: DeviceMesh, axes: Sequence[int]) -> ProcessGroup:
-    """The process group of all ranks that differ from this one along these axes of a mesh only.
-
-    It is the axis's own or the default one if that has the same ranks. Otherwise the first call makes it, is collective
-    among its ranks, and later ones find it.
-    """
-    if len(axes) == 1:
-        return mesh.get_group(axes[0])
-    place = mesh.get_coordinate()
-    assert place is not None
-    ranks = mesh.mesh[tuple(slice(None) if axis in axes else place[axis] for axis in range(mesh.ndim))]
-    return group_among(ranks.flatten().tolist(), [mesh.get_group(axis) for axis in axes])
-
-
-def group_among(ranks: Sequence[int], beside: Sequence[ProcessGroup]) -> ProcessGroup:
-    """The process group of these ranks: the default one if it has no others, else one that the first call makes.
-
-    It waits as long as the most patient of the groups ``beside`` it, and has the backend of that. The first call is
-    collective among the ranks, and only them: the rest of the world may be busy with something else.
-    """
-    members, world = tuple(sorted(ranks)), dist.group.WORLD
-    assert world is not None
-    if len(members) == world.size():
-        return world
-    known = _made.setdefault(world, {})
-    if members not in known:
-        like = max(beside, key=lambda group: _torch.timeout_of(group) or timedelta())
-        digest = hashlib.sha256(repr(members).encode()).hexdigest()[:20]
-        patience = _torch.timeout_of(like) or _torch.timeout_of(world)  # meshes make groups without asking for one
-        known[members] = _torch.new_group(members, like, f"flatshard_joint_{digest}", "flatshard_joint", patience)
-    return known[members]
-
-
 class Gather:
     """An all-gather that can be launched again and again: what is the same every time is looked up once."""
 
@@ -518,19 +478,6 @@ class Exchange:
         found = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(found, padded, group=self._group)
         return [part.numpy().tobytes()[: int(size)] for part, size in zip(found, sizes)]
-
-
-_own_groups: weakref.WeakKeyDictionary[ProcessGroup, dict[str, ProcessGroup]] = weakref.WeakKeyDictionary()
-
-
-def _own_group(like: ProcessGroup, title: str) -> ProcessGroup:
-    """Another process group of the same ranks, backend and time-out."""
-    known = _own_groups.setdefault(like, {})
-    if title not in known:
-        # Only the members of one line of a mesh meet here, so the group must not wait for all ranks.
-        ranks = dist.get_process_group_ranks(like)
-        known[title] = _torch.new_group(ranks, like, f"{title}_{like.group_name}", title)
-    return known[title]
 
 
 def _one_after_other(first: Callable[[], None], second: Callable[[], None] | None) -> Callable[[], None]:

@@ -62,7 +62,7 @@ class Planner:
         self._tensors: dict[int, weakref.ref[torch.Tensor]] = {}
         self._sizes: dict[int, int] = {}
         self._live: set[int] = set()
-        self._recent: dict[int, set[int]] = {}  # by buffer, those live when it was taken, since the last `settle`
+        self._recent: dict[int, set[int]] = {}  # by buffer, those live when it was taken, since the last `end_pass`
         self._beside: dict[int, set[int]] = {}  # the same of all passes before, both ways
         self._differs = False  # a buffer did not get its place
 
@@ -94,7 +94,7 @@ class Planner:
         self._recent.clear()
         self._differs = False
 
-    def settle(self) -> bool:
+    def end_pass(self) -> bool:
         """A pass is over. Whether there is a new plan: if something did not fit the old one, and nothing is live.
 
         It is for all patterns that have been, of the buffers that still exist.

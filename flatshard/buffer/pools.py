@@ -48,7 +48,7 @@ class Pool:
     reused is never written while it is still read, and no ``record_stream`` delays its return.
 
     With a ``planner``, every buffer has one slot, and so one address. A buffer whose slot is in use, or that has none
-    yet, gets memory as without a planner; `settle` makes a plan that has room for it.
+    yet, gets memory as without a planner; `end_pass` makes a plan that has room for it.
     """
 
     def __init__(self, lane: Lane, planner: Planner | None = None) -> None:
@@ -145,9 +145,9 @@ class Pool:
         if self.planner is not None:
             self.planner.forget()
 
-    def settle(self) -> None:
+    def end_pass(self) -> None:
         """A pass is over. Where it did not go by the plan and nothing is live any more, plan anew."""
-        if self.planner is None or not self.planner.settle():
+        if self.planner is None or not self.planner.end_pass():
             return
         self._planned = [self._fitting(size) for size in self.planner.plan.sizes]
         # The rest goes back to the device, once all streams are done with it.

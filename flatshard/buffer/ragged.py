@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from flatshard import _torch
-from flatshard.buffer.lanes import Lane, joint_group
+from flatshard.buffer.groups import joint_group
+from flatshard.buffer.lanes import Lane
 from flatshard.layout import Holding, Layout, holding
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from flatshard.buffer import Lane
-from flatshard.checkpoint.state import part_of
+from flatshard.checkpoint.state import local_part
 
 _ALIGN = 16  # bytes; a bucket is reduced as integers of 4
 
@@ -42,10 +42,10 @@ def iter_full_tensors(model: nn.Module, bucket_bytes: int = 256 << 20) -> Iterat
         if not axes:
             for name in names:
                 value = tensors[name]
-                yield name, (part_of(value).local if isinstance(value, DTensor) else value.detach())
+                yield name, (local_part(value).local if isinstance(value, DTensor) else value.detach())
             continue
         if storage is None:
-            first = part_of(tensors[names[0]]).local
+            first = local_part(tensors[names[0]]).local
             storage = torch.empty(max(sharded), dtype=torch.uint8, device=first.device)
         yield from _gathered(tensors, names, axes, storage)
 
@@ -86,7 +86,7 @@ def _gathered(
     used = storage[: sum(_size(tensors[name]) for name in names)].zero_()
     views, place = [], 0
     for name in names:
-        tensor, part = tensors[name], part_of(tensors[name])
+        tensor, part = tensors[name], local_part(tensors[name])
         count = math.prod(part.shape) * tensor.element_size()
         view = used[place : place + count].view(tensor.dtype).view(part.shape)
         place += _size(tensor)

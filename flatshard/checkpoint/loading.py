@@ -17,7 +17,7 @@ from flatshard.checkpoint.files import Manifest, Source
 from flatshard.checkpoint.names import renaming
 from flatshard.checkpoint.progress import bar
 from flatshard.checkpoint.reader import Reader
-from flatshard.checkpoint.state import name_of, names_of, part_of
+from flatshard.checkpoint.state import local_part, name_of, names_of
 from flatshard.checkpoint.trees import decode
 
 _SHOWN = 8  # names in one error
@@ -135,7 +135,7 @@ def _misfit(manifest: Source, key: str, value: torch.Tensor) -> str | None:
 
 def _read_part(manifest: Source, reader: Reader, name: str, key: str, like: torch.Tensor) -> torch.Tensor:
     """The rows of a saved tensor that this rank holds of ``like``."""
-    entry, part = manifest.tensors[key], part_of(like)
+    entry, part = manifest.tensors[key], local_part(like)
     if part.offsets is None:
         return torch.empty(part.local.shape, dtype=entry.dtype)
     return reader.read(name, entry, part.offsets, part.local.shape)

@@ -45,7 +45,7 @@ class Pending:
             raise self._error
         return True
 
-    def settle(self) -> None:
+    def wait_unless_told(self) -> None:
         """Wait until it is over, and raise what it raised unless somebody knows."""
         self._done.wait()
         if not self._told:
@@ -88,7 +88,7 @@ def save(
         raise ValueError(f"keep_last={keep_last}: must be at least 1, or None to keep all")
     previous, _last = _last, None
     if previous is not None:
-        previous.settle()
+        previous.wait_unless_told()
     ranks = exchange("checkpoint_save")
     taken: list[Snapshot] = []
 
@@ -105,7 +105,7 @@ def save(
     for rank, (described, _) in enumerate(found):
         if described != found[0][0]:
             raise CheckpointError(f"rank {rank} has other weights or other optimizer state than rank 0; nothing saved")
-    taken[0].settle([doubtful for _, doubtful in found])
+    taken[0].leave_to_one([doubtful for _, doubtful in found])
     pending = Pending(path)
     arguments = (pending, taken[0], ranks, keep_last, progress and not asynchronous)
     if asynchronous:

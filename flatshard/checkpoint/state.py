@@ -28,7 +28,7 @@ class Part:
     ranks: int = 0  # of the mesh; 0 for a plain tensor
 
 
-def part_of(tensor: torch.Tensor, rank: int = 0) -> Part:
+def local_part(tensor: torch.Tensor, rank: int = 0) -> Part:
     """This rank's part. A plain tensor is taken to be the same on all ranks; rank 0 stands for them."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
@@ -68,7 +68,7 @@ class Snapshot:
             raise TypeError(f"{key} is {tensor.dtype}, which a checkpoint cannot hold")
         if tensor.is_meta:
             raise ValueError(f"{key} is on the meta device and has no values; materialize the model first")
-        part = part_of(tensor, self.rank)
+        part = local_part(tensor, self.rank)
         if _torch.is_wrapper(part.local):
             raise TypeError(f"{key} is a {type(part.local).__name__}; a checkpoint holds plain tensors only")
         number = len(self.tensors)
@@ -80,7 +80,7 @@ class Snapshot:
                 self.doubtful.append((key, part.offsets))
         return key
 
-    def settle(self, doubtful: list[list[tuple[str, list[int]]]]) -> None:
+    def leave_to_one(self, doubtful: list[list[tuple[str, list[int]]]]) -> None:
         """Leave to one rank what several would write, given what each rank says of it. They take turns."""
         holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         for rank, boxes in enumerate(doubtful):

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from flatshard import _torch
 from flatshard.buffer import DBuffer
-from flatshard.buffer.lanes import group_among
+from flatshard.buffer.groups import group_among
 from flatshard.engine.codec import is_extended, unfilled
 from flatshard.engine.gradients import GradientScale
-from flatshard.engine.homes import OWNER, owner_of, settle
+from flatshard.engine.homes import OWNER, owner_of, register
 from flatshard.engine.host import Home
 from flatshard.engine.parameters import Member, Plain, Site, make_members
 from flatshard.engine.roots import own, unit_of
@@ -254,7 +254,7 @@ def _build_group(
     if is_extended(members[0][1]):
         made = _build_extended(members[0], planned, mesh, placements, precision, home, choices.where.axes)
         _mark_owned(made, members, owner)
-        settle(made, (parameter for _, parameter, _ in members), in_main=False)
+        register(made, (parameter for _, parameter, _ in members), in_main=False)
         return made
     frozen = not members[0][1].requires_grad
     floating = members[0][1].is_floating_point()
@@ -270,7 +270,7 @@ def _build_group(
         if member.inner is None:
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
     _mark_owned(group, members, owner)
-    settle(group, (parameter for _, parameter, _ in members))
+    register(group, (parameter for _, parameter, _ in members))
     return group
 
 
@@ -294,7 +294,7 @@ def _build_extended(
     main = unfilled(layout, mesh, placements, whole.dtype)
     with torch.no_grad():
         whole = whole if whole.is_meta or whole.device == home.device else whole.to(home.device)
-        local = main.part_of(0, whole).clone(memory_format=torch.contiguous_format)
+        local = main.rows_of(0, whole).clone(memory_format=torch.contiguous_format)
         if home.host and not local.is_meta:
             local = local.cpu()
     return Group(make_members(main, [named], axes, local), main, placements, policy, home, is_extended=True)

@@ -60,7 +60,7 @@ def absorb(
             _refuse_others(group, found, names, ours)
             if wait and len(_kinds(found)) > 1:
                 for member in group.members:
-                    _keep_attributes(member)
+                    _put_attributes_back(member)
                 return
             _refuse_change(group, awaited, names)
             main = _as_main(group, found, names)
@@ -75,13 +75,13 @@ def absorb(
 def _show(group: Group) -> None:
     """Let the modules hold our parameters."""
     for member in group.members:
-        _keep_attributes(member)
+        _put_attributes_back(member)
         for site in member.sites:
             site.put(member.sharded)
     group.look = Look(group.members)
 
 
-def _keep_attributes(member: Member) -> None:
+def _put_attributes_back(member: Member) -> None:
     """Put on the parameter what users had put on it before it was replaced."""
     for name, value in member.attributes.items():
         member.sharded.__dict__.setdefault(name, value)
@@ -257,7 +257,7 @@ def _take(group: Group, main: DBuffer, found: Sequence[nn.Parameter], ours: bool
         if not ours:
             _adopt(group, index, parameter)
         kept = member.sharded
-        _keep_attributes(member)
+        _put_attributes_back(member)
         fresh = _torch.as_parameter(as_dtensor(main, index, member.inner), parameter.requires_grad)
         grad = parameter.grad
         if kept is not parameter:
@@ -286,7 +286,7 @@ def _adopt(group: Group, index: int, parameter: nn.Parameter) -> None:
         return
     member.sharded.grad = None
     adopt(group, index, parameter)
-    _keep_attributes(member)
+    _put_attributes_back(member)
     for other in (site.look() for site in member.sites):
         if isinstance(other, nn.Parameter) and other is not parameter and group_of(other) is None:
             supersede(group, index, other)  # equal, in another module that shares it
@@ -333,7 +333,7 @@ def fill(group: Group, full: Sequence[torch.Tensor], found: Sequence[nn.Paramete
     if group.is_extended:
         raise ValueError(f"parameter '{names[0]}' is of a tensor subclass; give it values yourself, after to_empty()")
     parallel = [member.inner for member in group.members]
-    mine = [whole if p is None else _torch.part_of(whole, p.spec) for whole, p in zip(full, parallel)]
+    mine = [whole if p is None else _torch.local_rows(whole, p.spec) for whole, p in zip(full, parallel)]
     main = group.home.take(DBuffer.distribute(mine, group.layout, group.mesh, group.main.placements))
     for index, parameter in enumerate(found):
         if not parameter.is_meta:

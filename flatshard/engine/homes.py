@@ -15,16 +15,16 @@ from flatshard.engine.weights import Group
 _GROUPS: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
 _SUCCESSOR = "_flatshard_successor"
 OWNER = "_flatshard_owner"  # on a parameter of a group, in any of its forms: its name, and whose it is
-_settled = 0
+_generation = 0
 
 
-def settle(group: Group, originals: Iterable[nn.Parameter], in_main: bool = True) -> None:
+def register(group: Group, originals: Iterable[nn.Parameter], in_main: bool = True) -> None:
     """Remember where the members of ``group`` belong, and which parameters they have replaced.
 
     ``in_main=False``: they do not lie in its main buffer, so that nobody is to step them there.
     """
-    global _settled
-    _settled += 1
+    global _generation
+    _generation += 1
     for index, (member, original) in enumerate(zip(group.members, originals)):
         if in_main:
             _GROUPS[id(member.sharded)] = group
@@ -44,8 +44,8 @@ def adopt(group: Group, index: int, parameter: nn.Parameter) -> None:
 
 def supersede(group: Group, index: int, parameter: nn.Parameter) -> None:
     """Let whoever holds ``parameter`` find out that member ``index`` of a group has taken its place."""
-    global _settled
-    _settled += 1
+    global _generation
+    _generation += 1
     parameter.__dict__[_SUCCESSOR] = (weakref.ref(group), index)
     mark = group.members[index].sharded.__dict__.get(OWNER)
     if mark is not None:
@@ -61,9 +61,9 @@ def retire(group: Group, index: int, successors: Group, place: int) -> None:
     supersede(successors, place, parameter)
 
 
-def settled() -> int:
+def generation() -> int:
     """A number that is new when parameters may have been replaced."""
-    return _settled
+    return _generation
 
 
 def group_of(parameter: torch.Tensor) -> Group | None:

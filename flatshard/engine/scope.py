@@ -102,7 +102,7 @@ class Scope:
                 for group in unit.groups:
                     group.mark_stale()
         self._ahead.clear()
-        self.gather_pool.settle()
+        self.gather_pool.end_pass()
         # The gathers of this pass read main after all that has been enqueued so far, the optimizer's writes included.
         self.refresh_order()
         self.program.begin(Pass.FORWARD if grads else Pass.FORWARD_NO_GRAD, entry.index)

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from flatshard import _torch
 from flatshard.buffer import DBuffer, Lane
-from flatshard.buffer.lanes import Op, joint_group
+from flatshard.buffer.groups import joint_group
+from flatshard.buffer.lanes import Op
 from flatshard.engine.main_grads import MAIN_GRAD
 
 # Where a tensor is: its mesh, and the axes of it that cut the tensor. Plain tensors: (None, ()).

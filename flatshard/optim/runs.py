@@ -71,7 +71,7 @@ class Run:
         if self._extent is not None and group is not None and self._has_gradients_of(group):
             buffer = group.gradients.main_grads.buffer
             assert buffer is not None
-            self._set_grad(self._part_of(buffer.local), uncast)
+            self._set_grad(self._slice_of(buffer.local), uncast)
             return True
         first = self.parameters[0].grad
         if first is None:
@@ -88,7 +88,7 @@ class Run:
         for parameter in self.parameters:
             if getattr(parameter.grad, MAIN_GRAD, None) is not buffer:
                 return False
-        self._set_grad(self._part_of(gradient), uncast)
+        self._set_grad(self._slice_of(gradient), uncast)
         return True
 
     def _has_gradients_of(self, group: Group) -> bool:
@@ -102,7 +102,7 @@ class Run:
                     return False
         return True
 
-    def _part_of(self, gradient: torch.Tensor) -> torch.Tensor:
+    def _slice_of(self, gradient: torch.Tensor) -> torch.Tensor:
         assert self._extent is not None
         whole = self._extent == (0, gradient.numel())
         return gradient if whole else gradient[slice(*self._extent)]

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatshard import _torch
 from flatshard.engine import steps
-from flatshard.engine.homes import OWNER, is_replaced, settled, successor_of
+from flatshard.engine.homes import OWNER, generation, is_replaced, successor_of
 from flatshard.engine.main_grads import MAIN_GRAD
 from flatshard.optim.runs import Run, State, cut, cut_of, is_elementwise, local_part
 
@@ -178,7 +178,7 @@ class _Local:
         self.flat = flat
         self.uncast = uncast
         self._runs: list[Run] | None = None
-        self._settled = 0  # when the runs were cut
+        self._generation = 0  # when the runs were cut
         self._absent: Sequence[torch.Tensor] = []
         self._others: list[list[torch.Tensor]] = []
         self._ids: list[list[int]] = []
@@ -245,7 +245,7 @@ class _Local:
 
     def _is_prepared(self, optimizer: Optimizer) -> bool:
         """Whether the runs are still right; if so they have their gradients."""
-        if self._runs is None or optimizer.__dict__["state"] is not self._outer or self._settled != settled():
+        if self._runs is None or optimizer.__dict__["state"] is not self._outer or self._generation != generation():
             return False
         if [list(map(id, group["params"])) for group in optimizer.param_groups] != self._ids:
             return False
@@ -285,7 +285,7 @@ class _Local:
         _cut_as_parameters(groups, outer)
         _refuse_replaced(optimizer)
         self._runs, self._absent, self._others = cut(groups, outer, self.flat)
-        self._settled = settled()
+        self._generation = generation()
         self._ids = [list(map(id, group["params"])) for group in groups]
         self._state = defaultdict(dict)
         sharded = set(map(id, self._absent))
@@ -349,7 +349,7 @@ def _refuse_replaced(optimizer: Optimizer) -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Runs before every step of every optimizer: looks at parameters only when there can be something new."""
     steps.note()
-    now = (settled(), sum(len(group["params"]) for group in optimizer.param_groups))
+    now = (generation(), sum(len(group["params"]) for group in optimizer.param_groups))
     if not now[0] or optimizer.__dict__.get(_CHECKED) == now:
         return
     _refuse_replaced(optimizer)

@@ -47,9 +47,9 @@ class CpuWork(Work):  # type: ignore[misc]
             self._done.set()
             future = self._future
         if future is not None:
-            self._settle(future)
+            self._complete(future)
 
-    def _settle(self, future: torch.futures.Future[Any]) -> None:
+    def _complete(self, future: torch.futures.Future[Any]) -> None:
         if self._error is None:
             future.set_result(self._result)
         else:
@@ -87,7 +87,7 @@ class CpuWork(Work):  # type: ignore[misc]
             future = self._future = torch.futures.Future()
             finished = self._done.is_set()
         if finished:
-            self._settle(future)
+            self._complete(future)
         return future
 
 

@@ -20,7 +20,7 @@ from flatshard import (
     weight_norms,
 )
 from flatshard.buffer import Lane
-from flatshard.buffer.lanes import joint_group
+from flatshard.buffer.groups import joint_group
 from tests.dist.models import assert_rows, batches, loss_of, make_net
 
 ROWS = 12

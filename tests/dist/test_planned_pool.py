@@ -82,7 +82,7 @@ def run_pass(pool: Pool, buffers: list[torch.Tensor], toggled: list[int], end: s
         pool.forget()
     for tensor in buffers if end != "unfinished" else ():
         pool.release(tensor)
-    pool.settle()
+    pool.end_pass()
     return peak
 
 

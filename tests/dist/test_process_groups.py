@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flatshard import _torch, fully_shard
 from flatshard.buffer import Exchange, Lane
-from flatshard.buffer.lanes import _own_group, joint_group
+from flatshard.buffer.groups import joint_group, own_group
 from flatshard.engine.unit import unit_of
 
 CPU = torch.device("cpu")
@@ -23,13 +23,13 @@ def seconds_of(group):
 
 def _timeouts(rank, world):
     patient, hasty = (dist.new_group(timeout=timedelta(seconds=s)) for s in (77, 33))
-    assert seconds_of(_own_group(patient, "test")) == 77
-    assert seconds_of(_own_group(hasty, "test")) == 33
+    assert seconds_of(own_group(patient, "test")) == 77
+    assert seconds_of(own_group(hasty, "test")) == 33
     lane = Lane("test", CPU, own_groups=True)
     assert seconds_of(lane.group(DeviceMesh.from_group(hasty, "cpu"), 0)) == 33
     plain = dist.new_group()
     assert _torch.timeout_of(plain) is None  # torch's default
-    assert seconds_of(_own_group(plain, "test")) == seconds_of(plain)
+    assert seconds_of(own_group(plain, "test")) == seconds_of(plain)
     c10d._set_pg_timeout(timedelta(seconds=44), dist.group.WORLD)
     assert seconds_of(Exchange("test")._group) == 44
 

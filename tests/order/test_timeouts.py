@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import flatshard
-from flatshard.buffer.lanes import joint_group
+from flatshard.buffer.groups import joint_group
 from tests.order.cases import make, rows, shard
 
 # Gloo, given a second default group right after a first one was destroyed, was once refused a connection while it made

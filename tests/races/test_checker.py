@@ -207,7 +207,7 @@ def test_slots_wait_for_who_read_them_last(ordered, planned):
             for _ in range(3):
                 for tensor in tensors:
                     gather_and_read(pool, tensor)
-                pool.settle()
+                pool.end_pass()
     assert kinds(checker) == (set() if ordered else {"reuse of memory in use"})
 
 
@@ -254,7 +254,7 @@ def test_memory_goes_back_to_the_device_when_nobody_reads_it(how, ordered):
             if how == "pool":
                 del pool
             else:
-                pool.settle()  # one slot is enough for all
+                pool.end_pass()  # one slot is enough for all
         assert ("unmapping of memory in use" in kinds(checker)) is not ordered
 
 
