@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 def gathered_bytes(unit: Unit) -> int:
     """Device memory that the full weights of a unit take, beyond what rests on this rank anyway."""
-    return sum(
-        group.layout.buffer_numel(group.layout.num_shards) * group.codec.dtype.itemsize
-        for group in unit.groups
-        if not group.is_resident
-    )
+    return sum(group.gathered_bytes for group in unit.groups)
 
 
 def plan_kept(units: Sequence[Unit], policy: SchedulePolicy) -> None:

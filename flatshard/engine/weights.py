@@ -96,6 +96,12 @@ class Group:
         """Whether the full weights rest on this rank: nothing is gathered for a pass."""
         return self.source.is_resident
 
+    @property
+    def gathered_bytes(self) -> int:
+        """Device memory that the full weights take, beyond what rests on this rank anyway."""
+        numel = 0 if self.is_resident else self.layout.buffer_numel(self.layout.num_shards)
+        return numel * self.codec.dtype.itemsize
+
     def mark_stale(self) -> None:
         """Main may have changed: derive compute weights from it anew, the next time they are needed."""
         self.source.mark_stale()

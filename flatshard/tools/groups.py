@@ -67,7 +67,7 @@ class Launch:
     times: int
 
 
-class Group:
+class GroupBytes:
     """Tensors that travel together, and what they take on one rank, in bytes.
 
     ``main``, ``compute`` (where compute weights have a copy that stays), ``state``: always.
@@ -153,6 +153,10 @@ class Group:
         }
         return sum(shards * s.piece for number, s in enumerate(self.layout.segments) if number not in sole)
 
+    def arriving_after(self, position: int) -> int:
+        """Bytes of the gradients that arrive when so many units inside are still to come in backward."""
+        return self.wire.itemsize * sum(math.prod(tensor.shape) for tensor in self.tensors if tensor.after == position)
+
     # Collectives of a step
 
     def launches(self, forward: int, backward: int) -> list[Launch]:
@@ -208,9 +212,9 @@ class Group:
         return Launch(kind, axis, among or self.choice.mesh[axis], size, segments, times)
 
 
-def groups_of(unit: Sequence[Tensor], choice: Choice) -> list[Group]:
+def groups_of(unit: Sequence[Tensor], choice: Choice) -> list[GroupBytes]:
     """The groups that tensors of a unit make: of the same dtype and need of a gradient, with and without dims."""
     by_kind: dict[tuple[object, ...], list[Tensor]] = {}
     for tensor in unit:
         by_kind.setdefault((tensor.dtype, tensor.trainable, len(tensor.shape) > 0), []).append(tensor)
-    return [Group(tensors, choice) for tensors in by_kind.values()]
+    return [GroupBytes(tensors, choice) for tensors in by_kind.values()]

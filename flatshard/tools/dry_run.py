@@ -1,0 +1,213 @@
+"""A dry run: the engine goes through a step of a model of stand-ins, and what it does is noted in bytes.
+
+Units, scope and program are the engine's own, and so are the hooks, on modules that hold one number for every parameter
+of the model. Only where weights would be gathered and gradients reduced do stand-ins count bytes instead. It needs no
+process group, and no memory worth mentioning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatshard.buffer import Pool, Ticket
+from flatshard.engine.gradients import Gradients
+from flatshard.engine.parameters import Member
+from flatshard.engine.program import Pass
+from flatshard.engine.reduction import Goal, Reduction
+from flatshard.engine.roots import own
+from flatshard.engine.source import Source
+from flatshard.engine.unit import Unit
+from flatshard.engine.weights import Group
+from flatshard.policy import MixedPrecisionPolicy
+from flatshard.tools.groups import Choice, GroupBytes
+from flatshard.tools.shapes import Call, Model
+
+# Called with the bytes that come, or go: of main gradients, of gathered weights, of gradients on their way.
+Note = Callable[[int, int, int], None]
+
+
+class DryRun:
+    """``gathers``: per unit, how often the last step has gathered its weights in forward, and in backward."""
+
+    def __init__(self, model: Model, groups: Sequence[Sequence[GroupBytes]], choice: Choice, note: Note) -> None:
+        self.gathers = [[0] * len(model.units), [0] * len(model.units)]
+        self._groups = [[_Group(sizes, choice, self, number) for sizes in unit] for number, unit in enumerate(groups)]
+        self._modules: dict[int, list[_Module]] = {}
+        self._note, self.is_noting = note, False
+        self._root = self._module(model.root)
+        self._units = []
+        for number, modules in self._modules.items():
+            reshards, schedule = choice.reshards, choice.schedule
+            unit = Unit(modules, self._groups[number], _NO_MESH, _CPU, MixedPrecisionPolicy(), reshards, schedule)
+            unit.settings.unshard_in_backward = not model.units[number].is_embedding
+            unit.parks = any(group.sizes.parked for group in self._groups[number])
+            for module in modules:
+                own(module, unit)
+            self._units.append(unit)
+        self._root_unit = next(unit for unit in self._units if self._root in unit.modules)
+
+    def step(self) -> None:
+        """One micro-batch, the last of a step. The one before it tells the engine in which order units are needed."""
+        for self.is_noting in (False, True):
+            self.gathers = [[0] * len(counts) for counts in self.gathers]
+            self._root(torch.zeros(1)).sum().backward()
+
+    def _module(self, call: Call) -> _Module:
+        module = _Module([self._module(inner) for inner in call.inner], self._groups[call.unit])
+        self._modules.setdefault(call.unit, []).append(module)
+        for group in self._groups[call.unit]:
+            group.calls += 1
+        return module
+
+    def note(self, gradients: int = 0, gathered: int = 0, staging: int = 0) -> None:
+        if self.is_noting:
+            self._note(gradients, gathered, staging)
+
+    def gathered(self, unit: int) -> None:
+        scope = self._root_unit.scope
+        assert scope is not None
+        self.gathers[scope.program.running is Pass.BACKWARD][unit] += 1
+
+
+class _Module(nn.Module):
+    """Runs modules of other units one after the other, and uses its own parameters before, between and after them."""
+
+    def __init__(self, inner: Sequence[_Module], groups: Sequence[_Group]) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(inner)
+        self._groups = groups
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for position in range(len(self.inner) + 1):
+            if position:
+                x = self.inner[position - 1](x)
+            for group in self._groups:
+                used = group.used_after(position)
+                if used:
+                    x = _Use.apply(group, position, x, *used)  # type: ignore[no-untyped-call]
+        return x
+
+
+class _Use(torch.autograd.Function):
+    """Uses parameters of a group. In backward, their gradients appear."""
+
+    @staticmethod
+    def forward(ctx: Any, group: _Group, position: int, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.group, ctx.position, ctx.count = group, position, len(parameters)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.group.gradients_appear(ctx.position)
+        return None, None, grads[0], *[torch.zeros(1) for _ in range(ctx.count)]
+
+
+class _Group(Group):
+    """Weights that are one number each, and take the bytes that ``sizes`` says."""
+
+    def __init__(self, sizes: GroupBytes, choice: Choice, run: DryRun, unit: int) -> None:
+        self.sizes, self.run = sizes, run
+        self.calls = 0  # forwards of a pass that use it
+        self._appeared = 0  # how often a backward has given gradients
+        parameters = [nn.Parameter(torch.zeros(1), requires_grad=sizes.trainable) for _ in sizes.tensors]
+        self.members = [Member("", [], parameter, parameter) for parameter in parameters]
+        self.placements, self.is_extended = sizes.placements, False
+        self.source = _Source(self, unit)
+        self.gradients = _Gradients(self, choice)
+        self.look = self  # type: ignore[assignment]
+        self.is_full, self.users, self.ticket, self._watched = False, None, None, False
+        self.all_gather_comm = None
+        self.park_mesh = _NO_MESH if sizes.parked else None
+
+    mesh = property(lambda self: _NO_MESH)
+    state = property(lambda self: ())
+    gathered_bytes = property(lambda self: self.sizes.gathered)
+
+    def has_changed(self) -> bool:
+        return False
+
+    def used_after(self, position: int) -> list[nn.Parameter]:
+        pairs = zip(self.members, self.sizes.tensors)
+        return [member.sharded for member, tensor in pairs if tensor.after == position]
+
+    def gradients_appear(self, position: int) -> None:
+        sizes = self.sizes
+        if not sizes.trainable:
+            return
+        self.run.note(staging=sizes.arriving_after(position))
+        self._appeared += 1
+        if self._appeared == self.calls * len({tensor.after for tensor in sizes.tensors}):
+            self._appeared = 0
+            if self.calls > 1:
+                # Several forwards have given gradients of the same weights; autograd adds them up in other memory.
+                self.run.note(staging=sizes.arriving)
+                self.run.note(staging=-self.calls * sizes.arriving)
+
+
+class _Source(Source):
+    def __init__(self, group: _Group, unit: int) -> None:
+        self._group, self._unit = group, unit
+        self._pool: Pool | None = None
+        self._is_parked = False
+        self.is_resident = group.sizes.is_resident
+
+    def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
+        self._pool = pool
+        self._group.run.gathered(self._unit)
+        self._add(self._group.sizes.gathered)
+        return Ticket()
+
+    def release(self) -> None:
+        self._add(-self._group.sizes.gathered)
+
+    def _add(self, count: int) -> None:
+        assert self._pool is not None
+        self._pool.live_bytes += count
+        self._group.run.note(gathered=count)
+
+    def park(self, mesh: Any) -> None:
+        if not self._is_parked:
+            self._is_parked = True
+            self._group.run.note(gathered=self._group.sizes.parked)
+
+    def unpark(self) -> None:
+        if self._is_parked:
+            self._is_parked = False
+            self._group.run.note(gathered=-self._group.sizes.parked)
+
+
+class _Gradients(Gradients):
+    def __init__(self, group: _Group, choice: Choice) -> None:
+        self._group, self._accumulates = group, choice.microbatches > 1
+        self.members, self.placements = group.members, group.placements
+        self.expected = sum(member.sharded.requires_grad for member in self.members)
+        self.on_complete = self.direct = None
+        self.main_grads = self  # type: ignore[assignment]
+        self._arrived = set()
+
+    has_partial = property(lambda self: False)
+
+    def rest(self) -> None:
+        """As main gradients: there is nothing to give back."""
+
+    def reduce(self, pool: Pool, goal: Goal, name: str) -> Reduction:
+        self.take()
+        sizes, note = self._group.sizes, self._group.run.note
+        fresh = not self._accumulates or sizes.ends
+        note(gradients=sizes.main_grad if fresh else 0, staging=sizes.reducing)
+        ended = sizes.accumulated if sizes.ends else 0
+        return Reduction(Ticket(then=lambda: note(gradients=-ended, staging=-sizes.arriving - sizes.reducing)), name)
+
+
+_CPU = torch.device("cpu")
+
+
+class _NoMesh:
+    ndim = 0
+
+
+_NO_MESH: Any = _NoMesh()
