@@ -269,8 +269,8 @@ class Unit:
         keep = outermost if settings.reshard_after_forward is None else not settings.reshard_after_forward
         if not grads and not outermost and scope.program.running is Pass.FORWARD:
             grads = self._unseen = True  # under reentrant checkpointing gradients come in spite of no_grad
-        if not grads and self.index and settings.reshard_after_forward is None:
-            keep = False  # no backward will need it, and the root of the model is another unit
+        if not grads and settings.reshard_after_forward is None:
+            keep = False  # no backward will need it, and nothing tells of weights that are written through `.data`
         if not keep:
             if grads and self.parks:
                 for group in self.groups:

@@ -83,8 +83,12 @@ class Group:
 
     @property
     def state(self) -> tuple[int, ...]:
-        """Numbers that change with main weights, whoever writes them: an optimizer, or an operation on a parameter."""
-        return (steps.taken(), self.main.local._version, *[local._version for local in self.look.locals])
+        """Numbers that change with main weights: by an optimizer, an operation on a parameter or on its local part.
+
+        What is written through `.data` changes none of them.
+        """
+        versions = [local._version for local in self.look.locals]
+        return (steps.taken(), self.main.local._version, *versions, *[m.sharded._version for m in self.members])
 
     @property
     def is_gathered(self) -> bool:

@@ -78,3 +78,36 @@ def test_a_budget_is_a_number_of_bytes():
     for name in ("keep_for_backward", "keep_for_next"):
         with pytest.raises(ValueError, match="bytes"):
             SchedulePolicy(**{name: -1})
+
+
+WRITES = {
+    "in place": lambda p, value: p.copy_(value),
+    "data": lambda p, value: p.data.copy_(value),
+    "detached": lambda p, value: p.detach().copy_(value),
+    "local": lambda p, value: p.to_local().copy_(value.to_local()),
+    "local data": lambda p, value: p.to_local().data.copy_(value.to_local()),
+    "foreach": lambda p, value: torch._foreach_copy_([p.data], [value]),
+}
+
+
+def _written(rank, world, reshard, names):
+    """As averaged weights are swapped in for an evaluation, and out again."""
+    for name in names:
+        for grads in (False, True):
+            model = fully_shard(torch.nn.Linear(DIM, DIM), reshard_after_forward=reshard)
+            x = torch.ones(2, DIM)
+            with torch.no_grad():
+                model(x)
+                for parameter in model.parameters():
+                    WRITES[name](parameter, torch.full_like(parameter, 0.5))
+            with torch.set_grad_enabled(grads):
+                found = model(x)
+            torch.testing.assert_close(found, torch.full((2, DIM), 0.5 * DIM + 0.5))
+
+
+def test_weights_written_after_an_evaluation_count_in_the_next_forward(ranks):
+    ranks(2, _written, None, list(WRITES))
+
+
+def test_weights_that_are_kept_on_purpose_are_gathered_anew_when_parameters_are_written(ranks):
+    ranks(2, _written, False, ["in place", "local"])  # nothing tells of the others: reshard() is for them
