@@ -96,7 +96,7 @@ class Scope:
         for unit in self.units:
             if unit.keeps():
                 continue
-            unit.release()
+            unit.release(always=True)
             absorb_moved(unit)
             if unit.settings.is_first:
                 for group in unit.groups:

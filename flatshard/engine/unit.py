@@ -405,7 +405,8 @@ class Unit:
         if self.phase is Phase.FORWARD:
             return  # a gradient was computed inside this unit's forward
         if self._differentiated:
-            self.hide()  # until the next forward
+            self.keep()
+            self.hide()
         elif self.is_gathered and self._reshards_now:
             self.release()
         elif self.is_gathered:
@@ -438,7 +439,7 @@ class Unit:
             for group in self.groups:
                 group.gradients.drop()
         self.phase = Phase.AWAITING if self.is_awaited else Phase.RESTING
-        self.release()
+        self.release(always=True)
 
     def reset(self) -> None:
         """Rest, whatever was going on; gradients that have not been reduced are lost."""
@@ -448,7 +449,7 @@ class Unit:
             group.gradients.drop_partial()
         self.phase = Phase.RESTING
         self.rest()
-        self.release()
+        self.release(always=True)
 
     # Gathered weights
 
@@ -459,7 +460,7 @@ class Unit:
     def keeps(self) -> bool:
         """Whether a forward that begins uses the gathered weights as they are."""
         settings = self.settings
-        if self.kept is None or self._differentiated or (settings.keeps_for_next and settings.is_first):
+        if self.kept is None or (settings.keeps_for_next and settings.is_first and not self._differentiated):
             return False
         return self.kept == [group.state for group in self.needs] and not any(map(is_moved, self._hidden()))
 
@@ -474,8 +475,14 @@ class Unit:
             if group.users is not None:
                 group.users.add(id(self))
 
-    def release(self) -> None:
-        """Give the gathered weights back, unless another unit needs them still."""
+    def release(self, always: bool = False) -> None:
+        """Give the gathered weights back, unless another unit needs them still.
+
+        Those that a graph of second order reads are only hidden, until main has changed, or ``always`` is said.
+        """
+        if self._differentiated and not always:
+            self.hide()
+            return
         self.kept, self._differentiated = None, False
         for group in self.needs:
             if group.users is not None:
