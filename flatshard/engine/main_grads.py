@@ -81,10 +81,10 @@ class MainGrads:
         buffer = self.buffer = self.main.like(self.home.empty(self.main.local.numel(), self.dtype))
         zero_between(buffer)
         self.shown = [_torch.like_dtensor(m.sharded, buffer.local_view(i)) for i, m in enumerate(self.members)]
-        for member, shown in zip(self.members, self.shown):
-            shown.__dict__[MAIN_GRAD] = buffer
+        for index, member in enumerate(self.members):  # no name for what is shown: its holders are counted
+            self.shown[index].__dict__[MAIN_GRAD] = buffer
             if member.sharded.grad is None:  # else it is shown and hidden before anybody asks
-                _show(member, shown)
+                _show(member, self.shown[index])
                 member.sharded.grad = None
         buffer.runs()  # views that stay
         self._size = buffer.local.untyped_storage().nbytes()
