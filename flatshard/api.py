@@ -49,6 +49,7 @@ def fully_shard(
     layout: LayoutName = "tensor",
     gradient_scale: GradientScale = "mean",
     schedule: SchedulePolicy | None = None,
+    optional: bool = False,
 ) -> M:
     """Make a unit of ``module``: shard its parameters over ``mesh``, and gather them only while they are needed.
 
@@ -83,6 +84,9 @@ def fully_shard(
     ``gradient_scale``: what gradients are of the ranks' gradients: their ``"mean"``, their ``"sum"``, or a number times
     their sum. A loss per token is a sum that the caller divides once, by all tokens: ``"sum"``.
     ``schedule``: how far communication runs ahead; that of the root counts.
+    ``optional``: the batches of some ranks may not use this unit, or units below it (a vision encoder, an adapter).
+    Those ranks take part in its gathers and reduces with zeros, at the place where it is registered: after the units
+    before it, and before those after it, which is the order to call them in. Gradients that no rank has are zero.
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_modules(modules)
@@ -123,6 +127,7 @@ def fully_shard(
         ignored=frozenset(ignored_params or ()),
         where=where,
         offload=offload_policy,
+        optional=bool(optional),
         strategy=(strategy, outer_strategy),
     )
     build_unit(modules, choices)

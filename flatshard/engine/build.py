@@ -159,6 +159,7 @@ class Choices:
     ignored: frozenset[nn.Parameter]
     where: Where
     offload: OffloadPolicy
+    optional: bool = False
     strategy: tuple[Any, Any] = (None, None)  # of the inner and the outer axis, for parameters with a mesh of their own
 
 
@@ -212,6 +213,8 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
         if park is not None and group.mesh == choices.mesh and not group.is_extended:
             group.park_mesh, unit.parks = park, True  # the others are gathered again from all
         group.gradients.scale = choices.gradient_scale
+    if choices.optional:
+        unit.be_optional()
     for module in modules:
         own(module, unit)
         _torch.mark_sharded(module)

@@ -101,13 +101,14 @@ class Program:
     Before the first pass from the root, the order of registration predicts it; before another, nothing does.
     """
 
-    def __init__(self, groups: Sequence[int]) -> None:
-        """``groups``: how many groups each unit has."""
+    def __init__(self, groups: Sequence[int], parents: Sequence[int | None] | None = None) -> None:
+        """``groups``: how many groups each unit has. ``parents``: the unit that each one is in, if it is in one."""
         registered = tuple(range(len(groups)))
+        self._parents = [None] * len(groups) if parents is None else parents
         self._orders: dict[tuple[Pass, int], Sequence[int]] = {
             (Pass.FORWARD, 0): registered,
             (Pass.FORWARD_NO_GRAD, 0): registered,
-            (Pass.BACKWARD, 0): registered[::-1],
+            (Pass.BACKWARD, 0): self._backward_of(registered),
         }
         # Backward comes to the last unit first.
         first = [sum(groups[:index]) for index in registered]
@@ -165,6 +166,18 @@ class Program:
             later = [other for other in upcoming[:place] if is_ahead(other)] if self.running is Pass.BACKWARD else []
             upcoming[: place + 1] = later
 
+    def before(self, unit: int) -> list[int]:
+        """Units that are expected before this one and that the running pass has not needed."""
+        return self.upcoming[: self.upcoming.index(unit)] if unit in self.upcoming else []
+
+    def is_inside(self, unit: int | None, other: int) -> bool:
+        """Whether a unit is inside another one, however deep."""
+        while unit is not None:
+            unit = self._parents[unit]
+            if unit == other:
+                return True
+        return False
+
     def end(self) -> None:
         """The running pass is over, and predicts the next of its kind."""
         if self.running is not None and self._needed:
@@ -185,6 +198,19 @@ class Program:
                 last = unit
         return tuple(order)
 
+    def _backward_of(self, forward: Sequence[int]) -> tuple[int, ...]:
+        """The order in which a backward comes to the units of a forward: a unit before those in it, the last first."""
+        inside: dict[int | None, list[int]] = {}
+        for unit in forward:
+            parent = self._parents[unit]
+            inside.setdefault(parent if parent in forward else None, []).append(unit)
+        found: list[int] = []
+        waiting = inside.get(None, [])
+        while waiting:
+            found.append(waiting.pop())
+            waiting += inside.pop(found[-1], [])
+        return tuple(found)
+
     def abandon(self) -> None:
         """The running pass was broken off; it predicts nothing."""
         self.running, self.is_first = None, False
@@ -203,7 +229,7 @@ class Program:
         kind, entry = self._kind
         self._orders[self._kind] = proposal[0]
         if kind is Pass.FORWARD and (Pass.BACKWARD, entry) not in self._recorded:
-            self._orders[Pass.BACKWARD, entry] = proposal[0][::-1]
+            self._orders[Pass.BACKWARD, entry] = self._backward_of(proposal[0])
         if kind is Pass.BACKWARD:
             self._reduces[entry] = proposal[1]
 

@@ -52,13 +52,18 @@ def scope_of(unit: Unit, module: nn.Module) -> Scope:
         found.index = len(units)
         found.numbers = range(count, count + len(found.groups))
         count += len(found.groups)
-        found.nests = False
+        found.nests, found.parent = False, None
         units.append(found)
         above = name
         while above:
             above = above.rpartition(".")[0]
             if above in at:
+                if found.parent is None:
+                    found.parent = at[above].index
                 at[above].nests = True
+                if at[above].settings.is_optional:
+                    found.be_optional()
+    units[0].settings.is_optional = False  # whoever calls it uses it
     policy = unit.schedule or SchedulePolicy()
     plan_kept(units, policy)
     scope = Scope(units, unit.device, policy)

@@ -37,7 +37,7 @@ class Scope:
         self.reduce_lane = Lane("reduce", device, own_groups=policy.separate_groups)
         self.gather_pool = Pool(self.gather_lane, Planner() if policy.planned_pool else None)
         self.reduce_pool = Pool(self.reduce_lane)
-        self.program = Program([len(unit.groups) for unit in units])
+        self.program = Program([len(unit.groups) for unit in units], [unit.parent for unit in units])
         self.reductions = 0
         self.forwards = self.backwards = 0
         self._units = [weakref.ref(unit) for unit in units]
@@ -45,6 +45,9 @@ class Scope:
         of_units = [mesh for unit in units for mesh in (unit.mesh, *(group.mesh for group in unit.groups))]
         self._meshes = list(dict.fromkeys(of_units))  # in one order on all ranks
         self.entry: int | None = None  # the outermost unit whose forward is running
+        self._has_optional = any(unit.settings.is_optional for unit in units)
+        self._passed_over: set[int] = set()  # optional units that the running pass came to nothing of
+        self._lingering: tuple[int, bool] | None = None  # an optional unit after its forward, which may be run again
         self._retained: int | None = None  # a unit gathered by a recompute, its backward to come
         self._ahead: set[int] = set()  # gathered by prefetch and not needed yet
         self._done: set[int] = set()  # units that the running backward has left
@@ -54,6 +57,11 @@ class Scope:
         self._task = -1  # of autograd, of which the running backward is
         self._end: weakref.ref[_End] | None = None  # what is to happen at the end of the running backward
         self.resolve()
+        if self._has_optional and not self.reduce_lane.own_groups:
+            raise ValueError(
+                "optional units need SchedulePolicy(separate_groups=True): ranks that use one and ranks that do not "
+                "come to its reduce at different places among the gathers"
+            )
         if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             warnings.warn(
                 "CUDA_DEVICE_MAX_CONNECTIONS=1 puts communication and compute into one hardware queue, so gathers and "
@@ -102,6 +110,7 @@ class Scope:
                 for group in unit.groups:
                     group.mark_stale()
         self._ahead.clear()
+        self._passed_over.clear()
         self.gather_pool.end_pass()
         # The gathers of this pass read main after all that has been enqueued so far, the optimizer's writes included.
         self.refresh_order()
@@ -116,6 +125,8 @@ class Scope:
 
     def end_forward(self) -> None:
         """The forward of ``entry`` is over."""
+        self._end_lingering()
+        self._pass_over(self.program.upcoming)
         self.entry = None
         for unit in self.units:
             unit.forward_over()
@@ -132,6 +143,7 @@ class Scope:
         self._task = _torch.graph_task()
         self._done.clear()
         self._launched.clear()
+        self._passed_over.clear()
         self._alike = True not in [unit.settings.reduces_unused for unit in self.units]
         self.program.begin(Pass.BACKWARD, free=self._alike)
         end = _End(self)
@@ -144,7 +156,12 @@ class Scope:
         return _torch.graph_task() != self._task
 
     def end_backward(self) -> None:
-        """All gradients are there: reduce what is left, order the current stream after all reduces, rest."""
+        """All gradients are there."""
+        self._pass_over(self.program.upcoming, over=True)
+        self._finish_backward()
+
+    def _finish_backward(self) -> None:
+        """Reduce what is left, order the current stream after all reduces, rest."""
         self._end = None
         turns = self.program.turns
         for number in turns.left():
@@ -164,7 +181,7 @@ class Scope:
     def reduce_accumulated(self) -> None:
         """Reduce what backwards without gradient synchronisation have left, as the end of a backward does."""
         self.program.begin(Pass.BACKWARD)
-        self.end_backward()
+        self._finish_backward()
 
     def flush(self, units: Sequence[Unit]) -> None:
         """Reduce what waits in these units for a backward that goes all the way: the last micro-batch had none."""
@@ -188,7 +205,7 @@ class Scope:
         for unit in self.units:
             unit.recover(broken)
         self._ahead.clear()
-        self._retained, self.entry, self._end = None, None, None
+        self._retained, self.entry, self._end, self._lingering = None, None, None, None
         self.gather_pool.forget()
         self.program.abandon()
 
@@ -205,13 +222,12 @@ class Scope:
 
         Without ``gather``, the first is left out: the unit's turn has come, but not for its parameters.
         """
-        self.program.need(unit.index, self._comes_later)
-        self._ahead.discard(unit.index)
-        if self._retained == unit.index:
-            self._retained = None  # in use again
-        if gather and not unit.is_gathered:
-            self.gather(unit)
-        self._gather_next(unit, self.policy.max_gathered - 1)
+        if self._has_optional:
+            self._check_place(unit)
+            if self._lingering is not None and self._lingering[0] != unit.index:
+                self._end_lingering()
+            self._pass_over(self.program.before(unit.index))
+        self.arrive(unit, gather)
         if not gather:
             return
         waits = _waits.active
@@ -221,6 +237,17 @@ class Scope:
         phase = "backward" if self.program.running is Pass.BACKWARD else "forward"
         with waits.around(f"{phase} gather {unit.name}", self.device):
             unit.swap_in()
+
+    def arrive(self, unit: Unit, gather: bool) -> None:
+        """The running pass has come to a unit: launch its gather, if there is to be one, and those of the next."""
+        if self._lingering is None or self._lingering[0] != unit.index:  # else it is run again: nobody else's affair
+            self.program.need(unit.index, self._comes_later)
+        self._ahead.discard(unit.index)
+        if self._retained == unit.index:
+            self._retained = None  # in use again
+        if gather and not unit.is_gathered:
+            self.gather(unit)
+        self._gather_next(unit, self.policy.max_gathered - 1)
 
     def gather_ahead(self, unit: Unit) -> None:
         """Start gathering what comes next, in the place of ``unit``, which is done and released."""
@@ -258,6 +285,8 @@ class Scope:
 
     def retain(self, unit: Unit) -> None:
         """Keep a recomputed unit gathered for its backward, which usually is next; only the last one is kept."""
+        if unit.settings.is_optional:
+            return  # it stays, and others do as if it had not been there
         earlier, self._retained = self._retained, unit.index
         other = None if earlier is None or earlier == unit.index else self._units[earlier]()
         if other is not None and not other.in_backward:
@@ -302,6 +331,56 @@ class Scope:
                 unit.release()
         self._ahead.clear()
 
+    # Optional units
+    #
+    # Every rank launches the gather of an optional unit once in every pass, at its place in the program: after what is
+    # expected before it, and before what is expected after it. A rank that uses nothing of it finds out when it comes
+    # to what is after it, or to the end.
+
+    def _pass_over(self, indices: Sequence[int], over: bool = False) -> None:
+        """The pass is going beyond these units. ``over``: it is at its end, or theirs, and will not come back.
+
+        What is launched for those that it came to nothing of, gathers and reduces, is launched in the order of a rank
+        that uses them: whoever waits for a launch of another rank has launched all that this one needs to come there.
+        """
+        within: list[Unit] = []  # units that have been passed over, as far as those inside them
+        for index in list(indices) if self._has_optional else ():
+            unit = self._units[index]()
+            if unit is None or not unit.settings.is_optional or index in self._passed_over:
+                continue
+            if not over and self.program.running is Pass.BACKWARD and unit.is_ahead:
+                if not unit.is_gathered and unit.settings.unshard_in_backward:
+                    self._ahead.add(index)
+                    self.gather(unit)
+                continue
+            while within and not self.program.is_inside(index, within[-1].index):
+                within.pop().passed_over()
+            self._passed_over.add(index)
+            unit.pass_over()
+            within.append(unit)
+        while within:
+            within.pop().passed_over()
+
+    def _check_place(self, unit: Unit) -> None:
+        if not unit.settings.is_optional or unit.is_gathered or unit.index in self.program.upcoming:
+            return
+        if unit.index in self._passed_over or not self.program.is_first:
+            raise RuntimeError(
+                f"optional unit '{unit.name}' is used after units that come after it: ranks that do not use it have "
+                "gathered it before them. Use units in the order in which they are registered, and an optional one in "
+                "one place"
+            )
+
+    def linger(self, unit: Unit, grads: bool) -> None:
+        """Its forward is over, and may be called again before that of another unit: the others gather it once."""
+        self._lingering = unit.index, grads
+
+    def _end_lingering(self) -> None:
+        lingering, self._lingering = self._lingering, None
+        unit = None if lingering is None else self._units[lingering[0]]()
+        if unit is not None and lingering is not None:
+            unit.leave(keep=False, grads=lingering[1])
+
     # Reduces
 
     @property
@@ -323,6 +402,9 @@ class Scope:
 
     def unit_left(self, unit: Unit) -> None:
         """The running backward has left a unit: the gradients of its groups are complete, if there are any."""
+        if self._has_optional and unit.nests:
+            inside = [index for index in self.program.upcoming if self.program.is_inside(index, unit.index)]
+            self._pass_over(inside, over=True)
         self._done.add(unit.index)
         for number in unit.numbers:
             self.program.turns.mark(number)
@@ -398,8 +480,11 @@ class Scope:
         """In a pass of a kind that has not been before: see that all ranks are about to do this, or raise on all.
 
         One number among all ranks, of the same size whatever they are about to do. Later passes follow what has been
-        recorded, so they need no announcements.
+        recorded, so they need no announcements. Where units are optional, some ranks wait for others at other places,
+        and a launch must not wait: their order is that of the program from the start.
         """
+        if self._has_optional and what != "end the pass of":
+            return
         kind = self.program.running
         number = ((_PASSES.index(kind) * len(_LAUNCHES) + _LAUNCHES.index(what)) << 32) + (unit.index << 12) + group
         lowest, highest = self.gather_lane.extremes(self._meshes, number)

@@ -79,6 +79,7 @@ class Unit:
         self.index = 0
         self.numbers = range(0)  # of its groups in the program
         self.nests = False  # there are units below
+        self.parent: int | None = None  # the unit that it is in, by index
         self.parks = False  # between forward and backward its weights stay, sharded over a smaller mesh
         self.phase = Phase.RESTING
         self.scope: Scope | None = None
@@ -135,7 +136,10 @@ class Unit:
 
         Other ranks may, and gather and reduce at those moments.
         """
-        return self.settings.reduces_unused and any(group.gradients.expected for group in self.groups)
+        settings = self.settings
+        if not settings.reduces_unused or settings.is_optional:
+            return False
+        return any(group.gradients.expected for group in self.groups)
 
     @property
     def in_backward(self) -> bool:
@@ -271,17 +275,53 @@ class Unit:
             grads = self._unseen = True  # under reentrant checkpointing gradients come in spite of no_grad
         if not grads and settings.reshard_after_forward is None:
             keep = False  # no backward will need it, and nothing tells of weights that are written through `.data`
-        if not keep:
-            if grads and self.parks:
-                for group in self.groups:
-                    group.park()
-            self.release()
+        if settings.is_optional and not (keep or outermost or self.nests):
+            scope.linger(self, grads)
         else:
+            self.leave(keep, grads)
+        if outermost:
+            scope.end_forward()
+
+    def leave(self, keep: bool, grads: bool) -> None:
+        """The forward has left this unit. ``keep``: for what comes next; ``grads``: that may be a backward."""
+        if keep:
             self.keep()
             if not grads:
                 self.hide()  # whoever asks for parameters now, to build an optimizer, wants the sharded ones
-        if outermost:
-            scope.end_forward()
+            return
+        if grads and self.parks:
+            for group in self.groups:
+                group.park()
+        self.release()
+
+    def pass_over(self) -> None:
+        """The running pass uses nothing of this unit, which is optional. Other ranks may: do as if it did."""
+        scope, settings = self.scope, self.settings
+        assert scope is not None
+        backward = scope.program.running is Pass.BACKWARD
+        scope.arrive(self, gather=settings.unshard_in_backward or not backward)
+
+    def passed_over(self) -> None:
+        """And so it has done with the units inside this one."""
+        scope, settings = self.scope, self.settings
+        assert scope is not None
+        for group in self.needs:
+            group.wait()
+        if scope.program.running is Pass.BACKWARD:
+            if self.is_gathered and self._reshards_now:
+                self.release()
+            scope.gather_ahead(self)
+            scope.unit_left(self)
+            self.rest()
+        else:
+            self.leave(keep=settings.reshard_after_forward is False, grads=scope.program.running is Pass.FORWARD)
+            self.hide()
+
+    def be_optional(self) -> None:
+        """A batch may use nothing of it: gradients that are missing are zero, on the wire and afterwards."""
+        self.settings.is_optional = self.settings.reduces_unused = True
+        for group in self.groups:
+            group.gradients.counts_unused = True
 
     def forward_over(self) -> None:
         """The forward of the outermost unit is over, and with it this one's, even if a module of it has not run."""

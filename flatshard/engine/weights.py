@@ -120,6 +120,11 @@ class Group:
         if self.ticket is None:
             self.ticket = self.source.gather(pool, name, lasting, self.all_gather_comm)
 
+    def wait(self) -> None:
+        """Wait for the gather, if there is one."""
+        if self.ticket is not None:
+            self.ticket.wait()
+
     def swap_in(self) -> None:
         """Wait for the gather and show the full parameters to the modules."""
         assert self.ticket is not None

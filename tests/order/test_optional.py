@@ -1,0 +1,175 @@
+"""Optional units: ranks whose batches do not use one take part in what the others launch for it.
+
+One seed alone: ``pytest tests/order/test_optional.py -k seed017``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from flatshard import SchedulePolicy, fully_shard, fully_shard_optimizer, microbatch
+from tests.dist.models import assert_rows
+from tests.order.cases import DIM, Block
+from tests.order.test_random_use import Log, same_launches
+
+pytestmark = [pytest.mark.xdist_group("interpreters")]
+BATCH, ROWS, STEPS = 25, 3, 3
+RECOMPUTE = (None, None, "each", "segments", "reentrant")
+
+
+class Item(nn.Module):
+    """A block, or several; each call says how often it is run, which is not at all or once, or twice for a leaf."""
+
+    def __init__(self, inner: Sequence[Item] = ()) -> None:
+        super().__init__()
+        self.inner, self.own = nn.ModuleList(inner), Block()
+        self.times = [1]  # per item inside
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.own(x)
+        for item, times in zip(self.inner, self.times):
+            for _ in range(times):
+                x = item(x)
+        return x
+
+
+class Net(nn.Module):
+    def __init__(self, items: Sequence[Item], recompute: str | None) -> None:
+        super().__init__()
+        self.items, self.head = nn.ModuleList(items), nn.Linear(DIM, 2)
+        self.recompute, self.times = recompute, [1] * len(items)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        steps = [nn.Sequential(*[item] * times) for item, times in zip(self.items, self.times)]
+        if self.recompute == "segments":
+            steps = [nn.Sequential(*steps[first : first + 2]) for first in range(0, len(steps), 2)]
+        for step in steps:
+            x = step(x) if self.recompute is None else checkpoint(step, x, use_reentrant=self.recompute == "reentrant")
+        return self.head(x)
+
+
+class Case:
+    """A random model with optional items, and how it is trained."""
+
+    def __init__(self, seed: int, world: int) -> None:
+        self.dice = random.Random(seed)
+        draw = self.dice
+        count = draw.randint(2, 5)
+        self.nested = [draw.random() < 0.3 for _ in range(count)]
+        self.optional = [draw.random() < 0.5 for _ in range(count)]
+        self.optional_inner = [draw.random() < 0.4 for _ in range(count)]
+        self.recompute = draw.choice(RECOMPUTE)
+        self.micro = draw.choice((1, 1, 2, 3))
+        self.sync = draw.choice((True, False))  # in all micro-batches
+        self.choices: dict[str, Any] = {"reshard_after_forward": draw.choice((None, True, False))}
+        self.hybrid = world == 4 and draw.random() < 0.4
+        if draw.random() < 0.3:
+            self.choices["strategy"] = draw.choice((1, 2))
+        self.schedule = SchedulePolicy(max_gathered=draw.choice((1, 2, 2, 3)), planned_pool=draw.random() < 0.2)
+        self.mode = draw.choice(("random", "random", "all", "none", "alternating", "one rank"))
+
+    def __str__(self) -> str:
+        return str({name: value for name, value in vars(self).items() if name != "dice"})
+
+    def build(self) -> Net:
+        torch.manual_seed(0)
+        return Net([Item([Item(), Item()] if nested else []) for nested in self.nested], self.recompute)
+
+    def shard(self, mesh: DeviceMesh | None) -> Net:
+        model = self.build()
+        choices = {**self.choices, "mesh": mesh}
+        for item, optional, inner in zip(model.items, self.optional, self.optional_inner):
+            for each in item.inner:
+                fully_shard(each, optional=inner, **choices)
+            fully_shard(item, optional=optional, **choices)
+        return fully_shard(model, schedule=self.schedule, mesh=mesh)
+
+    def choose(self, models: Sequence[Net], rank: int, turn: int) -> None:
+        """What this rank's batch uses in one turn."""
+        dice = random.Random(f"{self.dice.random()} {rank} {turn}")
+
+        def use(optional: bool, leaf: bool) -> int:
+            if not optional:
+                return 1
+            used = {
+                "random": dice.random() < 0.5,
+                "all": True,
+                "none": False,
+                "alternating": (rank + turn) % 2 == 0,
+                "one rank": rank == turn % 2,
+            }[self.mode]
+            return 0 if not used else 2 if leaf and dice.random() < 0.2 else 1
+
+        for model in models:
+            state = dice.getstate()
+            model.times = [use(o, not nested) for o, nested in zip(self.optional, self.nested)]
+            for item, inner in zip(model.items, self.optional_inner):
+                item.times = [use(inner, True) for _ in item.inner]
+            if model is not models[-1]:
+                dice.setstate(state)
+
+
+def _train(rank: int, world: int, case: Case, mesh: DeviceMesh | None) -> None:
+    model, alone, log = case.shard(mesh), case.build(), Log()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, alone)]
+    fully_shard_optimizer(optimizers[0])
+    for step in range(STEPS):
+        for number in range(case.micro):
+            last, turn = number == case.micro - 1, case.micro * step + number
+            case.choose((model, alone), rank, turn)
+            x = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(1000 * turn + rank)).requires_grad_()
+            if not case.sync:
+                model.set_requires_gradient_sync(last)
+            with microbatch(model, is_first=number == 0, is_last=last):
+                (model(x).square().mean() / case.micro).backward()
+            (alone(x).square().mean() / case.micro).backward()
+            log.look(model, f"in micro-batch {number}")
+        same_launches(log.take(), f"step {step}")
+        for (name, ours), theirs in zip(model.named_parameters(), alone.parameters()):
+            theirs.grad = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
+            dist.all_reduce(theirs.grad)
+            theirs.grad /= world
+            assert ours.grad is not None, f"step {step}: {name} has no gradient"
+            told = f"step {step}, gradient of {name}: "
+            assert_rows(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=lambda text, told=told: told + text)
+        for optimizer, each in zip(optimizers, (model, alone)):
+            optimizer.step()
+            each.zero_grad()
+
+
+def _seeds(rank: int, world: int, seeds: Sequence[int]) -> None:
+    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner")) if world == 4 else None
+    for seed in seeds:
+        if rank == 0:
+            print(f"seed {seed}", flush=True)  # the last one is that which hangs
+        case = Case(seed, world)
+        try:
+            _train(rank, world, case, hybrid if case.hybrid else None)
+        except Exception as error:
+            raise AssertionError(f"{type(error).__name__}: {error}\n{case}") from error
+
+
+def _batches(first: int, end: int) -> list[Any]:
+    return [pytest.param(range(s, s + BATCH), id=f"seeds {s} to {s + BATCH - 1}") for s in range(first, end, BATCH)]
+
+
+@pytest.mark.limit(120)
+@pytest.mark.parametrize("seeds", _batches(0, 100))
+def test_ranks_that_skip_optional_units_launch_what_the_others_do(interpreters, seeds):
+    interpreters((2, 4, 3, 2)[seeds[0] // BATCH % 4], _seeds, seeds)
+
+
+@pytest.mark.full
+@pytest.mark.limit(300)
+@pytest.mark.parametrize("seeds", _batches(100, 1000))
+def test_many_more_ranks_that_skip_optional_units(interpreters, seeds):
+    interpreters((2, 4, 3, 2)[seeds[0] // BATCH % 4], _seeds, seeds)
