@@ -30,7 +30,7 @@ class Call:
 
     __slots__ = (
         *("__weakref__", "_all", "_nodes", "_over", "backward", "forward"),
-        *("in_recompute", "left", "outer", "passed", "running", "unit", "watches"),
+        *("blind", "in_recompute", "left", "outer", "passed", "reading", "running", "unit", "watches"),
     )
 
     def __init__(
@@ -50,6 +50,8 @@ class Call:
         # leaves from all that owns the call, which therefore does not own itself.
         self._nodes: list[Any] = []
         self._over: set[int] = set()  # those that a backward has been through
+        self.blind = 0  # modules that have none: nothing tells when a backward has been through them
+        self.reading = 0  # of these, modules whose backward reads weights, which that of an embedding does not
         self.passed = False  # a backward has been through all of it, or never will be
 
     def goes_on_with(self, module: nn.Module) -> bool:
@@ -66,7 +68,12 @@ class Call:
     def pass_inputs(self, number: int) -> None:
         """The gradients of a module's inputs are complete."""
         self._over.add(number)
-        self.passed = len(self._over) == len(self._nodes)
+        self.passed = len(self._over) == len(self._nodes) and not self.blind
+
+    @property
+    def has_read(self) -> bool:
+        """Whether a backward has read all weights that it is going to read."""
+        return len(self._over) == len(self._nodes) and not self.reading
 
     def is_ahead(self, backward: int, nested: bool) -> bool:
         """Within a backward, by number: whether that will go through this call, as far as can be known, and has not.
@@ -143,10 +150,15 @@ class LeftBehind:
                 call.watch_outputs([t for t in tensors_in(found.__dict__.get(name)) if t.grad_fn is not None])
 
 
-def anchored(output: Any) -> Any:
-    """An output with the same values that a backward comes to, although nothing in it needs a gradient."""
+def anchored(output: Any, once: bool = False) -> Any:
+    """An output with the same values that a backward comes to, although nothing in it needs a gradient.
+
+    ``once``: one tensor in it is enough, which the others, masks for example, need not suffer for.
+    """
     anchor = torch.empty(0, requires_grad=True)
-    return map_tensors(lambda t: _Anchor.apply(anchor, t) if t.is_floating_point() else t, output)  # type: ignore[no-untyped-call]
+    found = [id(tensor) for tensor in tensors_in(output) if tensor.is_floating_point()]
+    chosen = set(found[:1] if once else found)
+    return map_tensors(lambda t: _Anchor.apply(anchor, t) if id(t) in chosen else t, output)  # type: ignore[no-untyped-call]
 
 
 class _Anchor(torch.autograd.Function):

@@ -285,8 +285,8 @@ class Scope:
 
     def retain(self, unit: Unit) -> None:
         """Keep a recomputed unit gathered for its backward, which usually is next; only the last one is kept."""
-        if unit.settings.is_optional:
-            return  # it stays, and others do as if it had not been there
+        if self._has_optional:
+            return  # which one is the last depends on what a rank uses: all of a recomputed segment stay
         earlier, self._retained = self._retained, unit.index
         other = None if earlier is None or earlier == unit.index else self._units[earlier]()
         if other is not None and not other.in_backward:

@@ -190,7 +190,10 @@ class Unit:
         if call.watches:
             args, kwargs, watched = call.watch_inputs(args, kwargs)
             if not watched and self._is_anchored:
-                args, kwargs, watched = call.watch_inputs(*anchored((args, kwargs)))
+                args, kwargs, watched = call.watch_inputs(*anchored((args, kwargs), once=True))
+            if not watched:
+                call.blind += 1
+                call.reading += type(module) is not nn.Embedding
             if self.nests or not watched:  # then every parameter is asked as well
                 for group in self.groups:
                     group.watch()
@@ -378,6 +381,10 @@ class Unit:
                     return True
         return False
 
+    def _has_read(self) -> bool:
+        calls = [call for call in (ref() for ref in self._calls) if call is not None and not call.passed]
+        return all(call.has_read for call in calls)
+
     def gradient_at_output(self, call: Call) -> None:
         """A gradient has reached an output: the weights are needed again."""
         scope = self.scope
@@ -404,10 +411,13 @@ class Unit:
 
     def inputs_passed(self) -> None:
         """The gradients of one forward's inputs are complete, and with them those of its weights."""
-        if self._has_calls_ahead():
-            return
         scope = self.scope
         assert scope is not None
+        if self._has_calls_ahead():
+            if self.in_backward and self._reshards_now and self.is_gathered and self._has_read():
+                self.release()  # an embedding is to come
+                scope.gather_ahead(self)
+            return
         if self.phase is Phase.BACKWARD:
             # On the wire, what the next unit waits for goes before what nobody waits for; and it fits in once this
             # unit's weights, which nothing reads any more, are released.
