@@ -75,8 +75,8 @@ def fully_shard(
     ``mp_policy``: the dtypes of compute, reduction, gradients and main weights.
     ``offload_policy``: `CPUOffloadPolicy` keeps main weights, gradients and optimizer state in host memory.
     ``ignored_params``: parameters that are left alone.
-    ``dp_mesh_dims``: which axes of ``mesh`` are data-parallel. ``mesh`` is then the mesh of all parallelism, and all
-    parameters are DTensors on it, replicated along those axes.
+    ``dp_mesh_dims``: which axes of ``mesh`` are data-parallel, context parallelism's among them. ``mesh`` is then the
+    mesh of all parallelism. Parameters that are DTensors are so on all of it, replicated along those axes.
     ``strategy``: what is sharded over the last axis: ``"no_shard"`` or 0, nothing; ``"optim"`` or 1, main weights and
     optimizer state; ``"optim_grads"`` or 2, gradients too; ``"optim_grads_params"`` or 3, everything (the default). Or
     `Placements`, for every axis.

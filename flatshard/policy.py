@@ -59,7 +59,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Which axes of a mesh that all parameters are already DTensors on are data-parallel, by their names.
+    """Which axes of the mesh of all parallelism are data-parallel, by their names.
 
     ``shard``: those that parameters are sharded over. ``replicate``: those that keep copies. Several of a kind count as
     one. With ``replicate`` alone nothing is sharded, and gradients are averaged.

@@ -140,12 +140,12 @@ class Where:
         return replace(given, dim=given.dim % dims), means_own
 
     def _check_mesh(self, name: str, parameter: nn.Parameter) -> None:
-        if self.mesh is None:
+        if self.mesh is None or not isinstance(parameter, DTensor):
             return
-        if not isinstance(parameter, DTensor) or parameter.device_mesh != self.mesh:
+        if parameter.device_mesh != self.mesh:
             raise ValueError(
-                f"parameter '{name}' is not a DTensor on the mesh given; with dp_mesh_dims all are, for example by "
-                "torch.distributed.tensor.distribute_module"
+                f"parameter '{name}' is a DTensor on another mesh than the one given; with dp_mesh_dims all that are "
+                "DTensors are on that, for example by torch.distributed.tensor.distribute_module"
             )
         for axis in (*self.axes[0], *self.axes[1]):
             if not isinstance(parameter.placements[axis], Replicate):

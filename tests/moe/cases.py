@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.nn.functional import all_to_all_single
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional as F
 
@@ -27,6 +26,24 @@ class Routing:
     capacity: int | None = None
     closed: tuple[int, ...] = ()
     aux: float = 0.1
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, got, sent, group):
+        ctx.splits = sent, got, group
+        result = x.new_empty(sum(got), *x.shape[1:])
+        dist.all_to_all_single(result, x.contiguous(), got, sent, group=group)
+        return result
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Exchange.apply(grad, *ctx.splits), None, None, None
+
+
+def exchange(x: torch.Tensor, got: list[int], sent: list[int], group: Any) -> torch.Tensor:
+    """Send rows to the ranks of a group, so many to each, and get so many of each; gradients go the way back."""
+    return _Exchange.apply(x, got, sent, group)
 
 
 class Router(nn.Module):
@@ -121,13 +138,13 @@ class Mixture(nn.Module):
         got = torch.empty_like(sent)
         dist.all_to_all_single(got, sent, group=self.group)  # the host waits for this
         out, back = sent.sum(1).tolist(), got.sum(1).tolist()
-        arrived = all_to_all_single(x.new_empty(sum(back), DIM), x, back, out, group=self.group)
+        arrived = exchange(x, back, out, self.group)
         by_expert = torch.repeat_interleave(torch.arange(got.shape[1]).repeat(ranks), got.flatten()).argsort(
             stable=True
         )
         done = self.experts(arrived[by_expert], got.sum(0).tolist())
         there = torch.empty_like(done).index_copy(0, by_expert, done)
-        return all_to_all_single(x.new_empty(x.shape), there, out, back, group=self.group)
+        return exchange(there, out, back, self.group)
 
 
 def _counts(expert: torch.Tensor) -> list[int]:
