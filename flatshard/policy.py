@@ -276,6 +276,7 @@ class SchedulePolicy:
     ``prefetch``: gather the units that come next, by the recorded order. Off: each unit is gathered when it is needed.
     ``async_reduce``: let reduces overlap what follows. Off: each is waited for where it is launched.
     ``max_gathered``: units gathered at a time beyond those kept (the one in use and those ahead of it); at least 1.
+    Units on another mesh than the root's, experts within a block, do not count.
     ``max_gathered_bytes``: further ones are gathered ahead as long as all gathered weights, kept ones included, take no
     more than this. Where units differ in size, those before and after a large one can be several.
     ``max_reducing``: reduces in flight, and with them the full-size gradients they read; at least 1.
