@@ -65,7 +65,10 @@ def _placed(rank, world):
     dense, sparse = meshes(4, 2)
     edp, ep = sparse["edp"], sparse["ep"]
     model = spread(build(), ep, "plain")
-    shard_model(model, mesh=dense, experts=Experts(["tests.moe.cases.Stacked"], edp, ep), outer_strategy=None)
+    table = shard_model(model, mesh=dense, experts=Experts(["tests.moe.cases.Stacked"], edp, ep))
+    assert {(row.unit, row.mesh) for row in table.rows} == {
+        ("(root)", "dp 4"), *((f"blocks.{number}", mesh) for number in range(2) for mesh in ("dp 4", "edp 2"))
+    }  # fmt: skip
     experts, router = model.blocks[0].mixture.experts, model.blocks[0].mixture.router
     assert experts.up.shape == (8, DIM, 8)
     assert experts.up.device_mesh.mesh_dim_names == ("edp", "ep")
