@@ -232,3 +232,19 @@ def _transformers(rank, world, kind, folder):
 @pytest.mark.parametrize("kind", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.full)])
 def test_transformers_reads_and_writes_the_same_experts(ranks, kind, tmp_path):
     ranks(2, _transformers, kind, str(tmp_path))
+
+
+def _lost(rank, world, folder):
+    """Plain experts that nobody has said are held apart look like copies; one of them would be saved, silently."""
+    dense, sparse = meshes(4, 2)
+    model = spread(build(), sparse["ep"], "plain")
+    for block in model.blocks:
+        flatshard.fully_shard(block.mixture.experts, mesh=sparse["edp"])
+    flatshard.fully_shard(model, mesh=dense)
+    with pytest.raises(CheckpointError, match=r"ranks 0 and 1 have other values of 'model.*experts.up'.*apart="):
+        flatshard.checkpoint.save(folder, model, progress=False)
+
+
+def test_experts_that_would_be_lost_are_refused(ranks, tmp_path):
+    ranks(4, _lost, str(tmp_path / "saved"))
+    assert not (tmp_path / "saved").exists()
