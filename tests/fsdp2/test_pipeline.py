@@ -17,6 +17,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.tensor import DTensor
 
+import flatshard
 from flatshard import fully_shard
 from flatshard.engine.unit import unit_of
 
@@ -64,6 +65,9 @@ def _pipeline(rank, world, kind):
         last = any(stage.is_last for stage in stages)
         schedule.step(*inputs, **({"target": theirs} if last else {}))
         _loss(reference(x), y).backward()
+        held, order = [p for stage in stages for p in stage.submod.parameters()], (2.0, torch.inf)[step]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in reference.parameters()], order)
+        torch.testing.assert_close(flatshard.clip_grad_norm_(held, 1e9, order, stages=pp), norm)
         for stage in stages:
             names = dict(reference[2 * stage.stage_index : 2 * stage.stage_index + 2].named_parameters())
             for name, parameter in stage.submod.named_parameters():
