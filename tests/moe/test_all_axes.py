@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import flatshard
 from flatshard import Experts, fully_shard_optimizer, shard_model
-from tests.moe.cases import Routing, Stacked, build
+from tests.moe.cases import Routing, Stacked, build, spread
 from tests.moe.test_training import ROUTES, tokens
 
 
@@ -65,19 +65,37 @@ def parallelized(model, dense, sparse):
     return model
 
 
-def _train(rank, world):
+def _with_tensor_parallelism(rank, world):
     dense = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
     sparse = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("edp", "ep", "tp"))
-    reference, model = build(), parallelized(build(), dense, sparse)
+    model = parallelized(build(), dense, sparse)
     shard_model(model, mesh=dense["replicate", "shard"], experts=Experts([Stacked], sparse["edp"]))
     assert model.inside.weight.device_mesh.ndim == model.blocks[0].mixture.experts.up.device_mesh.ndim == 3
+    train_beside(model, rank // 2, 4)
+
+
+def _copies_of_experts(rank, world):
+    """Experts and the rest both have copies on two halves of the ranks, which shard them."""
+    dense = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+    sparse = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "edp", "ep"))
+    model = spread(build(), sparse["ep"], "plain")
+    shard_model(model, mesh=dense, experts=Experts([Stacked], sparse["replicate", "edp"], sparse["ep"]))
+    up = model.blocks[0].mixture.experts.up
+    assert up.placements[0] == Replicate()
+    assert up.to_local().shape[0] == 2  # of eight
+    train_beside(model, rank, 8)
+
+
+def train_beside(model, place, places):
+    """Steps of a model whose data is that of ``place`` among ``places``, and of the whole batch in one process."""
+    reference = build()
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.02) for m in (model, reference)]
     fully_shard_optimizer(optimizers[0])
     for step, routing in enumerate((Routing(), *ROUTES)):
         model.route(routing)
         reference.route(routing)
-        model(tokens(rank // 2, step)).backward()
-        torch.stack([reference(tokens(other, step)) for other in range(4)]).mean().backward()
+        model(tokens(place, step)).backward()
+        torch.stack([reference(tokens(other, step)) for other in range(places)]).mean().backward()
         for (name, ours), theirs in zip(model.named_parameters(), reference.parameters()):
             torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, msg=lambda m, n=name: f"{n}: {m}")
         norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.3)
@@ -91,5 +109,6 @@ def _train(rank, world):
 
 @pytest.mark.full
 @pytest.mark.limit(240)
-def test_hsdp_with_tensor_and_expert_parallelism_equals_one_process(ranks):
-    ranks(8, _train)
+@pytest.mark.parametrize("body", [_with_tensor_parallelism, _copies_of_experts])
+def test_hsdp_with_tensor_and_expert_parallelism_equals_one_process(ranks, body):
+    ranks(8, body)
