@@ -80,9 +80,9 @@ LAYOUTS = [
 ]
 
 
-def _move(rank, world, folder):
-    model, optimizer = make(LAYOUTS[-1], 0)
-    for number, layout in enumerate(LAYOUTS):
+def _move(rank, world, folder, layouts):
+    model, optimizer = make(layouts[-1], 0)
+    for number, layout in enumerate(layouts):
         step(model, optimizer)
         flatshard.checkpoint.save(f"{folder}/{number}", model, optimizer, progress=False)
         expected = state(model, optimizer)
@@ -95,8 +95,9 @@ def _move(rank, world, folder):
     flatshard.checkpoint.verify(f"{folder}/0")
 
 
-def test_weights_and_optimizer_state_move_between_layouts(ranks, tmp_path):
-    ranks(4, _move, str(tmp_path))
+@pytest.mark.parametrize("count", [4, pytest.param(6, marks=pytest.mark.full)])
+def test_weights_and_optimizer_state_move_between_layouts(ranks, tmp_path, count):
+    ranks(4, _move, str(tmp_path), LAYOUTS[:count])
 
 
 def _alone(rank, world, folder):

@@ -52,7 +52,7 @@ def _norms(rank, world, ep, held):
 
 
 @pytest.mark.parametrize(
-    ("ep", "held"), [(2, "dtensor"), (2, "plain"), (4, "modules"), pytest.param(4, "plain", marks=pytest.mark.full)]
+    ("ep", "held"), [(2, "dtensor"), (4, "plain"), pytest.param(4, "modules", marks=pytest.mark.full)]
 )
 def test_one_norm_over_several_meshes_by_one_collective_each(interpreters, ep, held):
     interpreters(4, _norms, ep, held)
