@@ -304,9 +304,11 @@ def _build_group(members: list[Named], dims: list[int], kind: Kind, choices: Cho
     shapes = [tuple(tensor.shape) for tensor in whole]
     precision = choices.precision
     shards = math.prod(mesh.size(axis) for axis, p in enumerate(placements.optimizer) if is_sharded(p))
-    # What is a part of a DTensor already must be cut as torch.chunk does.
-    parallel = choices.layout == "auto" and (kind.parallel is not None or kind.apart is not None)
-    planned = plan(shapes, shards, layout="tensor" if parallel else choices.layout, dims=dims)
+    # What is a part of a DTensor already must be cut as torch.chunk does; older versions of torch know nothing else.
+    chunked = kind.parallel is not None or kind.apart is not None or not _torch.SUBCLASSES_DISPATCH
+    planned = plan(
+        shapes, shards, layout="tensor" if chunked and choices.layout == "auto" else choices.layout, dims=dims
+    )
     home = Home.of(choices.device, choices.offload)
     if kind.alone is not None:
         made = _build_extended(members[0], planned, mesh, placements, precision, home, choices.where.axes)
