@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import flatshard
 from flatshard import fully_shard
+from flatshard._torch import SUBCLASSES_DISPATCH
 from flatshard.engine.unit import unit_of
 
 DIM, MICRO, VOCAB = 6, 4, 10
@@ -79,15 +80,18 @@ def _pipeline(rank, world, kind):
         reference.zero_grad()
 
 
-FULL = (ScheduleInterleaved1F1B, ScheduleLoopedBFS, ScheduleDualPipeV)
+# Before torch 2.13, stages on one rank that follow each other cannot send each other anything over Gloo.
+IN_A_VEE = pytest.mark.skipif(not SUBCLASSES_DISPATCH, reason="this torch cannot send to its own rank")
 
 
 @pytest.mark.limit(120)  # the first imports torch's pipelining in every rank
 @pytest.mark.parametrize(
     "kind",
     [
-        *(ScheduleGPipe, Schedule1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble),
-        *(pytest.param(kind, marks=pytest.mark.full) for kind in FULL),
+        *(ScheduleGPipe, Schedule1F1B, ScheduleInterleavedZeroBubble),
+        pytest.param(ScheduleZBVZeroBubble, marks=IN_A_VEE),
+        pytest.param(ScheduleDualPipeV, marks=[IN_A_VEE, pytest.mark.full]),
+        *(pytest.param(kind, marks=pytest.mark.full) for kind in (ScheduleInterleaved1F1B, ScheduleLoopedBFS)),
     ],
 )
 def test_a_pipeline_of_sharded_stages_equals_one_process(ranks, kind):
