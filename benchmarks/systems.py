@@ -10,14 +10,17 @@ import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
 
 import flatshard
 from benchmarks.models import Llama, LlamaConfig
+from benchmarks.moe import MixtureConfig, connect, is_expert, mixture
 
 Step = Callable[[], Tensor]
 Wrap = Callable[[torch.optim.Optimizer], torch.optim.Optimizer]
@@ -43,6 +46,16 @@ class Setup:
     dtype: torch.dtype = torch.bfloat16
     compiled: bool = False
 
+    @property
+    def ep(self) -> int:
+        """How many ranks have different experts."""
+        return self.model.ep if isinstance(self.model, MixtureConfig) else 1
+
+    def expert_meshes(self) -> tuple[DeviceMesh, DeviceMesh]:
+        """The ranks that have the same experts, and those that have all of them together: the neighbours."""
+        mesh = init_device_mesh(self.device, (self.world // self.ep, self.ep), mesh_dim_names=("edp", "ep"))
+        return mesh["edp"], mesh["ep"]
+
 
 def limit(setup: Setup) -> Step:
     """What no sharded system can beat: the whole model in the compute dtype, a rank's share of optimizer work, no wire.
@@ -53,7 +66,10 @@ def limit(setup: Setup) -> Step:
     model = on_meta(setup)
     model = model.to(setup.dtype).to_empty(device=setup.device)
     model.init_weights()
-    weights = [parameter.detach().view(-1)[: -(-parameter.numel() // setup.world)] for parameter in model.parameters()]
+    weights = []
+    for name, parameter in model.named_parameters():
+        shards = setup.world // setup.ep if is_expert(name) else setup.world
+        weights.append(parameter.detach().view(-1)[: -(-parameter.numel() // shards)])
     mains = [nn.Parameter(weight.float()) for weight in weights]
     for main in mains:
         main.grad = torch.empty_like(main)
@@ -118,18 +134,59 @@ SYSTEMS: dict[str, Callable[[Setup], Step]] = {
 
 def on_meta(setup: Setup) -> Llama:
     with torch.device("meta"):
-        model = Llama(setup.model)
+        model = mixture(setup.model) if isinstance(setup.model, MixtureConfig) else Llama(setup.model)
     for block in model.blocks if setup.compiled else ():
-        block.compile(fullgraph=True)
+        # What sends tokens to experts depends on their number: no one graph.
+        (block.attention if setup.ep > 1 else block).compile(fullgraph=True)
     return model
 
 
 def sharded_model(setup: Setup, fully_shard: Callable[..., object], policy: object, finer: bool = False) -> Llama:
     model = on_meta(setup)
+    if setup.ep > 1:
+        fully_shard = around_experts(setup, model, fully_shard, policy)
     shard_units(setup, model, fully_shard, policy, finer)
+    if setup.ep > 1 and not is_ours(fully_shard):
+        prefetch_explicitly(model)
     model.to_empty(device=setup.device)
     model.init_weights()
     return model
+
+
+def is_ours(fully_shard: Callable[..., object]) -> bool:
+    return getattr(fully_shard, "func", fully_shard) is flatshard.fully_shard
+
+
+def around_experts(
+    setup: Setup, model: Llama, fully_shard: Callable[..., object], policy: object
+) -> Callable[..., object]:
+    """What shards the units of a mixture, whose experts live on a mesh of their own.
+
+    Ours: experts belong to their block's unit, and have their mesh by parameter. FSDP2 as torchtitan sets it up: a unit
+    for the experts of each block, and a factor, since their gradients are of the data of all ranks.
+    """
+    edp, ep = setup.expert_meshes()
+    connect(model, ep.get_group())
+    if is_ours(fully_shard):
+        experts = {parameter for name, parameter in model.named_parameters() if is_expert(name)}
+        sharding = flatshard.Sharding(mesh=edp, apart=ep)
+        return functools.partial(fully_shard, shard_placement_fn=lambda p: sharding if p in experts else None)
+    # Fewer experts than ranks, or as many: cut across, as torchtitan does.
+    across = edp.size() > setup.model.experts // setup.ep
+    for block in model.blocks:
+        unit = block.ffn.experts
+        choose = {"shard_placement_fn": lambda parameter: Shard(1)} if across else {}
+        fully_shard(unit, mesh=edp, mp_policy=policy, **choose)
+        unit.set_gradient_divide_factor(setup.world)
+    return fully_shard
+
+
+def prefetch_explicitly(model: Llama) -> None:
+    """Without it, FSDP2 gathers the next block when the host comes to it, after it has waited for counts of tokens."""
+    units = [[model.embed], *([block, block.ffn.experts] for block in model.blocks), [model.head]]
+    for before, after in pairwise(units):
+        before[0].set_modules_to_forward_prefetch(after)
+        after[0].set_modules_to_backward_prefetch(before)
 
 
 def shard_units(

@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.models import LLAMA_1B, LLAMA_8B, LLAMA_TINY
+from benchmarks.moe import MOE_TINY, QWEN_MOE
 from benchmarks.systems import SYSTEMS, Setup
 from flatshard.rehearsal import Link, Network, rehearse
 from flatshard.rehearsal.ledger import difference
@@ -39,6 +40,9 @@ CASES = {
     "b": Setup(RECOMPUTED_8B, batch=1, seq=8192, world=8),
     "c": Setup(RECOMPUTED_8B, batch=1, seq=8192, world=64),
     "d": Setup(LLAMA_1B, batch=1, seq=2048, world=8, microbatches=4),
+    "e": Setup(QWEN_MOE, batch=1, seq=4096, world=8),  # each rank has its own experts
+    "e64": Setup(QWEN_MOE, batch=1, seq=4096, world=64),  # experts of a node are sharded over eight nodes
+    "tiny-moe": Setup(MOE_TINY, batch=2, seq=64, world=16, device="cpu", dtype=torch.float32),
     "tiny": Setup(LLAMA_TINY, batch=2, seq=128, world=8, device="cpu", dtype=torch.float32),
 }
 DEFAULT_SYSTEMS = ["limit", "fsdp2", "flatshard"]
@@ -137,7 +141,7 @@ def run_apart(case: str, system: str, steps: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", default="a", choices=[*CASES, "all"], help="all: a to d")
+    parser.add_argument("--case", default="a", choices=[*CASES, "all"], help="all: a to e64")
     names = [*SYSTEMS, *(name + COMPILED for name in SYSTEMS)]
     parser.add_argument("--systems", nargs="+", default=DEFAULT_SYSTEMS, choices=names)
     parser.add_argument("--compile", action="store_true", help="measure every system with compiled blocks too")
@@ -160,13 +164,14 @@ def main() -> None:
         "cases": {},
     }
     print(f"{device}, torch {torch.__version__}, {NETWORK.name}")
-    for case in ["a", "b", "c", "d"] if options.case == "all" else [options.case]:
+    for case in ["a", "b", "c", "d", "e", "e64"] if options.case == "all" else [options.case]:
         rows = {system: run_apart(case, system, options.steps) for system in systems}
         document["cases"][case] = rows
         setup = CASES[case]
         print(
             f"\n({case}) width {setup.model.width}, {setup.microbatches} x {setup.batch} x {setup.seq} tokens, "
-            f"W={setup.world}{', recompute' if setup.model.recompute else ''}\n{describe(rows)}",
+            f"W={setup.world}{f', ep={setup.ep}' * (setup.ep > 1)}{', recompute' * setup.model.recompute}\n"
+            f"{describe(rows)}",
             flush=True,
         )
         if options.json:

@@ -10,10 +10,12 @@ from flatshard.optim.step import fully_shard_optimizer
 from flatshard.policy import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
+    Experts,
     MixedPrecisionPolicy,
     OffloadPolicy,
     Placements,
     SchedulePolicy,
+    Sharding,
 )
 from flatshard.wgrads import direct_wgrads, offer_main_grads
 from flatshard.whole import shard_model
@@ -23,11 +25,13 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
+    "Experts",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Placements",
     "SchedulePolicy",
+    "Sharding",
     "Summary",
     "UnshardHandle",
     "check_buffers",

@@ -48,11 +48,30 @@ class Parallel:
 
     ``cut`` and ``copied`` are the axes of its own mesh over which it is then sharded and replicated: data parallelism
     has axes of that mesh. Both are empty where it has a mesh of its own.
+    ``hidden``: the parameter was a plain tensor, and is one in forward and backward.
     """
 
     spec: DTensorSpec
     cut: tuple[int, ...] = ()
     copied: tuple[int, ...] = ()
+    hidden: bool = False
+
+
+def held_apart(local: torch.Tensor, mesh: DeviceMesh) -> Parallel:
+    """Of a plain parameter of which each rank of ``mesh`` has another: all of them, one after another, are one."""
+    shape = torch.Size((local.shape[0] * mesh.size(), *local.shape[1:]))
+    meta = TensorMeta(shape, local.stride(), local.dtype)
+    return Parallel(DTensorSpec(mesh, (Shard(0),), tensor_meta=meta), hidden=True)
+
+
+def largest_part(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The shape of the largest part of a tensor that any rank has, the same on all of them."""
+    sizes = list(parameter.shape)
+    if isinstance(parameter, DTensor):
+        for axis, placement in enumerate(parameter.placements):
+            if isinstance(placement, (Shard, _StridedShard)):
+                sizes[placement.dim] = -(-sizes[placement.dim] // parameter.device_mesh.size(axis))
+    return tuple(sizes)
 
 
 def _method(*names: str) -> Callable[..., Work]:
@@ -194,6 +213,8 @@ def local_gradient(gradient: torch.Tensor, parallel: Parallel) -> torch.Tensor:
 
     Along data-parallel axes it stays each rank's own: those are what our reduce is for.
     """
+    if parallel.hidden:
+        return gradient
     if isinstance(gradient, AsyncCollectiveTensor):
         gradient = gradient.wait()
     assert isinstance(gradient, DTensor)

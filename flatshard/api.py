@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -48,6 +49,7 @@ def fully_shard(
     outer_strategy: Strategy | int | None = None,
     layout: LayoutName = "tensor",
     gradient_scale: GradientScale = "mean",
+    data_mesh: DeviceMesh | None = None,
     schedule: SchedulePolicy | None = None,
     optional: bool = False,
 ) -> M:
@@ -68,21 +70,25 @@ def fully_shard(
     root, ``SchedulePolicy(keep_for_backward=bytes)``. Default: True, and False for the outermost unit.
     ``shard_placement_fn``: given a parameter, returns ``Shard(dim)`` to cut it on that dim as torch.chunk does, or None
     for dim 0. Other dims than 0 cost a copy in each gather and reduce, and need layout ``"tensor"``. It may also return
-    PyTorch's ``ShardPlacementResult``, to shard the parameter over another mesh than the unit's.
+    a `Sharding`, for a mesh of the parameter's own, as experts have, or a dim that pads little; or PyTorch's
+    ``ShardPlacementResult``, whose parameters have the mean over their own mesh as gradients.
     ``mp_policy``: the dtypes of compute, reduction, gradients and main weights.
     ``offload_policy``: `CPUOffloadPolicy` keeps main weights, gradients and optimizer state in host memory.
     ``ignored_params``: parameters that are left alone.
-    ``dp_mesh_dims``: which axes of ``mesh`` are data-parallel. ``mesh`` is then the mesh of all parallelism, and all
-    parameters are DTensors on it, replicated along those axes.
+    ``dp_mesh_dims``: which axes of ``mesh`` are data-parallel, context parallelism's among them. ``mesh`` is then the
+    mesh of all parallelism. Parameters that are DTensors are so on all of it, replicated along those axes.
     ``strategy``: what is sharded over the last axis: ``"no_shard"`` or 0, nothing; ``"optim"`` or 1, main weights and
     optimizer state; ``"optim_grads"`` or 2, gradients too; ``"optim_grads_params"`` or 3, everything (the default). Or
     `Placements`, for every axis.
     ``outer_strategy``: of the first of two axes: ``"no_shard"`` (replicate: HSDP, the default) or ``"optim"`` (main
     weights and optimizer state sharded over both axes: HFSDP).
     ``layout``: how the parameters lie in the buffers: ``"tensor"``, each cut as torch.chunk cuts it; ``"flat"``, packed
-    into as few runs as pad little; ``"auto"``, flat where tensors are small. All train alike.
+    into as few runs as pad little; ``"auto"``, flat where tensors are small, and large ones cut on a dim that pads
+    little. All train alike.
     ``gradient_scale``: what gradients are of the ranks' gradients: their ``"mean"``, their ``"sum"``, or a number times
     their sum. A loss per token is a sum that the caller divides once, by all tokens: ``"sum"``.
+    ``data_mesh``: the ranks that have data of their own, over which the mean is; default: ``mesh``. For experts, which
+    are sharded over fewer ranks than send them tokens.
     ``schedule``: how far communication runs ahead; that of the root counts.
     ``optional``: the batches of some ranks may not use this unit, or units below it (a vision encoder, an adapter).
     Those ranks take part in its gathers and reduces with zeros, at the place where it is registered: after the units
@@ -99,15 +105,16 @@ def fully_shard(
         raise TypeError(f"offload_policy={offload_policy!r}: must be a flatshard.OffloadPolicy or CPUOffloadPolicy")
     if gradient_scale not in ("mean", "sum") and not _is_number(gradient_scale):
         raise ValueError(f"gradient_scale={gradient_scale!r}: must be 'mean', 'sum' or a finite number")
-    for name, given, kind in (("mp_policy", mp_policy, MixedPrecisionPolicy), ("schedule", schedule, SchedulePolicy)):
-        if given is not None and not isinstance(given, kind):
-            raise TypeError(f"{name}={given!r}: must be a flatshard.{kind.__name__}")
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh={mesh!r}: must be a DeviceMesh")
+    for name, policy, kind in (("mp_policy", mp_policy, MixedPrecisionPolicy), ("schedule", schedule, SchedulePolicy)):
+        if policy is not None and not isinstance(policy, kind):
+            raise TypeError(f"{name}={policy!r}: must be a flatshard.{kind.__name__}")
+    for name, given in (("mesh", mesh), ("data_mesh", data_mesh)):
+        if given is not None and not isinstance(given, DeviceMesh):
+            raise TypeError(f"{name}={given!r}: must be a DeviceMesh")
     mesh = _default_mesh() if mesh is None else mesh
-    where = Where(shard_placement_fn)
+    where = Where(shard_placement_fn, by_waste=layout == "auto")
     if dp_mesh_dims is not None:
-        where = Where(shard_placement_fn, mesh, _axes_of(mesh, dp_mesh_dims))
+        where = replace(where, mesh=mesh, axes=_axes_of(mesh, dp_mesh_dims))
         mesh = _torch.data_parallel_mesh(mesh, dp_mesh_dims.shard_names, dp_mesh_dims.replicate_names)
         if not where.axes[0]:
             if strategy not in (None, 0, "no_shard"):
@@ -129,6 +136,7 @@ def fully_shard(
         offload=offload_policy,
         optional=bool(optional),
         strategy=(strategy, outer_strategy),
+        data_mesh=data_mesh,
     )
     build_unit(modules, choices)
     for each in modules:

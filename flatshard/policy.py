@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.layout import Block, Flat, Partial, Placement, Replicate, Whole, is_sharded
 
@@ -56,7 +59,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Which axes of a mesh that all parameters are already DTensors on are data-parallel, by their names.
+    """Which axes of the mesh of all parallelism are data-parallel, by their names.
 
     ``shard``: those that parameters are sharded over. ``replicate``: those that keep copies. Several of a kind count as
     one. With ``replicate`` alone nothing is sharded, and gradients are averaged.
@@ -76,6 +79,62 @@ class DataParallelMeshDims:
     @property
     def replicate_names(self) -> tuple[str, ...]:
         return _names(self.replicate)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How one parameter is sharded, as a ``shard_placement_fn`` may return it.
+
+    ``dim``: it is cut on this dim, as torch.chunk cuts it. None: on dim 0, or on another one where dim 0 would be
+    padded much, as that of stacked experts ``(experts, in, out)`` is where there are fewer experts than ranks.
+    ``mesh``: the ranks that hold it together, if they are not those of the unit's mesh. Its gradient is all the same
+    the mean over the ranks of the unit's ``data_mesh``, whose data has reached it.
+    ``apart``: a mesh of one axis along which ranks hold different tensors under this name: a plain ``(experts, ...)``
+    of which each rank of expert parallelism has its own, all of one shape. The forward sees this rank's. For norms,
+    state dicts and checkpoints they are one tensor, of which each rank has its part of dim 0.
+    """
+
+    dim: int | None = None
+    mesh: DeviceMesh | None = None
+    apart: DeviceMesh | None = None
+
+    def __post_init__(self) -> None:
+        if self.dim is not None and (not isinstance(self.dim, int) or isinstance(self.dim, bool)):
+            raise TypeError(f"Sharding(dim={self.dim!r}): must be a number or None")
+        _check_meshes("Sharding", self.mesh, self.apart)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Where the experts of a model are, for `shard_model`.
+
+    ``modules``: classes, or their import paths, whose instances hold nothing but experts' parameters.
+    ``mesh``: the ranks that hold the same experts, and shard them.
+    ``apart``: where each rank along this mesh has experts of its own as plain tensors, as in `Sharding`. Not needed
+    where they are DTensors that say so.
+    """
+
+    modules: Sequence[type[nn.Module] | str]
+    mesh: DeviceMesh
+    apart: DeviceMesh | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.modules, str) or not self.modules:
+            raise ValueError(f"Experts(modules={self.modules!r}): must be a list of classes and import paths")
+        if not isinstance(self.mesh, DeviceMesh):
+            raise TypeError(f"Experts(mesh={self.mesh!r}): must be a DeviceMesh")
+        _check_meshes("Experts", self.mesh, self.apart)
+
+
+def _check_meshes(what: str, mesh: Any, apart: Any) -> None:
+    """Raise unless these can be the ``mesh`` and ``apart`` of a parameter."""
+    for name, given in (("mesh", mesh), ("apart", apart)):
+        if given is not None and not isinstance(given, DeviceMesh):
+            raise TypeError(f"{what}({name}={given!r}): must be a DeviceMesh")
+    if mesh is not None and mesh.ndim not in (1, 2):
+        raise ValueError(f"{what}: mesh has {mesh.ndim} axes; it must have one (shard) or two (outer, inner)")
+    if apart is not None and apart.ndim != 1:
+        raise ValueError(f"{what}: apart has {apart.ndim} axes; it must have one")
 
 
 # PyTorch's policies say the same, so code that has one can pass it.
@@ -177,6 +236,15 @@ def placements_for(strategy: Strategy | int | Placements | None, outer: Strategy
     return Placements((kept, last[0]), (partial, last[1]), (first, last[2]))
 
 
+def on_another_mesh(
+    strategy: Strategy | int | Placements | None, outer: Strategy | int | None, axes: int
+) -> Placements:
+    """The placements, on a mesh of so many axes, of a strategy that was chosen for a mesh of perhaps another number."""
+    if isinstance(strategy, Placements) and axes < len(strategy.parameter):
+        return Placements(strategy.parameter[-axes:], strategy.gradient[-axes:], strategy.optimizer[-axes:])
+    return placements_for(strategy, outer if axes > 1 else None, axes)
+
+
 def _name(what: str, given: str | int | None, names: tuple[str, ...], default: str) -> str:
     if given is None:
         return default
@@ -208,6 +276,7 @@ class SchedulePolicy:
     ``prefetch``: gather the units that come next, by the recorded order. Off: each unit is gathered when it is needed.
     ``async_reduce``: let reduces overlap what follows. Off: each is waited for where it is launched.
     ``max_gathered``: units gathered at a time beyond those kept (the one in use and those ahead of it); at least 1.
+    Units on another mesh than the root's, experts within a block, do not count.
     ``max_gathered_bytes``: further ones are gathered ahead as long as all gathered weights, kept ones included, take no
     more than this. Where units differ in size, those before and after a large one can be several.
     ``max_reducing``: reduces in flight, and with them the full-size gradients they read; at least 1.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,8 +12,10 @@ from torch import nn
 from flatshard.api import fully_shard
 from flatshard.engine.roots import unit_of
 from flatshard.engine.summary import Summary, summary
+from flatshard.module import FSDPModule
 from flatshard.optim.step import repoint
-from flatshard.wrapping import unit_modules
+from flatshard.policy import Experts, Sharding
+from flatshard.wrapping import instances, unit_modules
 
 _log = logging.getLogger("flatshard")
 
@@ -23,6 +25,8 @@ def shard_model(
     *,
     units: Literal["auto"] | Sequence[type[nn.Module] | str] = "auto",
     optimizer: torch.optim.Optimizer | None = None,
+    experts: Experts | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     **choices: Any,
 ) -> Summary:
     """Call `fully_shard` on the parts of ``model`` that should be units, and on ``model``; ``choices`` go to all calls.
@@ -32,15 +36,45 @@ def shard_model(
     `ModuleList` and `Sequential`; embeddings and linear layers outside them that are a quarter of a block or larger
     become units too, and those that share a parameter one unit together.
     ``optimizer``: one that was built on the model before; it is pointed at the sharded parameters and keeps its state.
+    ``experts``: which modules are experts, and the mesh of those that hold the same ones; everything else is sharded
+    over ``mesh``, whose ranks all have data. Gradients of experts are means over ``mesh`` too. They are gathered with
+    the unit around them, before anything in it waits for tokens. A rank may leave any of them unused: its gradient
+    counts as zero there, and is zero, not None, where all ranks do.
+    ``shard_placement_fn``: of parameters that are no experts. Where it says nothing, they are cut on dim 0, or on a dim
+    that pads less where dim 0 would be padded much.
 
     Returns, and logs, a table of the units.
     """
     if unit_of(model) is not None:
         raise ValueError(f"fully_shard was already called on this {type(model).__name__}; shard a model once")
+    if experts is not None and not isinstance(experts, Experts):
+        raise TypeError(f"experts={experts!r}: must be a flatshard.Experts")
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise TypeError(f"shard_placement_fn={shard_placement_fn!r}: must be a function of a parameter")
+    where = _expert_shardings(model, experts) if experts is not None else {}
+
+    def choose(parameter: nn.Parameter) -> Any:
+        found = where.get(parameter)
+        if found is None and shard_placement_fn is not None:
+            found = shard_placement_fn(parameter)
+        return Sharding() if found is None else found
+
+    left = set(where)  # experts that no unit owns yet
     for modules in unit_modules(model, units):
-        fully_shard(modules, **choices)
+        held = left & {parameter for module in modules for parameter in module.parameters()}
+        fully_shard(modules, shard_placement_fn=choose, **choices)
+        if held:
+            left -= held
+            assert isinstance(modules[0], FSDPModule)
+            modules[0].set_reduce_scatter_unused_params(True, recurse=False)
     if optimizer is not None:
         repoint(optimizer)
     table = summary(model)
     _log.info("sharded %s:\n%s", type(model).__name__, table)
     return table
+
+
+def _expert_shardings(model: nn.Module, experts: Experts) -> dict[nn.Parameter, Sharding]:
+    sharding = Sharding(mesh=experts.mesh, apart=experts.apart)
+    modules = instances(model, experts.modules, "experts")
+    return {parameter: sharding for module in modules for parameter in module.parameters()}

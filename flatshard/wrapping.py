@@ -19,32 +19,38 @@ def unit_modules(
 
     ``units`` is as `flatshard.shard_model` has it.
     """
-    chosen = _repeated(model) if units == "auto" else _instances(model, units)
+    chosen = _repeated(model) if units == "auto" else instances(model, units, "units", "'auto' or ")
     together = _large(model, chosen) if units == "auto" else []
     return [*([module] for module in reversed(chosen)), *together, [model]]
 
 
-def _instances(model: nn.Module, units: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
-    if isinstance(units, str):
-        raise ValueError(f"units={units!r}: must be 'auto' or a list of classes and import paths")
-    classes = tuple(_resolve(each) for each in units)
-    found = [module for module in model.modules() if isinstance(module, classes) and module is not model]
+def instances(
+    model: nn.Module, classes: Iterable[type[nn.Module] | str], what: str, options: str = ""
+) -> list[nn.Module]:
+    """The modules below ``model`` that are of these classes, some of which are given by their import paths.
+
+    ``what`` was given, for errors, and ``options`` are what else it could be.
+    """
+    if isinstance(classes, str):
+        raise ValueError(f"{what}={classes!r}: must be {options}a list of classes and import paths")
+    resolved = tuple(_resolve(each, what) for each in classes)
+    found = [module for module in model.modules() if isinstance(module, resolved) and module is not model]
     if not found:
-        names = ", ".join(cls.__name__ for cls in classes)
-        raise ValueError(f"units: {type(model).__name__} contains no module of {names or 'no class at all'}")
+        names = ", ".join(cls.__name__ for cls in resolved)
+        raise ValueError(f"{what}: {type(model).__name__} contains no module of {names or 'no class at all'}")
     return found
 
 
-def _resolve(unit: type[nn.Module] | str) -> type[nn.Module]:
-    found: Any = unit
-    if isinstance(unit, str):
-        module, _, name = unit.rpartition(".")
+def _resolve(given: type[nn.Module] | str, what: str) -> type[nn.Module]:
+    found: Any = given
+    if isinstance(given, str):
+        module, _, name = given.rpartition(".")
         try:
             found = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(f"units: cannot import {unit!r}: {error}") from error
+            raise ValueError(f"{what}: cannot import {given!r}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise TypeError(f"units: {unit!r} is not a class of modules")
+        raise TypeError(f"{what}: {given!r} is not a class of modules")
     return found
 
 

@@ -35,7 +35,7 @@ def rank_pool() -> Iterator[RankPool]:
     """The session's rank processes. Most tests want `ranks`, which knows the test's limit and name."""
     from tests.bench import RankPool
 
-    pool = RankPool()
+    pool = RankPool(8)
     yield pool
     pool.close()
 
@@ -55,7 +55,9 @@ Run = Callable[..., list[Any]]
 
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest, rank_pool: RankPool) -> Run:
-    """`ranks(world, body, *args, **kwargs)` runs `body(rank, world, *args, **kwargs)` on `world` (1 to 4) processes.
+    """`ranks(world, body, *args, **kwargs)` runs `body(rank, world, *args, **kwargs)` on `world` processes, 1 to 8.
+
+    More than 4 are for tests marked `full`.
 
     Returns the values in rank order. `body` is a top-level function; `torch.distributed` is initialised in it. The test
     is cut when its calls together take longer than `@pytest.mark.limit(seconds)`, 60 s unless marked.

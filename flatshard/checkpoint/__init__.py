@@ -7,10 +7,14 @@ from flatshard.checkpoint.names import renamed
 from flatshard.checkpoint.reader import verify
 from flatshard.checkpoint.safetensors import export_safetensors, load_safetensors
 from flatshard.checkpoint.saving import Pending, latest, save
+from flatshard.checkpoint.stored import MIXTRAL, QWEN_MOE, StoredAs
 
 __all__ = [
+    "MIXTRAL",
+    "QWEN_MOE",
     "CheckpointError",
     "Pending",
+    "StoredAs",
     "export_safetensors",
     "iter_full_tensors",
     "latest",

@@ -57,7 +57,8 @@ DTYPES = {code: dtype for dtype, code in CODES.items()}
 class Box:
     """A part of a tensor in a file: ``sizes`` elements from ``offsets``, row-major, from byte ``begin`` of the file.
 
-    ``sums`` are the checksums of its blocks; none where the file has none.
+    ``sums`` are the checksums of its blocks; none where the file has none. ``transposed``: the file has the last two
+    dims the other way round.
     """
 
     file: str
@@ -65,6 +66,7 @@ class Box:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     sums: tuple[int, ...]
+    transposed: bool = False
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -48,6 +49,16 @@ class Reader:
         self, name: str, result: torch.Tensor, offsets: Sequence[int], box: Box, low: list[int], high: list[int]
     ) -> None:
         """Copy the elements from ``low`` to ``high`` of a tensor out of one box."""
+        if len(box.sizes) > 1 and box.sizes[0] == 1:  # rows of the next dim can be read for themselves
+            inside = replace(box, offsets=box.offsets[1:], sizes=box.sizes[1:])
+            self._fill(name, result[low[0] - offsets[0]], offsets[1:], inside, low[1:], high[1:])
+            return
+        if box.transposed:
+            turned = replace(box, offsets=box.offsets[::-1], sizes=box.sizes[::-1], transposed=False)
+            part = result.new_empty([b - a for a, b in zip(low[::-1], high[::-1])])
+            self._fill(name, part, low[::-1], turned, low[::-1], high[::-1])
+            result[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets))] = part.T
+            return
         into = result[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets))]
         row = math.prod(box.sizes[1:]) * result.element_size()
         first, last = (low[0] - box.offsets[0], high[0] - box.offsets[0]) if low else (0, 1)

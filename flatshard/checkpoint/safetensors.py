@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from flatshard.checkpoint.full import iter_full_tensors, named_tensors
 from flatshard.checkpoint.loading import put_weights, stage_model
 from flatshard.checkpoint.progress import bar
 from flatshard.checkpoint.reader import Reader
+from flatshard.checkpoint.stored import StoredAs, assembled, pieces_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -38,6 +41,7 @@ def export_safetensors(
     max_shard_size: int | str = "5GB",
     *,
     dtype: torch.dtype | None = None,
+    names: Sequence[StoredAs] = (),
     bucket_bytes: int = 256 << 20,
     progress: bool = True,
 ) -> None:
@@ -45,20 +49,22 @@ def export_safetensors(
 
     Files hold at most ``max_shard_size`` bytes (a number, or "5GB", "200MiB"), unless one tensor is larger; several
     have an index. They take the place of earlier ones when all are complete. Beyond the shards, one bucket of memory is
-    used. Tied weights are written once. ``dtype`` casts floating-point tensors.
+    used. Tied weights are written once. ``dtype`` casts floating-point tensors. ``names``: which tensors have other
+    names there, or are stacks of experts that have one for each: `StoredAs`, or a preset, `MIXTRAL` or `QWEN_MOE`.
     """
     folder, limit = Path(folder), _bytes(max_shard_size)
     ranks = exchange("checkpoint_save")
-    files = _planned(model, limit, dtype)
+    files = _planned(model, limit, dtype, names)
     together(ranks, lambda: folder.mkdir(parents=True, exist_ok=True) if ranks.rank == 0 else None)
     error: Exception | None = None
     writer = _Writer(folder, files) if ranks.rank == 0 else None
     with bar("exporting", sum(file.size for file in files), progress and ranks.rank == 0) as advance:
-        for _, tensor in iter_full_tensors(model, bucket_bytes):
+        for name, tensor in iter_full_tensors(model, bucket_bytes):
             if writer is None or error is not None:
                 continue  # others wait for this rank in the next gather, whatever happens here
             try:
-                advance(writer.write(tensor))
+                for piece in pieces_of(name, tensor.shape, names):
+                    advance(writer.write(piece.of(tensor)))
             except Exception as found:
                 error = found
 
@@ -84,7 +90,7 @@ def _bytes(size: int | str) -> int:
     return int(match[1]) * _UNITS[match[2].upper()]
 
 
-def _planned(model: nn.Module, limit: int, dtype: torch.dtype | None) -> list[_File]:
+def _planned(model: nn.Module, limit: int, dtype: torch.dtype | None, names: Sequence[StoredAs]) -> list[_File]:
     files = [_File("")]
     for name, tensor in named_tensors(model).items():
         kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -92,11 +98,12 @@ def _planned(model: nn.Module, limit: int, dtype: torch.dtype | None) -> list[_F
             raise TypeError(f"'{name}' is {kind}, which safetensors files cannot hold")
         if tensor.is_meta:
             raise ValueError(f"'{name}' is on the meta device and has no values; materialize the model first")
-        size = tensor.numel() * kind.itemsize
-        if files[-1].size and files[-1].size + size > limit:
-            files.append(_File(""))
-        files[-1].tensors.append((name, kind, tuple(tensor.shape)))
-        files[-1].size += size
+        for piece in pieces_of(name, tensor.shape, names):
+            size = math.prod(piece.shape) * kind.itemsize
+            if files[-1].size and files[-1].size + size > limit:
+                files.append(_File(""))
+            files[-1].tensors.append((piece.name, kind, piece.shape))
+            files[-1].size += size
     for number, file in enumerate(files, 1):
         file.name = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
     return files
@@ -162,17 +169,28 @@ class _Found:
     tensors: dict[str, Entry] = field(default_factory=dict)
 
 
-def load_safetensors(model: nn.Module, folder: str | Path, *, strict: bool = True, progress: bool = True) -> None:
+def load_safetensors(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    strict: bool = True,
+    names: Sequence[StoredAs] = (),
+    progress: bool = True,
+) -> None:
     """Load whole weights from the safetensors files in ``folder`` into a model, sharded or not. All ranks call it.
 
     Each rank reads the bytes of its own rows. Everything is read before anything changes; CheckpointError names what is
     missing or of another shape, unless ``strict`` is off. Weights are cast to the model's dtype. No code is run.
+    ``names`` is as `export_safetensors` has it.
     """
     ranks = exchange("checkpoint_load")
     staged: list[dict[str, Any]] = []
 
     def stage() -> None:
         found = _find(Path(folder))
+        shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
+        found.tensors = assembled(found.tensors, shapes, names, folder) if names else found.tensors
+        found.model = {"dict": [(name, {"tensor": name}) for name in found.tensors]}
         total = sum(file["bytes"] for file in found.files.values()) // ranks.size
         with bar("loading", total, progress and ranks.rank == 0) as advance, Reader(found, advance) as reader:
             staged.append(stage_model(found, reader, model, strict))
@@ -194,7 +212,6 @@ def _find(folder: Path) -> _Found:
                 raise CheckpointError(f"{folder / INDEX} names {name!r}, which is not a file in this folder")
     for name in names:
         _read_header(found, name)
-    found.model = {"dict": [(name, {"tensor": name}) for name in found.tensors]}
     return found
 
 

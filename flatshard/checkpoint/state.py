@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim import Optimizer
 
 from flatshard import _torch
+from flatshard.checkpoint.errors import CheckpointError
 from flatshard.checkpoint.files import CODES
 from flatshard.checkpoint.trees import encode
 
@@ -60,7 +62,7 @@ class Snapshot:
     tensors: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # key -> dtype code, shape
     writes: list[tuple[str, tuple[int, ...], torch.Tensor]] = field(default_factory=list)  # key, offsets, local
     # what this rank would write and ranks outside its mesh may have too: a norm beside tensor parallelism, say
-    doubtful: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    doubtful: list[tuple[str, tuple[int, ...], list[float]]] = field(default_factory=list)  # and a few of its values
 
     def put(self, key: str, tensor: torch.Tensor) -> str:
         """Remember a tensor under a key."""
@@ -77,15 +79,27 @@ class Snapshot:
         if part.offsets is not None and part.local.numel() and number % part.replicas == part.replica:
             self.writes.append((key, part.offsets, part.local))
             if 0 < part.ranks < self.world:
-                self.doubtful.append((key, part.offsets))
+                # Of optimizer state, that of a weight without gradients is rounding, and copies may have any.
+                few = _few(part.local) if key.startswith("model") else []
+                self.doubtful.append((key, part.offsets, few))
         return key
 
-    def leave_to_one(self, doubtful: list[list[tuple[str, list[int]]]]) -> None:
-        """Leave to one rank what several would write, given what each rank says of it. They take turns."""
+    def leave_to_one(self, doubtful: list[list[tuple[str, list[int], list[float]]]]) -> None:
+        """Leave to one rank what several would write, given what each rank says of it. They take turns.
+
+        CheckpointError where ranks outside each other's meshes have other values under one name.
+        """
         holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+        values: dict[tuple[str, tuple[int, ...]], list[float]] = {}
         for rank, boxes in enumerate(doubtful):
-            for key, offsets in boxes:
-                holders.setdefault((key, tuple(offsets)), []).append(rank)
+            for key, offsets, few in boxes:
+                box = key, tuple(offsets)
+                holders.setdefault(box, []).append(rank)
+                if not _are_copies(few, values.setdefault(box, few)):
+                    raise CheckpointError(
+                        f"ranks {holders[box][0]} and {rank} have other values of '{key}', and no mesh says so: one of "
+                        "them would be lost. Experts that ranks hold as plain tensors: shard them with apart="
+                    )
         owners = {box: ranks[turn % len(ranks)] for turn, (box, ranks) in enumerate(holders.items())}
         self.writes = [each for each in self.writes if owners.get(each[:2], self.rank) == self.rank]
 
@@ -99,6 +113,18 @@ class Snapshot:
         if pinned:
             torch.cuda.synchronize()
         self.writes = copies
+
+
+def _few(local: torch.Tensor) -> list[float]:
+    """Some of the values of a tensor, by which copies of it can be told from another."""
+    flat = local.flatten()
+    return [float(value) for value in flat[:: max(flat.numel() // 16, 1)].tolist()]
+
+
+def _are_copies(few: list[float], others: list[float]) -> bool:
+    """Whether these can be of copies. Those of several ranks may have parted by rounding in the course of training."""
+    pairs = [(a, b) for a, b in zip(few, others) if math.isfinite(a) and math.isfinite(b)]
+    return sum(abs(a - b) for a, b in pairs) <= 0.3 * sum(abs(a) + abs(b) for a, b in pairs)
 
 
 def take(model: nn.Module, optimizer: Optimizer | None, extra: Any, rank: int, world: int) -> Snapshot:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -24,14 +24,15 @@ from flatshard.engine.parameters import Member, Plain, Site, make_members
 from flatshard.engine.roots import own, unit_of
 from flatshard.engine.unit import Unit
 from flatshard.engine.weights import Group
-from flatshard.layout import Layout, is_sharded, plan
+from flatshard.layout import Layout, is_sharded, least_padded_dim, plan
 from flatshard.layout.planner import LayoutName
 from flatshard.policy import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     Placements,
     SchedulePolicy,
-    placements_for,
+    Sharding,
+    on_another_mesh,
     replicated,
     resident,
 )
@@ -109,32 +110,42 @@ class Where:
     choose: Callable[[nn.Parameter], Any] | None = None  # the user's ``shard_placement_fn``
     mesh: DeviceMesh | None = None  # of all parameters, if data parallelism has axes of it
     axes: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # those axes: that shard, that replicate
+    by_waste: bool = False  # where nobody has said on which dim, take one that pads little
 
-    def of(self, name: str, parameter: nn.Parameter) -> tuple[int, DeviceMesh | None]:
-        """The dim, and the mesh if it is not the unit's."""
+    def of(self, name: str, parameter: nn.Parameter) -> tuple[Sharding, bool]:
+        """How it is sharded; and whether its gradient is the mean over its own mesh, whatever ranks have data."""
         self._check_mesh(name, parameter)
-        if self.choose is None:
-            return 0, None
-        given, mesh = _torch.placement_result(self.choose(parameter))
-        if given is None:
-            return 0, mesh
-        if type(given) is not Shard:
+        answer = None if self.choose is None else self.choose(parameter)
+        if isinstance(answer, Sharding):
+            given, means_own = answer, False
+        else:
+            placement, mesh = _torch.placement_result(answer)
+            if placement is not None and type(placement) is not Shard:
+                raise ValueError(
+                    f"shard_placement_fn returned {answer!r} for parameter '{name}'; it must be Shard(dim), "
+                    "flatshard.Sharding(...) or None"
+                )
+            dim = placement.dim if placement is not None else None if self.by_waste else 0
+            given, means_own = Sharding(dim, mesh), mesh is not None
+        if given.apart is not None and (_torch.is_parallel(parameter) or is_extended(parameter) or not parameter.dim()):
             raise ValueError(
-                f"shard_placement_fn returned {given!r} for parameter '{name}'; it must be Shard(dim) or None"
+                f"parameter '{name}' cannot be held apart: that is for plain tensors with dims, of which each rank has "
+                "its own. A DTensor says by itself which part of it a rank has"
             )
-        dims = max(parameter.dim(), 1)
+        if given.dim is None:
+            return given, means_own
+        dims, shape = max(parameter.dim(), 1), tuple(parameter.shape)
         if not -dims <= given.dim < dims:
-            shape = tuple(parameter.shape)
-            raise ValueError(f"shard_placement_fn returned {given!r} for parameter '{name}', whose shape is {shape}")
-        return given.dim % dims, mesh
+            raise ValueError(f"shard_placement_fn returned {answer!r} for parameter '{name}', whose shape is {shape}")
+        return replace(given, dim=given.dim % dims), means_own
 
     def _check_mesh(self, name: str, parameter: nn.Parameter) -> None:
-        if self.mesh is None:
+        if self.mesh is None or not isinstance(parameter, DTensor):
             return
-        if not isinstance(parameter, DTensor) or parameter.device_mesh != self.mesh:
+        if parameter.device_mesh != self.mesh:
             raise ValueError(
-                f"parameter '{name}' is not a DTensor on the mesh given; with dp_mesh_dims all are, for example by "
-                "torch.distributed.tensor.distribute_module"
+                f"parameter '{name}' is a DTensor on another mesh than the one given; with dp_mesh_dims all that are "
+                "DTensors are on that, for example by torch.distributed.tensor.distribute_module"
             )
         for axis in (*self.axes[0], *self.axes[1]):
             if not isinstance(parameter.placements[axis], Replicate):
@@ -161,12 +172,38 @@ class Choices:
     offload: OffloadPolicy
     optional: bool = False
     strategy: tuple[Any, Any] = (None, None)  # of the inner and the outer axis, for parameters with a mesh of their own
+    data_mesh: DeviceMesh | None = None  # whose ranks' data the gradients come from, if it is not `mesh`
+
+    def placements_on(self, mesh: DeviceMesh) -> Placements:
+        return self.placements if mesh == self.mesh else on_another_mesh(*self.strategy, mesh.ndim)
+
+    def scale_on(self, mesh: DeviceMesh, means_own: bool) -> GradientScale:
+        """Of gradients that are reduced over ``mesh``."""
+        data = mesh if means_own else self.data_mesh or self.mesh
+        if self.gradient_scale != "mean" or data.size() == mesh.size():
+            return self.gradient_scale
+        return 1.0 / data.size()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the parameters of a group have in common."""
+
+    dtype: torch.dtype
+    trainable: bool
+    has_rows: bool  # a tensor without dims has none to shard
+    marked: bool  # by `no_shard`
+    mesh: DeviceMesh
+    parallel: DeviceMesh | None  # tensor parallelism has made them DTensors on it
+    apart: DeviceMesh | None
+    scale: GradientScale
+    alone: int | None  # of a tensor subclass: which one it is
 
 
 def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     """Shard the parameters below ``modules`` and hook them up."""
     borrowed = borrowed_parameters(modules, choices.ignored, choices.mesh)
-    by_kind: dict[tuple[Any, ...], list[Named]] = {}
+    by_kind: dict[Kind, list[Named]] = {}
     plain: list[Named] = []
     dims: dict[nn.Parameter, int] = {}
     for named in owned_parameters(modules, choices.ignored):
@@ -174,27 +211,26 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
         if marked and not parameter.requires_grad:
             plain.append(named)
             continue
-        dims[parameter], mesh = choices.where.of(named[0], parameter)
-        if dims[parameter] and (
-            choices.layout == "flat" or sum(is_sharded(p) for p in choices.placements.optimizer) > 1
-        ):
-            raise ValueError(
-                f"parameter '{named[0]}' is to be cut on dim {dims[parameter]}, which needs layout='tensor' and "
-                "one sharded axis; cut it on dim 0"
-            )
-        # A tensor without dims has no rows to shard.
-        # Tensor parallelism has made some parameters DTensors; those of one mesh travel together.
-        parallel = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        key = (parameter.dtype, parameter.requires_grad, parameter.dim() > 0, marked, mesh or choices.mesh, parallel)
-        alone = id(parameter) if is_extended(parameter) else None
-        by_kind.setdefault((*key, alone), []).append(named)
+        given, means_own = choices.where.of(named[0], parameter)
+        mesh = given.mesh or choices.mesh
+        dims[parameter] = _dim(named[0], parameter, given.dim, mesh, choices)
+        kind = Kind(
+            parameter.dtype,
+            parameter.requires_grad,
+            parameter.dim() > 0,
+            marked,
+            mesh,
+            parameter.device_mesh if isinstance(parameter, DTensor) else None,
+            given.apart,
+            choices.scale_on(mesh, means_own),
+            id(parameter) if is_extended(parameter) else None,
+        )
+        by_kind.setdefault(kind, []).append(named)
     owner = type(modules[0]).__name__
-    groups = []
-    for (_, _, has_rows, marked, mesh, _, _), members in by_kind.items():
-        placements = choices.placements if mesh == choices.mesh else placements_for(*choices.strategy, mesh.ndim)
-        placements = placements if has_rows else replicated(mesh.ndim)
-        placements = resident(placements) if marked else placements
-        groups.append(_build_group(members, [dims[p] for _, p, _ in members], mesh, choices, placements, owner))
+    groups = [
+        _build_group(members, [dims[p] for _, p, _ in members], kind, choices, owner)
+        for kind, members in by_kind.items()
+    ]
     for _, module in owned_modules(modules):
         _move_buffers(module, choices.device)
     reshard, park = choices.reshard_after_forward, None
@@ -212,7 +248,6 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     for group in groups:
         if park is not None and group.mesh == choices.mesh and not group.is_extended:
             group.park_mesh, unit.parks = park, True  # the others are gathered again from all
-        group.gradients.scale = choices.gradient_scale
     if choices.optional:
         unit.be_optional()
     for module in modules:
@@ -244,33 +279,56 @@ def _park_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
     return known[size]
 
 
-def _build_group(
-    members: list[Named], dims: list[int], mesh: DeviceMesh, choices: Choices, placements: Placements, owner: str
-) -> Group:
+def _dim(name: str, parameter: nn.Parameter, given: int | None, mesh: DeviceMesh, choices: Choices) -> int:
+    """The dim that a parameter is cut on."""
+    placements = choices.placements_on(mesh).optimizer
+    sharded = [axis for axis, placement in enumerate(placements) if is_sharded(placement)]
+    any_dim = choices.layout != "flat" and len(sharded) < 2
+    if given is None:
+        shards = math.prod(mesh.size(axis) for axis in sharded)
+        return least_padded_dim(_torch.largest_part(parameter), shards) if any_dim and not is_extended(parameter) else 0
+    if given and not any_dim:
+        raise ValueError(
+            f"parameter '{name}' is to be cut on dim {given}, which needs layout='tensor' and one sharded axis; cut it "
+            "on dim 0"
+        )
+    return given
+
+
+def _build_group(members: list[Named], dims: list[int], kind: Kind, choices: Choices, owner: str) -> Group:
     """Cut the parameters of one group; the full originals are freed when it returns."""
+    mesh = kind.mesh
+    placements = choices.placements_on(mesh) if kind.has_rows else replicated(mesh.ndim)
+    placements = resident(placements) if kind.marked else placements
     whole = [_torch.local_of(p) if _torch.is_parallel(p) else p for _, p, _ in members]
     shapes = [tuple(tensor.shape) for tensor in whole]
     precision = choices.precision
     shards = math.prod(mesh.size(axis) for axis, p in enumerate(placements.optimizer) if is_sharded(p))
-    planned = plan(shapes, shards, layout=choices.layout, dims=dims)
+    # What is a part of a DTensor already must be cut as torch.chunk does; older versions of torch know nothing else.
+    chunked = kind.parallel is not None or kind.apart is not None or not _torch.SUBCLASSES_DISPATCH
+    planned = plan(
+        shapes, shards, layout="tensor" if chunked and choices.layout == "auto" else choices.layout, dims=dims
+    )
     home = Home.of(choices.device, choices.offload)
-    if is_extended(members[0][1]):
+    if kind.alone is not None:
         made = _build_extended(members[0], planned, mesh, placements, precision, home, choices.where.axes)
+        made.gradients.scale = kind.scale
         _mark_owned(made, members, owner)
         register(made, (parameter for _, parameter, _ in members), in_main=False)
         return made
-    frozen = not members[0][1].requires_grad
-    floating = members[0][1].is_floating_point()
-    main_dtype = precision.main_dtype if precision.main_dtype is not None and floating and not frozen else None
+    floating = kind.dtype.is_floating_point
+    main_dtype = precision.main_dtype if precision.main_dtype is not None and floating and kind.trainable else None
     full = [p.detach() if p.is_meta else p.detach().to(choices.device) for p in whole]
     main = DBuffer.distribute(full, planned, mesh, placements.optimizer)
     if main_dtype is not None and main_dtype != main.dtype:
         main = main.cast(main_dtype)
     main = home.take(main)
-    group = Group(make_members(main, members, choices.where.axes), main, placements, precision, home)
-    for member, (_, parameter, _) in zip(group.members, members):
+    sharded = make_members(main, members, choices.where.axes, apart=kind.apart)
+    group = Group(sharded, main, placements, precision, home)
+    group.gradients.scale = kind.scale
+    for _, parameter, _ in members:
         # Whoever still holds the original (a tied module, an optimizer) holds no memory.
-        if member.inner is None:
+        if kind.parallel is None:
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
     _mark_owned(group, members, owner)
     register(group, (parameter for _, parameter, _ in members))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import _torch
 from flatshard.buffer import DBuffer
@@ -64,7 +65,8 @@ class Member:
 
     def make_full(self, values: torch.Tensor) -> None:
         """Make the full parameter of its values."""
-        values = values if self.inner is None else _torch.dtensor_of(values, self.inner.spec)
+        if self.inner is not None and not self.inner.hidden:
+            values = _torch.dtensor_of(values, self.inner.spec)
         self.full = nn.Parameter(values, requires_grad=values.is_floating_point())
         self.attributes = dict(self.sharded.__dict__)
         own = self.full.__dict__
@@ -78,15 +80,18 @@ def make_members(
     named: Sequence[tuple[str, nn.Parameter, list[Site]]],
     axes: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
     local: torch.Tensor | None = None,
+    apart: DeviceMesh | None = None,
 ) -> list[Member]:
     """Sharded parameters over ``main``, in the place of the originals and with their attributes.
 
     ``axes``: where data parallelism has axes of the parameters' own mesh, those that shard, and those that replicate.
     ``local``: this rank's part of the one parameter, if ``main`` does not hold it.
+    ``apart``: a mesh of which each rank has other parameters, which are plain.
     """
     members = []
     for index, (name, original, sites) in enumerate(named):
         inner = _torch.Parallel(_torch.spec_of(original), *axes) if _torch.is_parallel(original) else None
+        inner = inner if apart is None else _torch.held_apart(original, apart)
         sharded = _torch.as_parameter(as_dtensor(main, index, inner, local), original.requires_grad)
         sharded.__dict__.update(_attributes(original))
         for site in sites:

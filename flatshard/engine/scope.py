@@ -6,7 +6,7 @@ import os
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,7 @@ class Scope:
         self._lingering: tuple[int, bool] | None = None  # an optional unit after its forward, which may be run again
         self._retained: int | None = None  # a unit gathered by a recompute, its backward to come
         self._ahead: set[int] = set()  # gathered by prefetch and not needed yet
+        self._apart = frozenset(_experts(units)) if len(self._meshes) > 1 else frozenset[int]()
         self._done: set[int] = set()  # units that the running backward has left
         self._launched: set[int] = set()  # groups that it has reduced
         self._reducing: deque[Reduction] = deque()
@@ -252,7 +253,7 @@ class Scope:
     def gather_ahead(self, unit: Unit) -> None:
         """Start gathering what comes next, in the place of ``unit``, which is done and released."""
         if unit.settings.prefetch_in_backward is None:
-            self._gather_next(unit, self.policy.max_gathered)
+            self._gather_next(unit, self.policy.max_gathered - (unit.index in self._apart))
 
     def gather(self, unit: Unit) -> None:
         """Start gathering a unit. No effect on what has been gathered."""
@@ -304,7 +305,7 @@ class Scope:
                     ahead.add(other.index)
                     self.gather(other)
             return
-        room, bytes_ahead = most - len(ahead), self.policy.max_gathered_bytes
+        room, bytes_ahead = most - len(ahead - self._apart if self._apart else ahead), self.policy.max_gathered_bytes
         if room <= 0 and not bytes_ahead:
             return
         for index in tuple(self.program.upcoming):
@@ -319,7 +320,7 @@ class Scope:
                 return
             ahead.add(index)
             self.gather(other)
-            room -= 1
+            room -= index not in self._apart
             if room <= 0 and not bytes_ahead:
                 return
 
@@ -519,6 +520,18 @@ class Scope:
     def _traced(self, what: str, unit: Unit) -> AbstractContextManager[Any]:
         """A context that names what its body enqueues, for profilers."""
         return torch.profiler.record_function(f"flatshard::{what} {unit.name}")
+
+
+def _experts(units: Sequence[Unit]) -> Iterator[int]:
+    """The units on another mesh than the unit that they are in, unless that is the root: experts in their blocks.
+
+    They come on top of what is gathered ahead. Before them the host waits for the counts of tokens, and what comes
+    behind them must be on its way by then.
+    """
+    for number, unit in enumerate(units):
+        around = [other for other in units[1:] if unit.name.startswith(f"{other.name}.")]
+        if around and around[-1].mesh != unit.mesh:
+            yield number
 
 
 _PASSES = (None, *Pass)

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import _torch
 from flatshard.buffer import PoolStatistics
@@ -18,7 +19,10 @@ from flatshard.layout import is_sharded
 
 @dataclass(frozen=True)
 class GroupRow:
-    """One group in a `Summary`. Bytes are of main weights on one rank."""
+    """One group in a `Summary`. Bytes are of main weights on one rank.
+
+    ``parameters``: elements that the ranks of ``mesh`` hold together; with expert parallelism, of these ranks' experts.
+    """
 
     unit: str
     tensors: int
@@ -30,6 +34,7 @@ class GroupRow:
     bytes_per_rank: int
     waste: float
     kept: str
+    mesh: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,7 @@ class Summary:
             "main",
             "compute",
             "grad",
+            "mesh",
             "placement",
             "bytes/rank",
             "padding",
@@ -67,6 +73,7 @@ class Summary:
                     _short(row.main),
                     _short(row.compute),
                     "yes" if row.trainable else "no",
+                    row.mesh,
                     row.placements,
                     _bytes(row.bytes_per_rank),
                     f"{100 * row.waste:.2f}%",
@@ -109,10 +116,17 @@ def summary(model: nn.Module) -> Summary:
                     bytes_per_rank=main.local.numel() * main.local.element_size(),
                     waste=group.layout.waste if any(is_sharded(p) for p in main.placements) else 0.0,
                     kept=_kept(unit, group, keeps),
+                    mesh=_mesh(group.mesh),
                 )
             )
         rows.extend(_plain_rows(name or "(root)", unit))
     return Summary(tuple(rows), pool)
+
+
+def _mesh(mesh: DeviceMesh) -> str:
+    """The sizes of its axes, with their names if they have any."""
+    names = mesh.mesh_dim_names or [""] * mesh.ndim
+    return " x ".join(f"{name} {mesh.size(axis)}".strip() for axis, name in enumerate(names))
 
 
 def _kept(unit: Unit, group: Group, keeps: bool) -> str:

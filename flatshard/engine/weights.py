@@ -103,8 +103,11 @@ class Group:
     @property
     def gathered_bytes(self) -> int:
         """Device memory that the full weights take, beyond what rests on this rank anyway."""
-        numel = 0 if self.is_resident else self.layout.buffer_numel(self.layout.num_shards)
-        return numel * self.codec.dtype.itemsize
+        if self.is_resident:
+            return 0
+        layout, shards = self.layout, self.layout.num_shards
+        turned = sum(slot.numel for index, slot in enumerate(layout.slots) if layout.is_turned(index, shards))
+        return (layout.buffer_numel(shards) + turned) * self.codec.dtype.itemsize
 
     def mark_stale(self) -> None:
         """Main may have changed: derive compute weights from it anew, the next time they are needed."""

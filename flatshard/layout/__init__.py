@@ -11,7 +11,7 @@ from flatshard.layout.placement import (
     is_sharded,
     transition,
 )
-from flatshard.layout.planner import Layout, Segment, Slot, plan
+from flatshard.layout.planner import Layout, Segment, Slot, least_padded_dim, plan
 from flatshard.layout.ranges import Holding, Range, holding, local_ranges, rectangles
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "Whole",
     "holding",
     "is_sharded",
+    "least_padded_dim",
     "local_ranges",
     "plan",
     "rectangles",

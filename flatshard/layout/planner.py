@@ -31,6 +31,9 @@ ALIGN = 16
 # Below this many elements per tensor on average, the launch cost of one more segment (about 2 microseconds) exceeds
 # the time its bytes take on a fast wire, and `auto` chooses `flat`.
 AUTO_FLAT_BELOW = 1 << 18
+# A cut on another dim than 0 costs a copy of the tensor in each gather and reduce, and its memory while it is in use.
+# Padding costs more than that, on the wire and at rest, where it is more than this part of the tensor.
+TURN_ABOVE = 0.1
 # `flat` takes fewer segments as long as that pads no more than this part of the payload beyond the tightest choice.
 FEWER_SEGMENTS_WORTH = 0.002
 # A piece is rounded up to a multiple of ALIGN where that lengthens it by no more than this part.
@@ -179,6 +182,19 @@ class Layout:
     def waste(self) -> float:
         """Padding as a part of the payload: 0.02 means that all ranks together store 2% more than the tensors need."""
         return (self.num_shards * self.shard_numel - self.payload) / self.payload if self.payload else 0.0
+
+
+def least_padded_dim(shape: Sequence[int], num_shards: int) -> int:
+    """The dim to cut a tensor on: 0, unless that would pad it much and another dim would not.
+
+    Stacked experts, ``(experts, in, out)``, are cut on dim 1 where there are fewer of them than shards. Small tensors
+    are always cut on dim 0: their padding travels faster than a copy is launched.
+    """
+    numel = math.prod(shape)
+    padding = [_round_up(size, num_shards) * (numel // size) - numel for size in shape] if numel else []
+    least = min(padding, default=0)
+    worth = max(TURN_ABOVE * numel, AUTO_FLAT_BELOW)
+    return padding.index(least) if padding and padding[0] - least > worth else 0
 
 
 def plan(

@@ -41,6 +41,8 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    *,
+    stages: DeviceMesh | None = None,
 ) -> torch.Tensor:
     """Scale gradients so that their norm, over all ranks and parameters, is at most ``max_norm``; returns the norm.
 
@@ -48,15 +50,20 @@ def clip_grad_norm_(
     ranks, in float32 (float64 if a gradient is). ``norm_type`` is any positive number or ``inf``. All ranks must call
     this with the same parameters; they may be of several meshes and dtypes, sharded, tensor-parallel or plain.
     Plain tensors are taken to be the same on every rank.
+
+    ``stages``: a mesh of one axis, along which ranks hold other parameters, as the stages of a pipeline do. The norm is
+    then over all of them, which takes one more collective; a weight that two stages share counts in both.
     """
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type}: must be positive, or inf")
+    if stages is not None and (not isinstance(stages, DeviceMesh) or stages.ndim != 1):
+        raise ValueError(f"stages={stages!r}: must be a DeviceMesh of one axis")
     listed = _listed(parameters)
     places = _gradients(listed)
-    if not places:
+    if not places and stages is None:
         return torch.tensor(0.0)
-    total = _total_norm(places, norm_type, any(parameter.dtype == torch.float64 for parameter in listed))
+    total = _total_norm(places, norm_type, any(parameter.dtype == torch.float64 for parameter in listed), stages)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped by it; "
@@ -126,7 +133,9 @@ def _summed(tensor: torch.Tensor) -> torch.Tensor:
     return _torch.local_of(tensor)
 
 
-def _total_norm(places: dict[_Where, _Held], norm_type: float, precise: bool) -> torch.Tensor:
+def _total_norm(
+    places: dict[_Where, _Held], norm_type: float, precise: bool, stages: DeviceMesh | None
+) -> torch.Tensor:
     # Not by the gradients alone: a rank may have none of those that are precise.
     precise = precise or any(tensor.dtype == torch.float64 for held in places.values() for tensor in held.read)
     dtype = torch.float64 if precise else torch.float32
@@ -135,8 +144,13 @@ def _total_norm(places: dict[_Where, _Held], norm_type: float, precise: bool) ->
         powers = _powers(held.read, norm_type, dtype, _device(where, held.read))
         shares[where] = _join(powers, norm_type).reshape(1)
     found = list(_over_ranks(shares, norm_type).values())
-    together = torch.cat([value.to(found[0].device) for value in found])
-    return _root(_join(together, norm_type), norm_type)
+    together = torch.cat([value.to(found[0].device) for value in found]) if found else torch.zeros(1, dtype=dtype)
+    total = _join(together, norm_type)
+    if stages is not None:  # in float64: one of them may hold nothing that is
+        own: dict[_Where, torch.Tensor] = {(stages, (0,)): total.to(_mesh_device(stages), torch.float64).reshape(1)}
+        (joined,) = _over_ranks(own, norm_type).values()
+        total = joined[0].to(dtype)
+    return _root(total, norm_type)
 
 
 # A norm is the root of a sum of powers. The infinite one is a maximum, in which collectives may lose a NaN.

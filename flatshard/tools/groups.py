@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from flatshard.layout import Layout, Placement, Replicate, is_sharded, plan
+from flatshard.layout import Layout, Placement, Replicate, is_sharded, least_padded_dim, plan
 from flatshard.layout.planner import LayoutName
 from flatshard.policy import MixedPrecisionPolicy, Placements, SchedulePolicy, replicated
 from flatshard.tools.shapes import Tensor
@@ -71,7 +71,8 @@ class GroupBytes:
     """Tensors that travel together, and what they take on one rank, in bytes.
 
     ``main``, ``compute`` (where compute weights have a copy that stays), ``state``: always.
-    ``gathered``: while the unit is in use. ``parked``: between forward and backward, with a smaller group.
+    ``gathered``: while the unit is in use; what is cut on another dim than 0 is there twice.
+    ``parked``: between forward and backward, with a smaller group.
     ``arriving``: gradients as autograd leaves them, full size. ``main_grad``: reduced ones, until `zero_grad`.
     ``reducing``: what a reduce takes beyond these two, until it has been waited for.
     ``accumulated``: gradients that earlier micro-batches have left; ``ends``: they are gone after the last reduce.
@@ -83,7 +84,7 @@ class GroupBytes:
         axes = len(choice.mesh)
         self.placements = choice.placements if first.shape else replicated(axes)
         shards = self._ranks_of(self.placements.optimizer)
-        self.layout: Layout = plan([tensor.shape for tensor in tensors], shards, layout=choice.layout)
+        self.layout = self._planned(shards)
         floating = first.dtype.is_floating_point
         self.trainable = first.trainable
         main = precision.main_dtype if precision.main_dtype and floating and self.trainable else first.dtype
@@ -92,13 +93,15 @@ class GroupBytes:
         grad = precision.grad_dtype or main
 
         whole, held = self.layout.buffer_numel(shards), self.layout.shard_numel
+        turned = sum(slot.numel for index, slot in enumerate(self.layout.slots) if self.layout.is_turned(index, shards))
         everywhere = all(isinstance(p, Replicate) for p in self.placements.parameter)
         as_main = self.placements.parameter == self.placements.optimizer
         self.is_resident = everywhere and (not as_main or main == self.wire)
         self.main = held * main.itemsize
         self.compute = 0 if as_main else self._numel(self.placements.parameter) * self.wire.itemsize
+        self.compute += turned * self.wire.itemsize if self.is_resident else 0
         self.state = choice.state * self.main if self.trainable else 0
-        self.gathered = 0 if self.is_resident else whole * self.wire.itemsize
+        self.gathered = 0 if self.is_resident else (whole + turned) * self.wire.itemsize
         parks = choice.park is not None and not self.is_resident and shards % choice.park == 0
         self.parked = (
             self.layout.buffer_numel(shards // choice.park) * self.wire.itemsize if parks and choice.park else 0
@@ -118,6 +121,14 @@ class GroupBytes:
             self.reducing += held * self.reduce.itemsize  # reduced apart, then added or cast
         if axes > 1:
             self.reducing += self._numel(self._halfway) * self.reduce.itemsize
+
+    def _planned(self, shards: int) -> Layout:
+        """As `flatshard.shard_model` has it: cut on a dim that pads little, if the layout and the mesh allow any."""
+        shapes = [tensor.shape for tensor in self.tensors]
+        if self.choice.layout == "flat" or sum(is_sharded(p) for p in self.placements.optimizer) > 1:
+            return plan(shapes, shards, layout=self.choice.layout)
+        dims = [least_padded_dim(shape, shards) for shape in shapes]
+        return plan(shapes, shards, layout=self.choice.layout, dims=dims)
 
     @property
     def _halfway(self) -> tuple[Placement, ...]:
@@ -148,8 +159,10 @@ class GroupBytes:
             return 0 if grad == self.reduce else self.layout.buffer_numel(shards)
         sole = {
             slot.segment
-            for slot in self.layout.slots
-            if self.wire == self.reduce and slot.numel == self.layout.segments[slot.segment].piece * shards
+            for index, slot in enumerate(self.layout.slots)
+            if self.wire == self.reduce
+            and slot.numel == self.layout.segments[slot.segment].piece * shards
+            and not self.layout.is_turned(index, shards)
         }
         return sum(shards * s.piece for number, s in enumerate(self.layout.segments) if number not in sole)
 

@@ -220,7 +220,7 @@ def _row(name: str, model: Model, choice: Choice, machine: Machine, training: Tr
     peak = memory.peak.total + training.activations
     step = None
     if training.tokens is not None and training.flops is not None:
-        weights = sum(unit.numel for unit in model.units if not unit.is_embedding)
+        weights = sum(unit.used for unit in model.units)
         step = max(*seconds.values(), 6 * weights * training.tokens * training.microbatches / training.flops)
     wire = sum(seconds.values())
     return Row(name, choice.mesh, memory, sent[True], sent[False], wire, peak, peak <= machine.usable, step)

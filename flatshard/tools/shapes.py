@@ -17,12 +17,16 @@ from flatshard.wrapping import unit_modules
 
 @dataclass(frozen=True)
 class Tensor:
-    """A parameter. ``after``: so many of the units inside its own are registered before it, and run before it."""
+    """A parameter. ``after``: so many of the units inside its own are registered before it, and run before it.
+
+    ``used``: the part of it that a token is multiplied with; of stacked experts, those that it is sent to.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     trainable: bool = True
     after: int = 0
+    used: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,11 @@ class Unit:
     @property
     def numel(self) -> int:
         return sum(torch.Size(tensor.shape).numel() for tensor in self.tensors)
+
+    @property
+    def used(self) -> float:
+        """Elements that a token is multiplied with."""
+        return 0 if self.is_embedding else sum(t.used * torch.Size(t.shape).numel() for t in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -82,7 +91,9 @@ def model_of(model: nn.Module, units: Literal["auto"] | Sequence[type[nn.Module]
             known.update(own)
             found += [(parameter, passed) for parameter in dict.fromkeys(own)]
             waiting += reversed(list(module.children()))
-        tensors = tuple(Tensor(tuple(p.shape), p.dtype, p.requires_grad, at) for p, at in found)
+        tensors = tuple(
+            Tensor(tuple(p.shape), p.dtype, p.requires_grad, at, p.__dict__.get(_USED, 1.0)) for p, at in found
+        )
         embedding = all(type(module) is nn.Embedding for module in modules)
         shapes.append(Unit(names[modules[0]] or "(root)", tensors, embedding))
     (root,) = _calls(model, number, set())
@@ -98,6 +109,8 @@ def _calls(module: nn.Module, number: Mapping[nn.Module, int], seen: set[nn.Modu
 
 
 # Where models come from
+
+_USED = "_flatshard_used"  # on a parameter of a skeleton: the part of it that a token uses
 
 _LLAMA_3 = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8}
 NAMED: dict[str, dict[str, Any]] = {
@@ -115,13 +128,41 @@ NAMED: dict[str, dict[str, Any]] = {
         ("llama-405b", 16384, 126, 128, 53248),
     )
 }
+NAMED["mixtral-8x7b"] = {
+    "model_type": "mixtral",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+NAMED["qwen3-30b-a3b"] = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
 # By the model type of a Hugging Face configuration: biases of q, k, v and of o; norms of q and k.
 _TYPES: dict[str, tuple[bool | str, bool | str, bool]] = {
     "llama": ("attention_bias", "attention_bias", False),
     "mistral": (False, False, False),
     "qwen2": (True, False, False),
     "qwen3": ("attention_bias", "attention_bias", True),
+    "mixtral": (False, False, False),
+    "qwen3_moe": ("attention_bias", "attention_bias", True),
 }
+# Of mixtures: what the width of their experts is called. Their number has two names, by version.
+_MIXTURES = {"mixtral": "intermediate_size", "qwen3_moe": "moe_intermediate_size"}
 
 
 def load_model(source: str, units: Literal["auto"] | Sequence[str] = "auto") -> Model:
@@ -176,13 +217,31 @@ class _Attention(nn.Module):
             self.q_norm, self.k_norm = nn.RMSNorm(head_dim), nn.RMSNorm(head_dim)
 
 
-class _Block(nn.Module):
-    def __init__(self, attention: nn.Module, width: int, ffn: int, bias: bool) -> None:
+class _Feedforward(nn.Module):
+    def __init__(self, width: int, ffn: int, bias: bool) -> None:
         super().__init__()
-        self.attention = attention
         self.gate = nn.Linear(width, ffn, bias=bias)
         self.up = nn.Linear(width, ffn, bias=bias)
         self.down = nn.Linear(ffn, width, bias=bias)
+
+
+class _Mixture(nn.Module):
+    """Experts that are stacked, of which each token is sent to ``chosen``."""
+
+    def __init__(self, width: int, ffn: int, experts: int, chosen: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, experts, bias=False)
+        self.gate_up = nn.Parameter(torch.empty(experts, 2 * ffn, width))
+        self.down = nn.Parameter(torch.empty(experts, width, ffn))
+        for stacked in (self.gate_up, self.down):
+            stacked.__dict__[_USED] = chosen / experts
+
+
+class _Block(nn.Module):
+    def __init__(self, attention: nn.Module, ffn: nn.Module, width: int) -> None:
+        super().__init__()
+        self.attention = attention
+        self.ffn = ffn
         self.attention_norm, self.ffn_norm = nn.RMSNorm(width), nn.RMSNorm(width)
 
 
@@ -198,7 +257,10 @@ class _Decoder(nn.Module):
 
 
 def skeleton(config: Mapping[str, Any]) -> nn.Module:
-    """The parameters of a Hugging Face configuration of Llama's shape, on the meta device; it cannot be run."""
+    """The parameters of a Hugging Face configuration of Llama's or Mixtral's shape, on the meta device.
+
+    It cannot be run.
+    """
     kind = config.get("model_type")
     if kind not in _TYPES:
         raise ValueError(
@@ -215,10 +277,25 @@ def skeleton(config: Mapping[str, Any]) -> nn.Module:
     biases = [bool(config.get(given, False)) if isinstance(given, str) else given for given in _TYPES[kind]]
     mlp_bias = bool(config.get("mlp_bias", False))
     with torch.device("meta"):
-        blocks = [
-            _Block(_Attention(width, heads, kv_heads, head_dim, biases), width, ffn, mlp_bias) for _ in range(layers)
-        ]
+        blocks = []
+        for number in range(layers):
+            sparse = kind in _MIXTURES and _is_sparse(config, number)
+            inner = _mixture(config, width) if sparse else _Feedforward(width, ffn, mlp_bias)
+            blocks.append(_Block(_Attention(width, heads, kv_heads, head_dim, biases), inner, width))
         return _Decoder(vocab, width, blocks, bool(config.get("tie_word_embeddings", False)))
+
+
+def _is_sparse(config: Mapping[str, Any], layer: int) -> bool:
+    """Whether this layer of a mixture has experts."""
+    return layer not in (config.get("mlp_only_layers") or ()) and not (layer + 1) % _count(
+        config, "decoder_sparse_step", 1
+    )
+
+
+def _mixture(config: Mapping[str, Any], width: int) -> _Mixture:
+    experts = _count(config, "num_local_experts" if config.get("num_experts") is None else "num_experts")
+    ffn, chosen = _count(config, _MIXTURES[config["model_type"]]), _count(config, "num_experts_per_tok")
+    return _Mixture(width, ffn, experts, chosen)
 
 
 def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> int:

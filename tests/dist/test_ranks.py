@@ -230,8 +230,8 @@ def test_a_rank_killed_between_tests_is_replaced(rank_pool):
 def test_mistakes_in_the_call_are_named(rank_pool):
     with pytest.raises(TypeError, match="make it a top-level function"):
         rank_pool.run(1, lambda rank, world: None)
-    with pytest.raises(ValueError, match="1 to 4"):
-        rank_pool.run(5, _sum_of_ranks, (torch.float32,))
+    with pytest.raises(ValueError, match="1 to 8"):
+        rank_pool.run(9, _sum_of_ranks, (torch.float32,))
 
 
 def _return_dtensor(rank: int, world: int) -> Any:

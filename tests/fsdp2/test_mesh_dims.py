@@ -86,9 +86,10 @@ def test_axes_of_the_parameters_own_mesh(ranks, sizes, names, dims, parallel, ch
 def _refused(rank, world):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     model = build()
+    distribute_module(model, init_device_mesh("cpu", (2,), mesh_dim_names=("other",)))
     with pytest.raises(ValueError, match="distribute_module"):
         fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
-    distribute_module(model, mesh)
+    model = distribute_module(build(), mesh)
     with pytest.raises(ValueError, match="'other'"):
         fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="other"))
     with pytest.raises(ValueError, match="no axis to shard over"):

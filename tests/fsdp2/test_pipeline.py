@@ -2,15 +2,27 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
 from torch.distributed.tensor import DTensor
 
+import flatshard
 from flatshard import fully_shard
+from flatshard._torch import SUBCLASSES_DISPATCH
 from flatshard.engine.unit import unit_of
 
-DIM, MICRO = 6, 4
+DIM, MICRO, VOCAB = 6, 4, 10
 
 
 def _block():
@@ -26,13 +38,18 @@ def _loss(output, target):
     return (output - target).square().mean()
 
 
+ONE = (ScheduleGPipe, Schedule1F1B)  # stage per rank
+VEE = (ScheduleZBVZeroBubble, ScheduleDualPipeV)  # the first rank has the first and the last
+
+
 def _pipeline(rank, world, kind):
-    per_rank = 2 if kind is ScheduleInterleavedZeroBubble else 1
+    per_rank = 1 if kind in ONE else 2
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("pp", "dp"))
     pp, dp = mesh["pp"], mesh["dp"]
     stages, blocks = [], 2 * 2 * per_rank
     for number in range(per_rank):
-        index = pp.get_local_rank() + 2 * number
+        place = 1 - pp.get_local_rank() if number and kind in VEE else pp.get_local_rank()
+        index = place + 2 * number
         part = _model(blocks)[2 * index : 2 * index + 2]
         for block in part:
             fully_shard(block, mesh=dp, reshard_after_forward=False)
@@ -46,9 +63,12 @@ def _pipeline(rank, world, kind):
         x, y = (torch.randn(world // 2 * MICRO, DIM, generator=rng) for _ in range(2))
         mine, theirs = (t.chunk(world // 2)[dp.get_local_rank()] for t in (x, y))
         inputs = (mine,) if pp.get_local_rank() == 0 else ()
-        last = pp.get_local_rank() == 1
+        last = any(stage.is_last for stage in stages)
         schedule.step(*inputs, **({"target": theirs} if last else {}))
         _loss(reference(x), y).backward()
+        held, order = [p for stage in stages for p in stage.submod.parameters()], (2.0, torch.inf)[step]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in reference.parameters()], order)
+        torch.testing.assert_close(flatshard.clip_grad_norm_(held, 1e9, order, stages=pp), norm)
         for stage in stages:
             names = dict(reference[2 * stage.stage_index : 2 * stage.stage_index + 2].named_parameters())
             for name, parameter in stage.submod.named_parameters():
@@ -60,7 +80,67 @@ def _pipeline(rank, world, kind):
         reference.zero_grad()
 
 
+# Before torch 2.13, stages on one rank that follow each other cannot send each other anything over Gloo.
+IN_A_VEE = pytest.mark.skipif(not SUBCLASSES_DISPATCH, reason="this torch cannot send to its own rank")
+
+
 @pytest.mark.limit(120)  # the first imports torch's pipelining in every rank
-@pytest.mark.parametrize("kind", [ScheduleGPipe, Schedule1F1B, ScheduleInterleavedZeroBubble])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(ScheduleGPipe, Schedule1F1B, ScheduleInterleavedZeroBubble),
+        pytest.param(ScheduleZBVZeroBubble, marks=IN_A_VEE),
+        pytest.param(ScheduleDualPipeV, marks=[IN_A_VEE, pytest.mark.full]),
+        *(pytest.param(kind, marks=pytest.mark.full) for kind in (ScheduleInterleaved1F1B, ScheduleLoopedBFS)),
+    ],
+)
 def test_a_pipeline_of_sharded_stages_equals_one_process(ranks, kind):
     ranks(4, _pipeline, kind)
+
+
+class Tied(nn.Module):
+    """A language model whose output weights are those of its embedding; or a stage of it, which has one of the ends."""
+
+    def __init__(self, ends: tuple[str, ...] = ("first", "last")) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        blocks, self.weight = [_block(), _block()], nn.Parameter(torch.randn(VOCAB, DIM))
+        self.blocks = nn.ModuleList(blocks[:1] * ("first" in ends) + blocks[1:] * ("last" in ends))
+        self.ends = ends
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.embedding(x, self.weight) if "first" in self.ends else x
+        for block in self.blocks:
+            x = block(x)
+        return x @ self.weight.T if "last" in self.ends else x
+
+
+def _tied(rank, world):
+    """Each end has its copy, and gradients of the other end's use: they are added once a step, shard by shard."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    pp, dp = mesh["pp"], mesh["dp"]
+    first = pp.get_local_rank() == 0
+    part = fully_shard(Tied(("first",) if first else ("last",)), mesh=dp)
+    stage = PipelineStage(part, pp.get_local_rank(), 2, torch.device("cpu"), group=pp.get_group())
+    schedule = Schedule1F1B(stage, MICRO, loss_fn=_entropy)
+    reference = Tied()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (part, reference)]
+    for step in range(3):
+        tokens = torch.randint(VOCAB, (2, 2 * MICRO, 3), generator=torch.Generator().manual_seed(step))
+        x, y = (t.chunk(2)[dp.get_local_rank()] for t in tokens)
+        schedule.step(*((x,) if first else ()), **({} if first else {"target": y}))
+        dist.all_reduce(part.weight.grad.to_local(), group=pp.get_group())
+        _entropy(reference(tokens[0]), tokens[1]).backward()
+        torch.testing.assert_close(part.weight.grad.full_tensor(), reference.weight.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(part.weight.full_tensor(), reference.weight.data, rtol=1e-4, atol=1e-5)
+
+
+def _entropy(logits, target):
+    return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def test_first_and_last_stage_share_an_embedding(ranks):
+    ranks(4, _tied)

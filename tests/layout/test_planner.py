@@ -9,7 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.layout_waste import LAYERS, layer
-from flatshard.layout import Block, Flat, Holding, Replicate, Whole, holding, local_ranges, plan, planner
+from flatshard.layout import (
+    Block,
+    Flat,
+    Holding,
+    Replicate,
+    Whole,
+    holding,
+    least_padded_dim,
+    local_ranges,
+    plan,
+    planner,
+)
 from flatshard.layout.planner import ALIGN
 
 dims = st.one_of(st.integers(0, 5), st.sampled_from([7, 16, 31, 64, 97, 127, 1009, 4096, 11008, 128256]))
@@ -152,3 +163,31 @@ def test_planning_work_does_not_grow_with_the_number_of_shards(monkeypatch):
 def test_bad_input_is_refused(kwargs, message):
     with pytest.raises(ValueError, match=message):
         plan(**kwargs)
+
+
+@pytest.mark.parametrize(
+    ("shape", "shards", "dim"),
+    [
+        ((8, 4096, 14336), 64, 1),  # Mixtral: 8 rows would be padded to 64
+        ((128, 2048, 1536), 64, 0),
+        ((8, 4096, 14336), 8, 0),
+        ((8, 4096, 14336), 6, 2),  # 12 rows, 4098 or 14340: the last pads least
+        ((60, 1408, 2048), 64, 0),  # 64 rows for 60: not worth a copy
+        ((1, 4096), 8, 0),  # small, so it is not worth a copy either
+        ((128257, 4096), 1024, 0),
+        ((1 << 20,), 3, 0),
+        ((8, 0, 4), 64, 0),
+        ((), 8, 0),
+    ],
+)
+def test_a_tensor_is_cut_where_it_is_padded_little(shape, shards, dim):
+    assert least_padded_dim(shape, shards) == dim
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(dims, min_size=1, max_size=4).map(tuple), shard_counts)
+def test_the_dim_of_a_cut_pads_less_than_dim_0_by_more_than_a_copy_is_worth(shape, num_shards):
+    chosen = least_padded_dim(shape, num_shards)
+    waste = [plan([shape], num_shards, dims=[dim]).segments[0].piece * num_shards for dim in range(len(shape))]
+    worth = max(planner.TURN_ABOVE * math.prod(shape), planner.AUTO_FLAT_BELOW)
+    assert waste[chosen] <= waste[0] - worth if chosen else waste[0] <= min(waste) + worth

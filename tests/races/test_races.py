@@ -257,6 +257,23 @@ def test_parameters_on_two_meshes():
         train(sharded(shard_placement_fn=lambda parameter: place if parameter.shape == (20, DIM) else None))
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_parameters_that_ranks_hold_apart_on_a_mesh_of_their_own(dim):
+    with one_rank():
+        sparse = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+        place = flatshard.Sharding(dim, sparse["edp"], sparse["ep"])
+        train(sharded(shard_placement_fn=lambda parameter: place if parameter.shape == (20, DIM) else None))
+
+
+def test_units_on_another_mesh_within_blocks():
+    with one_rank():
+        sparse = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+        net = make_net(depth=3)
+        for block in net.blocks:
+            fully_shard(block.up, mesh=sparse["edp"], mp_policy=TO_BF16)
+        train(sharded(net, mp_policy=TO_BF16))
+
+
 def test_a_list_of_modules_and_a_head_that_is_a_unit():
     with one_rank():
         net = make_net()

@@ -7,6 +7,7 @@ import torch
 
 from benchmarks import direct_wgrads, growth
 from benchmarks.models import LLAMA_1B, LLAMA_8B, LLAMA_TINY, Llama
+from benchmarks.moe import MOE_TINY, QWEN_MOE, mixture
 from benchmarks.systems import SYSTEMS
 from benchmarks.table import CASES, describe, measure
 
@@ -54,6 +55,44 @@ def test_every_system_is_measured(system, little_work):
         segments = 9 * row["launches"]  # at most: as many as a block has tensors
         assert 0.999 * least <= row["wire_ms"] <= 1.001 * least + 0.002 * segments
     assert "failed" not in describe({system: row})
+
+
+def test_the_experts_of_a_mixture_are_those_that_tokens_were_sent_to():
+    config = replace(MOE_TINY, ep=1)
+    torch.manual_seed(0)
+    block = mixture(config).blocks[0].ffn
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    x = torch.randn(2, 9, config.width)
+    weights, chosen = block.router(x).softmax(-1).topk(config.chosen)
+    wanted = torch.zeros_like(x)
+    for place in range(config.chosen):
+        gate, up, down = (weight[chosen[..., place]] for weight in block.experts.parameters())
+        inner = torch.einsum("bsw,bswf->bsf", x, gate), torch.einsum("bsw,bswf->bsf", x, up)
+        out = torch.einsum("bsf,bsfw->bsw", torch.nn.functional.silu(inner[0]) * inner[1], down)
+        wanted += out * (weights[..., place] / weights.sum(-1))[..., None]
+    torch.testing.assert_close(block(x), wanted)
+
+
+@pytest.mark.limit(120)
+def test_a_mixture_of_experts_is_measured(little_work, monkeypatch):
+    monkeypatch.setitem(CASES, "tiny-moe", replace(CASES["tiny-moe"], batch=1, seq=16))
+    rows = {system: measure("tiny-moe", system, steps=1, warmup=1) for system in ("limit", "fsdp2", "flatshard")}
+    assert "failed" not in describe(rows)
+    assert rows["limit"]["wire_ms"] == 0
+    setup = CASES["tiny-moe"]
+    with torch.device("meta"):
+        sizes = {True: 0, False: 0}
+        for name, parameter in mixture(setup.model).named_parameters():
+            sizes[".experts." in name] += 4 * parameter.numel()
+    # Dense weights among 16 ranks, experts among the two that have the same ones; tokens go there and back, twice.
+    wire = 3 * (sizes[False] * 15 / 16 / 45e9 + sizes[True] / 2 / 45e9)
+    for system in ("fsdp2", "flatshard"):
+        assert rows[system]["wire_ms"] > 1e3 * 0.9 * wire
+    with torch.device("meta"):
+        whole = mixture(replace(QWEN_MOE, layers=48, ep=1))
+    heads = 48 * 2 * 2048 * (2048 + 256)  # Qwen3's attention is twice as wide
+    assert sum(p.numel() for p in whole.parameters()) == pytest.approx(30_532_122_624 - heads, rel=0.001)
 
 
 @pytest.mark.limit(120)

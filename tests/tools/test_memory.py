@@ -10,6 +10,7 @@ import torch
 from flatshard import SchedulePolicy
 from flatshard.engine.build import units_below
 from flatshard.engine.unit import unit_of
+from flatshard.layout import planner
 from flatshard.rehearsal import rehearse
 from flatshard.rehearsal.clock_cpu import CpuClock, CpuWork, carry_out
 from flatshard.rehearsal.ledger import difference
@@ -157,3 +158,11 @@ def test_peak_and_traffic_of_a_step(case, monkeypatch, tmp_path):
         entry[0] += launch.times
         entry[1] += launch.times * launch.size
     assert {kind: [entry.launches, entry.size] for kind, entry in traffic.items()} == sizes
+
+
+@pytest.mark.parametrize("case", [Case((4,), param=BF16), Case((4,), strategy=2)], ids=str)
+def test_peak_and_traffic_where_a_tensor_is_cut_on_another_dim(case, monkeypatch, tmp_path):
+    """The rows of the embedding and of the head, which do not divide, are not padded but cut across."""
+    monkeypatch.setattr(planner, "AUTO_FLAT_BELOW", 0)
+    monkeypatch.setattr(planner, "TURN_ABOVE", 0.0)
+    test_peak_and_traffic_of_a_step(case, monkeypatch, tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ COUNTS = {
     "llama-8b": 8_030_261_248,
     "llama-70b": 70_553_706_496,
     "llama-405b": 405_853_388_800,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
 }
 
 
@@ -42,6 +45,8 @@ def shapes(model):
         ("mistral", {"num_key_value_heads": 1, "head_dim": 24}),
         ("qwen2", {"tie_word_embeddings": True}),
         ("qwen3", {"head_dim": 8}),
+        ("mixtral", {"num_local_experts": 3}),
+        ("qwen3_moe", {"head_dim": 8, "num_experts": 6, "moe_intermediate_size": 24, "mlp_only_layers": [1]}),
     ],
 )
 def test_a_configuration_has_the_units_of_the_model_it_configures(kind, options, tmp_path):
@@ -132,6 +137,18 @@ def test_what_is_recommended_and_why(model, devices, memory, advice, why):
     assert all(row.fits for row in chosen)
 
 
+def test_stacked_experts_are_not_padded_where_there_are_fewer_than_devices():
+    machine = Machine(64, 80e9, get_network("h100-nvlink"))
+    training = Training(tokens=8192, flops=400e12)
+    for layout in ("tensor", "auto"):
+        plan = make_plan(load_model("mixtral-8x7b"), machine, replace(training, layout=layout))
+        rows = {row.name: row for row in plan.rows}
+        assert rows["ZeRO 3"].memory.resting.main == pytest.approx(4 * COUNTS["mixtral-8x7b"] / 64, rel=0.001)
+        assert plan.advice == "ZeRO 3"
+        used = COUNTS["mixtral-8x7b"] - 32 * 6 * 3 * 4096 * 14336  # two of eight experts
+        assert rows["HSDP"].step == pytest.approx(6 * used * 8192 / 400e12)
+
+
 def test_a_module_is_planned_from_an_import_path(capsys):
     assert main(["plan", "tests.tools.test_plan:net", "--devices", "4", "--memory", "1MB"]) == 0
     with torch.device("meta"):
@@ -175,7 +192,8 @@ def test_bad_input_gives_one_line(arguments, text, capsys):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"model_type": "mixtral"}, "model_type is 'mixtral'"),
+        ({"model_type": "mamba"}, "model_type is 'mamba'"),
+        ({"model_type": "mixtral"}, "num_local_experts is None"),
         ({"hidden_size": None}, "hidden_size is None"),
         ({"hidden_size": 33}, "not a multiple"),
         ({"vocab_size": -1}, "vocab_size is -1"),
