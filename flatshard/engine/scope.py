@@ -398,7 +398,7 @@ class Scope:
         if self.counts:
             self.program.turns.mark(number, over=False)
             self._reduce_due()
-        else:
+        elif not self._has_optional:  # else what counts is when units are left, which ranks that skip some can follow
             self.program.turns.see(number)
 
     def unit_left(self, unit: Unit) -> None:
