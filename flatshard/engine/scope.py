@@ -109,7 +109,7 @@ class Scope:
             absorb_moved(unit)
             if unit.settings.is_first:
                 for group in unit.groups:
-                    group.mark_stale()
+                    group.renew()
         self._ahead.clear()
         self._passed_over.clear()
         self.gather_pool.end_pass()
@@ -283,6 +283,27 @@ class Scope:
         event, self.main_event = self.main_event, None
         with self.gather_lane.entered((self.gather_lane.mark() if event is None else self.gather_lane.ticket(event),)):
             pass
+
+    def hold(self, units: Sequence[Unit]) -> None:
+        """Keep the compute weights of these units as they are."""
+        self._check_rest("hold_weights")
+        self.refresh_order()
+        for unit in units:
+            for group in unit.groups:
+                group.hold(self.gather_pool, unit.name)
+
+    def refresh(self, units: Sequence[Unit], only: Sequence[Group] | None = None) -> None:
+        """Start bringing the compute weights of these units, or of these groups of theirs, up to date."""
+        self._check_rest("refresh_weights")
+        self.refresh_order()
+        for unit in units:
+            for group in unit.groups:
+                if only is None or group in only:
+                    group.refresh(self.gather_pool, unit.name)
+
+    def _check_rest(self, method: str) -> None:
+        if self.program.running is not None:
+            raise RuntimeError(f"{method}: a {self.program.running.value} is running; call it between passes")
 
     def retain(self, unit: Unit) -> None:
         """Keep a recomputed unit gathered for its backward, which usually is next; only the last one is kept."""

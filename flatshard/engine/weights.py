@@ -51,6 +51,7 @@ class Group:
         self._watched = False
         self.ticket: Ticket | None  # of the gather, from its start to the release
         self.all_gather_comm: Any = None  # an `AllGather` of torch's to gather by
+        self._refreshed: tuple[int, ...] | None = None  # to this state of main, by hand
         self.set_main(main)
 
     def set_main(self, main: DBuffer) -> None:
@@ -64,11 +65,16 @@ class Group:
             self.codec = Extension(self.members[0], main.layout, main.mesh, policy, self.home.device, dtype)
         else:
             self.codec = Cast(main.dtype, dtype)
-        self.source: Source = source_for(main, self.placements, self.codec, self.home)
         self.gradients = Gradients(self.members, main, self.placements, policy, dtype, self.home)
         if known is not None:
             self.gradients.take_settings(known)
-        self.ticket = None
+        self._set_source()
+
+    def _set_source(self, is_held: bool = False) -> None:
+        """Let full weights come from main as it is from now on, or as it was (``is_held``)."""
+        self.is_held = is_held
+        self.source: Source = source_for(self.main, self.placements, self.codec, self.home, is_held)
+        self.ticket = self._refreshed = None
         for member in self.members:
             member.full = None
             member.attributes = dict(member.sharded.__dict__)
@@ -111,12 +117,52 @@ class Group:
 
     def mark_stale(self) -> None:
         """Main may have changed: derive compute weights from it anew, the next time they are needed."""
+        if self.is_held:
+            return
+        self._refreshed = None
         self.source.mark_stale()
         if self.source.is_resident:
             if self.ticket is not None and not self.is_full:
                 self.ticket.wait()  # a refresh that nobody used may still be on its way
             self.swap_out()
             self.ticket = None
+
+    def renew(self) -> None:
+        """A pass begins that is to see main as it is."""
+        if self._refreshed is None or self._refreshed != self.state:
+            self.mark_stale()
+
+    def hold(self, pool: Pool, name: str) -> None:
+        """Let full weights be those of now until `refresh`; the lane is ordered after what made main."""
+        if self.is_held:
+            return
+        if self.is_extended:
+            raise NotImplementedError(
+                f"parameter '{self.members[0].name}' is encoded anew in each gather: nothing holds it"
+            )
+        if self.source.compute is None:
+            self.release()
+            self._set_source(is_held=True)
+        self.is_held = True
+        self._derive(pool, name)
+
+    def refresh(self, pool: Pool, name: str) -> None:
+        """Start deriving compute weights from main as it is, where they rest elsewhere."""
+        held, self.is_held = self.is_held, False
+        if held and self.placements.parameter == self.placements.optimizer:
+            self.release()
+            self._set_source()
+        elif self.source.compute is not None:
+            self.mark_stale()
+            self._derive(pool, name)
+            self._refreshed = self.state
+
+    def _derive(self, pool: Pool, name: str) -> None:
+        """Start deriving persistent compute weights from main, which may be written next."""
+        compute = self.source.compute
+        assert compute is not None
+        compute.refresh(pool, name)
+        compute.has_read.wait()
 
     def gather(self, pool: Pool, name: str, lasting: bool = False) -> None:
         """Start gathering full weights, which are to stay for long if ``lasting``. No effect on what is gathered."""
