@@ -27,6 +27,7 @@ from flatshard.engine.scope import Scope
 from flatshard.engine.unit import Unit
 from flatshard.engine.unit_changes import absorb_moved, applying, check_change
 from flatshard.engine.weights import Group
+from flatshard.policy import MixedPrecisionPolicy, own_policy
 
 
 class FSDPModule(TorchFSDPModule):
@@ -164,6 +165,7 @@ class FSDPModule(TorchFSDPModule):
         for unit in _units(self, True):
             for group in unit.groups:
                 group.gradients.drop_partial()
+                group.gradients.main_grads.clear_decoupled(set_to_none)
             for parameter in (member.sharded for group in unit.groups if group.is_full for member in group.members):
                 if set_to_none:
                     parameter.grad = None
@@ -172,6 +174,24 @@ class FSDPModule(TorchFSDPModule):
         for scope in dict.fromkeys(unit.scope for unit in _units(self, True)):
             if scope is not None and set_to_none:
                 scope.rest_gradients()
+
+    def sync_gradients(self, wait: bool = True) -> None:
+        """Reduce all the way what backwards have left unreduced in the units below, as if the last one had done so.
+
+        Without ``wait`` that is only started: call it again before the gradients are read, by an optimizer for example.
+        It also waits for the reduces of backwards that did not (`set_is_last_backward`). All ranks must call it.
+        """
+        _unit_and_scope(self)[1].flush(_units(self, True), all_the_way=True, wait=wait)
+
+    def set_decoupled_gradients(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """On: reduced gradients come as ``parameter.decoupled_grad``, and ``.grad`` is left as it is.
+
+        For optimizers that read them there, in another dtype than the parameter's for example. `zero_grad` of this
+        module sees to them; that of an optimizer does not.
+        """
+        for unit in _units(self, recurse):
+            for group in unit.groups:
+                group.gradients.main_grads.decouple(enable)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Off: gradients stay on their rank, whole and unreduced, until a backward with it on reduces them all."""
@@ -219,6 +239,18 @@ class FSDPModule(TorchFSDPModule):
             unit.settings.reduces_unused = reduce_scatter_unused_params
             for group in unit.groups:
                 group.gradients.counts_unused = reduce_scatter_unused_params
+
+    # Precision
+
+    def set_mp_policy(self, mp_policy: MixedPrecisionPolicy, *, recurse: bool = True) -> None:
+        """Compute, communicate and reduce in other dtypes from the next forward on. Main weights keep theirs.
+
+        Between passes only, and with ``grad_dtype`` as it was while there are gradients.
+        """
+        policy = own_policy(mp_policy)
+        if not isinstance(policy, MixedPrecisionPolicy):
+            raise TypeError(f"set_mp_policy takes a flatshard.MixedPrecisionPolicy, not {mp_policy!r}")
+        _unit_and_scope(self)[1].set_precision(_units(self, recurse), policy)
 
     # Communication
 

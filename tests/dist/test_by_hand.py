@@ -5,7 +5,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from flatshard import MixedPrecisionPolicy, fully_shard_optimizer
-from flatshard.engine.unit import unit_of
+from flatshard.engine.roots import unit_of
 from tests.dist.models import assert_rows, batches, loss_of, make_net
 from tests.dist.test_engine import shard_net
 from tests.dist.test_strategies import STRATEGIES, mesh_of
@@ -104,11 +104,11 @@ def test_gradients_are_synchronised_by_hand(ranks, axes):
 
 def _gathered(rank, world):
     model = sharded((1, "optim_grads_params", None), world)
-    handle = model.unshard(async_op=True, recurse=True)
+    handle = model.unshard_all(async_op=True)
     handle.wait()
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
     whole = [parameter.detach().clone() for parameter in model.parameters()]
-    model.reshard(recurse=True)
+    model.reshard_all()
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     for mine, plain in zip(whole, make_net(depth=2).parameters()):
         assert torch.equal(mine, plain)
