@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import types
+import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -146,13 +146,14 @@ def fully_shard_optimizer(optimizer: Optimizer, preproc_state_dict_for_dcp_ckpt:
     torch.distributed.checkpoint to load into; the optimizer itself is as new.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    model: MegatronFSDP | None = next((m for p in parameters if (m := getattr(p, "_megatron_fsdp_model", None))), None)
-    if model is None:
+    found = (getattr(parameter, "_megatron_fsdp_model", None) for parameter in parameters)
+    models: list[MegatronFSDP] = list({id(model.module): model for model in found if model is not None}.values())
+    if not models:
         raise ValueError(
             f"no parameter of this {type(optimizer).__name__} is of a model that fully_shard_model has sharded; build "
             "the optimizer after it, on the parameters of what it returned"
         )
-    if not model.ddp_config.megatron_fsdp_use_decoupled_grad:
+    if not any(model.ddp_config.megatron_fsdp_use_decoupled_grad for model in models):
         local_step.fully_shard_optimizer(optimizer)
     cls = type(optimizer)
     base = optimizer.__dict__.pop("step", cls.step)  # a scheduler has put its own there, if it came first
@@ -164,29 +165,42 @@ def fully_shard_optimizer(optimizer: Optimizer, preproc_state_dict_for_dcp_ckpt:
         install_optimized_model_weights: bool = True,
         **kwargs: Any,
     ) -> Any:
-        if sync_grad_before_optimizer_step and not model.model_auto_sync:
-            model.finish_grad_sync()
-        elif model.report_nan_in_param_grad:
-            model.check_for_nan()
-        if not install_optimized_model_weights:
-            model._root.hold_weights()
+        for model in models:
+            if sync_grad_before_optimizer_step and not model.model_auto_sync:
+                model.finish_grad_sync()
+            elif model.report_nan_in_param_grad:
+                model.check_for_nan()
+            if not install_optimized_model_weights:
+                model._root.hold_weights()
         result = base(self, *args, **kwargs) if base is cls.step else base(*args, **kwargs)
-        model.microbatch_count = 0
-        if install_optimized_model_weights:
-            model.install_optimized_model_weights()
+        for model in models:
+            model.microbatch_count = 0
+            if install_optimized_model_weights:
+                model.install_optimized_model_weights()
         return result
 
     def zero_grad(self: Optimizer, set_to_none: bool = True, *, zero_grad_buffer: bool = True) -> None:
-        keep = model.ddp_config.megatron_fsdp_cuda_graph_mode
+        keep = any(model.ddp_config.megatron_fsdp_cuda_graph_mode for model in models)
         cls.zero_grad(self, set_to_none and not keep)
-        if zero_grad_buffer:
+        for model in models if zero_grad_buffer else ():
             model.zero_grad_buffer(set_to_none)
 
-    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
-    optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+    optimizer.step = _Method(step, optimizer)  # type: ignore[method-assign]
+    optimizer.zero_grad = _Method(zero_grad, optimizer)  # type: ignore[method-assign]
     if preproc_state_dict_for_dcp_ckpt:
         optimizer.register_state_dict_post_hook(_with_state)
     return optimizer
+
+
+class _Method:
+    """A method of an optimizer that the optimizer itself holds, without being held by it. Schedulers look inside."""
+
+    def __init__(self, function: Callable[..., Any], optimizer: Optimizer) -> None:
+        self.__func__, self._optimizer = function, weakref.ref(optimizer)
+        self.__name__ = function.__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self._optimizer(), *args, **kwargs)
 
 
 def _with_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

@@ -69,7 +69,7 @@ def uninstall() -> None:
 def _importable(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError, AttributeError):
+    except Exception:  # looking for it imports what is above it, which may fail in any way, and is then of no use
         return False
 
 

@@ -167,6 +167,8 @@ def _ranks_of(groups: list[Any]) -> Any:
     corner = me - sum(ranks.index(me) * step for ranks, step in zip(members, steps))
     grid = torch.tensor(corner)
     for ranks, step in zip(members, steps):
+        if ranks != [ranks[0] + number * step for number in range(len(ranks))]:
+            raise ValueError(f"pg_collection: ranks {ranks} of a group lie at unequal distances; give a mesh instead")
         grid = grid.unsqueeze(-1) + torch.arange(len(ranks)) * step
     return grid.tolist()
 

@@ -61,17 +61,22 @@ class MegatronFSDP(nn.Module):
         layout: Any = "tensor",
     ) -> None:
         super().__init__()
+        asked: dict[str, Any] = {
+            "keep_fp8_transpose_cache": keep_fp8_transpose_cache,
+            "nccl_ub": nccl_ub,
+            "fsdp_double_buffer": fsdp_double_buffer,
+            "fsdp_db_use_persist_buf_on_alloc_fail": fsdp_db_use_persist_buf_on_alloc_fail,
+            "disable_symmetric_registration": disable_symmetric_registration,
+        }
         if ddp_config is None:
             ddp_config = DistributedDataParallelConfig(
                 data_parallel_sharding_strategy="optim_grads_params",
                 overlap_grad_reduce=True,
                 overlap_param_gather=True,
-                keep_fp8_transpose_cache=keep_fp8_transpose_cache,
-                nccl_ub=nccl_ub,
-                fsdp_double_buffer=fsdp_double_buffer,
-                fsdp_db_use_persist_buf_on_alloc_fail=fsdp_db_use_persist_buf_on_alloc_fail,
-                disable_symmetric_registration=disable_symmetric_registration,
+                **asked,
             )
+        elif any(asked.values()):
+            raise ValueError(f"{', '.join(name for name, on in asked.items() if on)}: ask for it in ddp_config")
         if fine_grained_recurse_module_types:
             raise NotImplementedError(
                 "fine_grained_recurse_module_types is not offered: fine-grained units are all modules with parameters"
@@ -117,33 +122,29 @@ class MegatronFSDP(nn.Module):
         layout: Any,
     ) -> None:
         index, config = self.dist_index, self.ddp_config
+        # What is refused is refused before anything is changed.
         if config.nccl_ub:
-            register_memory(None, index.dp_mesh)  # refuses before anything is changed
+            register_memory(None, index.dp_mesh)
         strategy: Any = config.data_parallel_sharding_strategy
         if not classes and strategy in (3, "optim_grads_params"):
             strategy = "no_shard"  # replicated, as by DistributedDataParallel
-        outer: Any = config.outer_dp_sharding_strategy
-        distribute_marked(module, index)
         choices = {
             "mp_policy": engine_policy(self.mp_policy),
             "schedule": schedule_of(config),
             "layout": layout,
             "strategy": strategy,
         }
-        everyone = index.dp_mesh.size()
-        scale: Any = "sum" if self.calculate_per_token_loss else "mean"
-        for modules, expert in plan_units(module, classes, fine_grained=fine_grained, single=single):
-            mesh = index.mesh_of(expert)
-            # The data of all ranks has reached an expert, not of those alone that hold it.
-            mine = 1.0 / everyone if expert and scale == "mean" else scale
-            outer_strategy = outer if mesh.ndim == 2 else None
-            fully_shard(modules, mesh=mesh, outer_strategy=outer_strategy, gradient_scale=mine, **choices)
-            if expert:
-                for each in modules:
-                    assert isinstance(each, FSDPModule)
-                    each.set_reduce_scatter_unused_params(True)
-        outer_strategy = outer if index.dp_mesh.ndim == 2 else None
-        fully_shard(module, mesh=index.dp_mesh, outer_strategy=outer_strategy, gradient_scale=scale, **choices)
+        planned = plan_units(module, classes, fine_grained=fine_grained, single=single)
+        units = [(modules, expert, index.mesh_of(expert)) for modules, expert in [*planned, ([module], False)]]
+        distribute_marked(module, index)
+        for modules, expert, mesh in units:
+            scale: Any = "sum" if self.calculate_per_token_loss else "mean"
+            data = index.dp_mesh if expert and scale == "mean" else None  # the tokens of all ranks reach an expert
+            outer: Any = config.outer_dp_sharding_strategy if mesh.ndim == 2 else None
+            fully_shard(modules, mesh=mesh, outer_strategy=outer, gradient_scale=scale, data_mesh=data, **choices)
+            for each in modules if expert else ():
+                assert isinstance(each, FSDPModule)
+                each.set_reduce_scatter_unused_params(True)
 
     def _use_gather_groups(self) -> None:
         """Before the first forward, and not earlier: a model on the meta device gets its values then."""
@@ -264,13 +265,13 @@ class MegatronFSDP(nn.Module):
         """
         self._root.refresh_weights()
         if force_sync or not self.ddp_config.overlap_param_gather:
-            self._root.unshard(recurse=True)
+            self._root.unshard_all()
         elif self.ddp_config.fsdp_all_gather_in_start_param_sync or force_dispatch:
             self._root.unshard(async_op=True)
 
     def synchronize_param_gather(self) -> None:
         """Release what was gathered; modules show sharded parameters."""
-        self._root.reshard(recurse=True)
+        self._root.reshard_all()
 
     def all_gather_and_wait_parameters_ready(
         self,
@@ -308,7 +309,7 @@ class MegatronFSDP(nn.Module):
 
     def _replace_param_with_distributed_if_needed(self) -> None:
         """Let modules show sharded parameters."""
-        self._root.reshard(recurse=True)
+        self._root.reshard_all()
 
     def _replace_param_with_raw_if_needed(self) -> None:
         """A forward shows full parameters by itself."""

@@ -1,9 +1,12 @@
 """The functions and methods of Megatron-FSDP's first version: what each does here, and what is refused."""
 
 import copy
+import gc
 import importlib
 import inspect
 import sys
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+import flatshard
 import flatshard.megatron as megatron
-from flatshard.engine.unit import unit_of
+from flatshard.engine.roots import unit_of
 from flatshard.megatron import (
     DistributedDataParallelConfig,
     FSDPDistributedIndex,
@@ -24,6 +28,7 @@ from flatshard.megatron import (
     fully_shard_model,
     fully_shard_optimizer,
 )
+from flatshard.megatron.distributed_data_parallel_config import schedule_of
 from tests.dist.models import Block, assert_rows, batches, loss_of, make_net
 
 ROWS = 8
@@ -480,6 +485,10 @@ def _refusals(rank, world):
             MegatronFSDP(make_net(depth=1), index, DistributedDataParallelConfig(**{name: True}))
     with pytest.raises(ValueError, match="TransformerEngine"):
         MegatronFSDP(make_net(depth=1), index, DistributedDataParallelConfig(fp8_param_gather=True))
+    with pytest.raises(NotImplementedError, match="fine_grained_recurse"):
+        MegatronFSDP(make_net(depth=1), index, fine_grained_recurse_module_types=(Block,))
+    with pytest.raises(ValueError, match="fsdp_double_buffer: ask for it in ddp_config"):
+        MegatronFSDP(make_net(depth=1), index, DistributedDataParallelConfig(), fsdp_double_buffer=True)
     experts = make_net(depth=1)
     experts.head.weight.allreduce = False
     with pytest.raises(ValueError, match="expt_device_mesh"):
@@ -500,3 +509,144 @@ def _schedule(rank, world):
 
 def test_overlap_and_double_buffers_are_the_schedule(ranks):
     ranks(2, _schedule)
+
+
+# What stays whole
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6))
+        self.encoder.requires_grad_(False)
+        self.block = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.gain = nn.Parameter(torch.ones(6))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.gain)
+
+    def forward(self, x):
+        return self.block(self.encoder(x) * self.gain)
+
+
+def _whole(rank, world):
+    found = {}
+    for marked in (False, True):
+        with torch.device("meta"):
+            towers = Towers()
+        if marked:
+            megatron.fsdp_no_shard(towers.encoder)
+            megatron.fsdp_no_shard(towers.gain)
+        model = fully_shard_model(towers, fsdp_unit_modules=[nn.Sequential], init_model_with_meta_device=True)
+        flags = {name: hasattr(p, "_fsdp_no_shard") for name, p in towers.named_parameters()}
+        assert flags == {name: marked and not name.startswith("block") for name in flags}  # survives materialising
+        if marked:
+            assert not any(isinstance(parameter, DTensor) for parameter in towers.encoder.parameters())
+            assert not towers.encoder._forward_pre_hooks
+            assert "no_shard" in str(flatshard.summary(towers))
+        else:
+            assert all(isinstance(parameter, DTensor) for parameter in towers.parameters())
+        optimizer = fully_shard_optimizer(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+        for _ in range(2):
+            model(torch.arange(12.0).view(2, 6)[rank : rank + 1]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        gathers = [op for op in unit_of(towers).scope.gather_lane.history if op.kind == "all_gather"]
+        found[marked] = sum(op.numbytes for op in gathers)
+        values = {name: p.full_tensor() if isinstance(p, DTensor) else p.data for name, p in towers.named_parameters()}
+        found[marked, "values"] = values
+    assert found[True] < found[False]
+    for name, value in found[True, "values"].items():
+        torch.testing.assert_close(value, found[False, "values"][name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_what_is_marked_stays_whole_and_is_not_gathered(ranks):
+    ranks(2, _whole)
+
+
+# Quantised parameters, by the protocol that those of TransformerEngine follow
+
+
+def _quantised(rank, world):
+    from tests.fsdp2.test_extensions import Coded, encode
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 4, bias=False))
+    coded = copy.deepcopy(plain)
+    coded[0].weight = nn.Parameter(Coded(plain[0].weight.data.clone()))
+    model = fully_shard_model(coded, fsdp_unit_modules=[nn.Linear])
+    codes, scales = encode(plain[0].weight.data)
+    plain[0].weight.data.copy_(codes * scales)
+    x = torch.ones(1, 6)
+    torch.testing.assert_close(model(x), plain(x))
+    dtypes = {tensor.dtype for tensor in unit_of(coded[0]).groups[0].source.wire}
+    assert dtypes == {torch.int8, torch.float32}  # codes and scales
+    model(x).sum().backward()
+    assert coded[0].weight.grad is not None
+
+
+def test_quantised_parameters_travel_as_they_say(ranks):
+    ranks(2, _quantised)
+
+
+# The rest of the configuration
+
+
+def _configured(rank, world):
+    """With several optimizer instances, the groups of Megatron-Core's collection are two axes."""
+    groups = SimpleNamespace()
+    for name, lists in {
+        "dp_cp": [[0, 1, 2, 3]],
+        "intra_dp_cp": [[0, 1], [2, 3]],
+        "inter_dist_opt": [[0, 2], [1, 3]],
+    }.items():
+        made = [dist.new_group(members) for members in lists]
+        setattr(groups, name, next(group for group, members in zip(made, lists) if rank in members))
+    reference = make_net(depth=2)
+    loss_of(reference, next(batches(1, ROWS))).backward()
+    for outer, averages in (("no_shard", False), ("optim", True)):
+        config = DistributedDataParallelConfig(
+            data_parallel_sharding_strategy="optim_grads_params",
+            outer_dp_sharding_strategy=outer,
+            num_distributed_optimizer_instances=2,
+            average_in_collective=averages,
+            bucket_size=1000,
+        )
+        model = megatron.FullyShardedDataParallel(SimpleNamespace(), config, make_net(depth=2), pg_collection=groups)
+        index = model.megatron_fsdp_dist_index
+        assert index.dp_mesh.mesh.tolist() == [[0, 1], [2, 3]]
+        assert index.get_dp_group() is groups.dp_cp
+        assert index.get_outer_fsdp_group().size() == 2
+        assert index.get_logical_hybrid_fsdp_rank() == [0, 2, 1, 3][rank]
+        loss_of(model, tokens_of(rank, world)).backward()
+        for mine, plain in zip(model.parameters(), reference.parameters()):
+            assert_rows(mine.grad, plain.grad, rtol=1e-4, atol=1e-6)
+        with pytest.raises(ValueError, match="NCCL"):
+            model.param_and_grad_buffer.manual_buffer_registration()
+
+
+def test_optimizer_instances_are_an_outer_axis(ranks):
+    ranks(4, _configured)
+
+
+def test_fields_of_buckets_are_named_in_a_warning(caplog):
+    config = DistributedDataParallelConfig(bucket_size=1000, align_param_gather=True, nccl_ub=True)
+    schedule = schedule_of(config)
+    assert "bucket_size, align_param_gather: of no effect" in caplog.text
+    assert schedule.planned_pool  # which registered memory needs
+
+
+def _deleted(rank, world):
+    model = sharded()
+    optimizer = adamw(model)
+    loss_of(model, tokens_of(rank, world)).backward()
+    optimizer.step()
+    gone = weakref.ref(model.module.head.weight)
+    gc.disable()
+    del model, optimizer
+    assert gone() is None
+    gc.enable()
+
+
+def test_deleting_a_model_frees_it(ranks):
+    ranks(2, _deleted)

@@ -127,7 +127,7 @@ class DBuffer:
         layout = GlobalLayout.build([tensor.shape for tensor in given], mesh.size(), block_size)
         made = cls(mesh, placements, layout, given[0].dtype, mesh.device_type)
         for index, tensor in enumerate(given):
-            made.get_local_tensor(index).copy_(made._engine.part_of(index, tensor))
+            made.get_local_tensor(index).copy_(made._engine.rows_of(index, tensor))
         return made
 
     @property

@@ -12,12 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import api
-from flatshard.engine.build import units_below
+from flatshard.engine.build import owned_modules, units_below
 from flatshard.megatron.experimental.module import FsdpContext, FsdpModule
 from flatshard.megatron.experimental.placement import Placements
 from flatshard.megatron.mixed_precision import engine_policy
 from flatshard.megatron.param_and_grad_buffer import register_memory
-from flatshard.megatron.units import plan_units
 from flatshard.policy import SchedulePolicy
 
 _open: ContextVar[FsdpContext | None] = ContextVar("fully_shard_context", default=None)
@@ -69,25 +68,19 @@ def fully_shard(
     below = [each for each in module.modules() if isinstance(each, FsdpModule) and each is not module]
     if any(each.context is not context for each in below) and context is not None:
         raise ValueError("a unit below was made in another fully_shard_context")
-    if context is None:  # one for all units below the last one that was made
-        context = FsdpContext()
-        for each in below:
-            context.add(each, is_open=False)
     if grad_divisor <= 0:
         raise ValueError(f"grad_divisor={grad_divisor}: must be positive")
     mesh = placements.mesh_of(mesh)
+    alone, context = context is None, FsdpContext() if context is None else context
     if context.device is not None and context.device.type != mesh.device_type:
         raise ValueError(f"fully_shard_context was given device {context.device}; the mesh is on {mesh.device_type}")
     if use_symm_mem or context.use_symmetric_memory:
         register_memory(None, mesh)
-    modules = [[module]]
-    if fine_grained:
-        inner = plan_units(nn.ModuleList([module]), [type(module)], fine_grained=True, single=True)
-        modules = [each for each, _ in inner if not isinstance(each[0], FsdpModule)]
+    units = [each for _, each in owned_modules([module]) if each is module or (fine_grained and each._parameters)]
     scale = (1.0 if placements.sums else 1.0 / mesh.size()) / grad_divisor
-    for parts in modules:
+    for each in reversed(units):
         api.fully_shard(
-            parts,
+            each,
             mesh=mesh,
             reshard_after_forward=True,
             strategy=placements.engine(),
@@ -96,7 +89,9 @@ def fully_shard(
             schedule=SchedulePolicy(separate_groups=not context.unify_communication_stream),
             layout=layout,
         )
-        _adopt(parts[0], context, mesh, use_symm_mem or context.use_symmetric_memory)
+        _adopt(each, context, mesh, use_symm_mem or context.use_symmetric_memory)
+    for each in below if alone else ():  # one context for all units below the last one that was made
+        context.add(each, is_open=False)
 
 
 def _adopt(module: nn.Module, context: FsdpContext, mesh: DeviceMesh, symmetric: bool) -> None:

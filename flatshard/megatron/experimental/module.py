@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatshard.engine.group import Group
-from flatshard.engine.unit import Phase, Unit, scope_of, unit_of
+from flatshard.engine.roots import scope_of, unit_of
+from flatshard.engine.unit import Phase, Unit
+from flatshard.engine.weights import Group
 from flatshard.module import FSDPModule, share_comm_ctx
 
 _CONTEXT = "_flatshard_megatron_context"
@@ -61,7 +62,7 @@ class FsdpContext:
         assert unit is not None
         CONTEXTS.update(dict.fromkeys(unit.groups, self))
         if is_open:
-            self._guards.append(module.register_forward_pre_hook(_refuse_forward))
+            self._guards.append(module.register_forward_pre_hook(_refuse_forward, prepend=True))
 
     def close(self) -> None:
         """All units have been made: they may run, and roots share lanes."""
@@ -152,13 +153,13 @@ class ParameterGroup:
     @property
     def main_grad(self) -> BufferView | None:
         """Reduced gradients, once there are some."""
-        grads = self._engine.gradients.main_grads
-        return None if grads is None else _view(self._engine, grads.buffer.local)
+        buffer = self._engine.gradients.main_grads.buffer
+        return None if buffer is None else _view(self._engine, buffer.local)
 
     @property
     def _unsharded_model_weight(self) -> BufferView | None:
-        gathered = self._engine.gathered
-        return None if gathered is None else _view(self._engine, gathered.local)
+        buffer = self._engine.source.buffer
+        return None if buffer is None else _view(self._engine, buffer.local)
 
     def sync_model_weight_from_main_weight(self) -> None:
         """Bring compute weights up to date with main."""
