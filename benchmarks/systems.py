@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 import flatshard
+import flatshard.megatron
 from benchmarks.models import Llama, LlamaConfig
 from benchmarks.moe import MixtureConfig, connect, is_expert, mixture
 
@@ -121,12 +123,57 @@ def flat(setup: Setup, planned_pool: bool = False, finer: bool = False) -> Step:
     return trainer(setup, model, flatshard.fully_shard_optimizer, around)
 
 
+def megatron(setup: Setup) -> Step:
+    """Megatron-FSDP: the package megatron-fsdp (0.6.1), which must be on the path. CUDA only."""
+    import megatron_fsdp
+    from megatron_fsdp import param_and_grad_buffer
+
+    # Checkpoints need to know what other ranks hold, and a rehearsal has no others to ask.
+    for name in ("update_uneven_dtensor_chunk_metadata", "validate_uneven_dtensor"):
+        setattr(param_and_grad_buffer, name, lambda tensor: None)
+    return by_megatrons_names(setup, megatron_fsdp)
+
+
+def flat_megatron(setup: Setup) -> Step:
+    """flatshard under Megatron-FSDP's names, with the same choices."""
+    return by_megatrons_names(setup, flatshard.megatron)
+
+
+def by_megatrons_names(setup: Setup, surface: Any) -> Step:
+    """Weights are made whole, in the compute dtype, before they are sharded. Gradients rest in float32, as everywhere
+    here, and travel in the compute dtype.
+    """
+    whole = on_meta(setup).to(setup.dtype).to_empty(device=setup.device)
+    whole.init_weights()
+    policy = surface.MixedPrecisionPolicy(
+        main_params_dtype=torch.float32, main_grads_dtype=torch.float32, grad_comm_dtype=setup.dtype
+    )
+    model = surface.fully_shard_model(
+        whole,
+        device_mesh=init_device_mesh(setup.device, (setup.world, 1), mesh_dim_names=("fsdp", "tp")),
+        dp_shard_dim="fsdp",
+        tp_dim="tp",
+        fsdp_unit_modules=[type(whole.blocks[0]), nn.Embedding],
+        mixed_precision_policy=policy,
+        sync_model_each_microbatch=setup.microbatches == 1,
+        preproc_state_dict_for_dcp_ckpt=False,
+    )
+
+    def around(number: int) -> AbstractContextManager[None]:
+        return nullcontext() if number == setup.microbatches - 1 else model.no_sync()
+
+    wrap = functools.partial(surface.fully_shard_optimizer, preproc_state_dict_for_dcp_ckpt=False)
+    return trainer(setup, model, wrap, around if setup.microbatches > 1 else None)
+
+
 SYSTEMS: dict[str, Callable[[Setup], Step]] = {
     "limit": limit,
     "ddp": ddp,
     "fsdp2": fsdp2,
     "fsdp2-finer": functools.partial(fsdp2, finer=True),
+    "megatron-fsdp": megatron,
     "flatshard": flat,
+    "flatshard-megatron": flat_megatron,
     "flatshard-planned": functools.partial(flat, planned_pool=True),
     "flatshard-finer": functools.partial(flat, planned_pool=True, finer=True),
 }

@@ -184,6 +184,11 @@ def _cuts(placement: TorchPlacement, dim: int) -> bool:
     return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
 
 
+def is_strided(placement: object) -> bool:
+    """Whether a sharded axis cuts after one that follows it in the mesh."""
+    return isinstance(placement, _StridedShard)
+
+
 def data_parallel_mesh(mesh: DeviceMesh, shard: Sequence[str], replicate: Sequence[str]) -> DeviceMesh:
     """The mesh (replicate, shard), or of one of them, made of these axes of ``mesh``; several of a kind become one."""
     parts = []
@@ -808,6 +813,13 @@ def is_replicated(module: nn.Module) -> bool:
 def allocating_comms(group: ProcessGroup) -> tuple[Any, Any]:
     """An ``AllGather`` and a ``ReduceScatter`` with buffers from the process group's allocator, where it has one."""
     return _comm("ProcessGroupAllocAllGather")(group), _comm("ProcessGroupAllocReduceScatter")(group)
+
+
+def rendezvous(tensor: torch.Tensor, group: ProcessGroup) -> None:
+    """Let the ranks of a group know of each other's symmetric memory."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    symmetric_memory.rendezvous(tensor, group=group.group_name)
 
 
 def symmetric_comms(group: ProcessGroup) -> tuple[Any, Any]:

@@ -215,7 +215,7 @@ def microbatch(module: nn.Module, *, is_first: bool = True, is_last: bool = True
         unit.settings.is_first, unit.settings.is_last = is_first, is_last
         for group in unit.groups if is_first else ():
             if not group.is_full:
-                group.mark_stale()  # the first forward to use them may be one of a later micro-batch
+                group.renew()  # the first forward to use them may be one of a later micro-batch
     try:
         yield
         if is_last:

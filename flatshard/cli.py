@@ -23,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_train(commands.add_parser("train", help="train a small language model on a text", allow_abbrev=False))
     _add_rehearse(commands.add_parser("rehearse", help="run a training script as one rank of W on one device"))
     _add_plan(commands.add_parser("plan", help="what each strategy takes and sends, and whether it fits"))
+    _add_convert(commands.add_parser("convert", help="a checkpoint from one form into another"))
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         commands.choices[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -200,6 +201,48 @@ def _plan(options: argparse.Namespace) -> int:
         print(f"flatshard plan: {error}", file=sys.stderr)
         return 2
     print(found.table())
+    return 0
+
+
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Write the checkpoint SRC to DST in another form: a folder of flatshard's own, a folder of "
+        "torch.distributed.checkpoint (as FSDP2 and Megatron-FSDP write it), safetensors, or a file of torch.save. "
+        "Memory is that of one tensor; no process group is needed."
+    )
+    parser.add_argument("source", metavar="SRC")
+    parser.add_argument("target", metavar="DST", help="must not exist; .pt, .pth, .bin and .safetensors tell the form")
+    parser.add_argument(
+        "--to", choices=("flatshard", "dcp", "safetensors", "torch"), help="the form (default: by name)"
+    )
+    parser.add_argument(
+        "--rename",
+        action="append",
+        default=[],
+        metavar="PATTERN=NEW",
+        help="a regular expression, and what takes the place of what it matches in names; again for more",
+    )
+    parser.add_argument("--names", metavar="JSON", help="a file with names and what they become")
+    parser.add_argument("--model-only", action="store_true", help="leave out all but the weights")
+    parser.set_defaults(run=_convert)
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from flatshard.checkpoint.convert import convert, names_from
+
+    try:
+        wrong = next((each for each in options.rename if "=" not in each), None)
+        if wrong is not None:
+            raise ValueError(f"--rename {wrong!r}: must be PATTERN=NEW")
+        rename = [(pattern, new) for pattern, _, new in (each.partition("=") for each in options.rename)]
+        names = None if options.names is None else names_from(options.names)
+        form = convert(
+            options.source, options.target, to=options.to, rename=rename, names=names, model_only=options.model_only
+        )
+    except (OSError, ValueError) as error:
+        print(f"flatshard convert: {error}", file=sys.stderr)
+        return 2
+    print(f"{options.target}: {form}")
     return 0
 
 

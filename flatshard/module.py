@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
@@ -25,6 +27,7 @@ from flatshard.engine.scope import Scope
 from flatshard.engine.unit import Unit
 from flatshard.engine.unit_changes import absorb_moved, applying, check_change
 from flatshard.engine.weights import Group
+from flatshard.policy import MixedPrecisionPolicy, own_policy
 
 
 class FSDPModule(TorchFSDPModule):
@@ -66,15 +69,24 @@ class FSDPModule(TorchFSDPModule):
 
         With ``async_op`` the handle's ``wait`` shows them; a forward of the unit waits by itself.
         """
-        unit, scope = _unit_and_scope(self)
-        absorb_moved(unit)
+        return self._unshard(_units(self, False), async_op)
+
+    def unshard_all(self, async_op: bool = False) -> UnshardHandle | None:
+        """`unshard` this unit and all units below."""
+        return self._unshard(_units(self, True), async_op)
+
+    def _unshard(self, units: Sequence[Unit], async_op: bool) -> UnshardHandle | None:
+        scope = _unit_and_scope(self)[1]
+        for unit in units:
+            absorb_moved(unit)
         scope.refresh_order()
-        for group in unit.groups:
-            if unit.settings.is_first and not group.is_full:
-                group.mark_stale()
-        scope.gather(unit)
-        unit.keep()
-        handle = UnshardHandle(unit)
+        for unit in units:
+            for group in unit.groups:
+                if unit.settings.is_first and not group.is_full:
+                    group.renew()
+            scope.gather(unit)
+            unit.keep()
+        handle = UnshardHandle(units)
         if async_op:
             return handle
         handle.wait()
@@ -82,7 +94,33 @@ class FSDPModule(TorchFSDPModule):
 
     def reshard(self) -> None:
         """Show this unit's sharded parameters and free the full ones."""
-        _unit_and_scope(self)[0].reshard()
+        _unit(self).reshard()
+
+    def reshard_all(self) -> None:
+        """`reshard` this unit and all units below."""
+        for unit in _units(self, True):
+            unit.reshard()
+
+    def own_parameters(self) -> list[nn.Parameter]:
+        """The sharded parameters of this unit, without those of units below."""
+        return [member.sharded for group in _unit(self).groups for member in group.members]
+
+    def hold_weights(self) -> None:
+        """Compute with the weights as they are now, in all units below, whatever becomes of main weights.
+
+        Until `refresh_weights`. Where compute weights do not rest on this rank by themselves, they take the memory of a
+        shard in the compute dtype meanwhile. Between passes only.
+        """
+        _unit_and_scope(self)[1].hold(_units(self, True))
+
+    def refresh_weights(self) -> None:
+        """Start bringing the compute weights of all units below up to date with main, and end `hold_weights`.
+
+        Every forward does so by itself, where it has to. Called after the optimizer's step, what is communicated for it
+        overlaps all that comes before the next forward, which then communicates nothing for it. Between passes only.
+        What is written through ``parameter.data`` after it is seen when it is called again.
+        """
+        _unit_and_scope(self)[1].refresh(_units(self, True))
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change ``reshard_after_forward``."""
@@ -127,6 +165,7 @@ class FSDPModule(TorchFSDPModule):
         for unit in _units(self, True):
             for group in unit.groups:
                 group.gradients.drop_partial()
+                group.gradients.main_grads.clear_decoupled(set_to_none)
             for parameter in (member.sharded for group in unit.groups if group.is_full for member in group.members):
                 if set_to_none:
                     parameter.grad = None
@@ -135,6 +174,24 @@ class FSDPModule(TorchFSDPModule):
         for scope in dict.fromkeys(unit.scope for unit in _units(self, True)):
             if scope is not None and set_to_none:
                 scope.rest_gradients()
+
+    def sync_gradients(self, wait: bool = True) -> None:
+        """Reduce all the way what backwards have left unreduced in the units below, as if the last one had done so.
+
+        Without ``wait`` that is only started: call it again before the gradients are read, by an optimizer for example.
+        It also waits for the reduces of backwards that did not (`set_is_last_backward`). All ranks must call it.
+        """
+        _unit_and_scope(self)[1].flush(_units(self, True), all_the_way=True, wait=wait)
+
+    def set_decoupled_gradients(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """On: reduced gradients come as ``parameter.decoupled_grad``, and ``.grad`` is left as it is.
+
+        For optimizers that read them there, in another dtype than the parameter's for example. `zero_grad` of this
+        module sees to them; that of an optimizer does not.
+        """
+        for unit in _units(self, recurse):
+            for group in unit.groups:
+                group.gradients.main_grads.decouple(enable)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Off: gradients stay on their rank, whole and unreduced, until a backward with it on reduces them all."""
@@ -183,6 +240,18 @@ class FSDPModule(TorchFSDPModule):
             for group in unit.groups:
                 group.gradients.counts_unused = reduce_scatter_unused_params
 
+    # Precision
+
+    def set_mp_policy(self, mp_policy: MixedPrecisionPolicy, *, recurse: bool = True) -> None:
+        """Compute, communicate and reduce in other dtypes from the next forward on. Main weights keep theirs.
+
+        Between passes only, and with ``grad_dtype`` as it was while there are gradients.
+        """
+        policy = own_policy(mp_policy)
+        if not isinstance(policy, MixedPrecisionPolicy):
+            raise TypeError(f"set_mp_policy takes a flatshard.MixedPrecisionPolicy, not {mp_policy!r}")
+        _unit_and_scope(self)[1].set_precision(_units(self, recurse), policy)
+
     # Communication
 
     def set_custom_all_gather(self, comm: Any) -> None:
@@ -203,6 +272,16 @@ class FSDPModule(TorchFSDPModule):
         """
         for group in _one_mesh("set_custom_reduce_scatter", _unit(self)):
             group.gradients.comm = _checked_comm("set_custom_reduce_scatter", comm)
+
+    def set_gather_group(self, group: ProcessGroup, mesh: DeviceMesh | None = None) -> None:
+        """Gather over this process group all units below that are sharded over ``mesh``, which is this unit's if None.
+
+        It has the ranks of the shard axis. Reduces have groups of their own anyway (`SchedulePolicy.separate_groups`).
+        Call it before the first forward.
+        """
+        unit, scope = _unit_and_scope(self)
+        mesh = unit.mesh if mesh is None else mesh
+        scope.gather_lane.use(mesh, mesh.ndim - 1, group)
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
@@ -314,14 +393,15 @@ for _name in set(vars(TorchFSDPModule)) - set(vars(FSDPModule)):
 class UnshardHandle(TorchUnshardHandle):
     """A gather on its way."""
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit: Unit | None = unit
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
 
     def wait(self) -> None:
         """Order what follows after the gather, and show the full parameters to the modules."""
-        if self._unit is not None and self._unit.is_gathered:
-            self._unit.swap_in()
-        self._unit = None
+        for unit in self._units:
+            if unit.is_gathered:
+                unit.swap_in()
+        self._units = ()
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

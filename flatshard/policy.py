@@ -39,6 +39,20 @@ class MixedPrecisionPolicy:
             if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
                 raise TypeError(f"MixedPrecisionPolicy({name}={value!r}): must be a floating-point torch.dtype or None")
 
+    # What the dtypes of one group are. The parameters that were sharded had dtype ``own``.
+
+    def compute_of(self, own: torch.dtype) -> torch.dtype:
+        """What the forward multiplies with."""
+        return self.param_dtype if self.param_dtype is not None and own.is_floating_point else own
+
+    def grad_of(self, main: torch.dtype, compute: torch.dtype) -> torch.dtype:
+        """What gradients rest in."""
+        return self.grad_dtype or main
+
+    def reduce_of(self, compute: torch.dtype, grad: torch.dtype) -> torch.dtype:
+        """What travels in a reduce."""
+        return self.reduce_dtype or compute
+
 
 @dataclass(frozen=True)
 class OffloadPolicy:

@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "whole": {"optim", "wrapping", *_API_AND_BELOW},
     "wgrads": {"module", *_ENGINE_AND_BELOW},
     "checkpoint": {"optim", *_ENGINE_AND_BELOW},
-    "megatron": {"optim", *_API_AND_BELOW},
+    "megatron": {"optim", "checkpoint", "wrapping", *_API_AND_BELOW},
     "train": {"optim", "checkpoint", *_API_AND_BELOW},
     "rehearsal": {"_torch", "_waits"},
     "tools": {"wrapping", "rehearsal", *_ENGINE_AND_BELOW},

@@ -164,6 +164,13 @@ class Lane:
             self._groups[key] = made
         return self._groups[key]
 
+    def use(self, mesh: DeviceMesh, axis: int, group: ProcessGroup) -> None:
+        """Communicate along an axis over a process group that somebody has made, of the same ranks."""
+        ranks, given = (sorted(dist.get_process_group_ranks(each)) for each in (mesh.get_group(axis), group))
+        if ranks != given:
+            raise ValueError(f"the process group has ranks {given}; axis {axis} of the mesh has {ranks}")
+        self._groups[mesh, axis, self.own_groups] = group
+
     def entered(self, after: Sequence[Ticket] = ()) -> _Inside:
         """A context in which device work goes in this lane's order, after the given tickets. Can be nested."""
         self.inside.after = after

@@ -1,5 +1,6 @@
 """Checkpoints: atomic, verified, and loadable on any number of ranks."""
 
+from flatshard.checkpoint.convert import convert
 from flatshard.checkpoint.errors import CheckpointError
 from flatshard.checkpoint.full import iter_full_tensors
 from flatshard.checkpoint.loading import load
@@ -15,6 +16,7 @@ __all__ = [
     "CheckpointError",
     "Pending",
     "StoredAs",
+    "convert",
     "export_safetensors",
     "iter_full_tensors",
     "latest",

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ def export_safetensors(
     """
     folder, limit = Path(folder), _bytes(max_shard_size)
     ranks = exchange("checkpoint_save")
-    files = _planned(model, limit, dtype, names)
+    files = _planned(named_tensors(model), limit, dtype, names)
     together(ranks, lambda: folder.mkdir(parents=True, exist_ok=True) if ranks.rank == 0 else None)
     error: Exception | None = None
     writer = _Writer(folder, files) if ranks.rank == 0 else None
@@ -90,9 +90,22 @@ def _bytes(size: int | str) -> int:
     return int(match[1]) * _UNITS[match[2].upper()]
 
 
-def _planned(model: nn.Module, limit: int, dtype: torch.dtype | None, names: Sequence[StoredAs]) -> list[_File]:
+def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], max_shard_size: int | str = "5GB") -> None:
+    """Write tensors, in their order, to files in a folder that is there. One process does."""
+    writer = _Writer(folder, _planned(tensors, _bytes(max_shard_size), None, ()))
+    try:
+        for tensor in tensors.values():
+            writer.write(tensor)
+        writer.publish()
+    finally:
+        writer.close()
+
+
+def _planned(
+    tensors: Mapping[str, torch.Tensor], limit: int, dtype: torch.dtype | None, names: Sequence[StoredAs]
+) -> list[_File]:
     files = [_File("")]
-    for name, tensor in named_tensors(model).items():
+    for name, tensor in tensors.items():
         kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         if kind not in CODES:
             raise TypeError(f"'{name}' is {kind}, which safetensors files cannot hold")
@@ -187,7 +200,7 @@ def load_safetensors(
     staged: list[dict[str, Any]] = []
 
     def stage() -> None:
-        found = _find(Path(folder))
+        found = find_tensors(Path(folder))
         shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
         found.tensors = assembled(found.tensors, shapes, names, folder) if names else found.tensors
         found.model = {"dict": [(name, {"tensor": name}) for name in found.tensors]}
@@ -199,10 +212,14 @@ def load_safetensors(
     put_weights(model, staged[0])
 
 
-def _find(folder: Path) -> _Found:
+def find_tensors(folder: Path) -> _Found:
+    """The tensors in the files of a folder, or in one file."""
+    if folder.is_file():
+        folder, names = folder.parent, [folder.name]
+    else:
+        names = [SINGLE]
     found = _Found(folder)
-    names = [SINGLE]
-    if (folder / INDEX).is_file():
+    if names == [SINGLE] and (folder / INDEX).is_file():
         try:
             names = sorted(set(json.loads((folder / INDEX).read_bytes())["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:

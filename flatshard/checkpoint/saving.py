@@ -141,6 +141,11 @@ def _write(path: Path, taken: Snapshot, ranks: Exchange, keep_last: int | None, 
         raise
 
 
+def write_snapshot(path: Path, taken: Snapshot) -> None:
+    """Write a snapshot that one process has put together."""
+    _write(path, taken, exchange("checkpoint_save"), None, False)
+
+
 def _start(folder: Path) -> None:
     if folder.exists():  # of a save that was killed
         shutil.rmtree(folder)

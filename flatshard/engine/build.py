@@ -324,7 +324,7 @@ def _build_group(members: list[Named], dims: list[int], kind: Kind, choices: Cho
         main = main.cast(main_dtype)
     main = home.take(main)
     sharded = make_members(main, members, choices.where.axes, apart=kind.apart)
-    group = Group(sharded, main, placements, precision, home)
+    group = Group(sharded, main, placements, precision, home, own=members[0][1].dtype)
     group.gradients.scale = kind.scale
     for _, parameter, _ in members:
         # Whoever still holds the original (a tied module, an optimizer) holds no memory.

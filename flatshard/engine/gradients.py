@@ -55,8 +55,8 @@ class Gradients:
         self.home = home
         self.main = main
         self.placements = placements
-        self.reduce_dtype = policy.reduce_dtype or compute
-        self.grad_dtype = policy.grad_dtype or main.dtype
+        self.grad_dtype = policy.grad_of(main.dtype, compute)
+        self.reduce_dtype = policy.reduce_of(compute, self.grad_dtype)
         self.scale: GradientScale = "mean"
         self.sums_only = False  # collectives add; the mean is taken afterwards
         self.counts_unused = False  # a missing gradient is one of zero, and is shown
@@ -81,6 +81,15 @@ class Gradients:
         for name in ("on_complete", "scale", "sums_only", "counts_unused", "comm", "hook"):
             setattr(self, name, getattr(other, name))
         self.direct = None if other.direct is None else Direct()
+        self.main_grads.is_decoupled = other.main_grads.is_decoupled
+
+    def set_dtypes(self, policy: MixedPrecisionPolicy, compute: torch.dtype) -> None:
+        """Reduce, and keep gradients, in what another policy says; ``compute`` is the dtype of full parameters."""
+        before, self.grad_dtype = self.grad_dtype, policy.grad_of(self.main.dtype, compute)
+        self.reduce_dtype = policy.reduce_of(compute, self.grad_dtype)
+        if self.grad_dtype != before:
+            known, self.main_grads = self.main_grads, MainGrads(self.members, self.main, self.grad_dtype, self.home)
+            self.main_grads.is_decoupled = known.is_decoupled
 
     @property
     def layout(self) -> Layout:
@@ -259,6 +268,7 @@ class Gradients:
 
     def _reduce_to_final(self, gradients: Sequence[torch.Tensor | None], pool: Pool, name: str) -> Reduction:
         lane = pool.lane
+        own = self.main_grads.couple() if self.main_grads.is_decoupled else None
         had_grad, changed, finished = _torch.grads_and_hooks([member.sharded for member in self.members])
         main_grad, fresh, replaced = self.main_grads.take(had_grad, lane)
         used, factor = sorted(self._used), self._factor
@@ -281,6 +291,8 @@ class Gradients:
             if self.home.host:
                 ticket = self.home.bring(target, ticket, lane, main_grad, fresh, factor)
         self.main_grads.show([index for index in used if not had_grad[index]])
+        if own is not None:
+            self.main_grads.uncouple(own)
         done = call_finished(self.members, [i for i in finished if i in self._used]) if finished else None
         self._used.clear()
         self.main_grads.in_flight += 1

@@ -14,6 +14,7 @@ from flatshard.engine.parameters import Member
 
 # On a gradient that we have put on a parameter: the buffer it lies in.
 MAIN_GRAD = "_flatshard_main_grad"
+DECOUPLED = "decoupled_grad"
 
 
 class MainGrads:
@@ -21,6 +22,8 @@ class MainGrads:
 
     Setting a parameter's ``.grad`` to None only hides it: the objects stay for the next backward, and once all are
     hidden, `rest` gives the storage back. If somebody else holds one of them by then, they are left to him.
+
+    Decoupled gradients are shown as ``decoupled_grad``, and are ``.grad`` for the time of a launch only.
     """
 
     def __init__(self, members: Sequence[Member], main: DBuffer, dtype: torch.dtype, home: Home) -> None:
@@ -28,6 +31,7 @@ class MainGrads:
         self.buffer: DBuffer | None = None
         self.shown: list[DTensor] = []
         self.in_flight = 0  # reduces that write here
+        self.is_decoupled = False
         self._is_empty = False  # without storage
         self._size = 0  # of the storage
         self._holders: list[int] = []  # of what is shown, while nobody but us does
@@ -40,7 +44,9 @@ class MainGrads:
         if self.buffer is None or self._is_empty or self.in_flight or self.home.host:
             return
         for member in self.members:
-            if member.sharded.grad is not None:
+            if member.sharded.grad is not None or (
+                self.is_decoupled and getattr(member.sharded, DECOUPLED) is not None
+            ):
                 return
         if self._is_held:
             self.buffer, self.shown = None, []
@@ -71,6 +77,34 @@ class MainGrads:
                 if other_dtype:
                     _torch.allow_grad_of(self.members[index].sharded, self.dtype)
                 self.members[index].sharded.grad = self.shown[index]
+
+    def decouple(self, enable: bool) -> None:
+        """Show gradients as ``decoupled_grad``, or as ``grad``, from now on."""
+        self.is_decoupled = enable
+        for member in self.members:
+            setattr(member.sharded, DECOUPLED, None)
+
+    def couple(self) -> list[torch.Tensor | None]:
+        """Put decoupled gradients where all others are; what was there."""
+        own = [member.sharded.grad for member in self.members]
+        for member in self.members:
+            _replace(member, getattr(member.sharded, DECOUPLED))
+        return own
+
+    def uncouple(self, own: Sequence[torch.Tensor | None]) -> None:
+        """Show them as decoupled ones again, and put back what was there."""
+        for member, mine in zip(self.members, own):
+            setattr(member.sharded, DECOUPLED, member.sharded.grad)
+            _replace(member, mine)
+
+    def clear_decoupled(self, set_to_none: bool) -> None:
+        """Forget decoupled gradients, or make them zero."""
+        for sharded in (member.sharded for member in self.members if self.is_decoupled):
+            grad = getattr(sharded, DECOUPLED)
+            if set_to_none:
+                setattr(sharded, DECOUPLED, None)
+            elif grad is not None:
+                grad.zero_()
 
     @property
     def _is_held(self) -> bool:
@@ -118,3 +152,11 @@ def _show(member: Member, grad: DTensor) -> None:
     if grad.dtype != sharded.dtype:
         _torch.allow_grad_of(sharded, grad.dtype)
     sharded.grad = grad
+
+
+def _replace(member: Member, grad: torch.Tensor | None) -> None:
+    """Make a gradient, or none, that of a parameter, whatever the dtype of the one before."""
+    member.sharded.grad = None
+    if grad is not None:
+        _torch.allow_grad_of(member.sharded, grad.dtype)
+        member.sharded.grad = grad

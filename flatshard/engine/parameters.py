@@ -15,6 +15,8 @@ from flatshard import _torch
 from flatshard.buffer import DBuffer
 from flatshard.buffer.dtensor import as_dtensor
 
+PLAIN = "_flatshard_plain"  # on a parameter that is a DTensor, of which its module wants the local part
+
 
 @dataclass
 class Site:
@@ -90,7 +92,8 @@ def make_members(
     """
     members = []
     for index, (name, original, sites) in enumerate(named):
-        inner = _torch.Parallel(_torch.spec_of(original), *axes) if _torch.is_parallel(original) else None
+        hidden = bool(original.__dict__.get(PLAIN))
+        inner = _torch.Parallel(_torch.spec_of(original), *axes, hidden) if _torch.is_parallel(original) else None
         inner = inner if apart is None else _torch.held_apart(original, apart)
         sharded = _torch.as_parameter(as_dtensor(main, index, inner, local), original.requires_grad)
         sharded.__dict__.update(_attributes(original))

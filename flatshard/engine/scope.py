@@ -19,7 +19,7 @@ from flatshard.engine.program import Pass, Program, digest
 from flatshard.engine.reduction import Goal, Reduction
 from flatshard.engine.unit_changes import absorb_moved
 from flatshard.engine.weights import Group
-from flatshard.policy import SchedulePolicy
+from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy
 
 if TYPE_CHECKING:
     from flatshard.engine.unit import Unit
@@ -55,6 +55,7 @@ class Scope:
         self._launched: set[int] = set()  # groups that it has reduced
         self._reducing: deque[Reduction] = deque()
         self._alike = True  # all ranks use the same parameters
+        self._stopped = False  # a backward has stopped short of final gradients
         self._task = -1  # of autograd, of which the running backward is
         self._end: weakref.ref[_End] | None = None  # what is to happen at the end of the running backward
         self.resolve()
@@ -109,7 +110,7 @@ class Scope:
             absorb_moved(unit)
             if unit.settings.is_first:
                 for group in unit.groups:
-                    group.mark_stale()
+                    group.renew()
         self._ahead.clear()
         self._passed_over.clear()
         self.gather_pool.end_pass()
@@ -164,6 +165,7 @@ class Scope:
     def _finish_backward(self) -> None:
         """Reduce what is left, order the current stream after all reduces, rest."""
         self._end = None
+        self._stopped = any(unit.goal is not Goal.FINAL for unit in self.units)
         turns = self.program.turns
         for number in turns.left():
             self._take_turn(number)
@@ -184,18 +186,23 @@ class Scope:
         self.program.begin(Pass.BACKWARD)
         self._finish_backward()
 
-    def flush(self, units: Sequence[Unit]) -> None:
-        """Reduce what waits in these units for a backward that goes all the way: the last micro-batch had none."""
+    def flush(self, units: Sequence[Unit], all_the_way: bool = False, wait: bool = True) -> None:
+        """Reduce what waits in these units for a backward that goes all the way: the last micro-batch had none.
+
+        Or, with ``all_the_way``, what waits there whatever for. With ``wait``, order the current stream after it.
+        """
         for number in reversed(range(len(self._groups))):
             unit, group = self._at(number)
-            if (
-                group is not None
-                and unit in units
-                and group.gradients.goal(unit.goal) is Goal.FINAL
-                and group.gradients.has_partial
-            ):
-                self._reduce(number)
-        while self._reducing:
+            if group is None or unit not in units:
+                continue
+            # A rank that has used nothing of such a unit takes part in what the others reduce.
+            unused = all_the_way and unit.settings.reduces_unused and self._stopped and group.gradients.expected > 0
+            goes = all_the_way or group.gradients.goal(unit.goal) is Goal.FINAL
+            if goes and (group.gradients.has_partial or unused):
+                self._reduce(number, Goal.FINAL)
+        if all_the_way:
+            self._stopped = False
+        while wait and self._reducing:
             self._land()
 
     def recover(self) -> None:
@@ -283,6 +290,39 @@ class Scope:
         event, self.main_event = self.main_event, None
         with self.gather_lane.entered((self.gather_lane.mark() if event is None else self.gather_lane.ticket(event),)):
             pass
+
+    def hold(self, units: Sequence[Unit]) -> None:
+        """Keep the compute weights of these units as they are."""
+        self._check_rest("hold_weights")
+        self.refresh_order()
+        for unit in units:
+            for group in unit.groups:
+                group.hold(self.gather_pool, unit.name)
+
+    def refresh(self, units: Sequence[Unit], only: Sequence[Group] | None = None) -> None:
+        """Start bringing the compute weights of these units, or of these groups of theirs, up to date."""
+        self._check_rest("refresh_weights")
+        self.refresh_order()
+        for unit in units:
+            for group in unit.groups:
+                if only is None or group in only:
+                    group.refresh(self.gather_pool, unit.name)
+
+    def set_precision(self, units: Sequence[Unit], policy: MixedPrecisionPolicy) -> None:
+        """Change the dtypes of these units, apart from that of main."""
+        self._check_rest("set_mp_policy")
+        for unit in units:
+            for group in unit.groups:
+                group.check_policy(policy)
+        for unit in units:
+            unit.release()
+            unit.policy = policy
+            for group in unit.groups:
+                group.set_policy(policy)
+
+    def _check_rest(self, method: str) -> None:
+        if self.program.running is not None:
+            raise RuntimeError(f"{method}: a {self.program.running.value} is running; call it between passes")
 
     def retain(self, unit: Unit) -> None:
         """Keep a recomputed unit gathered for its backward, which usually is next; only the last one is kept."""

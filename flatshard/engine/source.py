@@ -142,6 +142,8 @@ class Compute:
         self.buffer: DBuffer | None = None
         self.is_stale = True
         self._fetched: DBuffer | None = None
+        self._done = DONE  # when they are up to date
+        self.has_read = DONE  # when main may be written again
 
     def refresh(self, pool: Pool, name: str) -> tuple[DBuffer, Ticket]:
         """The weights, and when they are up to date."""
@@ -152,11 +154,16 @@ class Compute:
                 buffer = DBuffer.zeros(main.layout, main.mesh, self._placement, dtype=dtype, device=device)
                 self.buffer = buffer
             if not self.is_stale or not buffer.runs():
-                return buffer, Ticket()
+                return buffer, self._done
             self.is_stale = False
             self._fetched = self._home.on_device(main, pool)
             self._codec.encode(self._fetched.runs(), buffer.runs(main.held))
-            return buffer, buffer.gather_in_place(main.placements, lane=lane, name=f"refresh {name}")
+            self.has_read = lane.mark()
+            if self._placement == main.placements:  # nothing is missing of what is held
+                self._done = self.has_read
+            else:
+                self._done = buffer.gather_in_place(main.placements, lane=lane, name=f"refresh {name}")
+            return buffer, self._done
 
     def read(self) -> None:
         """The last refresh has been waited for."""
@@ -308,12 +315,17 @@ class Decoded(Source):
         self._codec.release()
 
 
-def source_for(main: DBuffer, placements: Placements, codec: Cast | DecodingCodec, home: Home) -> Source:
-    """The way to full weights that these placements, this codec and this home leave."""
+def source_for(
+    main: DBuffer, placements: Placements, codec: Cast | DecodingCodec, home: Home, is_held: bool = False
+) -> Source:
+    """The way to full weights that these placements, this codec and this home leave.
+
+    ``is_held``: from a copy of main's values, whatever becomes of main.
+    """
     if not isinstance(codec, Cast):
         return Decoded(codec, main.mesh)
     everywhere = _everywhere(placements.parameter)
-    if placements.parameter != placements.optimizer:
+    if is_held or placements.parameter != placements.optimizer:
         compute = Compute(main, codec, home, placements)
         return OfCompute(compute, main.layout, codec.dtype) if everywhere else Gathered(main, codec, home, compute)
     if everywhere and codec.sends_main and not home.host:

@@ -6,6 +6,7 @@ import functools
 import weakref
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -38,7 +39,9 @@ class Group:
         policy: MixedPrecisionPolicy,
         home: Home | None = None,
         is_extended: bool = False,
+        own: torch.dtype | None = None,
     ) -> None:
+        """``own``: the dtype of the parameters before they were sharded, if it is not main's."""
         self.members = members
         self.is_extended = is_extended  # one parameter of a tensor subclass: ``main`` has a layout, and no memory
         self.placements = placements
@@ -51,24 +54,56 @@ class Group:
         self._watched = False
         self.ticket: Ticket | None  # of the gather, from its start to the release
         self.all_gather_comm: Any = None  # an `AllGather` of torch's to gather by
+        self._refreshed: tuple[int, ...] | None = None  # to this state of main, by hand
+        self.main, self.own = main, main.dtype if own is None else own
         self.set_main(main)
 
     def set_main(self, main: DBuffer) -> None:
         """Make ``main``, over which the sharded parameters lie, the main buffer; all else is derived from it anew."""
         known: Gradients | None = self.__dict__.get("gradients")
+        self.own = self.own if main.dtype == self.main.dtype else main.dtype
         self.main = main
-        policy, floating = self.policy, main.dtype.is_floating_point
-        dtype = policy.param_dtype if policy.param_dtype is not None and floating else main.dtype
+        self._set_codec()
+        self.gradients = Gradients(self.members, main, self.placements, self.policy, self.codec.dtype, self.home)
+        if known is not None:
+            self.gradients.take_settings(known)
+        self._set_source()
+
+    def _set_codec(self) -> None:
+        main, policy, dtype = self.main, self.policy, self.policy.compute_of(self.own)
         self.codec: Cast | DecodingCodec
         if self.is_extended:
             self.codec = Extension(self.members[0], main.layout, main.mesh, policy, self.home.device, dtype)
         else:
             self.codec = Cast(main.dtype, dtype)
-        self.source: Source = source_for(main, self.placements, self.codec, self.home)
-        self.gradients = Gradients(self.members, main, self.placements, policy, dtype, self.home)
-        if known is not None:
-            self.gradients.take_settings(known)
-        self.ticket = None
+
+    def check_policy(self, policy: MixedPrecisionPolicy) -> None:
+        """Raise if another policy cannot be taken over now."""
+        name, main = self.members[0].name, self.main.dtype
+        if policy.main_dtype not in (None, main) and main.is_floating_point and self.gradients.expected:
+            raise ValueError(
+                f"main_dtype={policy.main_dtype}: the main weights of '{name}' and its group are {main}, and keep it"
+            )
+        dtype, known = policy.grad_of(main, policy.compute_of(self.own)), self.gradients.grad_dtype
+        has_some = self.gradients.has_partial or any(member.sharded.grad is not None for member in self.members)
+        if has_some and dtype != known:
+            raise RuntimeError(
+                f"grad_dtype={dtype}: '{name}' and its group have gradients in {known}; change it after zero_grad()"
+            )
+
+    def set_policy(self, policy: MixedPrecisionPolicy) -> None:
+        """Compute and reduce in other dtypes; what was gathered has been released."""
+        self.policy, before = policy, self.codec.dtype
+        self._set_codec()
+        self.gradients.set_dtypes(policy, self.codec.dtype)
+        if self.codec.dtype != before or self.is_extended:
+            self._set_source()
+
+    def _set_source(self, is_held: bool = False) -> None:
+        """Let full weights come from main as it is from now on, or as it was (``is_held``)."""
+        self.is_held = is_held
+        self.source: Source = source_for(self.main, self.placements, self.codec, self.home, is_held)
+        self.ticket = self._refreshed = None
         for member in self.members:
             member.full = None
             member.attributes = dict(member.sharded.__dict__)
@@ -111,12 +146,52 @@ class Group:
 
     def mark_stale(self) -> None:
         """Main may have changed: derive compute weights from it anew, the next time they are needed."""
+        if self.is_held:
+            return
+        self._refreshed = None
         self.source.mark_stale()
         if self.source.is_resident:
             if self.ticket is not None and not self.is_full:
                 self.ticket.wait()  # a refresh that nobody used may still be on its way
             self.swap_out()
             self.ticket = None
+
+    def renew(self) -> None:
+        """A pass begins that is to see main as it is."""
+        if self._refreshed is None or self._refreshed != self.state:
+            self.mark_stale()
+
+    def hold(self, pool: Pool, name: str) -> None:
+        """Let full weights be those of now until `refresh`; the lane is ordered after what made main."""
+        if self.is_held:
+            return
+        if self.is_extended:
+            raise NotImplementedError(
+                f"parameter '{self.members[0].name}' is encoded anew in each gather: nothing holds it"
+            )
+        if self.source.compute is None:
+            self.release()
+            self._set_source(is_held=True)
+        self.is_held = True
+        self._derive(pool, name)
+
+    def refresh(self, pool: Pool, name: str) -> None:
+        """Start deriving compute weights from main as it is, where they rest elsewhere."""
+        held, self.is_held = self.is_held, False
+        if held and self.placements.parameter == self.placements.optimizer:
+            self.release()
+            self._set_source()
+        elif self.source.compute is not None:
+            self.mark_stale()
+            self._derive(pool, name)
+            self._refreshed = self.state
+
+    def _derive(self, pool: Pool, name: str) -> None:
+        """Start deriving persistent compute weights from main, which may be written next."""
+        compute = self.source.compute
+        assert compute is not None
+        compute.refresh(pool, name)
+        compute.has_read.wait()
 
     def gather(self, pool: Pool, name: str, lasting: bool = False) -> None:
         """Start gathering full weights, which are to stay for long if ``lasting``. No effect on what is gathered."""

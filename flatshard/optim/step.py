@@ -357,7 +357,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if isinstance(parameter.grad, DTensor) and parameter.grad.dtype != parameter.dtype:
                 raise RuntimeError(
-                    f"gradients are {parameter.grad.dtype} and main weights {parameter.dtype}; call "
+                    f"gradients have dtype {parameter.grad.dtype} and main weights {parameter.dtype}; call "
                     "fully_shard_optimizer(optimizer), which casts them"
                 )
     optimizer.__dict__[_CHECKED] = now

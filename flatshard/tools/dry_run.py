@@ -120,7 +120,8 @@ class _Group(Group):
         self.gradients = _Gradients(self, choice)
         self.look = self  # type: ignore[assignment]
         self.is_full, self.users, self.ticket, self._watched = False, None, None, False
-        self.all_gather_comm = None
+        self.all_gather_comm = self._refreshed = None
+        self.is_held = False
         self.park_mesh = _NO_MESH if sizes.parked else None
 
     mesh = property(lambda self: _NO_MESH)

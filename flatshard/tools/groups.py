@@ -88,9 +88,9 @@ class GroupBytes:
         floating = first.dtype.is_floating_point
         self.trainable = first.trainable
         main = precision.main_dtype if precision.main_dtype and floating and self.trainable else first.dtype
-        self.wire = precision.param_dtype if precision.param_dtype and floating else main
-        self.reduce = precision.reduce_dtype or self.wire
-        grad = precision.grad_dtype or main
+        self.wire = precision.compute_of(first.dtype)
+        grad = precision.grad_of(main, self.wire)
+        self.reduce = precision.reduce_of(self.wire, grad)
 
         whole, held = self.layout.buffer_numel(shards), self.layout.shard_numel
         turned = sum(slot.numel for index, slot in enumerate(self.layout.slots) if self.layout.is_turned(index, shards))

@@ -516,3 +516,53 @@ def test_several_forwards_before_their_backwards():
             sum(losses).backward()
             optimizer.step()
             optimizer.zero_grad()
+
+
+# By hand
+
+
+@pytest.mark.parametrize(
+    "name", ["no_shard", "optim", "bf16", "bf16 optim", "bf16 HFSDP", "optim_grads_params", "columns"]
+)
+def test_weights_held_and_refreshed_by_hand(name):
+    with one_rank():
+        model = sharded(**CHOICES[name])
+        optimizer = optimizer_of(model)
+        for tokens in TOKENS[:2]:
+            loss_of(model, tokens).backward()
+            model.hold_weights()
+            optimizer.step()
+            loss_of(model, tokens).backward()
+            model.refresh_weights()
+            optimizer.step()  # nobody has waited for the refresh
+            model.refresh_weights()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", ["no_shard", "optim", "bf16", "bf16 HSDP", "HFSDP"])
+def test_gradients_synchronised_by_hand(name):
+    with one_rank():
+        model = sharded(**CHOICES[name])
+        model.set_requires_gradient_sync(False)
+        model.set_is_last_backward(False)
+        optimizer = optimizer_of(model)
+        for tokens in TOKENS[:2]:
+            loss_of(model, tokens).backward()
+            model.sync_gradients(wait=False)
+            loss_of(model, tokens).backward()
+            model.sync_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_decoupled_gradients():
+    with one_rank():
+        model = sharded(**CHOICES["bf16 throughout"])
+        model.set_decoupled_gradients()
+        for tokens in TOKENS[:2]:
+            loss_of(model, tokens).backward()
+            loss_of(model, tokens).backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.to_local().sub_(parameter.decoupled_grad.to_local().float())
+            model.zero_grad()

@@ -1,0 +1,330 @@
+"""Checkpoints from one form into another, on one process, without a model.
+
+Tensors go through files beside the result, one after another: memory is that of one of them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from flatshard.checkpoint.errors import CheckpointError
+from flatshard.checkpoint.files import MANIFEST, Manifest, Source
+from flatshard.checkpoint.reader import Reader
+from flatshard.checkpoint.safetensors import INDEX, SINGLE, find_tensors, write_tensors
+from flatshard.checkpoint.saving import write_snapshot
+from flatshard.checkpoint.state import Snapshot
+from flatshard.checkpoint.trees import decode, encode
+
+Form = Literal["flatshard", "dcp", "safetensors", "torch"]
+FORMS: tuple[Form, ...] = ("flatshard", "dcp", "safetensors", "torch")
+Tensors = Callable[[torch.dtype, Sequence[int]], torch.Tensor]
+
+
+@dataclass
+class State:
+    """What a checkpoint holds. ``rest``: what else stood beside model and optimizer. ``nested``: they had names."""
+
+    model: dict[str, Any]
+    optimizer: dict[str, Any] | None = None
+    rest: dict[str, Any] | None = None
+    nested: bool = True
+
+    def tree(self) -> dict[str, Any]:
+        """As one dict."""
+        if not self.nested:
+            return self.model
+        optimizer = {} if self.optimizer is None else {"optimizer": self.optimizer}
+        return {"model": self.model, **optimizer, **(self.rest or {})}
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    *,
+    to: Form | None = None,
+    rename: Sequence[tuple[str, str]] = (),
+    names: dict[str, str] | None = None,
+    model_only: bool = False,
+) -> Form:
+    """Write what the checkpoint ``source`` holds to ``target``, which must not exist; returns the form of the result.
+
+    Forms are ``"flatshard"`` (its own folders), ``"dcp"`` (torch.distributed.checkpoint, by FSDP2, Megatron-FSDP or
+    anybody), ``"safetensors"`` (a folder, or one file; weights only) and ``"torch"`` (a file of torch.save). That of
+    the source is found out; that of the target is told by its name (``.pt``, ``.pth``, ``.bin``, ``.safetensors``) or
+    by ``to``.
+
+    ``rename``: regular expressions and what to put in the place of what they match, in names of parameters, one after
+    another. ``names``: names in full, and what they become. The optimizer's state is renamed with them; where it is by
+    numbers, these become names if they fit the model's.
+    ``model_only``: leave out all but the weights.
+
+    No process group is needed. No code of a file is run, but that a DCP folder's own index is a pickle of torch's.
+    """
+    source, target = Path(source), Path(target)
+    form = _told_by_name(target) if to is None else to
+    if form not in FORMS:
+        raise ValueError(f"to={form!r}: must be one of {', '.join(FORMS)}")
+    if target.exists():
+        raise CheckpointError(f"{target} exists; nothing is overwritten: choose another name")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-")))
+        state = _READERS[form_of(source)](source, _scratch(folder), stack)
+        state = _renamed(state, _mapping(rename, names or {}))
+        if model_only or form == "safetensors":
+            state = State(state.model, nested=state.nested)
+        made = folder / "made"
+        _WRITERS[form](made, state)
+        if form == "safetensors" and target.suffix == ".safetensors":
+            made = made / SINGLE
+            if not made.is_file():
+                raise CheckpointError(f"{target}: more than one file is needed; name a folder")
+        shutil.move(made, target)
+    return form
+
+
+def form_of(path: Path) -> Form:
+    """Which form a checkpoint is of."""
+    if (path / MANIFEST).is_file():
+        return "flatshard"
+    if (path / ".metadata").is_file():
+        return "dcp"
+    if (path / SINGLE).is_file() or (path / INDEX).is_file() or (path.is_file() and path.suffix == ".safetensors"):
+        return "safetensors"
+    if path.is_file():
+        return "torch"
+    raise CheckpointError(f"{path} is no checkpoint of {', '.join(FORMS)}")
+
+
+def _told_by_name(path: Path) -> Form:
+    if path.suffix == ".safetensors":
+        return "safetensors"
+    return "torch" if path.suffix in (".pt", ".pth", ".bin") else "flatshard"
+
+
+def _scratch(folder: Path) -> Tensors:
+    """Makes tensors whose memory is a file."""
+    numbers = iter(range(1 << 62))
+
+    def make(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        numel = torch.Size(shape).numel()
+        if not numel:
+            return torch.empty(tuple(shape), dtype=dtype)
+        path = str(folder / f"{next(numbers)}.tensor")
+        raw = torch.from_file(path, shared=True, size=numel * dtype.itemsize, dtype=torch.uint8)
+        return raw.view(dtype).view(tuple(shape))
+
+    return make
+
+
+# Reading
+
+
+def _read_own(path: Path, make: Tensors, stack: ExitStack) -> State:
+    manifest = Manifest(path)
+    get = _from_files(manifest, make, stack)
+    extra = {"extra": [decode(each, get) for each in manifest.extra]} if any(manifest.extra) else {}
+    optimizer = None if manifest.optimizer is None else decode(manifest.optimizer, get)
+    if optimizer is not None:
+        optimizer = {"state": optimizer["state"], "param_groups": optimizer["groups"]}
+    return State(decode(manifest.model, get), optimizer, extra)
+
+
+def _read_safetensors(path: Path, make: Tensors, stack: ExitStack) -> State:
+    found = find_tensors(path)
+    get = _from_files(found, make, stack)
+    return State({name: get(name) for name in found.tensors}, nested=False)
+
+
+def _from_files(source: Source, make: Tensors, stack: ExitStack) -> Callable[[str], torch.Tensor]:
+    reader = stack.enter_context(Reader(source, lambda count: None))
+
+    def get(key: str) -> torch.Tensor:
+        entry = source.tensors[key]
+        return make(entry.dtype, entry.shape).copy_(reader.read(key, entry, (0,) * len(entry.shape), entry.shape))
+
+    return get
+
+
+class _Planner(DefaultLoadPlanner):
+    """Loads what is no tensor without running code."""
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+
+def _read_dcp(path: Path, make: Tensors, stack: ExitStack) -> State:
+    described = FileSystemReader(path).read_metadata()
+    flat: dict[str, Any] = {}
+    for name, entry in described.state_dict_metadata.items():
+        is_tensor = isinstance(entry, TensorStorageMetadata)
+        flat[name] = make(entry.properties.dtype, entry.size) if is_tensor else None  # type: ignore[union-attr]
+    dcp_load(flat, storage_reader=FileSystemReader(path), planner=_Planner(flatten_state_dict=False), no_dist=True)
+    tree: dict[str, Any] = {}
+    for name, place in (described.planner_data or {name: (name,) for name in flat}).items():
+        if name in flat:
+            _put(tree, place, flat[name])
+    return _sorted_out(_listed(tree))
+
+
+def _put(tree: dict[Any, Any], place: Sequence[Any], value: Any) -> None:
+    for key in place[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[place[-1]] = value
+
+
+def _listed(tree: Any) -> Any:
+    """Dicts whose keys are the numbers of a list, made lists again."""
+    if not isinstance(tree, dict):
+        return tree
+    items = {key: _listed(value) for key, value in tree.items()}
+    if items and all(type(key) is int for key in items):
+        return [items[number] for number in sorted(items)]
+    return items
+
+
+def _read_torch(path: Path, make: Tensors, stack: ExitStack) -> State:
+    try:
+        found = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+    except Exception as error:  # its kinds are many: a file that is none of torch.save, code in it, an end too soon
+        raise CheckpointError(f"{path} cannot be read as a file of torch.save: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds a {type(found).__name__}, not a state dict")
+    return _sorted_out(found)
+
+
+def _sorted_out(tree: dict[str, Any]) -> State:
+    """Model, optimizer and the rest, by the names that checkpoints usually have for them."""
+    model = next((key for key in ("model", "state_dict") if isinstance(tree.get(key), dict)), None)
+    if model is None:
+        return State(tree, nested=False)
+    optimizer = next((key for key in ("optimizer", "optim") if isinstance(tree.get(key), dict)), None)
+    rest = {key: value for key, value in tree.items() if key not in (model, optimizer)}
+    return State(tree[model], None if optimizer is None else tree[optimizer], rest)
+
+
+# Names
+
+
+def _mapping(rename: Sequence[tuple[str, str]], names: dict[str, str]) -> Callable[[str], str]:
+    patterns = []
+    for pattern, replacement in rename:
+        try:
+            patterns.append((re.compile(pattern), replacement))
+        except re.error as error:
+            raise ValueError(f"rename: {pattern!r} is no regular expression: {error}") from error
+
+    def change(name: str) -> str:
+        if name in names:
+            return names[name]
+        for pattern, replacement in patterns:
+            name = pattern.sub(replacement, name)
+        return name
+
+    return change
+
+
+def _renamed(state: State, change: Callable[[str], str]) -> State:
+    model: dict[str, Any] = {}
+    for name, value in state.model.items():
+        if change(name) in model:
+            raise CheckpointError(f"two tensors would be named '{change(name)}', one of them '{name}'")
+        model[change(name)] = value
+    optimizer = state.optimizer
+    if optimizer is not None and optimizer.keys() == {"state", "param_groups"}:
+        optimizer = _by_names(optimizer, state.model)
+        groups = [
+            {**group, "params": [change(name) for name in group["params"]]} for group in optimizer["param_groups"]
+        ]
+        optimizer = {
+            "state": {change(name): entry for name, entry in optimizer["state"].items()},
+            "param_groups": groups,
+        }
+    return State(model, optimizer, state.rest, state.nested)
+
+
+def _by_names(optimizer: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state by names, where it is by the numbers of parameters and these are told by their order."""
+    numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
+    if not all(isinstance(number, int) for number in numbers):
+        return optimizer
+    state = {int(number): entry for number, entry in optimizer["state"].items()}
+    names, known = {}, iter(model.items())
+    for number in sorted(numbers):
+        shapes = {
+            value.shape for value in state.get(number, {}).values() if isinstance(value, torch.Tensor) and value.dim()
+        }
+        fits = (name for name, value in known if not shapes or getattr(value, "shape", None) in shapes)
+        name = next(fits, None)
+        if name is None:
+            raise CheckpointError(
+                "the optimizer's state is by numbers, and these do not fit the model's tensors in their order; save it "
+                "with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, or leave it out (model_only)"
+            )
+        names[number] = name
+    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in optimizer["param_groups"]]
+    return {"state": {names[number]: entry for number, entry in state.items()}, "param_groups": groups}
+
+
+# Writing
+
+
+def _write_own(path: Path, state: State) -> None:
+    taken = Snapshot(0)
+    taken.model = encode(state.model, taken.put, "model")
+    if state.optimizer is not None:
+        optimizer = {"groups": state.optimizer["param_groups"], "state": state.optimizer["state"]}
+        taken.optimizer = encode(optimizer, taken.put, "optimizer")
+    taken.extra = encode(state.rest or None, taken.put, "extra/0")
+    write_snapshot(path, taken)
+
+
+def _write_dcp(path: Path, state: State) -> None:
+    dcp_save(state.tree() if state.nested else {"model": state.model}, checkpoint_id=path, no_dist=True)
+
+
+def _write_torch(path: Path, state: State) -> None:
+    torch.save(state.tree(), path)
+
+
+def _write_safetensors(path: Path, state: State) -> None:
+    path.mkdir()
+    write_tensors(path, dict(_tensors(state.model)))
+
+
+def _tensors(model: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in model.items():
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif not name.endswith("_extra_state"):
+            raise CheckpointError(f"'{name}' is a {type(value).__name__}, which safetensors files cannot hold")
+
+
+_READERS = {"flatshard": _read_own, "dcp": _read_dcp, "safetensors": _read_safetensors, "torch": _read_torch}
+_WRITERS = {"flatshard": _write_own, "dcp": _write_dcp, "safetensors": _write_safetensors, "torch": _write_torch}
+
+
+def names_from(path: str | Path) -> dict[str, str]:
+    """A map of names from a JSON file."""
+    try:
+        found = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as a map of names: {error}") from error
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise ValueError(f"{path} must hold an object of names, each with the name that it becomes")
+    return found

@@ -1,0 +1,103 @@
+"""`DistributedDataParallelConfig`: every field of megatron_fsdp's and of Megatron-Core's, and what becomes of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from dataclasses import dataclass, fields
+
+import torch
+
+from flatshard.megatron.mixed_precision import MixedPrecisionPolicy
+from flatshard.policy import SchedulePolicy
+
+_log = logging.getLogger("flatshard")
+
+# Fields that say how buckets are cut. Here units are what travels, and the layout says how they are padded.
+_OF_BUCKETS = (
+    "bucket_size",
+    "pad_buckets_for_high_nccl_busbw",
+    "suggested_communication_unit_size",
+    "align_param_gather",
+)
+_MISSING = {
+    "reduce_scatter_with_fp32_accumulation": "give a grad_comm_dtype of torch.float32",
+    "check_for_large_grads": "use flatshard.grad_norms",
+    "delay_wgrad_compute": "let autograd compute weight gradients, or use flatshard.direct_wgrads",
+    "keep_fp8_transpose_cache": "transposes are made anew after each gather",
+}
+
+
+@dataclass
+class DistributedDataParallelConfig:
+    """Fields as there. What is not there raises in `schedule_of`; what concerns buckets only is named in a warning."""
+
+    grad_reduce_in_fp32: bool = False
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    align_param_gather: bool = False
+    use_distributed_optimizer: bool = False
+    num_distributed_optimizer_instances: int = 1
+    check_for_nan_in_grad: bool = False
+    check_for_large_grads: bool = False
+    bucket_size: int | None = None
+    pad_buckets_for_high_nccl_busbw: bool = False
+    reduce_scatter_with_fp32_accumulation: bool = False
+    average_in_collective: bool = False
+    fp8_param_gather: bool = False
+    reuse_grad_buf_for_mxfp8_param_ag: bool = False
+    use_megatron_fsdp: bool = False
+    use_custom_fsdp: bool = False
+    megatron_fsdp_version: int = 1
+    data_parallel_sharding_strategy: str = "no_shard"
+    gradient_reduce_div_fusion: bool = True
+    suggested_communication_unit_size: int | None = None
+    preserve_fp32_weights: bool = True
+    keep_fp8_transpose_cache: bool = False
+    nccl_ub: bool = False
+    fsdp_double_buffer: bool = False
+    fsdp_all_gather_in_start_param_sync: bool = True
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = False
+    outer_dp_sharding_strategy: str = "no_shard"
+    disable_symmetric_registration: bool = False
+    fsdp_manual_registration: bool = False
+    delay_wgrad_compute: bool = False
+    megatron_fsdp_main_params_dtype: torch.dtype | None = torch.float32
+    megatron_fsdp_main_grads_dtype: torch.dtype | None = None
+    megatron_fsdp_grad_comm_dtype: torch.dtype | None = None
+    megatron_fsdp_use_decoupled_grad: bool = False
+    megatron_fsdp_cuda_graph_mode: bool = False
+    megatron_fsdp_enable_fine_grained_param_gather: bool = False
+    megatron_fsdp_max_pool_double_buffer: bool = False
+
+    def __post_init__(self) -> None:
+        if self.megatron_fsdp_max_pool_double_buffer or self.nccl_ub:
+            self.fsdp_double_buffer = True
+
+    def precision(self) -> MixedPrecisionPolicy:
+        """The precision that the fields ask for, in their newer or older spelling."""
+        return MixedPrecisionPolicy(
+            self.megatron_fsdp_main_params_dtype if self.preserve_fp32_weights else None,
+            self.megatron_fsdp_main_grads_dtype,
+            self.megatron_fsdp_grad_comm_dtype,
+            grad_reduce_in_fp32=self.grad_reduce_in_fp32,
+        )
+
+
+def schedule_of(config: DistributedDataParallelConfig) -> SchedulePolicy:
+    """How far communication runs ahead; raises where the configuration asks for what is not there."""
+    for name, instead in _MISSING.items():
+        if getattr(config, name):
+            raise NotImplementedError(f"{name}=True is not offered; {instead}")
+    for name in ("fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"):
+        if getattr(config, name) and importlib.util.find_spec("transformer_engine") is None:
+            raise ValueError(f"{name}=True needs TransformerEngine, which is not installed")
+    defaults = {field.name: field.default for field in fields(DistributedDataParallelConfig)}
+    idle = [name for name in _OF_BUCKETS if getattr(config, name) != defaults[name]]
+    if idle:
+        _log.warning("%s: of no effect; units are what is gathered and reduced here", ", ".join(idle))
+    return SchedulePolicy(
+        prefetch=config.overlap_param_gather,
+        async_reduce=config.overlap_grad_reduce,
+        planned_pool=config.fsdp_double_buffer,
+    )

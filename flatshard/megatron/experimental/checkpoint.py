@@ -1,0 +1,34 @@
+"""Checkpoints of a model and its optimizer, through torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.optim import Optimizer
+
+
+def save_checkpoint(model: nn.Module, optimizer: Optimizer, checkpoint_dir: str | os.PathLike[str]) -> None:
+    """Save main weights and optimizer state, by the names of parameters. All ranks call it."""
+    save(_state(model, optimizer), checkpoint_id=checkpoint_dir)
+
+
+def load_checkpoint(model: nn.Module, optimizer: Optimizer, checkpoint_dir: str | os.PathLike[str]) -> None:
+    """Load what `save_checkpoint` saved, from any number of ranks and any placements. All ranks call it."""
+    state = _state(model, optimizer)
+    load(state, checkpoint_id=checkpoint_dir)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+
+
+def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}

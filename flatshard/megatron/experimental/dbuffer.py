@@ -1,0 +1,249 @@
+"""`DBuffer`: several tensors in one flat local tensor, as Megatron-FSDP's second version shows it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from flatshard import _torch, buffer
+from flatshard.buffer.dtensor import as_dtensor
+from flatshard.layout import Flat, Layout, Partial, Replicate, Segment, Slot, is_sharded
+from flatshard.layout.planner import ALIGN
+from flatshard.megatron.experimental.placement import Placement, to_engine
+
+
+@dataclass(frozen=True)
+class GlobalLayout:
+    """Where tensors lie in the whole buffer: one run of ``size`` elements, cut into equal pieces for all ranks."""
+
+    tensor_shapes: tuple[torch.Size, ...]
+    engine: Layout
+    block_size: int = 1
+
+    @classmethod
+    def build(cls, tensor_shapes: Iterable[Sequence[int]], dp_size: int, block_size: int = 1) -> GlobalLayout:
+        """Tensors one after another; a piece is a multiple of all rows, so that it splits none."""
+        shapes = tuple(torch.Size(shape) for shape in tensor_shapes)
+        slots, end = [], 0
+        for shape in shapes:
+            row = max(math.prod(shape[1:]), 1)
+            atom = row * block_size
+            end = -(-end // atom) * atom
+            slots.append(Slot(0, end, tuple(shape), row, atom))
+            end += shape.numel()
+        step = math.lcm(ALIGN, *(slot.atom for slot in slots))
+        piece = -(-end // (dp_size * step)) * step
+        return cls(shapes, Layout(tuple(slots), (Segment(piece),), dp_size, Flat()), block_size)
+
+    @property
+    def size(self) -> int:
+        """Elements of the whole buffer."""
+        return self.engine.buffer_numel(self.engine.num_shards)
+
+    @property
+    def tensor_to_offset(self) -> tuple[int, ...]:
+        """The first element of each tensor."""
+        return tuple(slot.offset for slot in self.engine.slots)
+
+
+class DBuffer:
+    """Tensors of ``tensor_shapes`` (or of another buffer's layout), as far as this rank holds them.
+
+    ``local_buffer`` is its memory, ``offset`` where that begins in the whole. Methods that communicate have ``out`` for
+    a buffer to write to, which may lie in the memory of this one.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        placements: Iterable[Placement],
+        tensor_shapes: Iterable[Sequence[int]] | GlobalLayout,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        local: torch.Tensor | None = None,
+    ) -> None:
+        self.mesh, self.placements = mesh, tuple(placements)
+        if len(self.placements) != mesh.ndim:
+            raise ValueError(f"{len(self.placements)} placements were given for a mesh of {mesh.ndim} axes")
+        engine = [to_engine(placement) for placement in self.placements]
+        blocks = {rows for placement in engine if (rows := getattr(placement, "rows", None))}
+        given = tensor_shapes
+        if not isinstance(given, GlobalLayout):
+            given = GlobalLayout.build(given, mesh.size(), math.lcm(1, *blocks))
+        self.layout = given
+        cut = [Flat() if is_sharded(placement) else placement for placement in engine]
+        if local is None:
+            made = buffer.DBuffer.zeros(self.layout.engine, mesh, cut, dtype=dtype, device=device)
+        else:
+            made = buffer.DBuffer(self.layout.engine, mesh, cut, local)
+        self._engine = made
+
+    @classmethod
+    def empty(
+        cls,
+        mesh: DeviceMesh,
+        placements: Iterable[Placement],
+        tensor_shapes: Iterable[Sequence[int]] | GlobalLayout,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> DBuffer:
+        """A new buffer."""
+        return cls(mesh, placements, tensor_shapes, dtype, device)
+
+    @classmethod
+    def from_local(
+        cls,
+        local_buffer: torch.Tensor,
+        mesh: DeviceMesh,
+        placements: Iterable[Placement],
+        tensor_shapes: Iterable[Sequence[int]] | GlobalLayout,
+    ) -> DBuffer:
+        """A buffer over memory that is there: flat, contiguous, and of the right size."""
+        if local_buffer.dim() != 1 or not local_buffer.is_contiguous():
+            raise ValueError("local_buffer must be flat and contiguous")
+        return cls(mesh, placements, tensor_shapes, local_buffer.dtype, local_buffer.device, local=local_buffer)
+
+    @classmethod
+    def distribute_tensors(
+        cls,
+        tensors: Iterable[torch.Tensor],
+        mesh: DeviceMesh,
+        placements: Iterable[Placement],
+        *,
+        block_size: int = 1,
+    ) -> DBuffer:
+        """Keep this rank's part of whole tensors that it has. Nothing is communicated."""
+        given = [tensor.detach().contiguous() for tensor in tensors]
+        if not given:
+            raise ValueError("a buffer needs at least one tensor")
+        if len({tensor.dtype for tensor in given}) > 1:
+            raise ValueError(f"the tensors of a buffer have one dtype, not {[tensor.dtype for tensor in given]}")
+        layout = GlobalLayout.build([tensor.shape for tensor in given], mesh.size(), block_size)
+        made = cls(mesh, placements, layout, given[0].dtype, mesh.device_type)
+        for index, tensor in enumerate(given):
+            made.get_local_tensor(index).copy_(made._engine.rows_of(index, tensor))
+        return made
+
+    @property
+    def local_buffer(self) -> torch.Tensor:
+        """What this rank holds, flat."""
+        return self._engine.local
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._engine.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._engine.device
+
+    @property
+    def offset(self) -> int:
+        """Where `local_buffer` begins in the whole buffer."""
+        return self._engine.held.first * self.layout.engine.segments[0].piece
+
+    def get_local_tensor(self, index: int) -> torch.Tensor:
+        """What this rank holds of a tensor: rows, none, or all of it."""
+        return self._engine.local_view(index)
+
+    get_tensor_view = get_local_tensor
+
+    def get_dtensor(self, index: int) -> DTensor:
+        """A tensor as a DTensor over this memory."""
+        return as_dtensor(self._engine, index)
+
+    def release_storage(self) -> None:
+        """Free the memory; views of it stay, and are valid again after `reallocate_storage`."""
+        self.local_buffer.untyped_storage().resize_(0)
+
+    def reallocate_storage(self) -> None:
+        """Give the buffer memory again, without values."""
+        self.local_buffer.untyped_storage().resize_(self.local_buffer.numel() * self.local_buffer.element_size())
+
+    def rendezvous(self, mesh_axis: int) -> None:
+        """Let the ranks of an axis know of each other's memory, which must be symmetric. CUDA only."""
+        if self.device.type != "cuda":
+            raise ValueError(f"rendezvous: symmetric memory is CUDA's, and this buffer is on {self.device}")
+        _torch.rendezvous(self.local_buffer, self.mesh.get_group(mesh_axis))
+
+    def view(self, placements: Iterable[Placement]) -> DBuffer:
+        """The same memory, or a part of it, under placements that need no communication."""
+        wanted = tuple(placements)
+        for old, new in zip(map(to_engine, self.placements), map(to_engine, wanted)):
+            if is_sharded(old) and not is_sharded(new):
+                raise ValueError(f"DBuffer.view: {old} does not hold what {new} shows; use redistribute")
+        held = DBuffer(self.mesh, wanted, self.layout, self.dtype, "meta")
+        begin = held.offset - self.offset
+        local = self.local_buffer[begin : begin + held.local_buffer.numel()]
+        return DBuffer(self.mesh, wanted, self.layout, self.dtype, self.device, local=local)
+
+    def cast(self, dtype: torch.dtype, *, out: DBuffer | None = None) -> DBuffer:
+        """The same values in another dtype; itself where nothing changes."""
+        if out is None and dtype == self.dtype:
+            return self
+        target = self._target(out, self.placements, dtype)
+        target.local_buffer.copy_(self.local_buffer)
+        return target
+
+    def redistribute(self, new_placements: Iterable[Placement], *, out: DBuffer | None = None) -> DBuffer:
+        """The same values under other placements."""
+        wanted = tuple(new_placements)
+        if wanted == self.placements and out is None:
+            return self
+        source, goal = self._engine, [to_engine(placement) for placement in wanted]
+        relabelled = []
+        for old, new in zip(source.placements, goal):
+            if isinstance(old, Replicate) and isinstance(new, Partial):
+                if new.op != "avg":
+                    raise NotImplementedError("equal values on all ranks are their average, not addends of their sum")
+                old = new
+            relabelled.append(old)
+        source = buffer.DBuffer(self.layout.engine, self.mesh, relabelled, source.local)
+        cut = [Flat() if is_sharded(placement) else placement for placement in goal]
+        if out is None and cut == list(source.placements):
+            return DBuffer(self.mesh, wanted, self.layout, self.dtype, self.device, local=self.local_buffer)
+        target = self._target(out, wanted, self.dtype)
+        own = target.local_buffer.untyped_storage().data_ptr() == self.local_buffer.untyped_storage().data_ptr()
+        result = source.redistribute(cut, out=None if own else target._engine)
+        if own:
+            target.local_buffer.copy_(result.local)
+        return target
+
+    def allgather(self, mesh_axis: int, *, out: DBuffer | None = None) -> DBuffer:
+        """A sharded axis becomes Replicate."""
+        return self._change(mesh_axis, Replicate(), is_sharded(self._engine.placements[mesh_axis]), "allgather", out)
+
+    def allreduce(self, mesh_axis: int, *, out: DBuffer | None = None) -> DBuffer:
+        """A Partial axis becomes Replicate."""
+        partial = isinstance(self._engine.placements[mesh_axis], Partial)
+        return self._change(mesh_axis, Replicate(), partial, "allreduce", out)
+
+    def reduce_scatter(self, mesh_axis: int, new_placement: Placement, *, out: DBuffer | None = None) -> DBuffer:
+        """A Partial axis becomes sharded."""
+        partial = isinstance(self._engine.placements[mesh_axis], Partial)
+        return self._change(mesh_axis, new_placement, partial, "reduce_scatter", out)
+
+    def scatter(self, mesh_axis: int, new_placement: Placement, *, out: DBuffer | None = None) -> DBuffer:
+        """A Replicate axis becomes sharded. Nothing is communicated."""
+        whole = isinstance(self._engine.placements[mesh_axis], Replicate)
+        return self._change(mesh_axis, new_placement, whole, "scatter", out)
+
+    def _change(self, axis: int, new: Placement, legal: bool, method: str, out: DBuffer | None) -> DBuffer:
+        if not legal:
+            raise ValueError(f"{method}: axis {axis} is placed {self.placements[axis]}")
+        return self.redistribute([*self.placements[:axis], new, *self.placements[axis + 1 :]], out=out)
+
+    def _target(self, out: DBuffer | None, placements: tuple[Placement, ...], dtype: torch.dtype) -> DBuffer:
+        if out is None:
+            return DBuffer(self.mesh, placements, self.layout, dtype, self.device)
+        wanted = [Flat() if is_sharded(p) else p for p in map(to_engine, placements)]
+        found = (out.mesh, list(out._engine.placements), out.layout, out.dtype)
+        if found != (self.mesh, wanted, self.layout, dtype):
+            raise ValueError(f"`out` must have placements {wanted}, this buffer's mesh and layout, and dtype {dtype}")
+        return out

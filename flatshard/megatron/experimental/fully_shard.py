@@ -1,0 +1,131 @@
+"""`fully_shard`, `fully_shard_context` and `microbatch` of Megatron-FSDP's second version."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from flatshard import api
+from flatshard.engine.build import owned_modules, units_below
+from flatshard.megatron.experimental.module import FsdpContext, FsdpModule
+from flatshard.megatron.experimental.placement import Placements
+from flatshard.megatron.mixed_precision import engine_policy
+from flatshard.megatron.param_and_grad_buffer import register_memory
+from flatshard.policy import SchedulePolicy
+
+_open: ContextVar[FsdpContext | None] = ContextVar("fully_shard_context", default=None)
+_CLASSES: dict[type, type] = {}
+
+
+@contextmanager
+def fully_shard_context(
+    device: torch.device | None = None,
+    *,
+    use_symmetric_memory: bool = False,
+    unify_communication_stream: bool = False,
+) -> Iterator[FsdpContext]:
+    """Units that are made in here share lanes and micro-batches; they run once it has been left.
+
+    ``device``: that of the mesh, where it is given. ``unify_communication_stream``: gathers and reduces use the same
+    process groups, and so keep one order.
+    """
+    if _open.get() is not None:
+        raise RuntimeError("fully_shard_context does not support nesting: leave the first one")
+    context = FsdpContext(use_symmetric_memory, unify_communication_stream)
+    context.device = None if device is None else torch.device(device)
+    token = _open.set(context)
+    try:
+        yield context
+    finally:
+        _open.reset(token)
+        context.close()
+
+
+def fully_shard(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    placements: Placements,
+    mixed_precision_policy: Any = None,
+    use_symm_mem: bool = False,
+    grad_divisor: float = 1,
+    *,
+    fine_grained: bool = False,
+    layout: Any = "tensor",
+) -> None:
+    """Make a unit of a module, in place, within a `fully_shard_context` or without.
+
+    Gradients are means over the data-parallel ranks (sums, where ``placements.gradient`` is ``Partial`` of a sum),
+    divided by ``grad_divisor``. Parameters on the meta device get memory, and wait for values. ``fine_grained``: so is
+    every module below that has parameters.
+    """
+    context = _open.get()
+    below = [each for each in module.modules() if isinstance(each, FsdpModule) and each is not module]
+    if any(each.context is not context for each in below) and context is not None:
+        raise ValueError("a unit below was made in another fully_shard_context")
+    if grad_divisor <= 0:
+        raise ValueError(f"grad_divisor={grad_divisor}: must be positive")
+    mesh = placements.mesh_of(mesh)
+    alone, context = context is None, FsdpContext() if context is None else context
+    if context.device is not None and context.device.type != mesh.device_type:
+        raise ValueError(f"fully_shard_context was given device {context.device}; the mesh is on {mesh.device_type}")
+    if use_symm_mem or context.use_symmetric_memory:
+        register_memory(None, mesh)
+    units = [each for _, each in owned_modules([module]) if each is module or (fine_grained and each._parameters)]
+    scale = (1.0 if placements.sums else 1.0 / mesh.size()) / grad_divisor
+    for each in reversed(units):
+        api.fully_shard(
+            each,
+            mesh=mesh,
+            reshard_after_forward=True,
+            strategy=placements.engine(),
+            mp_policy=engine_policy(mixed_precision_policy),
+            gradient_scale="mean" if grad_divisor == 1 and not placements.sums else scale,
+            schedule=SchedulePolicy(separate_groups=not context.unify_communication_stream),
+            layout=layout,
+        )
+        _adopt(each, context, mesh, use_symm_mem or context.use_symmetric_memory)
+    for each in below if alone else ():  # one context for all units below the last one that was made
+        context.add(each, is_open=False)
+
+
+def _adopt(module: nn.Module, context: FsdpContext, mesh: DeviceMesh, symmetric: bool) -> None:
+    cls = type(module)
+    if cls not in _CLASSES:
+        _CLASSES[cls] = type(cls.__name__, (FsdpModule, cls), {})
+    module.__class__ = _CLASSES[cls]
+    context.add(module, is_open=_open.get() is context)
+    if any(parameter.is_meta for parameter in module.parameters()):
+        place = torch.device(mesh.device_type)
+        module._apply(lambda tensor: torch.empty_like(tensor, device=place) if tensor.is_meta else tensor)
+    if symmetric:
+        register_memory(module, mesh)  # type: ignore[arg-type]
+
+
+@contextmanager
+def microbatch(target: FsdpContext | nn.Module, is_last: bool = True, *, is_first: bool = True) -> Iterator[None]:
+    """Say which micro-batch runs in the body, for the units of a context or below a module: `flatshard.microbatch`."""
+    contexts = [target] if isinstance(target, FsdpContext) else _contexts(target)
+    roots = [root for context in contexts for root in context.roots]
+    if isinstance(target, nn.Module) and not contexts and units_below(target):
+        roots = [target]
+    before = [(context, context.is_last_microbatch) for context in contexts]
+    with ExitStack() as stack:
+        for root in roots:
+            stack.enter_context(api.microbatch(root, is_first=is_first, is_last=is_last))
+        for context in contexts:
+            context.is_last_microbatch = is_last
+        try:
+            yield
+        finally:
+            for context, value in before:
+                context.is_last_microbatch = value
+
+
+def _contexts(module: nn.Module) -> list[FsdpContext]:
+    return list(dict.fromkeys(each.context for each in module.modules() if isinstance(each, FsdpModule)))

@@ -1,0 +1,211 @@
+"""Units, and what several of them share, as Megatron-FSDP's second version shows them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatshard.engine.roots import scope_of, unit_of
+from flatshard.engine.unit import Phase, Unit
+from flatshard.engine.weights import Group
+from flatshard.module import FSDPModule, share_comm_ctx
+
+_CONTEXT = "_flatshard_megatron_context"
+CONTEXTS: weakref.WeakKeyDictionary[Group, FsdpContext] = weakref.WeakKeyDictionary()  # of each group
+
+
+class FsdpContext:
+    """The units that were made within one `fully_shard_context`, or below one root."""
+
+    def __init__(self, use_symmetric_memory: bool = False, unify_communication_stream: bool = False) -> None:
+        self.use_symmetric_memory = use_symmetric_memory
+        self.unify_communication_stream = unify_communication_stream
+        self.is_last_microbatch = True
+        self.device: torch.device | None = None
+        self._units: list[weakref.ref[nn.Module]] = []
+        self._guards: list[Any] = []  # while the context is open no unit may run
+
+    @property
+    def units(self) -> list[nn.Module]:
+        """Its units, in the order in which they were made."""
+        return [module for ref in self._units if (module := ref()) is not None]
+
+    @property
+    def roots(self) -> list[nn.Module]:
+        """Units that lie in no other."""
+        units = self.units
+        below = {id(each) for unit in units for each in unit.modules() if each is not unit}
+        return [unit for unit in units if id(unit) not in below]
+
+    @property
+    def forward_order(self) -> list[nn.Module]:
+        """Its units as forwards come to them: root after root, each from the outside in."""
+        mine = {id(unit) for unit in self.units}
+        return [each for root in self.roots for each in root.modules() if id(each) in mine]
+
+    @property
+    def backward_order(self) -> list[nn.Module]:
+        """Its units as backwards come to them."""
+        mine = {id(unit) for unit in self.units}
+        return [each for root in reversed(self.roots) for each in _backward(root) if id(each) in mine]
+
+    def add(self, module: nn.Module, is_open: bool) -> None:
+        """A unit has been made."""
+        self._units.append(weakref.ref(module))
+        module.__dict__[_CONTEXT] = self
+        unit = unit_of(module)
+        assert unit is not None
+        CONTEXTS.update(dict.fromkeys(unit.groups, self))
+        if is_open:
+            self._guards.append(module.register_forward_pre_hook(_refuse_forward, prepend=True))
+
+    def close(self) -> None:
+        """All units have been made: they may run, and roots share lanes."""
+        for guard in self._guards:
+            guard.remove()
+        self._guards = []
+        roots: list[Any] = self.roots
+        if len(roots) > 1 and not any(parameter.is_meta for root in roots for parameter in root.parameters()):
+            share_comm_ctx(roots)
+
+
+def _backward(module: nn.Module) -> Iterator[nn.Module]:
+    yield module
+    for child in reversed(list(module.children())):
+        yield from _backward(child)
+
+
+def _refuse_forward(module: nn.Module, args: Any) -> None:
+    raise RuntimeError(f"{type(module).__name__} cannot run yet: Exit fully_shard_context first")
+
+
+@dataclass(frozen=True)
+class FsdpParameter:
+    """A parameter and all its names, from its unit down."""
+
+    fqns: tuple[str, ...]
+    sharded: nn.Parameter
+
+
+@dataclass(frozen=True)
+class BufferView:
+    """A buffer of the engine."""
+
+    local_buffer: torch.Tensor
+    layout: Any
+
+
+@dataclass(frozen=True)
+class _Extent:
+    size: int
+
+
+class ParameterGroup:
+    """Parameters of one unit that travel together."""
+
+    def __init__(self, module: nn.Module, unit: Unit, group: Group) -> None:
+        self._module, self._unit, self._group = weakref.ref(module), weakref.ref(unit), weakref.ref(group)
+
+    @property
+    def _engine(self) -> Group:
+        group = self._group()
+        if group is None:
+            raise RuntimeError("the model of this parameter group has been deleted")
+        return group
+
+    @property
+    def fsdp_parameters(self) -> list[FsdpParameter]:
+        """Its parameters, with their names."""
+        module = self._module()
+        names = (
+            {} if module is None else {id(each): f"{name}." if name else "" for name, each in module.named_modules()}
+        )
+        return [
+            FsdpParameter(tuple(names.get(id(site.module()), "") + site.name for site in member.sites), member.sharded)
+            for member in self._engine.members
+        ]
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """The first name of each parameter, from its unit down."""
+        return tuple(member.name for member in self._engine.members)
+
+    @property
+    def sharded_parameters(self) -> tuple[nn.Parameter, ...]:
+        """What optimizers see."""
+        return tuple(member.sharded for member in self._engine.members)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether it is trained."""
+        return any(member.sharded.requires_grad for member in self._engine.members)
+
+    @property
+    def main_weight(self) -> BufferView:
+        """What the optimizer updates."""
+        return _view(self._engine, self._engine.main.local)
+
+    @property
+    def main_grad(self) -> BufferView | None:
+        """Reduced gradients, once there are some."""
+        buffer = self._engine.gradients.main_grads.buffer
+        return None if buffer is None else _view(self._engine, buffer.local)
+
+    @property
+    def _unsharded_model_weight(self) -> BufferView | None:
+        buffer = self._engine.source.buffer
+        return None if buffer is None else _view(self._engine, buffer.local)
+
+    def sync_model_weight_from_main_weight(self) -> None:
+        """Bring compute weights up to date with main."""
+        unit, module, group = self._unit(), self._module(), self._engine
+        if unit is not None and module is not None and not group.main.local.is_meta:
+            scope_of(unit, module).refresh([unit], [group])
+
+
+def _view(group: Group, local: torch.Tensor) -> BufferView:
+    return BufferView(local, _Extent(group.layout.num_shards * group.layout.run_numel))
+
+
+class FsdpModule(FSDPModule):
+    """What `fully_shard` of the second version adds to the class of a module."""
+
+    Phase = Phase
+
+    @property
+    def context(self) -> FsdpContext:
+        """What it shares with other units."""
+        found: FsdpContext = _module(self).__dict__[_CONTEXT]
+        return found
+
+    @property
+    def phase(self) -> Any:
+        """Where the current pass stands, here."""
+        return _unit(self).phase
+
+    @property
+    def parameter_groups(self) -> tuple[ParameterGroup, ...]:
+        """Its parameters, as they travel together."""
+        module, unit = _module(self), _unit(self)
+        known = module.__dict__.setdefault("_flatshard_megatron_groups", {})
+        return tuple(known.setdefault(id(group), ParameterGroup(module, unit, group)) for group in unit.groups)
+
+    def is_root(self) -> bool:
+        """Whether it lies in no other unit."""
+        return _module(self) in self.context.roots
+
+
+def _module(module: Any) -> nn.Module:
+    assert isinstance(module, nn.Module)
+    return module
+
+
+def _unit(module: Any) -> Unit:
+    unit = unit_of(_module(module))
+    assert unit is not None
+    return unit

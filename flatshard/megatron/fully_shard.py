@@ -1,0 +1,263 @@
+"""The three functions of Megatron-FSDP's first version."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from flatshard.megatron.distributed_data_parallel_config import DistributedDataParallelConfig
+from flatshard.megatron.megatron_fsdp import MegatronFSDP
+from flatshard.megatron.mixed_precision import MixedPrecisionPolicy
+from flatshard.megatron.utils import FSDPDistributedIndex, default_mesh
+from flatshard.optim import step as local_step
+from flatshard.optim.step import repoint
+
+_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+def fully_shard_model(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    dp_shard_dim: str | None = None,
+    dp_outer_dim: str | None = None,
+    tp_dim: str | None = None,
+    hybrid_fsdp_group: ProcessGroup | None = None,
+    hybrid_fsdp_expt_group: ProcessGroup | None = None,
+    expt_device_mesh: DeviceMesh | None = None,
+    fsdp_group_ag: ProcessGroup | None = None,
+    expt_fsdp_group_ag: ProcessGroup | None = None,
+    fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None,
+    zero_dp_strategy: str | int = 3,
+    outer_dp_sharding_strategy: str | int = 0,
+    device: torch.device | None = None,
+    init_model_with_meta_device: bool = False,
+    mixed_precision_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    overlap_grad_reduce: bool = True,
+    overlap_param_gather: bool = True,
+    sync_model_each_microbatch: bool = True,
+    preproc_state_dict_for_dcp_ckpt: bool = True,
+    report_nan_in_param_grad: bool = False,
+    average_in_collective: bool = False,
+    disable_bucketing: bool = False,
+    calculate_per_token_loss: bool = False,
+    keep_fp8_transpose_cache: bool = False,
+    nccl_ub: bool = False,
+    fsdp_double_buffer: bool = False,
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = False,
+    disable_symmetric_registration: bool = False,
+    enable_fine_grained_param_gather: bool = False,
+    use_decoupled_grad: bool = False,
+    cuda_graph_mode: bool = False,
+    maxpool_double_buffer: bool = False,
+    *,
+    layout: Any = "tensor",
+) -> MegatronFSDP:
+    """Shard ``module`` in place, and return it in a `MegatronFSDP`. docs/from-megatron-fsdp.md has every argument.
+
+    ``layout`` is flatshard's: ``"tensor"`` cuts each parameter as torch.chunk does, ``"flat"`` packs those of a unit
+    into one buffer, so that shards are uneven.
+    """
+    inner = _name("zero_dp_strategy", zero_dp_strategy)
+    outer = _name("outer_dp_sharding_strategy", outer_dp_sharding_strategy)
+    if device_mesh is None:
+        if dp_outer_dim is not None or hybrid_fsdp_group is not None:
+            raise ValueError("dp_outer_dim and hybrid_fsdp_group need a device_mesh")
+        dp_shard_dim, tp_dim = dp_shard_dim or "fsdp", tp_dim or "tp"
+        device_mesh = default_mesh(dp_shard_dim, tp_dim)
+    if outer != "no_shard" and dp_outer_dim is None:
+        raise ValueError(f"outer_dp_sharding_strategy={outer!r} needs dp_outer_dim, the axis that it is of")
+    config = DistributedDataParallelConfig(
+        data_parallel_sharding_strategy=inner,
+        outer_dp_sharding_strategy=outer,
+        overlap_grad_reduce=overlap_grad_reduce,
+        overlap_param_gather=overlap_param_gather,
+        average_in_collective=average_in_collective,
+        keep_fp8_transpose_cache=keep_fp8_transpose_cache,
+        nccl_ub=nccl_ub,
+        fsdp_double_buffer=fsdp_double_buffer,
+        fsdp_db_use_persist_buf_on_alloc_fail=fsdp_db_use_persist_buf_on_alloc_fail,
+        disable_symmetric_registration=disable_symmetric_registration,
+        megatron_fsdp_use_decoupled_grad=use_decoupled_grad,
+        megatron_fsdp_cuda_graph_mode=cuda_graph_mode,
+        megatron_fsdp_max_pool_double_buffer=maxpool_double_buffer,
+    )
+    index = FSDPDistributedIndex(
+        device_mesh,
+        dp_shard_dim,
+        dp_outer_dim,
+        tp_dim,
+        hybrid_fsdp_group,
+        hybrid_fsdp_expt_group,
+        outer == "optim",
+        expt_device_mesh,
+        fsdp_group_ag,
+        expt_fsdp_group_ag,
+    )
+    model = MegatronFSDP(
+        module,
+        index,
+        config,
+        mixed_precision_policy,
+        fsdp_unit_modules,
+        disable_bucketing,
+        device,
+        calculate_per_token_loss,
+        init_model_with_meta_device,
+        sync_model_each_microbatch,
+        enable_fine_grained_param_gather_hook=enable_fine_grained_param_gather,
+        report_nan_in_param_grad=report_nan_in_param_grad,
+        layout=layout,
+    )
+    if preproc_state_dict_for_dcp_ckpt and inner != "no_shard":
+        model.register_state_dict_post_hook(_without_extra_state)  # type: ignore[no-untyped-call]
+    return model
+
+
+def _name(argument: str, given: str | int) -> str:
+    if isinstance(given, int) and not isinstance(given, bool) and 0 <= given < len(_STRATEGIES):
+        return _STRATEGIES[given]
+    if given not in _STRATEGIES:
+        raise ValueError(f"{argument}={given!r}: must be one of {', '.join(_STRATEGIES)} or their numbers")
+    return str(given)
+
+
+def _without_extra_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """torch.distributed.checkpoint cannot save what TransformerEngine keeps there."""
+    for name in [name for name in state if name.endswith("_extra_state")]:
+        del state[name]
+
+
+def fully_shard_optimizer(optimizer: Optimizer, preproc_state_dict_for_dcp_ckpt: bool = True) -> Optimizer:
+    """Let an optimizer over the parameters of a `MegatronFSDP` step local tensors, and see to the model around it.
+
+    ``step`` then takes ``sync_grad_before_optimizer_step`` (complete gradients first) and
+    ``install_optimized_model_weights`` (off: the model computes with the weights from before, until
+    `MegatronFSDP.install_optimized_model_weights`), and ``zero_grad`` takes ``zero_grad_buffer``. With
+    ``preproc_state_dict_for_dcp_ckpt``, the state dict of an optimizer that has not stepped holds tensors for
+    torch.distributed.checkpoint to load into; the optimizer itself is as new.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    found = (getattr(parameter, "_megatron_fsdp_model", None) for parameter in parameters)
+    models: list[MegatronFSDP] = list({id(model.module): model for model in found if model is not None}.values())
+    if not models:
+        raise ValueError(
+            f"no parameter of this {type(optimizer).__name__} is of a model that fully_shard_model has sharded; build "
+            "the optimizer after it, on the parameters of what it returned"
+        )
+    if not any(model.ddp_config.megatron_fsdp_use_decoupled_grad for model in models):
+        local_step.fully_shard_optimizer(optimizer)
+    cls = type(optimizer)
+    base = optimizer.__dict__.pop("step", cls.step)  # a scheduler has put its own there, if it came first
+
+    def step(
+        self: Optimizer,
+        *args: Any,
+        sync_grad_before_optimizer_step: bool = True,
+        install_optimized_model_weights: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        for model in models:
+            if sync_grad_before_optimizer_step and not model.model_auto_sync:
+                model.finish_grad_sync()
+            elif model.report_nan_in_param_grad:
+                model.check_for_nan()
+            if not install_optimized_model_weights:
+                model._root.hold_weights()
+        result = base(self, *args, **kwargs) if base is cls.step else base(*args, **kwargs)
+        for model in models:
+            model.microbatch_count = 0
+            if install_optimized_model_weights:
+                model.install_optimized_model_weights()
+        return result
+
+    def zero_grad(self: Optimizer, set_to_none: bool = True, *, zero_grad_buffer: bool = True) -> None:
+        keep = any(model.ddp_config.megatron_fsdp_cuda_graph_mode for model in models)
+        cls.zero_grad(self, set_to_none and not keep)
+        for model in models if zero_grad_buffer else ():
+            model.zero_grad_buffer(set_to_none)
+
+    optimizer.step = _Method(step, optimizer)  # type: ignore[method-assign]
+    optimizer.zero_grad = _Method(zero_grad, optimizer)  # type: ignore[method-assign]
+    if preproc_state_dict_for_dcp_ckpt:
+        optimizer.register_state_dict_post_hook(_with_state)
+    return optimizer
+
+
+class _Method:
+    """A method of an optimizer that the optimizer itself holds, without being held by it. Schedulers look inside."""
+
+    def __init__(self, function: Callable[..., Any], optimizer: Optimizer) -> None:
+        self.__func__, self._optimizer = function, weakref.ref(optimizer)
+        self.__name__ = function.__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self._optimizer(), *args, **kwargs)
+
+
+def _with_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Give the state dict of a new optimizer what its first step would make, with the values from before that step."""
+    if state_dict["state"]:
+        return
+    number = 0
+    for group in optimizer.param_groups:
+        known: dict[torch.dtype, dict[str, Any]] = {}
+        for parameter in group["params"]:
+            if parameter.dtype not in known:
+                known[parameter.dtype] = _state_of_one(optimizer, group, parameter)
+            entries = known[parameter.dtype].items()
+            state_dict["state"][number] = {key: _grown(value, parameter) for key, value in entries}
+            number += 1
+
+
+def _grown(value: Any, parameter: torch.Tensor) -> Any:
+    """A value of the state of one element, for all elements of a parameter."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if not value.dim():
+        return value.clone()
+    return torch.full_like(parameter, value.item(), dtype=value.dtype, requires_grad=False)
+
+
+def _state_of_one(optimizer: Optimizer, group: dict[str, Any], like: torch.Tensor) -> dict[str, Any]:
+    """The state of a parameter of one element, as it is before the first step."""
+    cls: Any = next(base for base in type(optimizer).__mro__ if not base.__name__.startswith("FSDP"))
+    probe = nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device))
+    probe.grad = torch.zeros_like(probe)
+    scratch: Any = cls.__new__(cls)
+    own = {"step", "zero_grad", "state", "param_groups"}
+    scratch.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key not in own})
+    scratch.__dict__.update({key: OrderedDict() for key in scratch.__dict__ if key.endswith("_hooks")})
+    scratch.state, scratch.param_groups = defaultdict(dict), [{**group, "params": [probe]}]
+    cls.step(scratch)
+    state = dict(scratch.state[probe])
+    count = state.get("step")
+    if count is not None:
+        state["step"] = torch.zeros_like(count) if isinstance(count, torch.Tensor) else 0
+    return state
+
+
+def fully_shard(module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any) -> tuple[MegatronFSDP, Optimizer]:
+    """`fully_shard_model`, whose further arguments it takes, and `fully_shard_optimizer`.
+
+    ``optimizer`` was built on ``module`` before; it keeps its parameter groups and its state.
+    """
+    given = _FURTHER.bind(module, *args, **kwargs).arguments
+    model = fully_shard_model(module, *args, **kwargs)
+    repoint(optimizer)
+    return model, fully_shard_optimizer(optimizer, given.get("preproc_state_dict_for_dcp_ckpt", True))
+
+
+_FURTHER = inspect.signature(fully_shard_model)
+_first, *_rest = _FURTHER.parameters.values()
+fully_shard.__signature__ = inspect.signature(fully_shard).replace(  # type: ignore[attr-defined]
+    parameters=[_first, inspect.signature(fully_shard).parameters["optimizer"], *_rest]
+)

@@ -1,0 +1,254 @@
+"""The wrapper and the optimizer of Megatron-Core's training loop. Megatron-Core itself is not needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from flatshard.megatron.distributed_data_parallel_config import DistributedDataParallelConfig
+from flatshard.megatron.fully_shard import fully_shard_optimizer
+from flatshard.megatron.megatron_fsdp import MegatronFSDP
+from flatshard.megatron.utils import FSDPDistributedIndex, default_mesh
+from flatshard.optim.clip import clip_grad_norm_
+
+_FORWARDED = (
+    "no_sync",
+    "start_param_sync",
+    "start_grad_sync",
+    "finish_grad_sync",
+    "synchronize_param_gather",
+    "synchronize_gradient_reduce",
+    "scale_gradients",
+    "zero_grad_buffer",
+    "broadcast_params",
+    "install_optimized_model_weights",
+)
+
+
+class FullyShardedDataParallel(nn.Module):
+    """A model as Megatron-Core's loop uses it. ``ddp_config`` and ``module`` may come in either order.
+
+    ``fsdp_unit_modules``: None takes what `flatshard.shard_model` finds. ``pg_collection`` has Megatron-Core's process
+    groups: ``dp_cp`` and, where they are used, ``tp``, ``expt_dp``, ``expt_tp``; with several optimizer instances
+    ``intra_dp_cp`` and ``inter_dist_opt``. It may also be a mesh with axes of the names ``dp_cp``, ``tp`` and
+    ``outer_fsdp_dp``, or None: all ranks are data-parallel.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        ddp_config: Any,
+        module: Any,
+        fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None,
+        disable_bucketing: bool = False,
+        device: torch.device | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(ddp_config, nn.Module):
+            ddp_config, module = module, ddp_config
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"expected a module and a DistributedDataParallelConfig, not {type(module).__name__}")
+        self.config, self.ddp_config = config, _own_config(ddp_config)
+        self.force_all_reduce = False
+        if fsdp_unit_modules is None and self.ddp_config.data_parallel_sharding_strategy == "optim_grads_params":
+            fsdp_unit_modules = getattr(module, "_fsdp_unit_modules", None) or "auto"
+        self.module = MegatronFSDP(
+            module,
+            index_of(pg_collection, self.ddp_config),
+            self.ddp_config,
+            self.ddp_config.precision(),
+            fsdp_unit_modules,
+            disable_bucketing,
+            device,
+            bool(getattr(config, "calculate_per_token_loss", False)),
+            bool(getattr(config, "init_model_with_meta_device", False)),
+        )
+        self.param_and_grad_buffer = self.module.param_and_grad_buffer
+        self.megatron_fsdp_dist_index = self.module.dist_index
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _FORWARDED:
+            return getattr(self.module, name)
+        return super().__getattr__(name)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.module(*inputs, **kwargs)
+
+    def stop_communication(self) -> None:
+        """Wait for all that is on its way, and release what is gathered."""
+        self.module.synchronize_gradient_reduce()
+        self.module.synchronize_param_gather()
+
+    # The names in checkpoints are those of the `MegatronFSDP`.
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Sharded main weights, which torch.distributed.checkpoint takes; names are the model's own."""
+        return self.module.module.state_dict(*args, **kwargs)
+
+    state_dict_for_save_checkpoint = state_dict
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """`state_dict` with a prefix. Tensors say by themselves how they are cut."""
+        return self.state_dict(prefix=prefix)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Entries ``*_extra_state`` may be left out."""
+        loaded = self.module.module.load_state_dict(state_dict, strict=False, assign=assign)
+        missing = [name for name in loaded.missing_keys if not name.endswith("_extra_state")]
+        if strict and (missing or loaded.unexpected_keys):
+            raise RuntimeError(f"load_state_dict: missing {missing}, unexpected {loaded.unexpected_keys}")
+        return loaded
+
+
+def _own_config(given: Any) -> DistributedDataParallelConfig:
+    """A configuration of Megatron-Core's class, field by field. One that is not known here must not be set."""
+    if isinstance(given, DistributedDataParallelConfig):
+        return given
+    fresh, known = type(given)(), DistributedDataParallelConfig.__dataclass_fields__
+    said = {name: value for name, value in vars(given).items() if name in known}
+    others = [name for name, value in vars(given).items() if name not in known and value != getattr(fresh, name, None)]
+    if others:
+        raise NotImplementedError(f"DistributedDataParallelConfig: {', '.join(others)} is not offered")
+    return DistributedDataParallelConfig(**said)
+
+
+def index_of(groups: Any, config: DistributedDataParallelConfig) -> FSDPDistributedIndex:
+    """Where data parallelism is, from Megatron-Core's process groups, a mesh, or nothing."""
+    outer = config.outer_dp_sharding_strategy == "optim"
+    if groups is None:
+        return FSDPDistributedIndex(default_mesh("dp_cp", "tp"), "dp_cp", tp_dim="tp")
+    if isinstance(groups, DeviceMesh):
+        names = groups.mesh_dim_names or ()
+        known = {key: name if name in names else None for key, name in _AXES.items()}
+        return FSDPDistributedIndex(groups, hsdp_outer_dp_shard=outer, **known)  # type: ignore[arg-type]
+    hybrid = config.num_distributed_optimizer_instances > 1
+    shard = groups.intra_dp_cp if hybrid else groups.dp_cp
+    axes = [("outer_fsdp_dp", groups.inter_dist_opt)] if hybrid else []
+    mesh = _mesh([*axes, ("dp_cp", shard), ("tp", getattr(groups, "tp", None))])
+    experts = getattr(groups, "expt_dp", None)
+    expert_mesh = None if experts is None else _mesh([("dp_cp", experts), ("tp", getattr(groups, "expt_tp", None))])
+    return FSDPDistributedIndex(
+        mesh,
+        "dp_cp",
+        "outer_fsdp_dp" if hybrid else None,
+        "tp" if "tp" in (mesh.mesh_dim_names or ()) else None,
+        groups.dp_cp if hybrid else None,
+        hsdp_outer_dp_shard=outer,
+        expt_device_mesh=expert_mesh,
+        fsdp_group_ag=getattr(groups, "dp_cp_ag", None),
+        expt_fsdp_group_ag=getattr(groups, "expt_dp_ag", None),
+    )
+
+
+_AXES = {"dp_shard_dim": "dp_cp", "dp_outer_dim": "outer_fsdp_dp", "tp_dim": "tp"}
+
+
+def _mesh(axes: Sequence[tuple[str, Any]]) -> DeviceMesh:
+    """The mesh of which these process groups are the axes, as this rank sees it."""
+    named = [(name, group) for name, group in axes if group is not None and (name == "dp_cp" or group.size() > 1)]
+    names, groups = zip(*named)
+    ranks = _ranks_of(list(groups))
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = "cpu" if kind is None else kind.type
+    return DeviceMesh.from_group(list(groups), device, mesh=ranks, mesh_dim_names=tuple(names))
+
+
+def _ranks_of(groups: list[Any]) -> Any:
+    """The ranks of a mesh by its axes: those of regular meshes lie at equal distances along each."""
+    members = [sorted(torch.distributed.get_process_group_ranks(group)) for group in groups]
+    steps = [ranks[1] - ranks[0] if len(ranks) > 1 else 0 for ranks in members]
+    me = torch.distributed.get_rank()
+    corner = me - sum(ranks.index(me) * step for ranks, step in zip(members, steps))
+    grid = torch.tensor(corner)
+    for ranks, step in zip(members, steps):
+        if ranks != [ranks[0] + number * step for number in range(len(ranks))]:
+            raise ValueError(f"pg_collection: ranks {ranks} of a group lie at unequal distances; give a mesh instead")
+        grid = grid.unsqueeze(-1) + torch.arange(len(ranks)) * step
+    return grid.tolist()
+
+
+class DistributedOptimizer:
+    """An optimizer over sharded parameters, as Megatron-Core's loop uses it.
+
+    ``model_chunks`` are the `FullyShardedDataParallel` models whose parameters it has; ``per_model_buffers`` is there
+    for the sake of the signature. ``step`` returns whether it stepped, the norm of all gradients if ``clip_grad`` is
+    positive, and None.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model_chunks: Sequence[nn.Module],
+        per_model_buffers: Any = None,
+        *,
+        clip_grad: float = 0.0,
+    ) -> None:
+        self.optimizer = fully_shard_optimizer(optimizer)
+        self.model_chunks = list(model_chunks)
+        self.clip_grad = clip_grad
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Of the optimizer itself."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        """Of the optimizer itself."""
+        return self.optimizer.state
+
+    def get_parameters(self) -> list[nn.Parameter]:
+        """All of its parameters."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients, unreduced ones too."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def clip_grad_norm(self, clip_grad: float) -> float:
+        """The norm of all gradients, which are scaled so that it is at most ``clip_grad``."""
+        return float(clip_grad_norm_(self.get_parameters(), clip_grad))
+
+    def step(self) -> tuple[bool, float | None, None]:
+        """Complete gradients, clip them, step, and bring compute weights up to date."""
+        for chunk in self.model_chunks:
+            chunk.finish_grad_sync()  # type: ignore[operator]
+        norm = self.clip_grad_norm(self.clip_grad) if self.clip_grad > 0 else None
+        self.optimizer.step()
+        return True, norm, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of the optimizer itself: parameters are numbers."""
+        return self.optimizer.state_dict()
+
+    def sharded_state_dict(
+        self, model_sharded_state_dict: Any = None, is_loading: bool = False, **unused: Any
+    ) -> dict[str, Any]:
+        """The state by the names of parameters, for torch.distributed.checkpoint to save, or to load into."""
+        state, names = self.optimizer.state_dict(), self._names()
+        groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
+        return {"state": {names[number]: entry for number, entry in state["state"].items()}, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state by numbers or by names."""
+        numbers = {name: number for number, name in enumerate(self._names())}
+        if any(isinstance(key, str) for key in state_dict["state"]):
+            groups = [{**g, "params": [numbers[name] for name in g["params"]]} for g in state_dict["param_groups"]]
+            state = {numbers[name]: entry for name, entry in state_dict["state"].items()}
+            state_dict = {"state": state, "param_groups": groups}
+        self.optimizer.load_state_dict(state_dict)
+
+    def _names(self) -> list[str]:
+        """The names of its parameters, in the order of its groups."""
+        known: dict[int, str] = {}
+        for number, chunk in enumerate(self.model_chunks):
+            model = chunk.module.module if isinstance(chunk, FullyShardedDataParallel) else chunk
+            prefix = f"{number}." if len(self.model_chunks) > 1 else ""
+            known.update({id(p): prefix + name for name, p in model.named_parameters()})
+        return [known[id(parameter)] for parameter in self.get_parameters()]

@@ -1,0 +1,344 @@
+"""`MegatronFSDP`: a model, sharded, under the methods that Megatron's training loops call."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from flatshard.api import fully_shard, microbatch
+from flatshard.buffer import Lane
+from flatshard.engine import steps
+from flatshard.engine.materialize import materialize
+from flatshard.engine.summary import summary
+from flatshard.megatron.distributed_data_parallel_config import DistributedDataParallelConfig, schedule_of
+from flatshard.megatron.mixed_precision import MixedPrecisionPolicy, engine_policy
+from flatshard.megatron.param_and_grad_buffer import ParamAndGradBuffer, register_memory
+from flatshard.megatron.units import distribute_marked, plan_units
+from flatshard.megatron.utils import FSDPDistributedIndex
+from flatshard.module import FSDPModule
+from flatshard.optim.clip import find_nonfinite
+
+_log = logging.getLogger("flatshard")
+
+
+class MegatronFSDP(nn.Module):
+    """Shards ``module`` in place and stands around it; names of parameters begin with ``module.``.
+
+    With ``sync_model_each_microbatch`` gradients are complete after every backward. Without, those of ``no_sync()`` are
+    reduced as far as they rest between micro-batches, and `finish_grad_sync`, which the optimizer's step calls, does
+    the rest.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        dist_index: FSDPDistributedIndex,
+        ddp_config: DistributedDataParallelConfig | None = None,
+        mixed_precision_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+        fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None,
+        disable_bucketing: bool = False,
+        device: torch.device | None = None,
+        calculate_per_token_loss: bool = False,
+        init_model_with_meta_device: bool = False,
+        sync_model_each_microbatch: bool = False,
+        keep_fp8_transpose_cache: bool = False,
+        nccl_ub: bool = False,
+        fsdp_double_buffer: bool = False,
+        fsdp_db_use_persist_buf_on_alloc_fail: bool = False,
+        disable_symmetric_registration: bool = False,
+        enable_fine_grained_param_gather_hook: bool = False,
+        enable_fine_grained_param_gather_backward_hook: bool = False,
+        fine_grained_recurse_module_types: tuple[type[nn.Module], ...] | None = None,
+        report_nan_in_param_grad: bool = False,
+        *,
+        layout: Any = "tensor",
+    ) -> None:
+        super().__init__()
+        asked: dict[str, Any] = {
+            "keep_fp8_transpose_cache": keep_fp8_transpose_cache,
+            "nccl_ub": nccl_ub,
+            "fsdp_double_buffer": fsdp_double_buffer,
+            "fsdp_db_use_persist_buf_on_alloc_fail": fsdp_db_use_persist_buf_on_alloc_fail,
+            "disable_symmetric_registration": disable_symmetric_registration,
+        }
+        if ddp_config is None:
+            ddp_config = DistributedDataParallelConfig(
+                data_parallel_sharding_strategy="optim_grads_params",
+                overlap_grad_reduce=True,
+                overlap_param_gather=True,
+                **asked,
+            )
+        elif any(asked.values()):
+            raise ValueError(f"{', '.join(name for name, on in asked.items() if on)}: ask for it in ddp_config")
+        if fine_grained_recurse_module_types:
+            raise NotImplementedError(
+                "fine_grained_recurse_module_types is not offered: fine-grained units are all modules with parameters"
+            )
+        self.ddp_config = ddp_config
+        self.dist_index = dist_index
+        self.mp_policy = mixed_precision_policy
+        self.calculate_per_token_loss = calculate_per_token_loss
+        self.report_nan_in_param_grad = report_nan_in_param_grad or ddp_config.check_for_nan_in_grad
+        self.microbatch_count = 0
+        self._steps = steps.taken()
+        if device is not None:
+            if torch.device(device).type != dist_index.device_mesh.device_type:
+                raise ValueError(f"device={device}: the mesh is on {dist_index.device_mesh.device_type}")
+            if not init_model_with_meta_device:
+                module.to(device)
+        fine = enable_fine_grained_param_gather_hook or enable_fine_grained_param_gather_backward_hook
+        fine = fine or ddp_config.megatron_fsdp_enable_fine_grained_param_gather
+        self._shard(module, fsdp_unit_modules, fine, disable_bucketing, layout)
+        if init_model_with_meta_device:
+            materialize(module)
+        self.module = module
+        self.param_and_grad_buffer = ParamAndGradBuffer(self)
+        if ddp_config.nccl_ub and not ddp_config.fsdp_manual_registration:
+            self.param_and_grad_buffer.manual_buffer_registration()
+        if ddp_config.megatron_fsdp_use_decoupled_grad:
+            self._root.set_decoupled_gradients()
+        me = weakref.proxy(self)  # a parameter that owned its model would keep it alive
+        for parameter in module.parameters():
+            parameter.__fsdp_param__ = True  # type: ignore[attr-defined]
+            parameter._megatron_fsdp_model = me  # type: ignore[attr-defined]
+        self._has_groups = False
+        self._is_last = self._completes = True
+        self.set_model_auto_sync(sync_model_each_microbatch)
+        _log.info("sharded %s:\n%s", type(module).__name__, summary(module))
+
+    def _shard(
+        self,
+        module: nn.Module,
+        classes: Sequence[type[nn.Module] | str] | None,
+        fine_grained: bool,
+        single: bool,
+        layout: Any,
+    ) -> None:
+        index, config = self.dist_index, self.ddp_config
+        # What is refused is refused before anything is changed.
+        if config.nccl_ub:
+            register_memory(None, index.dp_mesh)
+        strategy: Any = config.data_parallel_sharding_strategy
+        if not classes and strategy in (3, "optim_grads_params"):
+            strategy = "no_shard"  # replicated, as by DistributedDataParallel
+        choices = {
+            "mp_policy": engine_policy(self.mp_policy),
+            "schedule": schedule_of(config),
+            "layout": layout,
+            "strategy": strategy,
+        }
+        planned = plan_units(module, classes, fine_grained=fine_grained, single=single)
+        units = [(modules, expert, index.mesh_of(expert)) for modules, expert in [*planned, ([module], False)]]
+        distribute_marked(module, index)
+        for modules, expert, mesh in units:
+            scale: Any = "sum" if self.calculate_per_token_loss else "mean"
+            data = index.dp_mesh if expert and scale == "mean" else None  # the tokens of all ranks reach an expert
+            outer: Any = config.outer_dp_sharding_strategy if mesh.ndim == 2 else None
+            fully_shard(modules, mesh=mesh, outer_strategy=outer, gradient_scale=scale, data_mesh=data, **choices)
+            for each in modules if expert else ():
+                assert isinstance(each, FSDPModule)
+                each.set_reduce_scatter_unused_params(True)
+
+    def _use_gather_groups(self) -> None:
+        """Before the first forward, and not earlier: a model on the meta device gets its values then."""
+        self._has_groups, index = True, self.dist_index
+        if index.fsdp_group_ag is not None:
+            self._root.set_gather_group(index.fsdp_group_ag)
+        if index.expt_fsdp_group_ag is not None:
+            self._root.set_gather_group(index.expt_fsdp_group_ag, index.mesh_of(True))
+
+    @property
+    def _root(self) -> FSDPModule:
+        assert isinstance(self.module, FSDPModule)
+        return self.module
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if not self._has_groups:
+            self._use_gather_groups()
+        if self.model_auto_sync or self.microbatch_count == 0 or self._steps != steps.taken():
+            self.microbatch_count = 0
+            output = self.module(*inputs, **kwargs)
+        else:  # persistent compute weights are those of the first micro-batch
+            with microbatch(self.module, is_first=False, is_last=False):
+                output = self.module(*inputs, **kwargs)
+        if torch.is_grad_enabled():
+            self.microbatch_count += 1
+            self._steps = steps.taken()
+        return output
+
+    # When gradients are synchronised
+
+    @property
+    def is_last_microbatch(self) -> bool:
+        """Whether the next backward is the last one of an optimizer step."""
+        return self._is_last
+
+    @is_last_microbatch.setter
+    def is_last_microbatch(self, value: bool) -> None:
+        self._is_last = value
+        completes = value or self.model_auto_sync
+        if completes != self._completes:
+            self._completes = completes
+            self._root.set_requires_all_reduce(completes)
+            self._root.set_is_last_backward(completes)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards of micro-batches that are not the last. Of no effect while the model synchronises each one."""
+        self.is_last_microbatch = False
+        try:
+            yield
+        finally:
+            self.is_last_microbatch = True
+
+    @contextmanager
+    def sync(self) -> Iterator[None]:
+        """Gradients are complete after each backward in here."""
+        self.set_model_auto_sync(True)
+        try:
+            yield
+        finally:
+            self.set_model_auto_sync(False)
+
+    def set_model_auto_sync(self, sync_model: bool = True) -> None:
+        """Whether gradients are complete after every backward, whatever `no_sync` says."""
+        self.model_auto_sync = sync_model
+        self.is_last_microbatch = self._is_last
+
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Start reducing what backwards have left unreduced."""
+        self._root.sync_gradients(wait=False)
+
+    def synchronize_gradient_reduce(self) -> None:
+        """Reduce what backwards have left unreduced, and wait for it."""
+        self._root.sync_gradients()
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Make gradients complete, and the parameters that modules show sharded ones; an optimizer may step then."""
+        self.synchronize_gradient_reduce()
+        if self.report_nan_in_param_grad:
+            self.check_for_nan()
+        self._replace_param_with_distributed_if_needed()
+        self.microbatch_count = 0
+
+    def attach_grad_to_optimizer_state(self) -> None:
+        """Gradients are always where optimizers look for them."""
+
+    def check_for_nan(self) -> None:
+        """Raise, on all ranks, if a gradient is not finite; names parameters, and the ranks that hold those parts."""
+        found = find_nonfinite(self.module)
+        if found:
+            listed = ", ".join(f"'{name}' (rank {rank})" for name, rank in found[:8])
+            raise RuntimeError(f"gradients are not finite: {listed}{' and more' if len(found) > 8 else ''}")
+
+    # Gradients
+
+    def scale_gradients(self, scaling_factor: float) -> None:
+        """Multiply all gradients, those that are not reduced yet included."""
+        self.synchronize_gradient_reduce()
+        grads = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in self._gradients()]
+        if grads:
+            torch._foreach_mul_(grads, scaling_factor)
+
+    def zero_grad_buffer(self, set_to_none: bool = True) -> None:
+        """Forget gradients, unreduced ones too. In ``cuda_graph_mode`` their memory stays, and is zeroed."""
+        self._root.zero_grad(set_to_none and not self.ddp_config.megatron_fsdp_cuda_graph_mode)
+        self.microbatch_count = 0
+
+    def _gradients(self) -> list[torch.Tensor]:
+        name = "decoupled_grad" if self.ddp_config.megatron_fsdp_use_decoupled_grad else "grad"
+        return [grad for parameter in self.parameters() if (grad := getattr(parameter, name, None)) is not None]
+
+    # Weights
+
+    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        """Bring compute weights up to date and start gathering: all of them with ``force_sync``, which also waits.
+
+        Without, the outermost unit's, if the configuration overlaps gathers; the forward goes on from there.
+        """
+        self._root.refresh_weights()
+        if force_sync or not self.ddp_config.overlap_param_gather:
+            self._root.unshard_all()
+        elif self.ddp_config.fsdp_all_gather_in_start_param_sync or force_dispatch:
+            self._root.unshard(async_op=True)
+
+    def synchronize_param_gather(self) -> None:
+        """Release what was gathered; modules show sharded parameters."""
+        self._root.reshard_all()
+
+    def all_gather_and_wait_parameters_ready(
+        self,
+        params: Iterable[nn.Parameter],
+        prefetch: bool = True,
+        prefetch_order: Any = None,
+        wait_bucket_ready: bool = True,
+        bwd: bool = False,
+    ) -> None:
+        """Gather the units that own these parameters, and show them in full if ``wait_bucket_ready``."""
+        wanted = {id(parameter) for parameter in params}
+        for unit in [unit for unit in self.module.modules() if isinstance(unit, FSDPModule)]:
+            if any(id(parameter) in wanted for parameter in unit.own_parameters()):
+                unit.unshard(async_op=not wait_bucket_ready)
+
+    def install_optimized_model_weights(self) -> None:
+        """Bring compute weights up to date with what the optimizer has made of main weights."""
+        self._root.refresh_weights()
+
+    def broadcast_params(self) -> None:
+        """Give ranks that hold copies of the same part those of the first of them. All ranks call it."""
+        lane = Lane("broadcast", torch.device(self.dist_index.device_mesh.device_type))
+        for parameter in self.parameters():
+            if not isinstance(parameter, DTensor) or not parameter.to_local().numel():
+                continue
+            mesh, local = parameter.device_mesh, parameter.to_local().detach()
+            place = mesh.get_coordinate()
+            assert place is not None
+            for axis, placement in enumerate(parameter.placements):
+                if isinstance(placement, Replicate) and mesh.size(axis) > 1:
+                    if place[axis]:
+                        local.zero_()
+                    lane.all_reduce(lane.group(mesh, axis), [local], after=(lane.mark(),), name="broadcast").wait()
+        self._root.refresh_weights()
+
+    def _replace_param_with_distributed_if_needed(self) -> None:
+        """Let modules show sharded parameters."""
+        self._root.reshard_all()
+
+    def _replace_param_with_raw_if_needed(self) -> None:
+        """A forward shows full parameters by itself."""
+
+    # Neighbours
+
+    def state_dict_for_save_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """`state_dict`."""
+        return self.state_dict(*args, **kwargs)
+
+    def get_distributed_index(self) -> FSDPDistributedIndex:
+        """The meshes and groups of the model."""
+        return self.dist_index
+
+    @contextmanager
+    def mixed_precision_context(self, mixed_precision_policy: MixedPrecisionPolicy) -> Iterator[None]:
+        """Another precision policy for a while."""
+        before = self.mp_policy
+        self.reset_mixed_precision_policy(mixed_precision_policy)
+        try:
+            yield
+        finally:
+            self.reset_mixed_precision_policy(before)
+
+    def reset_mixed_precision_policy(self, mixed_precision_policy: MixedPrecisionPolicy) -> None:
+        """Another precision policy between steps. Main weights and main gradients keep their dtypes."""
+        kept = self.mp_policy
+        policy = MixedPrecisionPolicy(
+            kept.main_params_dtype, kept.main_grads_dtype, mixed_precision_policy.grad_comm_dtype
+        )
+        self._root.set_mp_policy(engine_policy(policy))
+        self.mp_policy = policy

@@ -1,0 +1,222 @@
+"""DTensors whose shards may be of any length: where they lie, how they go into checkpoints, how to put them together.
+
+flatshard's own tensors know all of this by themselves. For others, made by `DTensor.from_local` with a global shape,
+the ranks of their mesh tell each other how much they hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from flatshard import _torch
+from flatshard.buffer import Lane
+from flatshard.buffer.ragged import RaggedDTensor
+from flatshard.checkpoint.errors import CheckpointError
+
+_ANY = Callable[[Any], bool]
+
+
+def gather_and_compute_chunk_metadata(dtensor: DTensor) -> Any:
+    """Which box of the whole this rank holds (``offsets``, ``sizes``). All ranks of the mesh call it.
+
+    CheckpointError, on all of them, if they tell of different tensors, or of parts that do not make up the whole.
+    """
+    local = _torch.local_of(dtensor)
+    if isinstance(dtensor, RaggedDTensor):
+        boxes = dtensor.__create_chunk_list__()
+        return boxes[0] if boxes else _torch.chunk([0] * dtensor.dim(), tuple(local.shape))
+    mesh = dtensor.device_mesh
+    lane = Lane("uneven", torch.device(mesh.device_type))
+    said = f"{tuple(dtensor.shape)} {dtensor.placements} {dtensor.dtype}"
+    _agree(lane, mesh, _digest(said), f"metadata contract mismatch: this rank has a tensor {said}, others have another")
+    offsets, sizes = [0] * local.dim(), list(local.shape)
+    for axis in _inner_first(dtensor.placements):
+        placement: Any = dtensor.placements[axis]
+        everyones = _gathered(lane, mesh, axis, torch.tensor(sizes, device=lane.device)).tolist()
+        held = [shape[placement.dim] for shape in everyones]
+        offsets[placement.dim] += sum(held[: mesh.get_local_rank(axis)])
+        sizes[placement.dim] = sum(held)
+    whole = tuple(sizes) == tuple(dtensor.shape)
+    _agree(lane, mesh, int(whole), f"the parts of a tensor do not compose its shape {tuple(dtensor.shape)}", wanted=1)
+    return _torch.chunk(offsets, tuple(local.shape))
+
+
+def _inner_first(placements: Sequence[Any]) -> list[int]:
+    """The sharded axes, from the one that cuts last. A strided shard is cut after those that follow it."""
+    for placement in placements:
+        if not isinstance(placement, (Shard, Replicate)) and not _torch.is_strided(placement):
+            raise ValueError(f"a tensor that is placed {placement} has no parts that make it up")
+    strided = [axis for axis, placement in enumerate(placements) if _torch.is_strided(placement)]
+    plain = [axis for axis, p in enumerate(placements) if isinstance(p, Shard) and axis not in strided]
+    return [*strided, *reversed(plain)]
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+
+
+def _agree(lane: Lane, mesh: DeviceMesh, number: int, otherwise: str, wanted: int | None = None) -> None:
+    """Raise on all ranks of a mesh unless all have the same number, which is ``wanted``."""
+    lowest, highest = lane.extremes([mesh], number)
+    if lowest != highest or wanted not in (None, lowest):
+        # Megatron-Core's own exception too, for code that awaits that.
+        core: Any = sys.modules.get("megatron.core.dist_checkpointing.core")
+        theirs = getattr(core, "CheckpointingException", None)
+        kind = CheckpointError if theirs is None else type("CheckpointError", (CheckpointError, theirs), {})
+        raise kind(otherwise)
+
+
+def _gathered(lane: Lane, mesh: DeviceMesh, axis: int, values: torch.Tensor) -> torch.Tensor:
+    """One row per rank of an axis."""
+    rows = values.new_empty(mesh.size(axis) * values.numel())
+    if rows.numel():
+        lane.all_gather(lane.group(mesh, axis), [rows], [values], after=(lane.mark(),), name="uneven").wait()
+    return rows.view(mesh.size(axis), -1)
+
+
+def update_uneven_dtensor_chunk_metadata(dtensor: DTensor) -> None:
+    """Let torch.distributed.checkpoint know which part of the whole this rank holds. All ranks of the mesh call it."""
+    if isinstance(dtensor, RaggedDTensor):
+        return
+    box, local = gather_and_compute_chunk_metadata(dtensor), _torch.local_of(dtensor)
+
+    def write_items(fqn: str, tensor: Any) -> list[Any]:
+        return [_torch.write_item(fqn, box, dtensor.shape, local)] if local.numel() else []
+
+    described: Any = local
+    described.__create_chunk_list__ = lambda: [box]
+    described.__create_write_items__ = write_items
+
+
+def validate_uneven_dtensor(dtensor: DTensor) -> None:
+    """AssertionError, on all ranks, unless the parts of all ranks make up the whole."""
+    try:
+        box = gather_and_compute_chunk_metadata(dtensor)
+    except CheckpointError as error:
+        raise AssertionError(str(error)) from error
+    if any(offset + size > whole for offset, size, whole in zip(box.offsets, box.sizes, dtensor.shape)):
+        raise AssertionError(f"a part at {box.offsets} of {box.sizes} does not lie in {tuple(dtensor.shape)}")
+
+
+def filter_unflattened_state_dict(
+    state_dict: dict[Any, Any], key_chain: Sequence[Any] = (), visit_condition: _ANY = lambda value: False
+) -> list[list[Any]]:
+    """The keys, from the outside in, of all values in nested dicts that meet a condition."""
+    found: list[list[Any]] = []
+    for key, value in state_dict.items():
+        chain = [*key_chain, key]
+        if isinstance(value, dict):
+            found += filter_unflattened_state_dict(value, chain, visit_condition)
+        elif visit_condition(value):
+            found.append(chain)
+    return found
+
+
+def get_unflattened_state_dict(state_dict: dict[Any, Any], key_chain: Sequence[Any] = ()) -> Any:
+    """The value in nested dicts at these keys."""
+    current: Any = state_dict
+    for key in key_chain:
+        if not isinstance(current, dict) or key not in current:
+            raise KeyError(f"{list(key_chain)} is not in the state dict")
+        current = current[key]
+    return current
+
+
+def _tensors_in(state_dict: dict[Any, Any]) -> list[DTensor]:
+    """The DTensors of a state dict, by name; CheckpointError, on all ranks, if they are not the same everywhere."""
+    chains = sorted(filter_unflattened_state_dict(state_dict, (), lambda value: isinstance(value, DTensor)), key=str)
+    tensors: list[DTensor] = [get_unflattened_state_dict(state_dict, chain) for chain in chains]
+    if tensors:
+        mesh = tensors[0].device_mesh
+        said = " ".join(map(str, chains))
+        otherwise = "metadata contract mismatch: the state dicts of ranks have different tensors"
+        _agree(Lane("uneven", torch.device(mesh.device_type)), mesh, _digest(said), otherwise)
+    return tensors
+
+
+def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[Any, Any]) -> dict[Any, Any]:
+    """`update_uneven_dtensor_chunk_metadata` of all tensors in a state dict, which is returned."""
+    for tensor in _tensors_in(state_dict):
+        update_uneven_dtensor_chunk_metadata(tensor)
+    return state_dict
+
+
+def validate_state_dict_for_uneven_dtensor(state_dict: dict[Any, Any]) -> None:
+    """`validate_uneven_dtensor` of all tensors in a state dict."""
+    for tensor in _tensors_in(state_dict):
+        validate_uneven_dtensor(tensor)
+
+
+def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> torch.Tensor:
+    """The whole tensor, on every rank. All ranks of the mesh call it; no gradient flows through it."""
+    if not isinstance(dtensor, DTensor):
+        raise TypeError(f"expected a DTensor, not a {type(dtensor).__name__}")
+    if isinstance(dtensor, RaggedDTensor):
+        return dtensor.full_tensor()
+    box, local, mesh = (
+        gather_and_compute_chunk_metadata(dtensor),
+        _torch.local_of(dtensor).detach(),
+        dtensor.device_mesh,
+    )
+    lane = Lane("uneven", torch.device(mesh.device_type))
+    boxes = torch.tensor([[*box.offsets, *box.sizes]], device=lane.device)
+    parts = local.reshape(1, -1)
+    for axis in _inner_first(dtensor.placements):
+        # Every rank sends as much as the one that has most.
+        width = int(_gathered(lane, mesh, axis, torch.tensor([parts.shape[1]], device=lane.device)).max())
+        parts = torch.nn.functional.pad(parts, (0, width - parts.shape[1]))
+        boxes = _gathered(lane, mesh, axis, boxes.reshape(-1)).view(-1, boxes.shape[1])
+        parts = _gathered(lane, mesh, axis, parts.reshape(-1)).reshape(boxes.shape[0], width)
+    whole = local.new_zeros(dtensor.shape)
+    for part, (*place,) in zip(parts, boxes.tolist()):
+        offsets, sizes = place[: whole.dim()], place[whole.dim() :]
+        into = whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes))]
+        into.copy_(part[: into.numel()].view(sizes))
+    return whole
+
+
+def redistribute_uneven_dtensor_to_replicated(dtensor: DTensor) -> DTensor:
+    """The whole tensor as a DTensor that every rank has."""
+    everywhere = [Replicate() for _ in dtensor.placements]
+    return DTensor.from_local(uneven_dtensor_to_full_tensor(dtensor), dtensor.device_mesh, everywhere, run_check=False)
+
+
+gather_uneven_dtensor_to_full_tensor = redistribute_uneven_dtensor_to_replicated
+
+
+def split_dtensor(
+    dtensor: DTensor,
+    split_size_or_sections: int | Sequence[int],
+    dim: int = 0,
+    update_uneven_dtensor_chunk_meta: bool = False,
+) -> Iterator[DTensor]:
+    """`torch.split` along a dim, without communicating values: each rank keeps what it holds of each part.
+
+    The parts are uneven; with ``update_uneven_dtensor_chunk_meta`` they say so to torch.distributed.checkpoint.
+    """
+    total = dtensor.shape[dim]
+    if isinstance(split_size_or_sections, int):
+        starts = range(0, total, split_size_or_sections)
+        sections = [min(split_size_or_sections, total - start) for start in starts]
+    else:
+        sections = list(split_size_or_sections)
+    box, local, start = gather_and_compute_chunk_metadata(dtensor), _torch.local_of(dtensor), 0
+    for size in sections:
+        first = min(max(start - box.offsets[dim], 0), local.shape[dim])
+        last = min(max(start + size - box.offsets[dim], first), local.shape[dim])
+        shape = torch.Size([size if d == dim else length for d, length in enumerate(dtensor.shape)])
+        placements = [Shard(p.dim) if isinstance(p, Shard) else p for p in dtensor.placements]
+        stride = torch.empty(shape, device="meta").stride()
+        part = local.narrow(dim, first, last - first)
+        made = DTensor.from_local(part, dtensor.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+        if update_uneven_dtensor_chunk_meta:
+            update_uneven_dtensor_chunk_metadata(made)
+        start += size
+        yield made

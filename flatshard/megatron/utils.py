@@ -1,0 +1,153 @@
+"""`FSDPDistributedIndex`: which axes of which meshes data parallelism has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from flatshard import _torch
+
+
+def default_mesh(shard: str = "fsdp", tp: str = "tp") -> DeviceMesh:
+    """All ranks on the shard axis, and a tensor-parallel axis of one."""
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "sharding needs torch.distributed: start the script with torchrun and call "
+            "torch.distributed.init_process_group(), or give a device_mesh"
+        )
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kind = "cpu" if accelerator is None else accelerator.type
+    return init_device_mesh(kind, (dist.get_world_size(), 1), mesh_dim_names=(shard, tp))
+
+
+class FSDPDistributedIndex:
+    """The meshes and process groups of a model, by their names.
+
+    ``hybrid_fsdp_group`` and ``hybrid_fsdp_expt_group`` may be left out: the axes say it. Where they are given they
+    must have as many ranks as both data-parallel axes together.
+    """
+
+    def __init__(
+        self,
+        device_mesh: DeviceMesh,
+        dp_shard_dim: str | None = None,
+        dp_outer_dim: str | None = None,
+        tp_dim: str | None = None,
+        hybrid_fsdp_group: ProcessGroup | None = None,
+        hybrid_fsdp_expt_group: ProcessGroup | None = None,
+        hsdp_outer_dp_shard: bool = False,
+        expt_device_mesh: DeviceMesh | None = None,
+        fsdp_group_ag: ProcessGroup | None = None,
+        expt_fsdp_group_ag: ProcessGroup | None = None,
+    ) -> None:
+        if dp_shard_dim is None and device_mesh.ndim != 1:
+            raise ValueError(f"dp_shard_dim: name the axis of {device_mesh} that parameters are sharded over")
+        self.device_mesh, self.expt_device_mesh = device_mesh, expt_device_mesh
+        self.dp_shard_dim, self.dp_outer_dim, self.tp_dim = dp_shard_dim, dp_outer_dim, tp_dim
+        self.use_hybrid_fsdp = dp_outer_dim is not None
+        self.hsdp_outer_dp_shard = hsdp_outer_dp_shard
+        self.fsdp_group_ag, self.expt_fsdp_group_ag = fsdp_group_ag, expt_fsdp_group_ag
+        self.hybrid_fsdp_group, self.hybrid_fsdp_expt_group = hybrid_fsdp_group, hybrid_fsdp_expt_group
+        self.dp_mesh = self._data_parallel(device_mesh)
+        self.expt_dp_mesh = None if expt_device_mesh is None else self._data_parallel(expt_device_mesh)
+        for group, mesh in ((hybrid_fsdp_group, self.dp_mesh), (hybrid_fsdp_expt_group, self.expt_dp_mesh)):
+            if group is not None and mesh is not None and group.size() != mesh.size():
+                raise ValueError(
+                    f"a hybrid group of {group.size()} ranks was given for {mesh.size()} data-parallel ones"
+                )
+
+    def _data_parallel(self, mesh: DeviceMesh) -> DeviceMesh:
+        """The mesh (outer, shard) or (shard) of a larger one."""
+        if self.dp_shard_dim is None:
+            return mesh
+        names = mesh.mesh_dim_names or ()
+        wanted = [self.dp_shard_dim, *([self.dp_outer_dim] if self.dp_outer_dim is not None else [])]
+        for name in wanted:
+            try:
+                mesh[name]  # also an axis that was made of others (`_flatten`)
+            except KeyError:
+                raise ValueError(f"the mesh has no axis {name!r}; its axes are {names}") from None
+        if all(name in names for name in wanted):
+            return mesh[tuple(reversed(wanted))]
+        return _torch.data_parallel_mesh(mesh, wanted[:1], wanted[1:])
+
+    def mesh_of(self, is_expert_parallel: bool = False) -> DeviceMesh:
+        """The data-parallel mesh of experts, or of all else."""
+        if not is_expert_parallel:
+            return self.dp_mesh
+        if self.expt_dp_mesh is None:
+            raise ValueError("the model has experts (parameters with allreduce=False); give expt_device_mesh")
+        return self.expt_dp_mesh
+
+    def get_submesh(self, mesh_dim_names: str | Sequence[str], is_expert_parallel: bool = False) -> DeviceMesh:
+        """Axes of a mesh by their names."""
+        mesh = self.get_root_mesh(is_expert_parallel)
+        names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
+        missing = [name for name in names if mesh is None or name not in (mesh.mesh_dim_names or ())]
+        if missing or mesh is None:
+            raise ValueError(f"no axes {missing or names} in {mesh}")
+        return mesh[names]
+
+    def get_dp_group(self, is_expert_parallel: bool = False) -> ProcessGroup:
+        """Of all data-parallel ranks. Over two axes it is the group that was given."""
+        given = self.hybrid_fsdp_expt_group if is_expert_parallel else self.hybrid_fsdp_group
+        if self.use_hybrid_fsdp:
+            if given is None:
+                raise ValueError("no process group of all data-parallel ranks was given (hybrid_fsdp_group)")
+            return given
+        return self.get_fsdp_group(is_expert_parallel)
+
+    def get_fsdp_group(self, is_expert_parallel: bool = False, independent_all_gather: bool = False) -> ProcessGroup:
+        """Of the shard axis; with ``independent_all_gather`` the one given for gathers."""
+        mesh = self.mesh_of(is_expert_parallel)
+        own = mesh.get_group(mesh.ndim - 1)
+        given = self.expt_fsdp_group_ag if is_expert_parallel else self.fsdp_group_ag
+        return given if independent_all_gather and given is not None else own
+
+    def get_outer_fsdp_group(self, is_expert_parallel: bool = False) -> ProcessGroup | None:
+        """Of the outer axis, if there is one."""
+        mesh = self.mesh_of(is_expert_parallel)
+        return mesh.get_group(0) if mesh.ndim == 2 else None
+
+    def get_root_mesh(self, is_expert_parallel: bool = False) -> DeviceMesh | None:
+        """The mesh that was given."""
+        return self.expt_device_mesh if is_expert_parallel else self.device_mesh
+
+    def get_logical_hybrid_fsdp_rank(self, is_expert_parallel: bool = False) -> int:
+        """The number of this rank's shard where both axes shard: shard-major."""
+        mesh = self.mesh_of(is_expert_parallel)
+        place = mesh.get_coordinate()
+        assert place is not None
+        return place[-1] * math.prod(mesh.shape[:-1]) + (place[0] if mesh.ndim == 2 else 0)
+
+
+def get_mcore_tensor_parallel_partition_dim(param: torch.Tensor) -> int | None:
+    """The dim on which Megatron's tensor parallelism has cut a plain parameter, by the marks on it."""
+    mode = getattr(param, "_tensor_parallel_mode", None)
+    if mode in ("column", "row"):
+        return 0 if mode == "column" else 1
+    dim = getattr(param, "partition_dim", None) if getattr(param, "tensor_model_parallel", False) else None
+    return None if dim is None or dim < 0 else int(dim)
+
+
+def is_mcore_tensor_model_parallel(param: torch.Tensor) -> bool:
+    """Whether Megatron's tensor parallelism has cut a plain parameter."""
+    return get_mcore_tensor_parallel_partition_dim(param) is not None
+
+
+def is_submodule(module: nn.Module, parent_module: nn.Module, strict: bool = True) -> bool:
+    """Whether a module is below another; with ``strict`` it is not its own."""
+    return module in set(parent_module.modules()) and not (strict and module is parent_module)
+
+
+def find_megatron_fsdp(model: nn.Module) -> nn.Module | None:
+    """The wrapper at or below ``model``."""
+    from flatshard.megatron.megatron_fsdp import MegatronFSDP
+
+    return next((each for each in model.modules() if isinstance(each, MegatronFSDP)), None)

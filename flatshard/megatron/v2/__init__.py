@@ -1,0 +1,154 @@
+"""The third spelling: that of the first proposal of Megatron-FSDP's second version."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from flatshard import api, policy
+from flatshard.engine.summary import check_buffers, summary
+from flatshard.megatron.mixed_precision import EnginePolicy
+from flatshard.megatron.uneven_dtensor import (
+    gather_and_compute_chunk_metadata,
+    preprocess_state_dict_for_uneven_dtensor,
+    redistribute_uneven_dtensor_to_replicated,
+    split_dtensor,
+    uneven_dtensor_to_full_tensor,
+)
+from flatshard.module import FSDPModule
+from flatshard.optim.clip import grad_norms, weight_norms
+
+__all__ = [
+    "FSDPModule",
+    "FullyShardFP8Policy",
+    "FullyShardMixedPrecisionPolicy",
+    "MixedPrecisionPolicy",
+    "check_all_fsdp_buffers",
+    "compute_per_param_norms",
+    "fully_shard",
+    "gather_and_compute_chunk_metadata",
+    "log_parameter_groups",
+    "log_per_param_norms",
+    "preprocess_state_dict_for_uneven_dtensor",
+    "redistribute_uneven_dtensor_to_replicated",
+    "split_dtensor",
+    "uneven_dtensor_to_full_tensor",
+]
+
+_log = logging.getLogger("flatshard")
+
+
+@dataclass(frozen=True)
+class FullyShardFP8Policy:
+    """Quantised parameters of TransformerEngine, which say themselves how they travel; ``recipe`` is its own."""
+
+    enabled: bool = False
+    recipe: str | None = None
+    keep_transpose_cache: bool = False
+
+    def __post_init__(self) -> None:
+        if self.enabled and importlib.util.find_spec("transformer_engine") is None:
+            raise ValueError("FullyShardFP8Policy(enabled=True) needs TransformerEngine, which is not installed")
+        if self.keep_transpose_cache:
+            raise NotImplementedError("keep_transpose_cache=True is not offered: transposes are made after each gather")
+
+
+@dataclass(frozen=True)
+class FullyShardMixedPrecisionPolicy:
+    """As `flatshard.megatron.MixedPrecisionPolicy`; gradients rest in float32 where ``main_grads_dtype`` is None."""
+
+    main_params_dtype: torch.dtype | None = None
+    main_grads_dtype: torch.dtype | None = None
+    grad_comm_dtype: torch.dtype | None = None
+    fp8_param_gather: bool = False
+    fp8_recipe: str | None = None
+    keep_fp8_transpose_cache: bool = False
+    use_decoupled_grad: bool = False
+    fp8: FullyShardFP8Policy | None = None
+
+    def __post_init__(self) -> None:
+        if self.fp8 is None:
+            made = FullyShardFP8Policy(self.fp8_param_gather, self.fp8_recipe, self.keep_fp8_transpose_cache)
+            object.__setattr__(self, "fp8", made)
+
+    def engine(self) -> EnginePolicy:
+        """The same for the engine."""
+        grads = self.main_grads_dtype or torch.float32
+        return EnginePolicy(main_dtype=self.main_params_dtype, grad_dtype=grads, reduce_dtype=self.grad_comm_dtype)
+
+
+MixedPrecisionPolicy = FullyShardMixedPrecisionPolicy
+
+
+def fully_shard(
+    module: nn.Module,
+    mesh: DeviceMesh | None = None,
+    *,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: FullyShardMixedPrecisionPolicy | None = None,
+    offload_policy: policy.OffloadPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    enable_unshard_prefetch: bool = True,
+    enable_async_reduce_grad: bool = True,
+    gradient_scaling_factor: float | None = None,
+    enable_trace_pool: bool = False,
+    sharding_strategy: Any = "optim_grads_params",
+) -> nn.Module:
+    """`flatshard.fully_shard` under other names.
+
+    ``gradient_scaling_factor`` times the sum over ranks is what gradients are; None: their mean.
+    ``enable_trace_pool``: gathered weights have fixed addresses.
+    """
+    chosen = FullyShardMixedPrecisionPolicy() if mp_policy is None else mp_policy
+    sharded: Any = api.fully_shard(
+        module,
+        mesh=mesh,
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=shard_placement_fn,
+        mp_policy=chosen.engine(),
+        offload_policy=policy.OffloadPolicy() if offload_policy is None else offload_policy,
+        ignored_params=ignored_params,
+        strategy=sharding_strategy,
+        gradient_scale="mean" if gradient_scaling_factor is None else gradient_scaling_factor,
+        schedule=policy.SchedulePolicy(
+            prefetch=enable_unshard_prefetch, async_reduce=enable_async_reduce_grad, planned_pool=enable_trace_pool
+        ),
+    )
+    if chosen.use_decoupled_grad:
+        sharded.set_decoupled_gradients(recurse=False)
+    return module
+
+
+def compute_per_param_norms(module: nn.Module) -> dict[str, dict[str, float]]:
+    """Norms of weights and gradients over all ranks, by name: ``param_norm``, ``grad_norm``. All ranks call it."""
+    weights, gradients = weight_norms(module), grad_norms(module)
+    return {name: {"param_norm": norm, "grad_norm": gradients.get(name, 0.0)} for name, norm in weights.items()}
+
+
+def log_per_param_norms(module: nn.Module) -> None:
+    """Log `compute_per_param_norms`. All ranks call it."""
+    for name, norms in compute_per_param_norms(module).items():
+        _log.info("%s: weight %.6g, gradient %.6g", name, norms["param_norm"], norms["grad_norm"])
+
+
+def log_parameter_groups(module: nn.Module) -> None:
+    """Log the table of units and groups."""
+    _log.info("parameter groups:\n%s", summary(module))
+
+
+def check_all_fsdp_buffers(module: nn.Module) -> bool:
+    """Whether all parameters lie where their layout says, and none overlap; logs what is wrong."""
+    try:
+        check_buffers(module)
+    except AssertionError as error:
+        _log.error("%s", error)
+        return False
+    return True

@@ -1,0 +1,652 @@
+"""The functions and methods of Megatron-FSDP's first version: what each does here, and what is refused."""
+
+import copy
+import gc
+import importlib
+import inspect
+import sys
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import flatshard
+import flatshard.megatron as megatron
+from flatshard.engine.roots import unit_of
+from flatshard.megatron import (
+    DistributedDataParallelConfig,
+    FSDPDistributedIndex,
+    MegatronFSDP,
+    MixedPrecisionPolicy,
+    fully_shard,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
+from flatshard.megatron.distributed_data_parallel_config import schedule_of
+from tests.dist.models import Block, assert_rows, batches, loss_of, make_net
+
+ROWS = 8
+BF16 = torch.bfloat16
+
+
+def tokens_of(rank, world, number=0):
+    return list(batches(number + 1, ROWS))[number].chunk(world)[rank]
+
+
+def sharded(**kwargs):
+    model = kwargs.pop("model", None)
+    model = make_net(depth=2) if model is None else model
+    kwargs.setdefault("fsdp_unit_modules", [Block])
+    return fully_shard_model(model, **kwargs)
+
+
+def adamw(model):
+    return fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4))
+
+
+def output(model, tokens):
+    with torch.no_grad():
+        return model(tokens).float()
+
+
+# Names
+
+# fmt: off
+MODEL_ARGUMENTS = [
+    "module", "device_mesh", "dp_shard_dim", "dp_outer_dim", "tp_dim", "hybrid_fsdp_group",
+    "hybrid_fsdp_expt_group", "expt_device_mesh", "fsdp_group_ag", "expt_fsdp_group_ag", "fsdp_unit_modules",
+    "zero_dp_strategy", "outer_dp_sharding_strategy", "device", "init_model_with_meta_device",
+    "mixed_precision_policy", "overlap_grad_reduce", "overlap_param_gather", "sync_model_each_microbatch",
+    "preproc_state_dict_for_dcp_ckpt", "report_nan_in_param_grad", "average_in_collective", "disable_bucketing",
+    "calculate_per_token_loss", "keep_fp8_transpose_cache", "nccl_ub", "fsdp_double_buffer",
+    "fsdp_db_use_persist_buf_on_alloc_fail", "disable_symmetric_registration", "enable_fine_grained_param_gather",
+    "use_decoupled_grad", "cuda_graph_mode", "maxpool_double_buffer",
+]
+# fmt: on
+
+
+def test_arguments_are_those_of_megatron_fsdp_and_come_in_its_order():
+    ours = list(inspect.signature(fully_shard_model).parameters)
+    assert ours == [*MODEL_ARGUMENTS, "layout"]
+    assert list(inspect.signature(fully_shard).parameters) == ["module", "optimizer", *MODEL_ARGUMENTS[1:], "layout"]
+    fields = ["main_params_dtype", "main_grads_dtype", "grad_comm_dtype"]
+    assert list(inspect.signature(MixedPrecisionPolicy).parameters)[:3] == fields
+
+
+def test_older_spellings_of_precision():
+    assert MixedPrecisionPolicy(preserve_fp32_weights=False).main_params_dtype is None
+    policy = MixedPrecisionPolicy(grad_reduce_in_fp32=True)
+    assert policy == MixedPrecisionPolicy(main_grads_dtype=torch.float32, grad_comm_dtype=torch.float32)
+    with pytest.raises(TypeError, match="main_dtype"):
+        MixedPrecisionPolicy(main_params_dtype=torch.int32)
+
+
+def test_install_and_uninstall(caplog):
+    with pytest.raises(ImportError):
+        importlib.import_module("megatron_fsdp")
+    before = set(sys.modules)
+    with caplog.at_level("INFO", logger="flatshard"):
+        megatron.install()
+        megatron.install()
+    try:
+        assert len(caplog.records) == 1
+        for name in ("megatron_fsdp", "megatron.core.distributed.fsdp.src.megatron_fsdp"):
+            module = importlib.import_module(name)
+            assert module.fully_shard_model is fully_shard_model
+            for below in ("uneven_dtensor", "param_and_grad_buffer", "mixed_precision", "utils", "experimental", "v2"):
+                assert importlib.import_module(f"{name}.{below}") is importlib.import_module(
+                    f"flatshard.megatron.{below}"
+                )
+            deep = importlib.import_module(f"{name}.experimental.dbuffer")
+            assert deep is importlib.import_module("flatshard.megatron.experimental.dbuffer")
+        adapter = importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter")
+        assert adapter.FullyShardedDataParallel is megatron.FullyShardedDataParallel
+    finally:
+        megatron.uninstall()
+    assert not [name for name in set(sys.modules) - before if name.startswith("megatron")]
+    with pytest.raises(ImportError):
+        importlib.import_module("megatron_fsdp")
+
+
+def test_install_stands_in_for_what_was_imported(monkeypatch):
+    for name in ("megatron_fsdp", "megatron_fsdp.utils"):
+        monkeypatch.setitem(sys.modules, name, type(sys)(name))
+    real = sys.modules["megatron_fsdp"]
+    megatron.install()
+    assert sys.modules["megatron_fsdp"] is megatron
+    megatron.uninstall()
+    assert sys.modules["megatron_fsdp"] is real
+
+
+# A quick start, as in the README of megatron-fsdp
+
+
+def _quick_start(rank, world, folder):
+    torch.manual_seed(0)
+    model = nn.Transformer(16, 2, 1, 1, 32, dropout=0.0, batch_first=True)
+    fsdp_model = fully_shard_model(
+        module=model, fsdp_unit_modules=[nn.TransformerEncoder, "torch.nn.TransformerDecoder"]
+    )
+    assert isinstance(fsdp_model, MegatronFSDP)
+    assert fsdp_model.module is model
+    optimizer = fully_shard_optimizer(optimizer=torch.optim.AdamW(params=fsdp_model.parameters(), lr=0.01))
+    inp, tgt = torch.randn(1, 4, 16), torch.randn(1, 4, 16)
+    losses = []
+    for _ in range(3):
+        loss = nn.functional.mse_loss(fsdp_model(inp, inp), tgt)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[2] < losses[0]
+    state = {"model": fsdp_model.state_dict(), "optimizer": optimizer.state_dict()}
+    assert all(name.startswith("module.") for name in state["model"])
+    dcp.save(state, checkpoint_id=folder)
+    wanted = {name: value.to_local().clone() for name, value in state["model"].items()}
+    fresh = fully_shard_model(
+        nn.Transformer(16, 2, 1, 1, 32, dropout=0.0, batch_first=True), fsdp_unit_modules=[nn.TransformerEncoder]
+    )
+    other = fully_shard_optimizer(torch.optim.AdamW(fresh.parameters(), lr=0.01))
+    ckpt = {"model": fresh.state_dict(), "optimizer": other.state_dict()}
+    dcp.load(state_dict=ckpt, checkpoint_id=folder)
+    fresh.load_state_dict(ckpt["model"], strict=False)
+    other.load_state_dict(ckpt["optimizer"])
+    assert all(torch.equal(value.to_local(), wanted[name]) for name, value in fresh.state_dict().items())
+    for each, opt in ((fsdp_model, optimizer), (fresh, other)):
+        nn.functional.mse_loss(each(inp, inp), tgt).backward()
+        opt.step()
+    for one, two in zip(fsdp_model.parameters(), fresh.parameters()):
+        assert torch.equal(one.to_local(), two.to_local())
+
+
+def test_the_quick_start(ranks, tmp_path):
+    ranks(2, _quick_start, tmp_path / "ckpt")
+
+
+# The optimizer
+
+
+def _optimizer(rank, world):
+    tokens = tokens_of(rank, world)
+    model = sharded(mixed_precision_policy=MixedPrecisionPolicy(), zero_dp_strategy=2)
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    assert not optimizer.state  # and no step was taken to make it
+    before = output(model, tokens)
+    loss_of(model, tokens).backward()
+    optimizer.step(install_optimized_model_weights=False)
+    scheduler.step()
+    assert torch.equal(output(model, tokens), before)
+    model.install_optimized_model_weights()
+    assert not torch.equal(output(model, tokens), before)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(5e-3)
+    # gradients that are kept
+    grads = [parameter.grad for parameter in model.parameters()]
+    optimizer.zero_grad(set_to_none=False)
+    assert all(p.grad is g and not g.to_local().any() for p, g in zip(model.parameters(), grads))
+    optimizer.zero_grad(zero_grad_buffer=False)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with pytest.raises(ValueError, match="fully_shard_model"):
+        fully_shard_optimizer(torch.optim.SGD(nn.Linear(2, 2).parameters()))
+
+
+def test_the_step_and_zero_grad_of_an_optimizer(ranks):
+    ranks(2, _optimizer)
+
+
+def _repointed(rank, world):
+    """One call for both: parameter groups and state are kept."""
+    models, optimizers = [make_net(depth=1), make_net(depth=1)], []
+    for model in models:
+        decayed, others = [[p for p in model.parameters() if (p.dim() > 1) == flag] for flag in (True, False)]
+        optimizers.append(
+            torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=1e-2, eps=1e-3)
+        )
+        loss_of(model, next(batches(1, ROWS))).backward()
+        optimizers[-1].step()
+        optimizers[-1].zero_grad()
+    wrapped, optimizer = fully_shard(models[0], optimizers[0], fsdp_unit_modules=[Block])
+    assert optimizer is optimizers[0]
+    assert [len(group["params"]) for group in optimizer.param_groups] == [
+        len(g["params"]) for g in optimizers[1].param_groups
+    ]
+    loss_of(wrapped, tokens_of(rank, world)).backward()
+    loss_of(models[1], next(batches(1, ROWS))).backward()
+    for each in optimizers:
+        each.step()
+    for (name, mine), plain in zip(wrapped.module.named_parameters(), models[1].parameters()):
+        assert_rows(mine.detach(), plain.data, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_fully_shard_keeps_parameter_groups_and_state(ranks):
+    ranks(2, _repointed)
+
+
+def _first_update(rank, world):
+    """The first real update is AdamW's: state is not made by a step."""
+    reference = make_net(depth=1)
+    theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-4)
+    model = sharded(model=make_net(depth=1))
+    optimizer = adamw(model)
+    optimizer.state_dict()  # which has tensors to load into
+    assert optimizer.state_dict()["state"][0]["step"] == 0
+    loss_of(reference, next(batches(1, ROWS))).backward()
+    loss_of(model, tokens_of(rank, world)).backward()
+    theirs.step()
+    optimizer.step()
+    for mine, plain in zip(model.parameters(), reference.parameters()):
+        assert_rows(mine.detach(), plain.data, rtol=1e-4, atol=1e-6)
+
+
+def test_the_first_update_is_whole(ranks):
+    ranks(2, _first_update)
+
+
+def _decoupled(rank, world):
+    model = sharded(use_decoupled_grad=True, mixed_precision_policy=MixedPrecisionPolicy(main_grads_dtype=BF16))
+
+    class Descent(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for parameter in self.param_groups[0]["params"]:
+                assert parameter.grad is None
+                parameter.sub_(parameter.decoupled_grad.float(), alpha=0.1)
+
+    optimizer = fully_shard_optimizer(Descent(model.parameters()))
+    losses = []
+    for _ in range(3):
+        loss = loss_of(model, tokens_of(rank, world))
+        loss.backward()
+        losses.append(loss.item())
+        assert model.module.head.weight.decoupled_grad.dtype == BF16
+        optimizer.step()
+        optimizer.zero_grad()
+        assert model.module.head.weight.decoupled_grad is None
+    assert losses[2] < losses[0]
+
+
+def test_decoupled_gradients(ranks):
+    ranks(2, _decoupled)
+
+
+def _graph_mode(rank, world):
+    model = sharded(cuda_graph_mode=True)
+    optimizer = adamw(model)
+    seen = []
+    for number in range(3):
+        loss_of(model, tokens_of(rank, world, number)).backward()
+        seen.append([(id(p.grad), p.grad.to_local().data_ptr()) for p in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_cuda_graph_mode_keeps_gradients_where_they_are(ranks):
+    ranks(2, _graph_mode)
+
+
+# Gradients
+
+
+def _by_tokens(rank, world):
+    """A loss per token is a sum, and the caller divides once."""
+    model, reference = sharded(calculate_per_token_loss=True), make_net(depth=2)
+    (loss_of(model, tokens_of(rank, world)) * ROWS / world).backward()
+    model.scale_gradients(1 / ROWS)
+    loss_of(reference, next(batches(1, ROWS))).backward()
+    for mine, plain in zip(model.parameters(), reference.parameters()):
+        assert_rows(mine.grad, plain.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_loss_per_token_is_summed(ranks):
+    ranks(2, _by_tokens)
+
+
+def _not_a_number(rank, world):
+    model = sharded(report_nan_in_param_grad=True, sync_model_each_microbatch=False)
+    optimizer = adamw(model)
+    loss_of(model, tokens_of(rank, world)).backward()
+    optimizer.step()
+    loss_of(model, tokens_of(rank, world)).backward()
+    if rank == 1:
+        model.module.blocks[1].up.weight.grad.to_local()[0] = float("nan")
+    with pytest.raises(RuntimeError, match=r"blocks\.1\.up\.weight.*rank 1"):
+        optimizer.step()
+
+
+def test_gradients_that_are_not_finite_are_named(ranks):
+    ranks(2, _not_a_number)
+
+
+def _microbatches(rank, world):
+    """HSDP: the outer axis is reduced once, when gradients are finished."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("outer", "dp"))
+    model = sharded(device_mesh=mesh, dp_shard_dim="dp", dp_outer_dim="outer", sync_model_each_microbatch=False)
+    reference = make_net(depth=2)
+    for number in range(3):
+        with model.no_sync():
+            assert not model.is_last_microbatch
+            loss_of(model, tokens_of(rank, world, number)).backward()
+        assert model.is_last_microbatch
+        loss_of(reference, list(batches(3, ROWS))[number]).backward()
+    assert model.microbatch_count == 3
+    lane = unit_of(model.module).scope.reduce_lane
+    before = [op.kind for op in lane.history].count("all_reduce")
+    model.start_grad_sync()
+    model.finish_grad_sync()
+    assert [op.kind for op in lane.history].count("all_reduce") > before
+    assert model.microbatch_count == 0
+    for mine, plain in zip(model.parameters(), reference.parameters()):
+        assert_rows(mine.grad, plain.grad, rtol=1e-4, atol=1e-6)
+    model.set_model_auto_sync(True)
+    model.zero_grad_buffer()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with model.no_sync():  # of no effect now
+        loss_of(model, tokens_of(rank, world)).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_gradients_are_finished_by_hand(ranks):
+    ranks(4, _microbatches)
+
+
+# Weights
+
+
+def _weights(rank, world):
+    model = sharded()
+    block = model.module.blocks[0]
+    model.all_gather_and_wait_parameters_ready(block.parameters())
+    assert not isinstance(block.up.weight, DTensor)
+    assert isinstance(model.module.head.weight, DTensor)
+    model._replace_param_with_distributed_if_needed()
+    assert isinstance(block.up.weight, DTensor)
+    assert block.up.weight._megatron_fsdp_model.module is model.module
+    assert {name for name, _ in model.param_and_grad_buffer.optimizer_named_parameters} == set(
+        dict(model.module.named_parameters())
+    )
+    tokens = tokens_of(rank, world)
+    with model.mixed_precision_context(MixedPrecisionPolicy(grad_comm_dtype=BF16)):
+        loss_of(model, tokens).backward()
+    coarse = [parameter.grad.to_local().clone() for parameter in model.parameters()]
+    model.zero_grad_buffer()
+    loss_of(model, tokens).backward()
+    assert any(not torch.equal(p.grad.to_local(), c) for p, c in zip(model.parameters(), coarse))
+    assert model.get_distributed_index().get_dp_group().size() == world
+
+
+def test_weights_are_gathered_and_precision_changed_by_hand(ranks):
+    ranks(2, _weights)
+
+
+def _replicas(rank, world):
+    torch.manual_seed(rank)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    first = copy.deepcopy(net)
+    for parameter in first.parameters():
+        dist.broadcast(parameter.data, 0)
+    model = fully_shard_model(net, zero_dp_strategy="no_shard")
+    model.broadcast_params()
+    for mine, plain in zip(model.parameters(), first.parameters()):
+        assert torch.equal(mine.to_local(), plain.data)
+    x = torch.ones(1, 3)
+    assert torch.equal(output(model, x), first(x).detach())
+
+
+def test_broadcast_params_makes_replicas_agree(ranks):
+    ranks(2, _replicas)
+
+
+def _units(rank, world):
+    def names(model):
+        return {name for name, module in model.module.named_modules() if unit_of(module) is not None}
+
+    assert names(sharded()) == {"", "blocks.0", "blocks.1"}
+    fine = names(sharded(enable_fine_grained_param_gather=True))
+    assert fine == {"", *(f"blocks.{n}{part}" for n in (0, 1) for part in ("", ".norm", ".up", ".down"))}
+    model = sharded(enable_fine_grained_param_gather=True)
+    reference = make_net(depth=2)
+    loss_of(model, tokens_of(rank, world)).backward()
+    loss_of(reference, next(batches(1, ROWS))).backward()
+    for mine, plain in zip(model.parameters(), reference.parameters()):
+        assert_rows(mine.grad, plain.grad, rtol=1e-4, atol=1e-6)
+    replicated = sharded(fsdp_unit_modules=None)  # as by DistributedDataParallel
+    assert all(parameter.to_local().shape == parameter.shape for parameter in replicated.parameters())
+    assert names(sharded(fsdp_unit_modules=None, zero_dp_strategy=1, disable_bucketing=True)) == {""}
+    assert len(names(sharded(fsdp_unit_modules=None, zero_dp_strategy=1))) > 2
+
+
+def test_how_parameters_are_grouped_into_units(ranks):
+    ranks(2, _units)
+
+
+def _gather_group(rank, world):
+    group = dist.new_group(list(range(world)))
+    model = sharded(
+        fsdp_group_ag=group, device_mesh=init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)), dp_shard_dim="dp"
+    )
+    loss_of(model, tokens_of(rank, world)).backward()
+    scope, index = unit_of(model.module).scope, model.get_distributed_index()
+    assert scope.gather_lane.group(index.dp_mesh, 0) is group
+    assert scope.reduce_lane.group(index.dp_mesh, 0) is not group
+    assert index.get_fsdp_group(independent_all_gather=True) is group
+    other = dist.new_group(list(range(world - 1)))
+    wrong = sharded(fsdp_group_ag=other, device_mesh=index.device_mesh, dp_shard_dim="dp") if rank < world - 1 else None
+    if wrong is not None:
+        with pytest.raises(ValueError, match="ranks"):
+            wrong(tokens_of(rank, world))
+
+
+def test_gathers_use_the_group_that_is_given_for_them(ranks):
+    ranks(2, _gather_group)
+
+
+# What is not there
+
+
+def _refusals(rank, world):
+    def refused(kind, match, **kwargs):
+        model = make_net(depth=1)
+        with pytest.raises(kind, match=match):
+            fully_shard_model(model, fsdp_unit_modules=[Block], **kwargs)
+        assert type(model).__name__ == "Net"
+        assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+    refused(NotImplementedError, "transposes", keep_fp8_transpose_cache=True)
+    refused(ValueError, "nccl_ub.*cpu", nccl_ub=True)
+    refused(ValueError, "zero_dp_strategy", zero_dp_strategy="zero3")
+    refused(ValueError, "outer_dp_sharding_strategy", outer_dp_sharding_strategy="optim")
+    refused(ValueError, "device_mesh", dp_outer_dim="outer")
+    refused(ValueError, "mesh is on cpu", device="meta")
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("dp", "tp"))
+    refused(ValueError, "dp_shard_dim", device_mesh=mesh)
+    refused(ValueError, "no axis 'other'", device_mesh=mesh, dp_shard_dim="other")
+    hybrid = {"device_mesh": init_device_mesh("cpu", (world, 1), mesh_dim_names=("outer", "dp")), "dp_shard_dim": "dp"}
+    refused(
+        ValueError,
+        "optim_grads_params",
+        **hybrid,
+        dp_outer_dim="outer",
+        zero_dp_strategy=2,
+        outer_dp_sharding_strategy=1,
+    )
+    index = FSDPDistributedIndex(mesh, "dp", tp_dim="tp")
+    for name in ("check_for_large_grads", "reduce_scatter_with_fp32_accumulation", "delay_wgrad_compute"):
+        with pytest.raises(NotImplementedError, match=name):
+            MegatronFSDP(make_net(depth=1), index, DistributedDataParallelConfig(**{name: True}))
+    with pytest.raises(ValueError, match="TransformerEngine"):
+        MegatronFSDP(make_net(depth=1), index, DistributedDataParallelConfig(fp8_param_gather=True))
+    with pytest.raises(NotImplementedError, match="fine_grained_recurse"):
+        MegatronFSDP(make_net(depth=1), index, fine_grained_recurse_module_types=(Block,))
+    with pytest.raises(ValueError, match="fsdp_double_buffer: ask for it in ddp_config"):
+        MegatronFSDP(make_net(depth=1), index, DistributedDataParallelConfig(), fsdp_double_buffer=True)
+    experts = make_net(depth=1)
+    experts.head.weight.allreduce = False
+    with pytest.raises(ValueError, match="expt_device_mesh"):
+        MegatronFSDP(experts, index)
+
+
+def test_what_is_not_there_is_refused_with_the_reason(ranks):
+    ranks(2, _refusals)
+
+
+def _schedule(rank, world):
+    model = sharded(overlap_grad_reduce=False, overlap_param_gather=False, maxpool_double_buffer=True)
+    loss_of(model, tokens_of(rank, world)).backward()
+    policy = unit_of(model.module).scope.policy
+    assert (policy.prefetch, policy.async_reduce, policy.planned_pool) == (False, False, True)
+    assert model.ddp_config.fsdp_double_buffer
+
+
+def test_overlap_and_double_buffers_are_the_schedule(ranks):
+    ranks(2, _schedule)
+
+
+# What stays whole
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6))
+        self.encoder.requires_grad_(False)
+        self.block = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.gain = nn.Parameter(torch.ones(6))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.gain)
+
+    def forward(self, x):
+        return self.block(self.encoder(x) * self.gain)
+
+
+def _whole(rank, world):
+    found = {}
+    for marked in (False, True):
+        with torch.device("meta"):
+            towers = Towers()
+        if marked:
+            megatron.fsdp_no_shard(towers.encoder)
+            megatron.fsdp_no_shard(towers.gain)
+        model = fully_shard_model(towers, fsdp_unit_modules=[nn.Sequential], init_model_with_meta_device=True)
+        flags = {name: hasattr(p, "_fsdp_no_shard") for name, p in towers.named_parameters()}
+        assert flags == {name: marked and not name.startswith("block") for name in flags}  # survives materialising
+        if marked:
+            assert not any(isinstance(parameter, DTensor) for parameter in towers.encoder.parameters())
+            assert not towers.encoder._forward_pre_hooks
+            assert "no_shard" in str(flatshard.summary(towers))
+        else:
+            assert all(isinstance(parameter, DTensor) for parameter in towers.parameters())
+        optimizer = fully_shard_optimizer(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+        for _ in range(2):
+            model(torch.arange(12.0).view(2, 6)[rank : rank + 1]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        gathers = [op for op in unit_of(towers).scope.gather_lane.history if op.kind == "all_gather"]
+        found[marked] = sum(op.numbytes for op in gathers)
+        values = {name: p.full_tensor() if isinstance(p, DTensor) else p.data for name, p in towers.named_parameters()}
+        found[marked, "values"] = values
+    assert found[True] < found[False]
+    for name, value in found[True, "values"].items():
+        torch.testing.assert_close(value, found[False, "values"][name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_what_is_marked_stays_whole_and_is_not_gathered(ranks):
+    ranks(2, _whole)
+
+
+# Quantised parameters, by the protocol that those of TransformerEngine follow
+
+
+def _quantised(rank, world):
+    from tests.fsdp2.test_extensions import Coded, encode
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 4, bias=False))
+    coded = copy.deepcopy(plain)
+    coded[0].weight = nn.Parameter(Coded(plain[0].weight.data.clone()))
+    model = fully_shard_model(coded, fsdp_unit_modules=[nn.Linear])
+    codes, scales = encode(plain[0].weight.data)
+    plain[0].weight.data.copy_(codes * scales)
+    x = torch.ones(1, 6)
+    torch.testing.assert_close(model(x), plain(x))
+    dtypes = {tensor.dtype for tensor in unit_of(coded[0]).groups[0].source.wire}
+    assert dtypes == {torch.int8, torch.float32}  # codes and scales
+    model(x).sum().backward()
+    assert coded[0].weight.grad is not None
+
+
+def test_quantised_parameters_travel_as_they_say(ranks):
+    ranks(2, _quantised)
+
+
+# The rest of the configuration
+
+
+def _configured(rank, world):
+    """With several optimizer instances, the groups of Megatron-Core's collection are two axes."""
+    groups = SimpleNamespace()
+    for name, lists in {
+        "dp_cp": [[0, 1, 2, 3]],
+        "intra_dp_cp": [[0, 1], [2, 3]],
+        "inter_dist_opt": [[0, 2], [1, 3]],
+    }.items():
+        made = [dist.new_group(members) for members in lists]
+        setattr(groups, name, next(group for group, members in zip(made, lists) if rank in members))
+    reference = make_net(depth=2)
+    loss_of(reference, next(batches(1, ROWS))).backward()
+    for outer, averages in (("no_shard", False), ("optim", True)):
+        config = DistributedDataParallelConfig(
+            data_parallel_sharding_strategy="optim_grads_params",
+            outer_dp_sharding_strategy=outer,
+            num_distributed_optimizer_instances=2,
+            average_in_collective=averages,
+            bucket_size=1000,
+        )
+        model = megatron.FullyShardedDataParallel(SimpleNamespace(), config, make_net(depth=2), pg_collection=groups)
+        index = model.megatron_fsdp_dist_index
+        assert index.dp_mesh.mesh.tolist() == [[0, 1], [2, 3]]
+        assert index.get_dp_group() is groups.dp_cp
+        assert index.get_outer_fsdp_group().size() == 2
+        assert index.get_logical_hybrid_fsdp_rank() == [0, 2, 1, 3][rank]
+        loss_of(model, tokens_of(rank, world)).backward()
+        for mine, plain in zip(model.parameters(), reference.parameters()):
+            assert_rows(mine.grad, plain.grad, rtol=1e-4, atol=1e-6)
+        with pytest.raises(ValueError, match="NCCL"):
+            model.param_and_grad_buffer.manual_buffer_registration()
+
+
+def test_optimizer_instances_are_an_outer_axis(ranks):
+    ranks(4, _configured)
+
+
+def test_fields_of_buckets_are_named_in_a_warning(caplog):
+    config = DistributedDataParallelConfig(bucket_size=1000, align_param_gather=True, nccl_ub=True)
+    schedule = schedule_of(config)
+    assert "bucket_size, align_param_gather: of no effect" in caplog.text
+    assert schedule.planned_pool  # which registered memory needs
+
+
+def _deleted(rank, world):
+    model = sharded()
+    optimizer = adamw(model)
+    loss_of(model, tokens_of(rank, world)).backward()
+    optimizer.step()
+    gone = weakref.ref(model.module.head.weight)
+    gc.disable()
+    del model, optimizer
+    assert gone() is None
+    gc.enable()
+
+
+def test_deleting_a_model_frees_it(ranks):
+    ranks(2, _deleted)
