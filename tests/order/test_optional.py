@@ -23,7 +23,7 @@ from tests.order.test_random_use import Log, same_launches
 
 pytestmark = [pytest.mark.xdist_group("interpreters")]
 BATCH, ROWS, STEPS = 25, 3, 3
-RECOMPUTE = (None, None, "each", "segments", "reentrant")
+RECOMPUTE = (None, None, "each", "reentrant")
 
 
 class Item(nn.Module):
@@ -50,8 +50,6 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         steps = [nn.Sequential(*[item] * times) for item, times in zip(self.items, self.times)]
-        if self.recompute == "segments":
-            steps = [nn.Sequential(*steps[first : first + 2]) for first in range(0, len(steps), 2)]
         for step in steps:
             x = step(x) if self.recompute is None else checkpoint(step, x, use_reentrant=self.recompute == "reentrant")
         return self.head(x)
