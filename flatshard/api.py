@@ -40,8 +40,8 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | Literal["auto"] | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
-    offload_policy: OffloadPolicy = OffloadPolicy(),
+    mp_policy: MixedPrecisionPolicy | None = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     strategy: Strategy | int | Placements | None = None,
@@ -91,6 +91,8 @@ def fully_shard(
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_modules(modules)
     mp_policy, offload_policy, dp_mesh_dims = map(own_policy, (mp_policy, offload_policy, dp_mesh_dims))
+    mp_policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy  # callers pass None for no choice
+    offload_policy = OffloadPolicy() if offload_policy is None else offload_policy
     if layout not in get_args(LayoutName):
         raise ValueError(f"layout={layout!r}: must be one of {', '.join(get_args(LayoutName))}")
     if shard_placement_fn is not None and not callable(shard_placement_fn):

@@ -23,7 +23,7 @@ from flatshard.engine.build import units_below
 from flatshard.engine.roots import scope_of, unit_of
 from flatshard.engine.scope import Scope
 from flatshard.engine.unit import Unit
-from flatshard.engine.unit_changes import absorb_moved, applying, check_change
+from flatshard.engine.unit_changes import applying, check_change
 from flatshard.engine.weights import Group
 
 
@@ -67,13 +67,7 @@ class FSDPModule(TorchFSDPModule):
         With ``async_op`` the handle's ``wait`` shows them; a forward of the unit waits by itself.
         """
         unit, scope = _unit_and_scope(self)
-        absorb_moved(unit)
-        scope.refresh_order()
-        for group in unit.groups:
-            if unit.settings.is_first and not group.is_full:
-                group.mark_stale()
-        scope.gather(unit)
-        unit.keep()
+        scope.gather_apart(unit)
         handle = UnshardHandle(unit)
         if async_op:
             return handle

@@ -21,6 +21,7 @@ from flatshard.engine.gradients import GradientScale
 from flatshard.engine.homes import OWNER, owner_of, register
 from flatshard.engine.host import Home
 from flatshard.engine.parameters import Member, Plain, Site, make_members
+from flatshard.engine.parts import Parts
 from flatshard.engine.roots import own, unit_of
 from flatshard.engine.unit import Unit
 from flatshard.engine.weights import Group
@@ -197,11 +198,13 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
         groups.append(_build_group(members, [dims[p] for _, p, _ in members], mesh, choices, placements, owner))
     for _, module in owned_modules(modules):
         _move_buffers(module, choices.device)
+        _torch.mark_managed(module)
     reshard, park = choices.reshard_after_forward, None
     if isinstance(reshard, int) and not isinstance(reshard, bool):
         reshard, park = True, _park_mesh(choices.mesh, reshard)
     # A unit of nothing but frozen weights that rest whole has nothing to do, unless it is the root of other units.
-    hooked = bool(groups or borrowed) or not plain or any(units_below(module) for module in modules)
+    nests = any(units_below(module) for module in modules)
+    hooked = bool(groups or borrowed) or not plain or nests
     unit = Unit(modules, groups, choices.mesh, choices.device, choices.precision, reshard, choices.schedule, hooked)
     for group, member, site in borrowed:
         unit.borrow(group, member, site)
@@ -215,6 +218,10 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
         group.gradients.scale = choices.gradient_scale
     if choices.optional:
         unit.be_optional()
+    if nests and len(modules) == 1:
+        holders = {id(site.module()) for group in unit.needs for member in group.members for site in member.sites}
+        owned = [module for _, module in owned_modules(modules) if module not in modules]
+        Parts(unit, [module for module in owned if any(id(each) in holders for each in module.modules())])
     for module in modules:
         own(module, unit)
         _torch.mark_sharded(module)

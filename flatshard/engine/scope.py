@@ -115,6 +115,11 @@ class Scope:
         # The gathers of this pass read main after all that has been enqueued so far, the optimizer's writes included.
         self.refresh_order()
         self.program.begin(Pass.FORWARD if grads else Pass.FORWARD_NO_GRAD, entry.index)
+        for unit in self.units:
+            if unit.holders and not unit.shows_full:
+                self.gather(unit)
+                unit.swap_in()
+                unit.keep()
 
     def rest_gradients(self) -> None:
         """Give back the storage of gradients that `zero_grad` has hidden."""
@@ -266,6 +271,16 @@ class Scope:
         else:
             self._launch_gather(unit)
 
+    def gather_apart(self, unit: Unit) -> None:
+        """Start gathering a unit, to stay beyond any pass: the next forward uses it as it is, if it still can."""
+        absorb_moved(unit)
+        self.refresh_order()
+        for group in unit.groups:
+            if unit.settings.is_first and not group.is_full:
+                group.mark_stale()
+        self.gather(unit)
+        unit.keep()
+
     def _comes_later(self, index: int) -> bool:
         unit = self._units[index]()
         return unit is not None and unit.is_ahead
@@ -289,7 +304,7 @@ class Scope:
             return  # it stays, and others do as if it had not been there
         earlier, self._retained = self._retained, unit.index
         other = None if earlier is None or earlier == unit.index else self._units[earlier]()
-        if other is not None and not other.in_backward:
+        if other is not None and not other.in_backward and not other.holders:
             other.release()
 
     def _gather_next(self, unit: Unit, most: int) -> None:
