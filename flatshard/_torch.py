@@ -7,7 +7,6 @@ import inspect
 import math
 import sys
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -806,15 +805,7 @@ def mark_managed(module: nn.Module) -> None:
     managed._is_fsdp_managed_module = managed._fsdp_use_orig_params = True
 
 
-class PipelineState:
-    """What torch's pipelining asks a stage for after the last micro-batch: to reduce what has been accumulated."""
-
-    def __init__(self, reduce: Callable[[], None]) -> None:
-        self._state_ctx = types.SimpleNamespace(all_states=())  # whose groups would be told one by one
-        self._root_post_backward_final_callback = reduce
-
-
-def let_pipelines_find(state: PipelineState, module: nn.Module) -> None:
+def let_torch_find(state: Any, module: nn.Module) -> None:
     """Make ``state`` what torch's own `fully_shard.state(module)` returns."""
     states: dict[Any, Any] = module.__dict__.setdefault(STATE_KEY, {})
     states[inspect.unwrap(fully_shard)] = state
@@ -823,6 +814,22 @@ def let_pipelines_find(state: PipelineState, module: nn.Module) -> None:
 def is_replicated(module: nn.Module) -> bool:
     """Whether torch's `replicate` was called on a module."""
     return "replicate" in module.__dict__.get(REGISTRY_KEY, {})
+
+
+# Where torch exports the names of its FSDP2, and by which modules it implements it.
+
+FSDP_HOMES = (
+    "torch.distributed.fsdp",
+    "torch.distributed.fsdp._fully_shard",
+    "torch.distributed.fsdp._fully_shard._fully_shard",
+    "torch.distributed._composable.fsdp",
+    "torch.distributed._composable.fsdp.fully_shard",
+)
+FSDP_INTERNALS = ("torch.distributed.fsdp.", "torch.distributed._composable.")
+FSDP_BODY = "torch.distributed.fsdp._fully_shard._fully_shard"  # its own functions look up its classes there
+FSDP_NAMES: dict[str, Any] = {
+    name: getattr(torch.distributed.fsdp._fully_shard, name) for name in torch.distributed.fsdp._fully_shard.__all__
+}
 
 
 # Implementations of FSDP's communication protocols that torch ships.

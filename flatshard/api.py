@@ -19,7 +19,7 @@ from flatshard.engine.homes import OWNER
 from flatshard.engine.roots import unit_of
 from flatshard.engine.unit import Unit
 from flatshard.layout.planner import LayoutName
-from flatshard.module import serve_pipelines, unit_class
+from flatshard.module import unit_class
 from flatshard.policy import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
@@ -30,6 +30,7 @@ from flatshard.policy import (
     own_policy,
     placements_for,
 )
+from flatshard.state import show_state, state_of
 
 M = TypeVar("M", nn.Module, list[nn.Module])
 
@@ -135,7 +136,7 @@ def fully_shard(
     build_unit(modules, choices)
     for each in modules:
         each.__class__ = unit_class(type(each))
-        serve_pipelines(each)
+        show_state(each)
     return module
 
 
@@ -263,4 +264,4 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-fully_shard.state = unit_of  # type: ignore[attr-defined]  # as of PyTorch's function: what it made of a module
+fully_shard.state = state_of  # type: ignore[attr-defined]  # as of PyTorch's function: what it made of a module

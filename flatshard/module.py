@@ -25,6 +25,8 @@ from flatshard.engine.scope import Scope
 from flatshard.engine.unit import Unit
 from flatshard.engine.unit_changes import applying, check_change
 from flatshard.engine.weights import Group
+from flatshard.gathered import held
+from flatshard.state import FSDPState, state_of
 
 
 class FSDPModule(TorchFSDPModule):
@@ -274,6 +276,13 @@ class FSDPModule(TorchFSDPModule):
             if unit.scope is not None:
                 unit.scope.resolve()
 
+    def _get_fsdp_state(self) -> FSDPState:  # type: ignore[override]  # not PyTorch's, and so not all of it
+        assert isinstance(self, nn.Module)
+        _unit(self)
+        found = state_of(self)
+        assert found is not None
+        return found
+
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Every gather is asynchronous here."""
 
@@ -394,22 +403,13 @@ def _checked_comm(method: str, comm: Any) -> Any:
     return comm
 
 
-def serve_pipelines(module: nn.Module) -> None:
-    """Let torch's pipelining reduce what the micro-batches of a stage have accumulated."""
-    me = weakref.ref(module)
-
-    def reduce() -> None:
-        stage: Any = me()
-        _unit_and_scope(stage)[1].reduce_accumulated()
-
-    _torch.let_pipelines_find(_torch.PipelineState(reduce), module)
-
-
+_HELD = ("generate",)  # methods that run forwards of their module, token by token
 _CLASSES: dict[type, type] = {}
 
 
 def unit_class(cls: type) -> type:
     """The class of a unit made of a module of class ``cls``."""
     if cls not in _CLASSES:
-        _CLASSES.setdefault(cls, type(f"FSDP{cls.__name__}", (FSDPModule, cls), {}))
+        methods = {name: held(getattr(cls, name)) for name in _HELD if callable(getattr(cls, name, None))}
+        _CLASSES.setdefault(cls, type(f"FSDP{cls.__name__}", (FSDPModule, cls), methods))
     return _CLASSES[cls]

@@ -12,8 +12,8 @@ from flatshard.layout import Block, Flat, Partial, Placement, Replicate, Whole, 
 
 
 @dataclass(frozen=True)
-class MixedPrecisionPolicy:
-    """The dtypes of a unit. ``None`` keeps what is there.
+class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
+    """The dtypes of a unit. ``None`` keeps what is there. It is one of PyTorch's, too, for those who ask.
 
     ``param_dtype``: what the forward multiplies with, and what travels in a gather (compute).
     ``reduce_dtype``: what travels in a reduce; default: ``param_dtype``.
