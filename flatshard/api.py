@@ -18,6 +18,7 @@ from flatshard.engine.gradients import GradientScale
 from flatshard.engine.homes import OWNER
 from flatshard.engine.roots import unit_of
 from flatshard.engine.unit import Unit
+from flatshard.hf import methods_for
 from flatshard.layout.planner import LayoutName
 from flatshard.module import unit_class
 from flatshard.policy import (
@@ -135,7 +136,7 @@ def fully_shard(
     )
     build_unit(modules, choices)
     for each in modules:
-        each.__class__ = unit_class(type(each))
+        each.__class__ = unit_class(type(each), methods_for)
         show_state(each)
     return module
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -78,17 +76,3 @@ def _units(module: nn.Module, recurse: bool) -> list[Unit]:
         if unit.scope is None:
             scope_of(unit, unit.modules[0])
     return found
-
-
-def held(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of a unit's class that keeps the unit's own parameters gathered while it runs.
-
-    For methods such as `generate`, which run forwards of the unit and use encoders, heads and parameters in between.
-    """
-
-    @functools.wraps(method)
-    def holding(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with gathered(self, recurse=False):
-            return method(self, *args, **kwargs)
-
-    return holding

@@ -25,7 +25,6 @@ from flatshard.engine.scope import Scope
 from flatshard.engine.unit import Unit
 from flatshard.engine.unit_changes import applying, check_change
 from flatshard.engine.weights import Group
-from flatshard.gathered import held
 from flatshard.state import FSDPState, state_of
 
 
@@ -403,13 +402,13 @@ def _checked_comm(method: str, comm: Any) -> Any:
     return comm
 
 
-_HELD = ("generate",)  # methods that run forwards of their module, token by token
 _CLASSES: dict[type, type] = {}
 
 
-def unit_class(cls: type) -> type:
-    """The class of a unit made of a module of class ``cls``."""
+def unit_class(cls: type, methods_for: Callable[[type], dict[str, Any]] | None = None) -> type:
+    """The class of a unit made of a module of class ``cls``. ``methods_for``: of that, what units do otherwise."""
     if cls not in _CLASSES:
-        methods = {name: held(getattr(cls, name)) for name in _HELD if callable(getattr(cls, name, None))}
-        _CLASSES.setdefault(cls, type(f"FSDP{cls.__name__}", (FSDPModule, cls), methods))
+        _CLASSES.setdefault(
+            cls, type(f"FSDP{cls.__name__}", (FSDPModule, cls), {} if methods_for is None else methods_for(cls))
+        )
     return _CLASSES[cls]

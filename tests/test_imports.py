@@ -15,7 +15,7 @@ import pytest
 _ROOT = Path(__file__).parents[1]
 
 _ENGINE_AND_BELOW = {"engine", "buffer", "policy", "layout", "_torch", "_waits"}
-_API_AND_BELOW = {"api", "module", "state", "gathered", *_ENGINE_AND_BELOW}
+_API_AND_BELOW = {"api", "module", "state", "hf", *_ENGINE_AND_BELOW}
 _ANY = {
     "api",
     "module",
@@ -23,6 +23,7 @@ _ANY = {
     "wgrads",
     "wrapping",
     "gathered",
+    "hf",
     "install",
     "state",
     "optim",
@@ -45,9 +46,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "buffer": {"layout", "_torch"},
     "engine": {"buffer", "policy", "layout", "_torch", "_waits"},
     "state": _ENGINE_AND_BELOW,
-    "module": {"state", "gathered", *_ENGINE_AND_BELOW},
+    "module": {"state", *_ENGINE_AND_BELOW},
     "gathered": _ENGINE_AND_BELOW,
-    "api": {"module", "state", *_ENGINE_AND_BELOW},
+    "hf": {"gathered", "checkpoint", *_ENGINE_AND_BELOW},
+    "api": {"module", "state", "hf", *_ENGINE_AND_BELOW},
     "install": _API_AND_BELOW,
     "optim": _ENGINE_AND_BELOW,
     "whole": {"optim", "wrapping", *_API_AND_BELOW},

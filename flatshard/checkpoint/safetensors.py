@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from flatshard.checkpoint.converted import ConvertingReader, convert
 from flatshard.checkpoint.errors import CheckpointError, exchange, together
 from flatshard.checkpoint.files import CODES, DTYPES, Box, Entry, as_bytes, header_of, sync_folder
 from flatshard.checkpoint.full import iter_full_tensors, named_tensors
@@ -167,15 +168,18 @@ def load_safetensors(model: nn.Module, folder: str | Path, *, strict: bool = Tru
 
     Each rank reads the bytes of its own rows. Everything is read before anything changes; CheckpointError names what is
     missing or of another shape, unless ``strict`` is off. Weights are cast to the model's dtype. No code is run.
+    Where a Transformers model holds weights otherwise than its files do (fused experts, other names), they are
+    converted as `from_pretrained` does.
     """
     ranks = exchange("checkpoint_load")
     staged: list[dict[str, Any]] = []
 
     def stage() -> None:
         found = _find(Path(folder))
+        recipes = convert(model, found)
         total = sum(file["bytes"] for file in found.files.values()) // ranks.size
         with bar("loading", total, progress and ranks.rank == 0) as advance, Reader(found, advance) as reader:
-            staged.append(stage_model(found, reader, model, strict))
+            staged.append(stage_model(found, ConvertingReader(reader, model, recipes), model, strict))
 
     together(ranks, stage)
     put_weights(model, staged[0])
