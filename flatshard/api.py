@@ -26,6 +26,7 @@ from flatshard.policy import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     Placements,
+    Refusal,
     SchedulePolicy,
     Strategy,
     own_policy,
@@ -118,7 +119,10 @@ def fully_shard(
                 raise ValueError(f"strategy={strategy!r}: dp_mesh_dims names no axis to shard over")
             strategy = "no_shard"
     if mesh.ndim not in (1, 2):
-        raise ValueError(f"mesh has {mesh.ndim} axes; it must have one (shard) or two (outer, inner)")
+        raise ValueError(
+            f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}, of {mesh.ndim} axes: it must have one (shard) "
+            "or two (outer, inner)"
+        )
     choices = Choices(
         mesh=mesh,
         device=_device_of(mesh),
@@ -146,7 +150,7 @@ def _axes_of(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[tuple[int, .
     names = mesh.mesh_dim_names or ()
     for name in (*dims.shard_names, *dims.replicate_names):
         if name not in names:
-            raise ValueError(f"dp_mesh_dims names axis {name!r}, which was not found in mesh.mesh_dim_names {names}")
+            raise ValueError(f"dp_mesh_dims: Mesh dim name {name!r} not found in mesh.mesh_dim_names {names}")
     shard, replicate = (tuple(names.index(n) for n in given) for given in (dims.shard_names, dims.replicate_names))
     return shard, replicate
 
@@ -162,10 +166,15 @@ def _checked_reshard(
     if value is None or isinstance(value, bool) or value == "auto":
         return value
     size = mesh.size(mesh.ndim - 1)
-    if not isinstance(value, int) or value < 1 or size % value:
+    if not isinstance(value, int):
         raise ValueError(
-            f"reshard_after_forward={value!r}: must be True, False, 'auto', or a number of ranks that divides {size}, "
-            "the size of the shard axis"
+            "reshard_after_forward should be a bool or an int representing the group size to reshard to, or 'auto', "
+            f"not {value!r}"
+        )
+    if value < 1 or size % value:
+        raise ValueError(
+            f"If passing reshard_after_forward as an int, it should be a factor of {size}, not {value}: a number of "
+            "ranks that divides the shard axis"
         )
     return value != 1 if value in (1, size) else value
 
@@ -231,11 +240,15 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
             raise TypeError(f"fully_shard takes a module or a list of modules, not {type(module).__name__}")
         name = type(module).__name__
         if unit_of(module) is not None:
-            raise ValueError(f"fully_shard was already called on this {name}; a module can be one unit only")
+            raise Refusal(
+                f"fully_shard was already called on this {name}, and a module can be one unit only. Each distinct "
+                "composable distributed API can only be applied to a module once."
+            )
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
             raise ValueError(
-                f"{name} is a container that is never called, so its unit would never be gathered; call fully_shard on "
-                "each of its modules, or pass them as a list to make one unit of them"
+                f"fully_shard does not support containers that do not implement forward: {name} is never called, so "
+                "its unit would never be gathered; call fully_shard on each of its modules, or pass them as a list to "
+                "make one unit of them"
             )
     for module in modules:
         below = set(module.modules()) - {module}

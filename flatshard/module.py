@@ -82,7 +82,7 @@ class FSDPModule(TorchFSDPModule):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change ``reshard_after_forward``."""
         if not isinstance(reshard_after_forward, bool):
-            raise ValueError(f"set_reshard_after_forward({reshard_after_forward!r}): must be True or False")
+            raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
         for unit in _units(self, recurse):
             unit.settings.reshard_after_forward = reshard_after_forward
             unit.parks = False
@@ -211,9 +211,7 @@ class FSDPModule(TorchFSDPModule):
         if not callable(hook):
             raise TypeError(f"set_all_reduce_hook: the hook must be callable, not a {type(hook).__name__}")
         if stream is not None and unit.mesh.ndim > 1:
-            raise ValueError(
-                "set_all_reduce_hook: over a mesh of two axes the hook runs where the reduces do; leave `stream` out"
-            )
+            raise ValueError("stream cannot be set when using native HSDP")  # PyTorch's words, to the letter
         for group in _one_mesh("set_all_reduce_hook", unit):
             group.gradients.hook = hook, stream
 
@@ -260,9 +258,9 @@ class FSDPModule(TorchFSDPModule):
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """`SchedulePolicy.max_reducing`: how many reduces, and their inputs, may be in flight. The highest counts."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(f"max_input_buffers must be an int, not a {type(max_input_buffers).__name__}")
+            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:
-            raise ValueError(f"max_input_buffers={max_input_buffers}: must be at least 1")
+            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
         for unit in _units(self, recurse):
             unit.settings.max_reducing = max_input_buffers
             if unit.scope is not None:
@@ -295,7 +293,10 @@ class FSDPModule(TorchFSDPModule):
         """`reset`, of the root."""
         unit, scope = _unit_and_scope(self)
         if scope.units[0] is not unit:
-            raise RuntimeError(f"reset_iter_state: '{unit.name}' is not the root; call it on '{scope.units[0].name}'")
+            raise RuntimeError(
+                f"reset_iter_state must be called on the root FSDP module; '{unit.name}' is not the root, "
+                f"'{scope.units[0].name}' is"
+            )
         scope.reset()
 
 
@@ -331,7 +332,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not isinstance(module, FSDPModule):
         return
     if not callable(getattr(module, method_name, None)):
-        raise ValueError(f"{type(module).__name__} has no method '{method_name}'")
+        raise ValueError(f"{type(module)} does not have a method {method_name}")
     method = getattr(module, method_name)
     # The module holds what is set here, which therefore must not hold the module.
     function = method.__func__ if getattr(method, "__self__", None) is module else None
@@ -365,7 +366,9 @@ def _units_of(modules: Iterable[Any]) -> list[Unit]:
     found = []
     for module in modules:
         if not isinstance(module, FSDPModule):
-            raise ValueError(f"expected modules that fully_shard was called on, not a {type(module).__name__}")
+            raise ValueError(
+                f"Expects list of FSDPModules but got {type(module).__name__}, on which fully_shard was not called"
+            )
         found.append(_unit(module))
     return found
 
@@ -392,7 +395,10 @@ def _unit_and_scope(module: TorchFSDPModule) -> tuple[Unit, Scope]:
 
 def _one_mesh(method: str, unit: Unit) -> list[Group]:
     if len({group.mesh for group in unit.groups}) > 1:
-        raise ValueError(f"{method}: the parameters of this unit lie on several meshes; make a unit of each")
+        raise ValueError(
+            f"{method} is not supported with multiple param groups: the parameters of this unit lie on several meshes; "
+            "make a unit of each"
+        )
     return unit.groups
 
 

@@ -4,25 +4,47 @@ from __future__ import annotations
 
 import types
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from flatshard import _torch
+from flatshard.engine.names import Names
 from flatshard.engine.roots import scope_of, unit_of
 from flatshard.engine.unit import Unit
+
+_STATE = "_flatshard_state"
+
+
+@dataclass(frozen=True)
+class FSDPParam:
+    """A parameter of a unit: its full name, and itself."""
+
+    _param_fqn: str
+    sharded_param: nn.Parameter
+
+
+@dataclass(frozen=True)
+class FSDPParamGroup:
+    """The parameters of a unit, to look at."""
+
+    _module_fqn: str
+    fsdp_params: list[FSDPParam]
+
+    def post_backward(self) -> None:
+        """Pipelines ask every group for it; the root's callback does it for all."""
 
 
 class FSDPState:
     """What `fully_shard.state(module)` and `module._get_fsdp_state()` return.
 
-    Pipelines reduce by it what the micro-batches of a stage have accumulated. Its other attributes are PyTorch's, and
-    refused with a reason.
+    Pipelines reduce by it what the micro-batches of a stage have accumulated. Attributes of PyTorch's that are not
+    here are refused with a reason.
     """
 
     def __init__(self, module: nn.Module, unit: Unit) -> None:
         self._known, self._unit = weakref.ref(module), weakref.ref(unit)
-        self._state_ctx = types.SimpleNamespace(all_states=())  # whose groups pipelines would tell one by one
 
     @property
     def unit(self) -> Unit:
@@ -43,6 +65,27 @@ class FSDPState:
     @property
     def _mp_policy(self) -> Any:
         return self.unit.policy
+
+    @property
+    def _state_ctx(self) -> types.SimpleNamespace:
+        """With ``all_states``, those of all units that share this one's root, in the order of registration."""
+        units = [self.unit] if self.unit.scope is None else self.unit.scope.units
+        return types.SimpleNamespace(all_states=[state_of(unit.modules[0]) for unit in units])
+
+    @property
+    def _fsdp_param_groups(self) -> list[FSDPParamGroup]:
+        unit = self.unit
+        root = None if unit.scope is None else unit.scope.units[0].modules[0]
+        fqn = "" if self._is_root else unit.name
+        found = []
+        for group in unit.groups:
+            names = Names(group, root)
+            found += [FSDPParam(names[index], member.sharded) for index, member in enumerate(group.members)]
+        return [FSDPParamGroup(fqn, found)] if found else []
+
+    @property
+    def _fsdp_param_group(self) -> FSDPParamGroup | None:
+        return next(iter(self._fsdp_param_groups), None)
 
     def _lazy_init(self) -> None:
         """Do now what the first forward would do: this is a root, unless it is known to be below one."""
@@ -65,10 +108,8 @@ class FSDPState:
 
 def state_of(module: nn.Module) -> FSDPState | None:
     """The state of a module that `fully_shard` was called on."""
-    return None if unit_of(module) is None else module.__dict__[_STATE]
-
-
-_STATE = "_flatshard_state"
+    found: FSDPState | None = module.__dict__.get(_STATE)
+    return found
 
 
 def show_state(module: nn.Module) -> None:

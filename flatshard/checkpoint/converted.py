@@ -115,7 +115,7 @@ def _mapping(model: Any) -> list[Any]:
 @contextmanager
 def of_their_own_classes(model: nn.Module) -> Iterator[None]:
     """Within, the units of a model are of the classes that they were of before: some go by the names of those."""
-    units = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
+    units: list[tuple[Any, type]] = [(each, type(each)) for each in model.modules() if isinstance(each, FSDPModule)]
     for module, cls in units:
         module.__class__ = next(base for base in cls.__mro__ if not issubclass(base, FSDPModule))
     try:

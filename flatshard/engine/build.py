@@ -31,7 +31,9 @@ from flatshard.policy import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     Placements,
+    Refusal,
     SchedulePolicy,
+    Unsupported,
     placements_for,
     replicated,
     resident,
@@ -100,7 +102,10 @@ def _refuse(name: str, parameter: nn.Parameter) -> None:
     if parameter.is_complex() and parameter.requires_grad:
         raise ValueError(f"parameter '{name}' is {parameter.dtype}, which cannot be reduced; hold it as real numbers")
     if not parameter.is_contiguous():
-        raise ValueError(f"parameter '{name}' is not contiguous; make it so before fully_shard")
+        raise Unsupported(
+            f"FSDP does not support non-contiguous parameters, and '{name}' is one; make it contiguous before "
+            "fully_shard"
+        )
 
 
 @dataclass(frozen=True)
@@ -120,13 +125,16 @@ class Where:
         if given is None:
             return 0, mesh
         if type(given) is not Shard:
-            raise ValueError(
-                f"shard_placement_fn returned {given!r} for parameter '{name}'; it must be Shard(dim) or None"
+            raise Refusal(
+                f"Invalid shard_placement_fn result: {given!r} for parameter '{name}'; it must be Shard(dim) or None"
             )
         dims = max(parameter.dim(), 1)
         if not -dims <= given.dim < dims:
             shape = tuple(parameter.shape)
-            raise ValueError(f"shard_placement_fn returned {given!r} for parameter '{name}', whose shape is {shape}")
+            raise Refusal(
+                f"Shard dim {given.dim} is invalid for {parameter.dim()}D tensor: shard_placement_fn returned it for "
+                f"parameter '{name}', whose shape is {shape}"
+            )
         return given.dim % dims, mesh
 
     def _check_mesh(self, name: str, parameter: nn.Parameter) -> None:

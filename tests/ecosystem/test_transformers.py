@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -76,16 +75,11 @@ def test_every_strategy_equals_one_process(ranks, name, strategy):
     ranks(2, _train, name, {"strategy": strategy}, None)
 
 
-def _recompute(rank, world, name, how):
-    with mock.patch("torch.nn.functional.dropout", lambda input, *args, **kwargs: input):
-        _train(rank, world, name, {}, how)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("recompute", ["reentrant", "not reentrant"])
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in ("clip", "mamba")])
 def test_recomputation_equals_one_process(ranks, name, recompute):
-    ranks(2, _recompute, name, RECOMPUTE[recompute])
+    ranks(2, _train, name, {}, RECOMPUTE[recompute])
 
 
 def _files(rank, world, name, folder):

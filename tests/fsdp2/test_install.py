@@ -62,8 +62,12 @@ def _installed(rank, world):
         assert state._is_root is None
         state._lazy_init()
         assert (state._is_root, model[0]._get_fsdp_state()._is_root) == (True, False)
-        with pytest.raises(AttributeError, match=r"_fsdp_param_group: of PyTorch's private FSDPState"):
-            state._fsdp_param_group  # noqa: B018
+        assert state._state_ctx.all_states == [each._get_fsdp_state() for each in (model, *model)]
+        assert state._fsdp_param_group is None
+        (group,) = model[0]._get_fsdp_state()._fsdp_param_groups
+        assert (group._module_fqn, [p._param_fqn for p in group.fsdp_params]) == ("0", ["0.weight", "0.bias"])
+        with pytest.raises(AttributeError, match=r"_comm_ctx: of PyTorch's private FSDPState"):
+            state._comm_ctx  # noqa: B018
         model(torch.ones(2, 4)).sum().backward()
     finally:
         log.removeHandler(handler)
