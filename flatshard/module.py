@@ -28,6 +28,10 @@ from flatshard.engine.weights import Group
 from flatshard.state import FSDPState, state_of
 
 
+class _NoCopy(TypeError, AssertionError):
+    """PyTorch raises AssertionError."""
+
+
 class FSDPModule(TorchFSDPModule):
     """What `fully_shard` adds to the class of a module.
 
@@ -44,9 +48,9 @@ class FSDPModule(TorchFSDPModule):
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise TypeError(
+        raise _NoCopy(
             f"a sharded {type(self).__name__} cannot be copied: copy the model before fully_shard, or build and shard "
-            "another one and give it this one's state_dict()"
+            "another one and give it this one's state_dict(). FSDP does not support deepcopy"
         )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
