@@ -72,7 +72,10 @@ def written(unit: Unit) -> Iterator[None]:
     A collective call, when it begins.
     """
     if unit.is_in_use or unit.is_awaited:
-        raise RuntimeError(f"unit '{unit.name}' cannot be written between the beginning of a forward and its backward")
+        raise RuntimeError(
+            f"unit '{unit.name}' cannot be written between a forward and its backward, which needs the weights as they "
+            "were; run the backward first, or run the forward under torch.no_grad()"
+        )
     unit.reshard()
     absorb_moved(unit)
     members = [member for group in unit.groups for member in group.members]
