@@ -4,6 +4,8 @@ from flatshard import checkpoint
 from flatshard.api import fully_shard, microbatch, no_shard
 from flatshard.engine.materialize import materialize
 from flatshard.engine.summary import Summary, check_buffers, summary
+from flatshard.gathered import gathered
+from flatshard.install import install, uninstall
 from flatshard.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from flatshard.optim.clip import clip_grad_norm_, find_nonfinite, grad_norms, weight_norms
 from flatshard.optim.step import fully_shard_optimizer
@@ -41,7 +43,9 @@ __all__ = [
     "find_nonfinite",
     "fully_shard",
     "fully_shard_optimizer",
+    "gathered",
     "grad_norms",
+    "install",
     "materialize",
     "microbatch",
     "no_shard",
@@ -50,5 +54,6 @@ __all__ = [
     "shard_model",
     "share_comm_ctx",
     "summary",
+    "uninstall",
     "weight_norms",
 ]

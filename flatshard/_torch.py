@@ -7,7 +7,6 @@ import inspect
 import math
 import sys
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -253,9 +252,9 @@ def rebased(local: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=local.dtype, device=local.device).set_(storage, 0, local.shape, local.stride())
 
 
-def _wrapped(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+def _wrapped(local: torch.Tensor, spec: DTensorSpec, at: torch.Tensor | None = None) -> DTensor:
     # Without __init__, which does nothing but to keep compilers out, and takes longer than all the rest.
-    made: DTensor = DTensor.__new__(DTensor, at_zero(local), spec, requires_grad=False)
+    made: DTensor = DTensor.__new__(DTensor, at_zero(local) if at is None else at, spec, requires_grad=False)
     made._local_tensor = local
     return made
 
@@ -285,11 +284,14 @@ def bare_wrapper(cls: type[Any], local: torch.Tensor, spec: DTensorSpec) -> Any:
     return made
 
 
-def like_dtensor(like: torch.Tensor, local: torch.Tensor) -> DTensor:
-    """A DTensor over ``local`` with the mesh, placements and global shape of another one, and of its class."""
+def like_dtensor(like: torch.Tensor, local: torch.Tensor, at: torch.Tensor | None = None) -> DTensor:
+    """A DTensor over ``local`` with the mesh, placements and global shape of another one, and of its class.
+
+    ``at``: what says at which storage offset it claims to be; else that is 0.
+    """
     assert isinstance(like, DTensor)
     if type(like) is DTensor:
-        return _wrapped(local, spec_with_dtype(like, local.dtype))
+        return _wrapped(local, spec_with_dtype(like, local.dtype), at)
     made: DTensor = like.with_local(local)  # type: ignore[attr-defined]
     return made
 
@@ -361,15 +363,30 @@ def _on_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     else:
         columns = [(None,)]
     if not all(are_cut_alike(column) for column in columns):
-        handlers = DTensor._op_dispatcher._custom_op_handlers
-        ours = handlers.pop(op)
-        try:
-            return op(*args, **kwargs)  # what DTensor itself has for it, if only an error
-        finally:
-            handlers[op] = ours
+        return _without_ours(op, args, kwargs)
     local_args, local_kwargs = pytree.tree_map_only(DTensor, local_of, (args, kwargs))
     op(*local_args, **local_kwargs)
     return args[0] if op._schema.returns else None
+
+
+def _without_ours(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What DTensor itself has for an operation, if only an error."""
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    ours = handlers.pop(op)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        handlers[op] = ours
+
+
+def _copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``sharded.copy_(whole)``: every rank takes its own rows of a plain tensor of the same shape."""
+    target, source = args[:2]
+    plain = isinstance(target, DTensor) and not isinstance(source, DTensor) and target.shape == source.shape
+    if not plain or target.numel() <= 1 or any(placement.is_partial() for placement in target.placements):
+        return _without_ours(op, args, kwargs)
+    op(local_of(target), part_of(source, target), *args[2:], **kwargs)
+    return target
 
 
 def are_cut_alike(tensors: Sequence[torch.Tensor | None]) -> bool:
@@ -387,13 +404,17 @@ def _is_number_everywhere(tensor: torch.Tensor) -> bool:
 
 
 def add_elementwise_rules() -> None:
-    """Teach DTensor what torch.optim asks of it and it has no rule for: the rest of Rprop, fused SGD and Adagrad."""
+    """Teach DTensor what torch.optim asks of it and it has no rule for: the rest of Rprop, fused SGD and Adagrad.
+
+    And to take its rows of a whole tensor that is copied into it.
+    """
     aten = torch.ops.aten
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     for packet in (aten._foreach_copy_, aten._fused_sgd_, aten._fused_adagrad_, aten.index_put_):
         for overload in packet.overloads():
             if overload != "out":
                 handlers.setdefault(getattr(packet, overload), _on_shards)
+    handlers.setdefault(aten.copy_.default, _copy)
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
@@ -727,6 +748,19 @@ def boxes_of(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], tuple[int, ...
     return [(tuple(found.offsets), tuple(found.sizes)) for found in chunks]
 
 
+def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a whole tensor, cut as the DTensor ``like`` is: a view of it. Nothing is communicated."""
+    for offsets, sizes in boxes_of(like):
+        return whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes))]
+    return whole.new_empty(local_of(like).shape)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a DTensor, in memory of its own. A collective call."""
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor().detach().clone()
+
+
 def write_item(fqn: str, box: ChunkStorageMetadata, shape: torch.Size, local: torch.Tensor) -> WriteItem:
     """What torch.distributed.checkpoint writes of one box of a tensor."""
     properties = TensorProperties.create_from_tensor(local)
@@ -788,15 +822,16 @@ def mark_sharded(module: nn.Module) -> None:
     registry["fully_shard"] = RegistryItem()
 
 
-class PipelineState:
-    """What torch's pipelining asks a stage for after the last micro-batch: to reduce what has been accumulated."""
+def mark_managed(module: nn.Module) -> None:
+    """Say, as torch's `fully_shard` does, that a unit holds the parameters of a module.
 
-    def __init__(self, reduce: Callable[[], None]) -> None:
-        self._state_ctx = types.SimpleNamespace(all_states=())  # whose groups would be told one by one
-        self._root_post_backward_final_callback = reduce
+    By this, transformers knows that ranks must generate equally many tokens; compilers treat the parameters with care.
+    """
+    managed: Any = module
+    managed._is_fsdp_managed_module = managed._fsdp_use_orig_params = True
 
 
-def let_pipelines_find(state: PipelineState, module: nn.Module) -> None:
+def let_torch_find(state: Any, module: nn.Module) -> None:
     """Make ``state`` what torch's own `fully_shard.state(module)` returns."""
     states: dict[Any, Any] = module.__dict__.setdefault(STATE_KEY, {})
     states[inspect.unwrap(fully_shard)] = state
@@ -805,6 +840,22 @@ def let_pipelines_find(state: PipelineState, module: nn.Module) -> None:
 def is_replicated(module: nn.Module) -> bool:
     """Whether torch's `replicate` was called on a module."""
     return "replicate" in module.__dict__.get(REGISTRY_KEY, {})
+
+
+# Where torch exports the names of its FSDP2, and by which modules it implements it.
+
+FSDP_HOMES = (
+    "torch.distributed.fsdp",
+    "torch.distributed.fsdp._fully_shard",
+    "torch.distributed.fsdp._fully_shard._fully_shard",
+    "torch.distributed._composable.fsdp",
+    "torch.distributed._composable.fsdp.fully_shard",
+)
+FSDP_INTERNALS = ("torch.distributed.fsdp.", "torch.distributed._composable.")
+FSDP_BODY = "torch.distributed.fsdp._fully_shard._fully_shard"  # its own functions look up its classes there
+FSDP_NAMES: dict[str, Any] = {
+    name: getattr(torch.distributed.fsdp._fully_shard, name) for name in torch.distributed.fsdp._fully_shard.__all__
+}
 
 
 # Implementations of FSDP's communication protocols that torch ships.

@@ -19,18 +19,21 @@ from flatshard.engine.gradients import GradientScale
 from flatshard.engine.homes import OWNER
 from flatshard.engine.roots import unit_of
 from flatshard.engine.unit import Unit
+from flatshard.hf import methods_for
 from flatshard.layout.planner import LayoutName
-from flatshard.module import serve_pipelines, unit_class
+from flatshard.module import unit_class
 from flatshard.policy import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
     Placements,
+    Refusal,
     SchedulePolicy,
     Strategy,
     own_policy,
     placements_for,
 )
+from flatshard.state import show_state, state_of
 
 M = TypeVar("M", nn.Module, list[nn.Module])
 
@@ -41,8 +44,8 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | Literal["auto"] | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
-    offload_policy: OffloadPolicy = OffloadPolicy(),
+    mp_policy: MixedPrecisionPolicy | None = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     strategy: Strategy | int | Placements | None = None,
@@ -97,6 +100,8 @@ def fully_shard(
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_modules(modules)
     mp_policy, offload_policy, dp_mesh_dims = map(own_policy, (mp_policy, offload_policy, dp_mesh_dims))
+    mp_policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy  # callers pass None for no choice
+    offload_policy = OffloadPolicy() if offload_policy is None else offload_policy
     if layout not in get_args(LayoutName):
         raise ValueError(f"layout={layout!r}: must be one of {', '.join(get_args(LayoutName))}")
     if shard_placement_fn is not None and not callable(shard_placement_fn):
@@ -121,7 +126,10 @@ def fully_shard(
                 raise ValueError(f"strategy={strategy!r}: dp_mesh_dims names no axis to shard over")
             strategy = "no_shard"
     if mesh.ndim not in (1, 2):
-        raise ValueError(f"mesh has {mesh.ndim} axes; it must have one (shard) or two (outer, inner)")
+        raise ValueError(
+            f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}, of {mesh.ndim} axes: it must have one (shard) "
+            "or two (outer, inner)"
+        )
     choices = Choices(
         mesh=mesh,
         device=_device_of(mesh),
@@ -140,8 +148,8 @@ def fully_shard(
     )
     build_unit(modules, choices)
     for each in modules:
-        each.__class__ = unit_class(type(each))
-        serve_pipelines(each)
+        each.__class__ = unit_class(type(each), methods_for)
+        show_state(each)
     return module
 
 
@@ -150,7 +158,7 @@ def _axes_of(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[tuple[int, .
     names = mesh.mesh_dim_names or ()
     for name in (*dims.shard_names, *dims.replicate_names):
         if name not in names:
-            raise ValueError(f"dp_mesh_dims names axis {name!r}, which was not found in mesh.mesh_dim_names {names}")
+            raise ValueError(f"dp_mesh_dims: Mesh dim name {name!r} not found in mesh.mesh_dim_names {names}")
     shard, replicate = (tuple(names.index(n) for n in given) for given in (dims.shard_names, dims.replicate_names))
     return shard, replicate
 
@@ -166,10 +174,15 @@ def _checked_reshard(
     if value is None or isinstance(value, bool) or value == "auto":
         return value
     size = mesh.size(mesh.ndim - 1)
-    if not isinstance(value, int) or value < 1 or size % value:
+    if not isinstance(value, int):
         raise ValueError(
-            f"reshard_after_forward={value!r}: must be True, False, 'auto', or a number of ranks that divides {size}, "
-            "the size of the shard axis"
+            "reshard_after_forward should be a bool or an int representing the group size to reshard to, or 'auto', "
+            f"not {value!r}"
+        )
+    if value < 1 or size % value:
+        raise ValueError(
+            f"If passing reshard_after_forward as an int, it should be a factor of {size}, not {value}: a number of "
+            "ranks that divides the shard axis"
         )
     return value != 1 if value in (1, size) else value
 
@@ -235,11 +248,15 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
             raise TypeError(f"fully_shard takes a module or a list of modules, not {type(module).__name__}")
         name = type(module).__name__
         if unit_of(module) is not None:
-            raise ValueError(f"fully_shard was already called on this {name}; a module can be one unit only")
+            raise Refusal(
+                f"fully_shard was already called on this {name}, and a module can be one unit only. Each distinct "
+                "composable distributed API can only be applied to a module once."
+            )
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
             raise ValueError(
-                f"{name} is a container that is never called, so its unit would never be gathered; call fully_shard on "
-                "each of its modules, or pass them as a list to make one unit of them"
+                f"fully_shard does not support containers that do not implement forward: {name} is never called, so "
+                "its unit would never be gathered; call fully_shard on each of its modules, or pass them as a list to "
+                "make one unit of them"
             )
     for module in modules:
         below = set(module.modules()) - {module}
@@ -269,4 +286,4 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-fully_shard.state = unit_of  # type: ignore[attr-defined]  # as of PyTorch's function: what it made of a module
+fully_shard.state = state_of  # type: ignore[attr-defined]  # as of PyTorch's function: what it made of a module

@@ -22,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_train(commands.add_parser("train", help="train a small language model on a text", allow_abbrev=False))
     _add_rehearse(commands.add_parser("rehearse", help="run a training script as one rank of W on one device"))
+    _add_run(commands.add_parser("run", help="run a script that uses PyTorch's fully_shard on flatshard"))
     _add_plan(commands.add_parser("plan", help="what each strategy takes and sends, and whether it fits"))
     _add_convert(commands.add_parser("convert", help="a checkpoint from one form into another"))
     options, unknown = parser.parse_known_args(arguments)
@@ -61,6 +62,34 @@ def _train(options: argparse.Namespace) -> int:
             print(f"flatshard train: {error}", file=sys.stderr)
         return 2
     return run(settings)
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Run SCRIPT unchanged, with the names of torch.distributed.fsdp being flatshard's. Under torchrun: "
+        "torchrun --nproc-per-node N -m flatshard run SCRIPT ..."
+    )
+    parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module's name")
+    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="passed to SCRIPT")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    import runpy
+
+    from flatshard.install import install
+
+    install()
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"flatshard run: {options.script}, its torch.distributed.fsdp being flatshard's", file=sys.stderr)
+    sys.argv = [options.script, *options.arguments]
+    if options.is_module:
+        runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(options.script).resolve().parent))
+        runpy.run_path(options.script, run_name="__main__")
+    return 0
 
 
 def _add_rehearse(parser: argparse.ArgumentParser) -> None:

@@ -25,9 +25,14 @@ from flatshard.engine.build import units_below
 from flatshard.engine.roots import scope_of, unit_of
 from flatshard.engine.scope import Scope
 from flatshard.engine.unit import Unit
-from flatshard.engine.unit_changes import absorb_moved, applying, check_change
+from flatshard.engine.unit_changes import applying, check_change
 from flatshard.engine.weights import Group
 from flatshard.policy import MixedPrecisionPolicy, own_policy
+from flatshard.state import FSDPState, state_of
+
+
+class _NoCopy(TypeError, AssertionError):
+    """PyTorch raises AssertionError."""
 
 
 class FSDPModule(TorchFSDPModule):
@@ -46,9 +51,9 @@ class FSDPModule(TorchFSDPModule):
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise TypeError(
+        raise _NoCopy(
             f"a sharded {type(self).__name__} cannot be copied: copy the model before fully_shard, or build and shard "
-            "another one and give it this one's state_dict()"
+            "another one and give it this one's state_dict(). FSDP does not support deepcopy"
         )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
@@ -76,16 +81,7 @@ class FSDPModule(TorchFSDPModule):
         return self._unshard(_units(self, True), async_op)
 
     def _unshard(self, units: Sequence[Unit], async_op: bool) -> UnshardHandle | None:
-        scope = _unit_and_scope(self)[1]
-        for unit in units:
-            absorb_moved(unit)
-        scope.refresh_order()
-        for unit in units:
-            for group in unit.groups:
-                if unit.settings.is_first and not group.is_full:
-                    group.renew()
-            scope.gather(unit)
-            unit.keep()
+        _unit_and_scope(self)[1].gather_apart(units)
         handle = UnshardHandle(units)
         if async_op:
             return handle
@@ -125,7 +121,7 @@ class FSDPModule(TorchFSDPModule):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change ``reshard_after_forward``."""
         if not isinstance(reshard_after_forward, bool):
-            raise ValueError(f"set_reshard_after_forward({reshard_after_forward!r}): must be True or False")
+            raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
         for unit in _units(self, recurse):
             unit.settings.reshard_after_forward = reshard_after_forward
             unit.parks = False
@@ -295,9 +291,7 @@ class FSDPModule(TorchFSDPModule):
         if not callable(hook):
             raise TypeError(f"set_all_reduce_hook: the hook must be callable, not a {type(hook).__name__}")
         if stream is not None and unit.mesh.ndim > 1:
-            raise ValueError(
-                "set_all_reduce_hook: over a mesh of two axes the hook runs where the reduces do; leave `stream` out"
-            )
+            raise ValueError("stream cannot be set when using native HSDP")  # PyTorch's words, to the letter
         for group in _one_mesh("set_all_reduce_hook", unit):
             group.gradients.hook = hook, stream
 
@@ -344,9 +338,9 @@ class FSDPModule(TorchFSDPModule):
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """`SchedulePolicy.max_reducing`: how many reduces, and their inputs, may be in flight. The highest counts."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(f"max_input_buffers must be an int, not a {type(max_input_buffers).__name__}")
+            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:
-            raise ValueError(f"max_input_buffers={max_input_buffers}: must be at least 1")
+            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
         for unit in _units(self, recurse):
             unit.settings.max_reducing = max_input_buffers
             if unit.scope is not None:
@@ -358,6 +352,13 @@ class FSDPModule(TorchFSDPModule):
             unit.settings.separate_groups = enable
             if unit.scope is not None:
                 unit.scope.resolve()
+
+    def _get_fsdp_state(self) -> FSDPState:  # type: ignore[override]  # not PyTorch's, and so not all of it
+        assert isinstance(self, nn.Module)
+        _unit(self)
+        found = state_of(self)
+        assert found is not None
+        return found
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Every gather is asynchronous here."""
@@ -372,7 +373,10 @@ class FSDPModule(TorchFSDPModule):
         """`reset`, of the root."""
         unit, scope = _unit_and_scope(self)
         if scope.units[0] is not unit:
-            raise RuntimeError(f"reset_iter_state: '{unit.name}' is not the root; call it on '{scope.units[0].name}'")
+            raise RuntimeError(
+                f"reset_iter_state must be called on the root FSDP module; '{unit.name}' is not the root, "
+                f"'{scope.units[0].name}' is"
+            )
         scope.reset()
 
 
@@ -409,7 +413,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not isinstance(module, FSDPModule):
         return
     if not callable(getattr(module, method_name, None)):
-        raise ValueError(f"{type(module).__name__} has no method '{method_name}'")
+        raise ValueError(f"{type(module)} does not have a method {method_name}")
     method = getattr(module, method_name)
     # The module holds what is set here, which therefore must not hold the module.
     function = method.__func__ if getattr(method, "__self__", None) is module else None
@@ -443,7 +447,9 @@ def _units_of(modules: Iterable[Any]) -> list[Unit]:
     found = []
     for module in modules:
         if not isinstance(module, FSDPModule):
-            raise ValueError(f"expected modules that fully_shard was called on, not a {type(module).__name__}")
+            raise ValueError(
+                f"Expects list of FSDPModules but got {type(module).__name__}, on which fully_shard was not called"
+            )
         found.append(_unit(module))
     return found
 
@@ -470,7 +476,10 @@ def _unit_and_scope(module: TorchFSDPModule) -> tuple[Unit, Scope]:
 
 def _one_mesh(method: str, unit: Unit) -> list[Group]:
     if len({group.mesh for group in unit.groups}) > 1:
-        raise ValueError(f"{method}: the parameters of this unit lie on several meshes; make a unit of each")
+        raise ValueError(
+            f"{method} is not supported with multiple param groups: the parameters of this unit lie on several meshes; "
+            "make a unit of each"
+        )
     return unit.groups
 
 
@@ -480,22 +489,13 @@ def _checked_comm(method: str, comm: Any) -> Any:
     return comm
 
 
-def serve_pipelines(module: nn.Module) -> None:
-    """Let torch's pipelining reduce what the micro-batches of a stage have accumulated."""
-    me = weakref.ref(module)
-
-    def reduce() -> None:
-        stage: Any = me()
-        _unit_and_scope(stage)[1].reduce_accumulated()
-
-    _torch.let_pipelines_find(_torch.PipelineState(reduce), module)
-
-
 _CLASSES: dict[type, type] = {}
 
 
-def unit_class(cls: type) -> type:
-    """The class of a unit made of a module of class ``cls``."""
+def unit_class(cls: type, methods_for: Callable[[type], dict[str, Any]] | None = None) -> type:
+    """The class of a unit made of a module of class ``cls``. ``methods_for``: of that, what units do otherwise."""
     if cls not in _CLASSES:
-        _CLASSES.setdefault(cls, type(f"FSDP{cls.__name__}", (FSDPModule, cls), {}))
+        _CLASSES.setdefault(
+            cls, type(f"FSDP{cls.__name__}", (FSDPModule, cls), {} if methods_for is None else methods_for(cls))
+        )
     return _CLASSES[cls]

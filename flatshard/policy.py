@@ -14,9 +14,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatshard.layout import Block, Flat, Partial, Placement, Replicate, Whole, is_sharded
 
 
+class Refusal(ValueError, AssertionError):
+    """A mistake in a call, for which PyTorch's FSDP2 raises AssertionError: caught by code that was written for it."""
+
+
+class Unsupported(ValueError, NotImplementedError):
+    """As `Refusal`, where PyTorch raises NotImplementedError."""
+
+
 @dataclass(frozen=True)
-class MixedPrecisionPolicy:
-    """The dtypes of a unit. ``None`` keeps what is there.
+class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
+    """The dtypes of a unit. ``None`` keeps what is there. It is one of PyTorch's, too, for those who ask.
 
     ``param_dtype``: what the forward multiplies with, and what travels in a gather (compute).
     ``reduce_dtype``: what travels in a reduce; default: ``param_dtype``.

@@ -15,13 +15,17 @@ import pytest
 _ROOT = Path(__file__).parents[1]
 
 _ENGINE_AND_BELOW = {"engine", "buffer", "policy", "layout", "_torch", "_waits"}
-_API_AND_BELOW = {"api", "module", *_ENGINE_AND_BELOW}
+_API_AND_BELOW = {"api", "module", "state", "hf", *_ENGINE_AND_BELOW}
 _ANY = {
     "api",
     "module",
     "whole",
     "wgrads",
     "wrapping",
+    "gathered",
+    "hf",
+    "install",
+    "state",
     "optim",
     "checkpoint",
     "megatron",
@@ -41,8 +45,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "policy": {"layout", "_torch"},
     "buffer": {"layout", "_torch"},
     "engine": {"buffer", "policy", "layout", "_torch", "_waits"},
-    "module": _ENGINE_AND_BELOW,
-    "api": {"module", *_ENGINE_AND_BELOW},
+    "state": _ENGINE_AND_BELOW,
+    "module": {"state", *_ENGINE_AND_BELOW},
+    "gathered": _ENGINE_AND_BELOW,
+    "hf": {"gathered", "checkpoint", *_ENGINE_AND_BELOW},
+    "api": {"module", "state", "hf", *_ENGINE_AND_BELOW},
+    "install": _API_AND_BELOW,
     "optim": _ENGINE_AND_BELOW,
     "whole": {"optim", "wrapping", *_API_AND_BELOW},
     "wgrads": {"module", *_ENGINE_AND_BELOW},

@@ -145,7 +145,7 @@ class RaggedDTensor(DTensor):
         reduction = _REDUCTIONS.get(func._schema.name)
         if reduction is not None:
             return reduction(func, ragged, args, kwargs)
-        if func._schema.name == "aten::copy_" and all(isinstance(arg, DTensor) for arg in args[:2]):
+        if func._schema.name == "aten::copy_" and (isinstance(args[1], DTensor) or args[1].shape == args[0].shape):
             return _copy(args[0], args[1])
         if func._schema.name == "aten::new_empty" and torch.Size(args[1]) == args[0].shape:
             local = _torch.local_of(args[0])
@@ -217,17 +217,15 @@ def _require_same_rows(func: Any, args: Any, kwargs: Any) -> None:
             raise NotImplementedError(_refusal(f"{func} of tensors that are cut differently"))
 
 
-def _copy(target: DTensor, source: DTensor) -> DTensor:
-    """``target.copy_(source)``. A collective call where they are cut differently."""
+def _copy(target: DTensor, source: torch.Tensor) -> DTensor:
+    """``target.copy_(source)``. A collective call where they are cut differently; a plain tensor is whole."""
     if target.shape != source.shape:
         raise ValueError(f"cannot copy a tensor of shape {tuple(source.shape)} into one of {tuple(target.shape)}")
     local = _torch.local_of(target)
     if isinstance(target, RaggedDTensor) and isinstance(source, RaggedDTensor) and target._cut == source._cut:
         local.copy_(_torch.local_of(source))
         return target
-    whole = source.full_tensor()
-    for offsets, sizes in _torch.boxes_of(target):
-        local.copy_(whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes))])
+    local.copy_(_torch.part_of(source.full_tensor() if isinstance(source, DTensor) else source, target))
     return target
 
 

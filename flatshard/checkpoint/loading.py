@@ -16,7 +16,7 @@ from flatshard.checkpoint.errors import CheckpointError, exchange, together
 from flatshard.checkpoint.files import Manifest, Source
 from flatshard.checkpoint.names import renaming
 from flatshard.checkpoint.progress import bar
-from flatshard.checkpoint.reader import Reader
+from flatshard.checkpoint.reader import Reader, Reads
 from flatshard.checkpoint.state import local_part, name_of, names_of
 from flatshard.checkpoint.trees import decode
 
@@ -77,12 +77,12 @@ def put_weights(model: nn.Module, weights: dict[str, Any]) -> None:
     model.load_state_dict(weights, strict=False, assign=meta)  # names have been compared
 
 
-def _whole(manifest: Source, reader: Reader, key: str) -> torch.Tensor:
+def _whole(manifest: Source, reader: Reads, key: str) -> torch.Tensor:
     entry = manifest.tensors[key]
     return reader.read(key, entry, (0,) * len(entry.shape), entry.shape)
 
 
-def stage_model(manifest: Source, reader: Reader, model: nn.Module, strict: bool) -> dict[str, Any]:
+def stage_model(manifest: Source, reader: Reads, model: nn.Module, strict: bool) -> dict[str, Any]:
     """This rank's parts of a model's state, read. CheckpointError names what does not fit."""
     here = model.state_dict(keep_vars=True)
     rename = renaming([name for name, _ in manifest.model["dict"]], here)
@@ -133,7 +133,7 @@ def _misfit(manifest: Source, key: str, value: torch.Tensor) -> str | None:
     return None
 
 
-def _read_part(manifest: Source, reader: Reader, name: str, key: str, like: torch.Tensor) -> torch.Tensor:
+def _read_part(manifest: Source, reader: Reads, name: str, key: str, like: torch.Tensor) -> torch.Tensor:
     """The rows of a saved tensor that this rank holds of ``like``."""
     entry, part = manifest.tensors[key], local_part(like)
     if part.offsets is None:

@@ -7,12 +7,19 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import torch
 
 from flatshard.checkpoint.errors import CheckpointError
 from flatshard.checkpoint.files import BLOCK, Box, Entry, Manifest, Source, as_bytes, checksum
+
+
+class Reads(Protocol):
+    """What gives parts of tensors."""
+
+    def read(self, name: str, entry: Entry, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """A box of a tensor, on the CPU."""
 
 
 class Reader:

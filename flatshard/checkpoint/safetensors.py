@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from flatshard.checkpoint.converted import ConvertingReader, convert
 from flatshard.checkpoint.errors import CheckpointError, exchange, together
 from flatshard.checkpoint.files import CODES, DTYPES, Box, Entry, as_bytes, header_of, sync_folder
 from flatshard.checkpoint.full import iter_full_tensors, named_tensors
@@ -195,18 +196,22 @@ def load_safetensors(
     Each rank reads the bytes of its own rows. Everything is read before anything changes; CheckpointError names what is
     missing or of another shape, unless ``strict`` is off. Weights are cast to the model's dtype. No code is run.
     ``names`` is as `export_safetensors` has it.
+    Where a Transformers model holds weights otherwise than its files do (fused experts, other names), they are
+    converted as `from_pretrained` does.
     """
     ranks = exchange("checkpoint_load")
     staged: list[dict[str, Any]] = []
 
     def stage() -> None:
         found = find_tensors(Path(folder))
-        shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
-        found.tensors = assembled(found.tensors, shapes, names, folder) if names else found.tensors
+        if names:
+            shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
+            found.tensors = assembled(found.tensors, shapes, names, folder)
         found.model = {"dict": [(name, {"tensor": name}) for name in found.tensors]}
+        recipes = {} if names else convert(model, found)
         total = sum(file["bytes"] for file in found.files.values()) // ranks.size
         with bar("loading", total, progress and ranks.rank == 0) as advance, Reader(found, advance) as reader:
-            staged.append(stage_model(found, reader, model, strict))
+            staged.append(stage_model(found, ConvertingReader(reader, model, recipes), model, strict))
 
     together(ranks, stage)
     put_weights(model, staged[0])

@@ -21,6 +21,7 @@ from flatshard.engine.gradients import GradientScale
 from flatshard.engine.homes import OWNER, owner_of, register
 from flatshard.engine.host import Home
 from flatshard.engine.parameters import Member, Plain, Site, make_members
+from flatshard.engine.parts import Parts
 from flatshard.engine.roots import own, unit_of
 from flatshard.engine.unit import Unit
 from flatshard.engine.weights import Group
@@ -30,8 +31,10 @@ from flatshard.policy import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     Placements,
+    Refusal,
     SchedulePolicy,
     Sharding,
+    Unsupported,
     on_another_mesh,
     replicated,
     resident,
@@ -100,7 +103,10 @@ def _refuse(name: str, parameter: nn.Parameter) -> None:
     if parameter.is_complex() and parameter.requires_grad:
         raise ValueError(f"parameter '{name}' is {parameter.dtype}, which cannot be reduced; hold it as real numbers")
     if not parameter.is_contiguous():
-        raise ValueError(f"parameter '{name}' is not contiguous; make it so before fully_shard")
+        raise Unsupported(
+            f"FSDP does not support non-contiguous parameters, and '{name}' is one; make it contiguous before "
+            "fully_shard"
+        )
 
 
 @dataclass(frozen=True)
@@ -121,8 +127,8 @@ class Where:
         else:
             placement, mesh = _torch.placement_result(answer)
             if placement is not None and type(placement) is not Shard:
-                raise ValueError(
-                    f"shard_placement_fn returned {answer!r} for parameter '{name}'; it must be Shard(dim), "
+                raise Refusal(
+                    f"Invalid shard_placement_fn result: {answer!r} for parameter '{name}'; it must be Shard(dim), "
                     "flatshard.Sharding(...) or None"
                 )
             dim = placement.dim if placement is not None else None if self.by_waste else 0
@@ -136,7 +142,10 @@ class Where:
             return given, means_own
         dims, shape = max(parameter.dim(), 1), tuple(parameter.shape)
         if not -dims <= given.dim < dims:
-            raise ValueError(f"shard_placement_fn returned {answer!r} for parameter '{name}', whose shape is {shape}")
+            raise Refusal(
+                f"Shard dim {given.dim} is invalid for {parameter.dim()}D tensor: shard_placement_fn returned it for "
+                f"parameter '{name}', whose shape is {shape}"
+            )
         return replace(given, dim=given.dim % dims), means_own
 
     def _check_mesh(self, name: str, parameter: nn.Parameter) -> None:
@@ -233,11 +242,13 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     ]
     for _, module in owned_modules(modules):
         _move_buffers(module, choices.device)
+        _torch.mark_managed(module)
     reshard, park = choices.reshard_after_forward, None
     if isinstance(reshard, int) and not isinstance(reshard, bool):
         reshard, park = True, _park_mesh(choices.mesh, reshard)
     # A unit of nothing but frozen weights that rest whole has nothing to do, unless it is the root of other units.
-    hooked = bool(groups or borrowed) or not plain or any(units_below(module) for module in modules)
+    nests = any(units_below(module) for module in modules)
+    hooked = bool(groups or borrowed) or not plain or nests
     unit = Unit(modules, groups, choices.mesh, choices.device, choices.precision, reshard, choices.schedule, hooked)
     for group, member, site in borrowed:
         unit.borrow(group, member, site)
@@ -250,6 +261,10 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
             group.park_mesh, unit.parks = park, True  # the others are gathered again from all
     if choices.optional:
         unit.be_optional()
+    if nests and len(modules) == 1:
+        holders = {id(site.module()) for group in unit.needs for member in group.members for site in member.sites}
+        owned = [module for _, module in owned_modules(modules) if module not in modules]
+        Parts(unit, [module for module in owned if any(id(each) in holders for each in module.modules())])
     for module in modules:
         own(module, unit)
         _torch.mark_sharded(module)

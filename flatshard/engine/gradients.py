@@ -65,6 +65,7 @@ class Gradients:
         self.hook: tuple[Callable[[torch.Tensor], None], torch.cuda.Stream | None] | None = None
         self.expected = sum(member.sharded.requires_grad for member in members)  # by a backward that uses them all
         self.on_complete: Callable[[], None] | None = None  # called when all expected ones have arrived, if watched
+        self.on_first: Callable[[], None] | None = None  # called when one arrives and none has, if watched
         self._arrived: set[int] = set()  # of those watched
         self._sole = sole_owners(main.layout)
         self._stages = stages_to(main.mesh, placements.optimizer)
@@ -78,7 +79,7 @@ class Gradients:
 
     def take_settings(self, other: Gradients) -> None:
         """Be set as another object that this one takes the place of."""
-        for name in ("on_complete", "scale", "sums_only", "counts_unused", "comm", "hook"):
+        for name in ("on_complete", "on_first", "scale", "sums_only", "counts_unused", "comm", "hook"):
             setattr(self, name, getattr(other, name))
         self.direct = None if other.direct is None else Direct()
         self.main_grads.is_decoupled = other.main_grads.is_decoupled
@@ -143,6 +144,8 @@ class Gradients:
 
     def arrived(self, index: int) -> None:
         """Autograd has put a gradient on one full parameter; reentrant checkpointing may do so more than once."""
+        if not self._arrived and self.on_first is not None:
+            self.on_first()
         self._arrived.add(index)
         if len(self._arrived) == self.expected and self.on_complete is not None:
             self.on_complete()

@@ -114,12 +114,7 @@ class MainGrads:
     def _make(self) -> DBuffer:
         buffer = self.buffer = self.main.like(self.home.empty(self.main.local.numel(), self.dtype))
         zero_between(buffer)
-        self.shown = [_torch.like_dtensor(m.sharded, buffer.local_view(i)) for i, m in enumerate(self.members)]
-        for index, member in enumerate(self.members):  # no name for what is shown: its holders are counted
-            self.shown[index].__dict__[MAIN_GRAD] = buffer
-            if member.sharded.grad is None:  # else it is shown and hidden before anybody asks
-                _show(member, self.shown[index])
-                member.sharded.grad = None
+        self.shown = [_over(buffer, index, member) for index, member in enumerate(self.members)]
         buffer.runs()  # views that stay
         self._size = buffer.local.untyped_storage().nbytes()
         self._holders = _torch.holders(self.shown)
@@ -145,6 +140,17 @@ def zero_between(buffer: DBuffer) -> None:
     """Zero a buffer for reduced gradients, unless reduces write all of it: what lies between its runs they never do."""
     if buffer.local.numel() != buffer.layout.run_numel * buffer.held.count:
         buffer.local.zero_()
+
+
+def _over(buffer: DBuffer, index: int, member: Member) -> DTensor:
+    """A gradient for a member. Compilers imitate it, and refuse it if it is not at the offset of its local part."""
+    view = buffer.local_view(index)
+    shown = _torch.like_dtensor(member.sharded, view, at=view)
+    shown.__dict__[MAIN_GRAD] = buffer
+    if member.sharded.grad is None:  # else it is shown and hidden before anybody asks
+        _show(member, shown)
+        member.sharded.grad = None
+    return shown
 
 
 def _show(member: Member, grad: DTensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -37,6 +38,11 @@ def scope_of(unit: Unit, module: nn.Module) -> Scope:
     if any(parameter.is_meta for parameter in module.parameters()):
         from flatshard.engine.materialize import materialize  # it builds on units
 
+        warnings.warn(
+            f"{type(module).__name__} has parameters on the meta device, which its first use initialises; if a "
+            "checkpoint was to be loaded, it has not been. flatshard.materialize(model) does the same without a word",
+            stacklevel=2,
+        )
         materialize(module)
     for name, child in module.named_modules():
         found = unit_of(child)

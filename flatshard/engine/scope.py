@@ -117,6 +117,11 @@ class Scope:
         # The gathers of this pass read main after all that has been enqueued so far, the optimizer's writes included.
         self.refresh_order()
         self.program.begin(Pass.FORWARD if grads else Pass.FORWARD_NO_GRAD, entry.index)
+        for unit in self.units:
+            if unit.holders and not unit.shows_full:
+                self.gather(unit)
+                unit.swap_in()
+                unit.keep()
 
     def rest_gradients(self) -> None:
         """Give back the storage of gradients that `zero_grad` has hidden."""
@@ -274,6 +279,18 @@ class Scope:
         else:
             self._launch_gather(unit)
 
+    def gather_apart(self, units: Sequence[Unit]) -> None:
+        """Start gathering units, to stay beyond any pass: the next forward uses them as they are, if it still can."""
+        for unit in units:
+            absorb_moved(unit)
+        self.refresh_order()
+        for unit in units:
+            for group in unit.groups:
+                if unit.settings.is_first and not group.is_full:
+                    group.renew()
+            self.gather(unit)
+            unit.keep()
+
     def _comes_later(self, index: int) -> bool:
         unit = self._units[index]()
         return unit is not None and unit.is_ahead
@@ -330,7 +347,7 @@ class Scope:
             return  # which one is the last depends on what a rank uses: all of a recomputed segment stay
         earlier, self._retained = self._retained, unit.index
         other = None if earlier is None or earlier == unit.index else self._units[earlier]()
-        if other is not None and not other.in_backward:
+        if other is not None and not other.in_backward and not other.holders:
             other.release()
 
     def _gather_next(self, unit: Unit, most: int) -> None:

@@ -3,14 +3,25 @@
 Fused ones bump no version counter, so nothing else tells that main weights have changed.
 """
 
-_taken = 0
+from __future__ import annotations
+
+
+class _Steps:
+    taken = 0
+    is_new = False  # one has been taken since they were counted
+
+
+_steps = _Steps()
 
 
 def note() -> None:
-    """An optimizer steps."""
-    global _taken
-    _taken += 1
+    """An optimizer steps. A compiled step can do this, too: it stores a constant and reads nothing."""
+    _steps.is_new = True
 
 
 def taken() -> int:
-    return _taken
+    """A number that is another one after a step."""
+    if _steps.is_new:
+        _steps.is_new = False
+        _steps.taken += 1
+    return _steps.taken

@@ -87,6 +87,8 @@ class Unit:
         self.kept: list[tuple[int, ...]] | None = (
             None  # gathered on purpose, with weights of this state: the next forward uses them as they are
         )
+        self.holders = 0  # bodies of `gathered` that want the full weights to stay, whatever passes come and go
+        self.is_written = False  # the modules hold whole copies, for somebody to write to
         self.plain: list[Plain] = []  # frozen parameters that stay whole
         self._modules = [weakref.ref(module) for module in modules]
         self._ids = frozenset(map(id, modules))
@@ -96,7 +98,9 @@ class Unit:
         self._differentiated = False  # a backward has made a graph that another will go through, reading the weights
         self._left_behind = LeftBehind()
         for index, group in enumerate(self.groups):
-            group.gradients.on_complete = functools.partial(_group_complete, weakref.ref(self), index)
+            group.unit = self._me
+            group.gradients.on_complete = functools.partial(_group_complete, self._me, index)
+            group.gradients.on_first = functools.partial(_gradient_arrives, self._me)
         for module in modules if hooked else ():
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward)
@@ -140,6 +144,11 @@ class Unit:
         if not settings.reduces_unused or settings.is_optional:
             return False
         return any(group.gradients.expected for group in self.groups)
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a pass is going through this unit now."""
+        return self.phase in (Phase.FORWARD, Phase.BACKWARD)
 
     @property
     def in_backward(self) -> bool:
@@ -278,7 +287,7 @@ class Unit:
             grads = self._unseen = True  # under reentrant checkpointing gradients come in spite of no_grad
         if not grads and settings.reshard_after_forward is None:
             keep = False  # no backward will need it, and nothing tells of weights that are written through `.data`
-        if settings.is_optional and not (keep or outermost or self.nests):
+        if settings.is_optional and not (keep or outermost or self.nests or self.holders):
             scope.linger(self, grads)
         else:
             self.leave(keep, grads)
@@ -287,9 +296,9 @@ class Unit:
 
     def leave(self, keep: bool, grads: bool) -> None:
         """The forward has left this unit. ``keep``: for what comes next; ``grads``: that may be a backward."""
-        if keep:
+        if keep or self.holders:
             self.keep()
-            if not grads:
+            if not grads and not self.holders:
                 self.hide()  # whoever asks for parameters now, to build an optimizer, wants the sharded ones
             return
         if grads and self.parks:
@@ -318,7 +327,8 @@ class Unit:
             self.rest()
         else:
             self.leave(keep=settings.reshard_after_forward is False, grads=scope.program.running is Pass.FORWARD)
-            self.hide()
+            if not self.holders:
+                self.hide()
 
     def be_optional(self) -> None:
         """A batch may use nothing of it: gradients that are missing are zero, on the wire and afterwards."""
@@ -470,7 +480,13 @@ class Unit:
     @property
     def _reshards_now(self) -> bool:
         """Whether the weights are released after the backward that is running."""
-        return self.settings.reshard_after_backward and not self.is_kept_for_next and not self._differentiated
+        settings = self.settings
+        return (
+            settings.reshard_after_backward
+            and not self.is_kept_for_next
+            and not self._differentiated
+            and not self.holders
+        )
 
     @property
     def is_kept_for_next(self) -> bool:
@@ -518,6 +534,14 @@ class Unit:
         """Groups that show sharded parameters."""
         return [group for group in self.groups if not group.is_full]
 
+    @property
+    def shows_full(self) -> bool:
+        """Whether the modules hold full parameters."""
+        for group in self.needs:
+            if not group.is_full:
+                return False
+        return True
+
     def swap_in(self) -> None:
         """Wait for the gathers and show the full parameters to the modules."""
         for group in self.needs:
@@ -552,6 +576,13 @@ class Unit:
             if group.users is not None:
                 group.users.clear()
         self.release()
+
+
+def _gradient_arrives(unit: weakref.ref[Unit]) -> None:
+    """Of a parameter that was used outside of any forward, nothing else tells that a backward is running."""
+    found = unit()
+    if found is not None and found.scope is not None:
+        found.scope.begin_backward()
 
 
 def _group_complete(unit: weakref.ref[Unit], index: int) -> None:

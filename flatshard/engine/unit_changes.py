@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from flatshard import _torch
 from flatshard.engine import changes
 from flatshard.engine.changes import Change, is_moved
+from flatshard.engine.names import Names
 from flatshard.engine.tying import tie
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ def absorb_moved(unit: Unit) -> None:
     """The same, for what was done to a module in there that tells nobody. The parameters are about to be used."""
     for group in list(unit.groups):
         if not group.is_full and is_moved(group):
+            if unit.is_written:
+                raise RuntimeError(f"unit '{unit.name}' is used in the body of gathered(write=True); leave that first")
             group.release()  # it may have been gathered ahead
             if not unit.is_awaited:
                 tie(unit, group, absorb_moved)
@@ -59,6 +63,45 @@ def applying(unit: Unit, change: Change) -> Iterator[None]:
             stack.enter_context(changes.applying(group, change))
         yield
         absorb(unit)
+
+
+@contextmanager
+def written(unit: Unit) -> Iterator[None]:
+    """Within, the modules hold whole copies of main weights. What was written to them is taken over, if all went well.
+
+    A collective call, when it begins.
+    """
+    if unit.is_in_use or unit.is_awaited:
+        raise RuntimeError(
+            f"unit '{unit.name}' cannot be written between a forward and its backward, which needs the weights as they "
+            "were; run the backward first, or run the forward under torch.no_grad()"
+        )
+    unit.reshard()
+    absorb_moved(unit)
+    members = [member for group in unit.groups for member in group.members]
+    for group in unit.groups:
+        if group.is_extended:
+            raise TypeError(f"parameter '{Names(group, _root(unit))[0]}' is of a tensor subclass; write its local part")
+    with torch.no_grad():
+        copies = [nn.Parameter(_torch.whole(member.sharded), requires_grad=False) for member in members]
+    for member, copied in zip(members, copies):
+        copied.requires_grad_(member.sharded.requires_grad)
+        for site in member.sites:
+            site.put(copied)
+    unit.is_written = True
+    try:
+        yield
+        with torch.no_grad():
+            for member, copied in zip(members, copies):
+                part = _torch.local_of(member.sharded)
+                part.copy_(_torch.part_of(copied, member.sharded) if part.shape != copied.shape else copied)
+    finally:
+        unit.is_written = False
+        for member in members:
+            for site in member.sites:
+                site.put(member.sharded)
+        for group in unit.groups:
+            group.mark_stale()
 
 
 def _root(unit: Unit) -> nn.Module | None:
@@ -86,9 +129,22 @@ def _after_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, met
             state[name] = _torch.like_dtensor(value, _torch.local_of(value))
 
 
-def _before_load_state_dict(unit: Unit, module: nn.Module, *args: Any) -> None:
+def _before_load_state_dict(unit: Unit, module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
     unit.reshard()
     absorb(unit)  # what the user has put there before; what comes now is not the user's
+    _cut_whole(unit, module, state, prefix)
+
+
+def _cut_whole(unit: Unit, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    """Cut what a state dict of an unsharded model has for our parameters. ``state`` is load_state_dict's own."""
+    sharded = {id(member.sharded): member.sharded for group in unit.needs for member in group.members}
+    for name, parameter in module.named_parameters(prefix.rstrip("."), remove_duplicate=False):
+        whole = state.get(name)
+        if id(parameter) not in sharded or not isinstance(whole, torch.Tensor) or isinstance(whole, DTensor):
+            continue
+        if whole.shape == parameter.shape and whole.dim() and not whole.is_meta and not _torch.is_wrapper(whole):
+            part = _torch.part_of(whole.detach(), parameter).contiguous()
+            state[name] = _torch.like_dtensor(parameter, part)
 
 
 def _after_load_state_dict(unit: Unit, module: nn.Module, keys: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,6 +21,9 @@ from flatshard.engine.parameters import Member
 from flatshard.engine.source import Source, source_for
 from flatshard.layout import Layout
 from flatshard.policy import MixedPrecisionPolicy, Placements
+
+if TYPE_CHECKING:
+    from flatshard.engine.unit import Unit
 
 
 class Group:
@@ -49,6 +52,7 @@ class Group:
         self.home = Home(main.device) if home is None else home
         self.look = Look(members)  # at the sharded parameters in their modules
         self.is_full = False  # the modules hold full parameters
+        self.unit: weakref.ref[Unit] | None = None  # that owns it
         self.users: set[int] | None = None  # units that need it full now, where more than its own may
         self.park_mesh: DeviceMesh | None = None  # between forward and backward, shard over this smaller mesh
         self._watched = False

@@ -217,12 +217,9 @@ def local_part(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     be it. A collective call for a DTensor."""
     if isinstance(value, DTensor):
         value = value.full_tensor()
-    shape = _torch.local_of(parameter).shape
-    if value.shape == shape:
+    if value.shape == _torch.local_of(parameter).shape:
         return value
-    for offsets, sizes in _torch.boxes_of(parameter):
-        return value[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes))].clone()
-    return value.new_empty(shape)
+    return _torch.part_of(value, parameter).clone()
 
 
 def is_elementwise(value: Any, parameter: torch.Tensor) -> bool:

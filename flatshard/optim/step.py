@@ -44,6 +44,8 @@ _WHOLE = {
 }
 _LOCAL = "_flatshard_local"
 _CHECKED = "_flatshard_checked"
+_SCALARS = "_flatshard_scalars"
+_NUMBERS = {"step", "mu_product", "mu", "eta"}  # in the state of torch's optimizers, plain tensors for any parameter
 
 
 def fully_shard_optimizer(optimizer: Opt, *, precision_aware: bool = False) -> Opt:
@@ -347,20 +349,41 @@ def _refuse_replaced(optimizer: Optimizer) -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Runs before every step of every optimizer: looks at parameters only when there can be something new."""
+    """Runs before every step of every optimizer: looks at parameters only when there can be something new.
+
+    In a compiled step it is traced, and does no more than to count.
+    """
     steps.note()
-    now = (generation(), sum(len(group["params"]) for group in optimizer.param_groups))
-    if not now[0] or optimizer.__dict__.get(_CHECKED) == now:
+    if torch.compiler.is_compiling():
         return
-    _refuse_replaced(optimizer)
-    if _LOCAL not in optimizer.__dict__:
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if isinstance(parameter.grad, DTensor) and parameter.grad.dtype != parameter.dtype:
-                raise RuntimeError(
-                    f"gradients have dtype {parameter.grad.dtype} and main weights {parameter.dtype}; call "
-                    "fully_shard_optimizer(optimizer), which casts them"
-                )
-    optimizer.__dict__[_CHECKED] = now
+    now = (generation(), sum(len(group["params"]) for group in optimizer.param_groups))
+    if now[0] and optimizer.__dict__.get(_CHECKED) != now:
+        _refuse_replaced(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if _LOCAL not in optimizer.__dict__:
+            for parameter in parameters:
+                if isinstance(parameter.grad, DTensor) and parameter.grad.dtype != parameter.dtype:
+                    raise RuntimeError(
+                        f"gradients have dtype {parameter.grad.dtype} and main weights {parameter.dtype}; call "
+                        "fully_shard_optimizer(optimizer), which casts them"
+                    )
+        optimizer.__dict__[_CHECKED] = now
+        optimizer.__dict__[_SCALARS] = [p for p in parameters if isinstance(p, DTensor) and p.dim() == 0]
+    if now[0] and optimizer.__dict__[_SCALARS] and _LOCAL not in optimizer.__dict__:
+        _wrap_scalars(optimizer)
+
+
+def _wrap_scalars(optimizer: Optimizer) -> None:
+    """Let loaded state of parameters without dims be DTensors, as what the optimizer has made itself is.
+
+    torch's functions that distribute a whole state dict leave every number as it is.
+    """
+    for parameter in optimizer.__dict__[_SCALARS]:
+        state = optimizer.state.get(parameter, {})
+        for key, value in state.items():
+            loaded = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim() == 0
+            if loaded and key not in _NUMBERS:
+                state[key] = _torch.like_dtensor(parameter, value.to(_torch.local_of(parameter).device))
 
 
 register_optimizer_step_pre_hook(_before_step)

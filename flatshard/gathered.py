@@ -1,0 +1,78 @@
+"""`gathered`: full parameters for a body of code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+
+from flatshard.engine.build import units_below
+from flatshard.engine.homes import group_of
+from flatshard.engine.roots import scope_of
+from flatshard.engine.unit import Unit
+from flatshard.engine.unit_changes import written
+
+
+@contextmanager
+def gathered(module: nn.Module, *, recurse: bool = True, write: bool = False) -> Iterator[None]:
+    """Within, the parameters of ``module`` are full tensors. All ranks enter and leave it together.
+
+    ``module`` is a model or a part of one: all units below it, and those that hold its own parameters, are gathered
+    when the body begins and stay gathered through whatever runs in it, forwards and backwards included; so an
+    evaluation, or a generation token by token, gathers once. What the body calls without a forward (a submodule, a
+    method, ``F.linear(x, m.weight)``) works too, and its gradients are reduced. They are in the compute dtype, and
+    anew after an optimizer step. ``recurse=False``: not the units inside ``module``.
+
+    ``write``: they are copies in the main dtype, whole over all axes, and what the body has written to them is in the
+    sharded parameters afterwards; every rank keeps its own rows, so all are to write the same. No unit can run a
+    forward in the body. If the body raises, nothing is written.
+    """
+    units = _units(module, recurse)
+    if write:
+        with ExitStack() as stack:
+            for unit in units:
+                stack.enter_context(written(unit))
+            yield
+        return
+    before = [unit.is_gathered for unit in units]
+    for unit in units:
+        unit.holders += 1
+    try:
+        for unit in units:
+            _hold(unit)
+        yield
+    finally:
+        for unit, was in zip(units, before):
+            unit.holders -= 1
+            if not unit.holders and not was and not unit.is_in_use:
+                unit.release()
+
+
+def _hold(unit: Unit) -> None:
+    assert unit.scope is not None
+    if not unit.shows_full:
+        unit.scope.gather_apart([unit])
+        unit.swap_in()
+    for group in unit.groups if torch.is_grad_enabled() else ():
+        group.watch()  # of what is called without a forward, nothing else would tell that it has gradients
+
+
+def _units(module: nn.Module, recurse: bool) -> list[Unit]:
+    """The units of a module's parameters, in one order on all ranks, each with a scope."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"gathered takes a module, not {type(module).__name__}")
+    below = [unit for _, unit in units_below(module)]
+    groups = [group_of(parameter) for parameter in module.parameters()]
+    around = [group.unit() for group in groups if group is not None and group.unit is not None]
+    found = list(dict.fromkeys(unit for unit in (*around, *below) if unit is not None))
+    if not recurse:
+        inside = {unit for child in module.children() for _, unit in units_below(child)}
+        found = [unit for unit in found if unit not in inside]
+    if not found:
+        raise ValueError(f"no parameter of {type(module).__name__} is sharded: fully_shard was not called on it")
+    for unit in found:
+        if unit.scope is None:
+            scope_of(unit, unit.modules[0])
+    return found

@@ -1,0 +1,120 @@
+"""What others find under the names of PyTorch's private state of a unit, as far as well-known callers use it."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from flatshard import _torch
+from flatshard.engine.names import Names
+from flatshard.engine.roots import scope_of, unit_of
+from flatshard.engine.unit import Unit
+
+_STATE = "_flatshard_state"
+
+
+@dataclass(frozen=True)
+class FSDPParam:
+    """A parameter of a unit: its full name, and itself."""
+
+    _param_fqn: str
+    sharded_param: nn.Parameter
+
+
+@dataclass(frozen=True)
+class FSDPParamGroup:
+    """The parameters of a unit, to look at."""
+
+    _module_fqn: str
+    fsdp_params: list[FSDPParam]
+
+    def post_backward(self) -> None:
+        """Pipelines ask every group for it; the root's callback does it for all."""
+
+
+class FSDPState:
+    """What `fully_shard.state(module)` and `module._get_fsdp_state()` return.
+
+    Pipelines reduce by it what the micro-batches of a stage have accumulated. Attributes of PyTorch's that are not
+    here are refused with a reason.
+    """
+
+    def __init__(self, module: nn.Module, unit: Unit) -> None:
+        self._known, self._unit = weakref.ref(module), weakref.ref(unit)
+
+    @property
+    def unit(self) -> Unit:
+        """The engine's own state of the module."""
+        found = self._unit()
+        assert found is not None
+        return found
+
+    @property
+    def _modules(self) -> tuple[nn.Module, ...]:
+        return tuple(self.unit.modules)
+
+    @property
+    def _is_root(self) -> bool | None:
+        """Whether it is the outermost unit; None before there has been a forward."""
+        return None if self.unit.scope is None else self.unit.scope.units[0] is self.unit
+
+    @property
+    def _mp_policy(self) -> Any:
+        return self.unit.policy
+
+    @property
+    def _state_ctx(self) -> types.SimpleNamespace:
+        """With ``all_states``, those of all units that share this one's root, in the order of registration."""
+        units = [self.unit] if self.unit.scope is None else self.unit.scope.units
+        return types.SimpleNamespace(all_states=[state_of(unit.modules[0]) for unit in units])
+
+    @property
+    def _fsdp_param_groups(self) -> list[FSDPParamGroup]:
+        unit = self.unit
+        root = None if unit.scope is None else unit.scope.units[0].modules[0]
+        fqn = "" if self._is_root else unit.name
+        found = []
+        for group in unit.groups:
+            names = Names(group, root)
+            found += [FSDPParam(names[index], member.sharded) for index, member in enumerate(group.members)]
+        return [FSDPParamGroup(fqn, found)] if found else []
+
+    @property
+    def _fsdp_param_group(self) -> FSDPParamGroup | None:
+        return next(iter(self._fsdp_param_groups), None)
+
+    def _lazy_init(self) -> None:
+        """Do now what the first forward would do: this is a root, unless it is known to be below one."""
+        module = self._known()
+        assert module is not None
+        scope_of(self.unit, module)
+
+    def _root_post_backward_final_callback(self) -> None:
+        self._lazy_init()
+        scope = self.unit.scope
+        assert scope is not None
+        scope.reduce_accumulated()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{name}: of PyTorch's private FSDPState, flatshard has no such part; flatshard.summary(model) shows what "
+            "there is"
+        )
+
+
+def state_of(module: nn.Module) -> FSDPState | None:
+    """The state of a module that `fully_shard` was called on."""
+    found: FSDPState | None = module.__dict__.get(_STATE)
+    return found
+
+
+def show_state(module: nn.Module) -> None:
+    """Let `state_of`, and torch's own function, find the state of a module that has become a unit."""
+    unit = unit_of(module)
+    assert unit is not None
+    module.__dict__[_STATE] = state = FSDPState(module, unit)
+    _torch.let_torch_find(state, module)

@@ -1,0 +1,139 @@
+"""Accelerate and Transformers' Trainer, unmodified, on flatshard by `install`: what they do with PyTorch's FSDP2."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import flatshard
+
+pytest.importorskip("transformers", minversion="5")
+accelerate = pytest.importorskip("accelerate")
+from tests.bench.script import free_port  # noqa: E402
+from tests.ecosystem.architectures import ARCHITECTURES  # noqa: E402
+
+pytestmark = [pytest.mark.full, pytest.mark.limit(300)]
+WAYS = ("ours", "theirs")
+LAYER = "LlamaDecoderLayer"
+
+
+@contextlib.contextmanager
+def _launched(rank, world, port, way):
+    """As `accelerate launch` starts ranks. Accelerate does not shard on CPUs, so it takes them for GPUs."""
+    from accelerate.state import AcceleratorState, DistributedType, PartialState
+
+    made = PartialState.__init__
+
+    def as_gpus(self, *args, **kwargs):
+        made(self, *args, **kwargs)
+        if self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.MULTI_GPU
+
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    environment = {name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    if way == "ours":
+        flatshard.install()
+    try:
+        with mock.patch.dict(os.environ, environment), mock.patch.object(PartialState, "__init__", as_gpus):
+            yield
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        flatshard.uninstall()
+
+
+def _is_ours(model):
+    return isinstance(model, flatshard.FSDPModule)
+
+
+def _accelerated(rank, world, way, precision, folder, port):
+    """Losses, norms and whole weights of three steps; state saved, spoilt and loaded."""
+    architecture = ARCHITECTURES["llama-tied"]
+    batches = [architecture.inputs(torch.Generator().manual_seed(number)) for number in range(8)]
+    with _launched(rank, world, port, way):
+        plugin = accelerate.FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=[LAYER],
+            cpu_ram_efficient_loading=True,
+            state_dict_type="SHARDED_STATE_DICT",
+        )
+        accelerator = accelerate.Accelerator(cpu=True, fsdp_plugin=plugin, mixed_precision=precision)
+        model = architecture.make().train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        assert _is_ours(model) == (way == "ours")
+        found = []
+        for number in range(3):
+            with accelerator.accumulate(model):
+                loss = model(**batches[2 * number + rank]).loss
+                accelerator.backward(loss)
+                norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            found += [loss.item(), float(norm)]
+        accelerator.save_state(folder)
+        before = model(**batches[6]).loss.item()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0)
+        accelerator.load_state(folder)
+        assert model(**batches[6]).loss.item() == before
+        assert accelerator.unwrap_model(model) is model
+        weights = accelerator.get_state_dict(model)
+        dist.barrier()
+        return found, {name: value.clone() for name, value in weights.items()} if rank == 0 else None
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_accelerate_gives_the_losses_of_fsdp2(ranks, precision, tmp_path):
+    ours, theirs = (ranks(2, _accelerated, way, precision, str(tmp_path / way), free_port()) for way in WAYS)
+    for (found, weights), (wanted, others) in zip(ours, theirs):
+        torch.testing.assert_close(found, wanted, rtol=1e-5 if precision == "no" else 1e-2, atol=1e-5)
+        if others is not None:
+            assert list(weights) == list(others)
+            torch.testing.assert_close(weights, others, rtol=1e-4, atol=1e-5 if precision == "no" else 1e-2)
+
+
+def _trained(rank, world, way, folder, port):
+    """Losses that the Trainer logs, and what it writes; a second one goes on from the first one's checkpoint."""
+    from transformers import Trainer, TrainingArguments
+
+    architecture = ARCHITECTURES["llama-tied"]
+    rows = [architecture.inputs(torch.Generator().manual_seed(number)) for number in range(16)]
+    data = [{name: value[0] for name, value in row.items()} for row in rows]
+    found = []
+    for steps in (2, 4):
+        with _launched(rank, world, port, way):
+            arguments = TrainingArguments(
+                folder,
+                use_cpu=True,
+                per_device_train_batch_size=2,
+                max_steps=steps,
+                logging_steps=1,
+                save_steps=2,
+                report_to=[],
+                fsdp="full_shard auto_wrap",
+                fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": [LAYER], "cpu_ram_efficient_loading": True},
+                learning_rate=0.01,
+                lr_scheduler_type="constant",
+                disable_tqdm=True,
+            )
+            trainer = Trainer(model=architecture.make().train(), args=arguments, train_dataset=data)
+            trainer.train(resume_from_checkpoint=steps > 2)
+            assert _is_ours(trainer.model) == (way == "ours")
+            found += [entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-2:]
+            trainer.save_model(f"{folder}/final")
+    return found, sorted(os.listdir(f"{folder}/final"))
+
+
+def test_the_trainer_gives_the_losses_of_fsdp2(ranks, tmp_path):
+    ours, theirs = (ranks(2, _trained, way, str(tmp_path / way), free_port()) for way in WAYS)
+    for (found, files), (wanted, others) in zip(ours, theirs):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        assert files == others
+        assert "model.safetensors" in files

@@ -1,0 +1,112 @@
+"""PEFT: adapters beside a frozen base in one unit; what is saved and merged. And storage that is no floating point."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from flatshard import fully_shard, gathered, shard_model
+
+pytestmark = pytest.mark.limit(300)
+
+
+def _whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _adapted(half):
+    """A small Llama with adapters; ``half``: its base is bfloat16, the adapters are float32."""
+    import peft
+
+    from tests.ecosystem.architectures import ARCHITECTURES
+
+    base = ARCHITECTURES["llama"].make()
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(base.to(torch.bfloat16) if half else base, config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return model
+
+
+def _trained(rank, world, half, folder):
+    import peft
+
+    from tests.ecosystem.architectures import ARCHITECTURES
+
+    architecture = ARCHITECTURES["llama"]
+    model, reference = _adapted(half), _adapted(half)
+    shard_model(model)
+    trained = [[p for p in each.parameters() if p.requires_grad] for each in (model, reference)]
+    optimizers = [torch.optim.AdamW(parameters, lr=0.01) for parameters in trained]
+    tolerance = {"rtol": 0.2, "atol": 0.02} if half else {"rtol": 1e-3, "atol": 1e-5}
+    for number in range(3):
+        batches = [architecture.inputs(torch.Generator().manual_seed(10 * number + who)) for who in range(world)]
+        with torch.autocast("cpu", torch.bfloat16) if half else contextlib.nullcontext():
+            model(**batches[rank]).loss.backward()
+            (sum(reference(**batch).loss for batch in batches) / world).backward()
+        for parameter, wanted in zip(*trained):
+            torch.testing.assert_close(_whole(parameter.grad), wanted.grad, **tolerance)
+        assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    model.save_pretrained(folder)
+    base = architecture.make()
+    loaded = peft.PeftModel.from_pretrained(base.to(torch.bfloat16) if half else base, folder).state_dict()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(_whole(value).float(), loaded[name].float(), msg=lambda _, n=name: n)
+    batch = architecture.inputs(torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        before = model(**batch).logits
+    if not half:
+        with gathered(model, write=True):
+            model.merge_adapter()
+        torch.testing.assert_close(model(**batch).logits, before, rtol=1e-3, atol=1e-4)
+        model.unmerge_adapter()  # and on the shards
+        torch.testing.assert_close(model.merge_and_unload()(**batch).logits, before, rtol=1e-3, atol=1e-4)
+    dist.barrier()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16 base"])
+def test_adapters_train_as_on_one_process_and_are_saved_and_merged(ranks, half, tmp_path):
+    pytest.importorskip("peft")
+    pytest.importorskip("transformers", minversion="5")
+    ranks(2, _trained, half, str(tmp_path / "adapters"))
+
+
+class Quantised(nn.Module):
+    """Weights held as bytes with a scale per row, as QLoRA holds them."""
+
+    def __init__(self):
+        super().__init__()
+        rng = torch.Generator().manual_seed(0)
+        codes = torch.randint(0, 255, (7, 4), dtype=torch.uint8, generator=rng)
+        self.codes = nn.Parameter(codes, requires_grad=False)
+        self.shift = nn.Parameter(torch.randint(-3, 3, (7,), dtype=torch.int32, generator=rng), requires_grad=False)
+        self.scale = nn.Parameter(torch.rand(7, generator=rng))
+
+    def forward(self, x):
+        return x @ ((self.codes.float() + self.shift[:, None]) * self.scale[:, None]).t()
+
+
+def _bytes(rank, world):
+    model, reference = fully_shard(Quantised()), Quantised()
+    assert _whole(model.codes).equal(reference.codes)
+    batches = [torch.randn(3, 4, generator=torch.Generator().manual_seed(who)) for who in range(world)]
+    output = model(batches[rank])
+    assert output.equal(reference(batches[rank]))
+    output.sum().backward()
+    (sum(reference(batch).sum() for batch in batches) / world).backward()
+    torch.testing.assert_close(_whole(model.scale.grad), reference.scale.grad)
+
+
+def test_integers_are_gathered_as_they_are(ranks):
+    ranks(2, _bytes)

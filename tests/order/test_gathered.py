@@ -1,0 +1,146 @@
+"""Full parameters outside of forwards: `gathered`, parts of a unit that are called by themselves, whole tensors."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+
+from flatshard import gathered
+from tests.order.cases import DIM, backward_of_all, compare, grads_of, make, optimizer_of, rows, shard, weights_of
+from tests.order.test_generation import Gathers
+
+pytestmark = [pytest.mark.xdist_group("interpreters"), pytest.mark.limit(30)]
+
+
+def _held(rank, world):
+    """Gathers of a first and of later evaluations in one body, per step."""
+    model, reference = shard(make()), make()
+    optimizers = [optimizer_of(each.parameters()) for each in (model, reference)]
+    counts = []
+    for number in range(3):
+        with gathered(model), torch.no_grad():
+            for _ in range(2):
+                with Gathers() as gathers:
+                    torch.testing.assert_close(model(rows(rank)), reference(rows(rank)))
+                    torch.testing.assert_close(model.blocks[1].up(rows(rank)), reference.blocks[1].up(rows(rank)))
+                counts.append(gathers.count)
+            assert not any(isinstance(p, DTensor) for p in model.parameters())
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        model(rows(rank, number)).square().mean().backward()
+        backward_of_all([reference(rows(r, number)).square().mean() for r in range(world)])
+        compare(grads_of(model), grads_of(reference))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return counts
+
+
+def test_a_body_gathers_once_and_sees_every_step(interpreters):
+    for counts in interpreters(2, _held):
+        assert counts == [0] * 6
+
+
+def _train_held(rank, world):
+    model, reference = shard(make()), make()
+    optimizers = [optimizer_of(each.parameters()) for each in (model, reference)]
+    with gathered(model.blocks[0]):
+        for number in range(3):
+            model(rows(rank, number)).square().mean().backward()
+            backward_of_all([reference(rows(r, number)).square().mean() for r in range(world)])
+            assert not isinstance(model.blocks[0].up.weight, DTensor)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    compare(weights_of(model), weights_of(reference))
+
+
+def test_training_in_a_body_equals_one_process(interpreters):
+    interpreters(2, _train_held)
+
+
+def _no_forward(rank, world):
+    model, reference = shard(make()), make()
+
+    def loss(of, who):
+        return F.linear(rows(who), of.blocks[0].up.weight).square().mean() + of.norm(rows(who, 1)).square().mean()
+
+    with gathered(model):
+        loss(model, rank).backward()
+    backward_of_all([loss(reference, r) for r in range(world)])
+    compare(grads_of(model), grads_of(reference))
+
+
+def test_gradients_of_what_is_used_without_a_forward_are_reduced(interpreters):
+    interpreters(2, _no_forward)
+
+
+def _parts(rank, world, policy):
+    model, reference = shard(make(), **policy), make()
+
+    def loss(of, who):
+        x = of.norm(rows(who))
+        for block in of.blocks:
+            x = block(x)
+        return of.output(x).square().mean()
+
+    for _ in range(2):
+        with torch.no_grad():
+            torch.testing.assert_close(model.norm(rows(rank)), reference.norm(rows(rank)))
+        assert isinstance(model.norm.weight, DTensor)
+        loss(model, rank).backward()
+        model(rows(rank)).square().mean().backward()
+        backward_of_all([loss(reference, r) + reference(rows(r)).square().mean() for r in range(world)])
+    compare(grads_of(model), grads_of(reference))
+
+
+@pytest.mark.parametrize("policy", [{}, {"reshard_after_forward": True}, {"strategy": 2}], ids=str)
+def test_parts_of_the_root_can_be_called_by_themselves(interpreters, policy):
+    interpreters(2, _parts, policy)
+
+
+def _written(rank, world, layout):
+    model = shard(make(), layout=layout)
+    before = weights_of(model)
+    with gathered(model, write=True), torch.no_grad():
+        model.blocks[0].up.weight.fill_(3.0)
+        model.norm.bias.add_(1.0)
+    wanted = before | {"blocks.0.up.weight": torch.full((8, DIM), 3.0), "norm.bias": before["norm.bias"] + 1}
+    compare(weights_of(model), wanted)
+    with contextlib.suppress(KeyError), gathered(model, write=True), torch.no_grad():
+        model.norm.bias.zero_()
+        raise KeyError
+    with pytest.raises(RuntimeError, match=r"body of gathered\(write=True\)"), gathered(model, write=True):
+        model(rows(rank))
+    compare(weights_of(model), wanted)
+    model(rows(rank)).sum().backward()
+
+
+@pytest.mark.parametrize("layout", ["tensor", "flat"])
+def test_what_a_body_writes_is_kept(interpreters, layout):
+    interpreters(2, _written, layout)
+
+
+def _whole(rank, world, layout):
+    """Plain tensors of an unsharded model go into a sharded one: by a state dict, assigned or not, and by copy_."""
+    wanted = {name: tensor + 1 for name, tensor in make().state_dict().items()}
+    for assign in (False, True):
+        model = shard(make(), layout=layout)
+        optimizer = optimizer_of(model.parameters())
+        model.load_state_dict(wanted, assign=assign)
+        compare(weights_of(model), wanted)
+        model(rows(rank)).sum().backward()
+        optimizer.step()
+    model = shard(make(), layout=layout)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(wanted[name])
+    compare(weights_of(model), wanted)
+
+
+@pytest.mark.parametrize("layout", ["tensor", "flat"])
+def test_whole_tensors_are_cut_where_they_are_put(interpreters, layout):
+    interpreters(2, _whole, layout)

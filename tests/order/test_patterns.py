@@ -1,0 +1,213 @@
+"""How models are trained in research: two of them, several forwards, losses over all ranks or over parameters."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.nn.functional import all_gather
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from flatshard import MixedPrecisionPolicy, fully_shard
+from tests.order.cases import DIM, Chain, backward_of_all, compare, grads_of, make, rows, shard, weights_of
+
+pytestmark = [pytest.mark.xdist_group("interpreters"), pytest.mark.limit(60)]
+LOOSE = {"rtol": 1e-3, "atol": 1e-4}
+
+
+def _policy_and_reference(rank, world):
+    """A trained model and a frozen one; two forwards before one backward."""
+    ours, theirs = [shard(make()), shard(make())], [make(), make()]
+    ours[1].requires_grad_(False)
+
+    def loss(policy, frozen, who):
+        with torch.no_grad():
+            baseline = frozen(rows(who, 1))
+        return (policy(rows(who)) - baseline).square().mean() + policy(rows(who, 2)).mean()
+
+    for _ in range(2):
+        loss(*ours, rank).backward()
+        backward_of_all([loss(*theirs, who) for who in range(world)])
+    compare(grads_of(ours[0]), grads_of(theirs[0]))
+
+
+def _alternation(rank, world):
+    """Two models, of which each trains on what the other makes."""
+
+    def models():
+        made = make(), make(Chain, 2)
+        made[0].output = nn.Linear(DIM, DIM)
+        return made
+
+    torch.manual_seed(1)
+    theirs = models()
+    ours = copy.deepcopy(theirs)
+    for model in ours:
+        shard(model)
+    optimizers = [[torch.optim.Adam(m.parameters(), lr=0.01) for m in pair] for pair in zip(ours, theirs)]
+
+    def judged(generator, judge, who, number):
+        fake = judge(generator(rows(who, 10 + number)).detach())
+        return F.softplus(-judge(rows(who, number))).mean() + F.softplus(fake).mean()
+
+    def fooled(generator, judge, who, number):
+        return F.softplus(-judge(generator(rows(who, 10 + number)))).mean()
+
+    for number in range(2):
+        for loss, which in ((judged, 1), (fooled, 0)):
+            loss(*ours, rank, number).backward()
+            backward_of_all([loss(*theirs, who, number) for who in range(world)])
+            for optimizer in optimizers[which]:
+                optimizer.step()
+            for optimizer in (each for pair in optimizers for each in pair):
+                optimizer.zero_grad()
+    for found, wanted in zip(ours, theirs):
+        compare(weights_of(found), weights_of(wanted), **LOOSE)
+
+
+def _contrast(rank, world):
+    """Every rank's outputs against those of all ranks."""
+    model, reference = shard(make()), make()
+    output = model(rows(rank))
+    targets = [torch.arange(3) + 3 * who for who in range(world)]
+    F.cross_entropy(output @ torch.cat(all_gather(output)).t(), targets[rank]).backward()
+    outputs = [reference(rows(who)) for who in range(world)]
+    everything = torch.cat(outputs).t()
+    backward_of_all([F.cross_entropy(outputs[who] @ everything, targets[who]) for who in range(world)])
+    compare(grads_of(model), grads_of(reference))
+
+
+def _penalty_on_parameters(rank, world):
+    """A loss on parameters, outside of any forward: with the rest, and by itself."""
+
+    def size(model):
+        squares = [parameter.square().sum() for parameter in model.parameters()]
+        return 0.1 * sum(each.full_tensor() if isinstance(each, DTensor) else each for each in squares)
+
+    model, reference = shard(make()), make()
+    (model(rows(rank)).square().mean() + size(model)).backward()
+    size(model).backward()
+    backward_of_all([reference(rows(who)).square().mean() + 2 * size(reference) for who in range(world)])
+    compare(grads_of(model), grads_of(reference))
+
+
+def _penalty_on_gradients(rank, world):
+    """A backward through a backward."""
+    model, reference = shard(make()), make()
+
+    def loss(of, who):
+        x = rows(who).requires_grad_()
+        output = of(x)
+        (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return (gradient.norm() - 1).square() + output.mean()
+
+    for _ in range(2):
+        loss(model, rank).backward()
+        backward_of_all([loss(reference, who) for who in range(world)])
+    compare(grads_of(model), grads_of(reference))
+
+
+def _scaled(rank, world):
+    """Float16 under a GradScaler; one step of three overflows and is left out."""
+    model, reference = shard(make(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16)), make()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for number in range(3):
+        blow_up = 1e6 if number == 1 and rank == 0 else 1.0
+        scaler.scale(model(rows(rank, number)).float().square().mean() * blow_up).backward()
+        scaler.unscale_(optimizers[0])
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+        scaler.step(optimizers[0])
+        scaler.update()
+        if number != 1:
+            backward_of_all([reference(rows(who, number)).square().mean() for who in range(world)])
+            optimizers[1].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    assert scaler.get_scale() == 512.0
+    compare(weights_of(model), weights_of(reference), rtol=1e-2, atol=1e-2)
+
+
+def _average(rank, world):
+    """An exponential average of weights: another sharded model, and torch's function for two lists of parameters."""
+    pairs = [(shard(make()), shard(make())), (make(), make())]
+    average = get_ema_multi_avg_fn(0.9)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model, _ in pairs]
+    for number in range(3):
+        pairs[0][0](rows(rank, number)).square().mean().backward()
+        backward_of_all([pairs[1][0](rows(who, number)).square().mean() for who in range(world)])
+        for optimizer, (model, mean) in zip(optimizers, pairs):
+            optimizer.step()
+            optimizer.zero_grad()
+            average([p.detach() for p in mean.parameters()], [p.detach() for p in model.parameters()], number)
+        with torch.no_grad():
+            torch.testing.assert_close(pairs[0][1](rows(rank)), pairs[1][1](rows(rank)))
+    compare(weights_of(pairs[0][1]), weights_of(pairs[1][1]))
+    with pytest.raises(AssertionError, match="FSDP does not support deepcopy"):
+        AveragedModel(pairs[0][0])
+
+
+def _whole_matrix_search(rank, world):
+    """LBFGS, which asks for dot products over all parameters, works by DTensor's."""
+    model, reference = shard(make()), make()
+    for each in (model, reference):
+        optimizer = torch.optim.LBFGS(each.parameters(), max_iter=3)
+
+        def closure(each=each, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = each(rows(0)).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        optimizer.step(closure)
+    compare(weights_of(model), weights_of(reference), **LOOSE)
+
+
+class Tied(nn.Module):
+    """A head tied to the embedding, each in a unit of its own; the loss calls the head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.body, self.head = nn.Embedding(20, 8), nn.Linear(8, 8), nn.Linear(8, 20, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return torch.tanh(self.body(self.embedding(tokens)))
+
+
+def _head_of_another_unit(rank, world):
+    model, reference = make(Tied), make(Tied)
+    for module in (model.embedding, model.body, model.head, model):
+        fully_shard(module)
+    batches = [torch.arange(6).view(2, 3) + who for who in range(world)]
+    for _ in range(2):
+        hidden = model(batches[rank])
+        model.head.unshard()
+        model.head(hidden).square().mean().backward()
+        backward_of_all([reference.head(reference(batch)).square().mean() for batch in batches])
+    compare(grads_of(model), grads_of(reference))
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        _policy_and_reference,
+        _alternation,
+        _contrast,
+        _penalty_on_parameters,
+        _penalty_on_gradients,
+        _scaled,
+        _average,
+        _whole_matrix_search,
+        _head_of_another_unit,
+    ],
+    ids=lambda pattern: pattern.__name__.strip("_"),
+)
+def test_a_pattern_equals_one_process(interpreters, pattern):
+    interpreters(2, pattern)
