@@ -71,12 +71,17 @@ def test_casting_and_assigned_state_are_absorbed(ranks):
 
 
 def _plain(rank, world):
-    model = fully_shard(torch.nn.Linear(4, 4))
-    with pytest.raises(ValueError, match="weight"):
-        model.load_state_dict({"weight": torch.zeros(4, 4), "bias": torch.zeros(4)}, assign=True)
+    for assign in (False, True):
+        model = fully_shard(torch.nn.Linear(4, 4))
+        whole = {"weight": torch.arange(16.0).view(4, 4), "bias": torch.arange(4.0)}
+        model.load_state_dict(whole, assign=assign)
+        assert all(torch.equal(full(value), whole[name]) for name, value in model.state_dict().items())
+        model.weight = torch.nn.Parameter(torch.zeros(4, 4))
+        with pytest.raises(ValueError, match="weight"):
+            model(torch.ones(1, 4))
 
 
-def test_a_plain_tensor_in_the_place_of_a_shard_is_refused(ranks):
+def test_a_whole_tensor_is_cut_by_load_state_dict_and_refused_in_the_place_of_a_shard(ranks):
     assert ranks(2, _plain) == [None] * 2
 
 
