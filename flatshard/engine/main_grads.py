@@ -32,16 +32,21 @@ class MainGrads:
         self.shown: list[DTensor] = []
         self.in_flight = 0  # reduces that write here
         self.is_decoupled = False
+        self._accumulates = False  # the last backward added to what was there
         self._is_empty = False  # without storage
         self._size = 0  # of the storage
         self._holders: list[int] = []  # of what is shown, while nobody but us does
 
-    def rest(self) -> None:
+    def rest(self, always: bool = False) -> None:
         """Give back the storage of gradients that `zero_grad` has hidden.
 
+        Where steps have several backwards it stays for the next, unless ``always`` is said: in all but the first it is
+        there anyway, and other tensors that come to lie in its place make the heap larger.
         Within `_torch.PlainAttributes`, since it looks at every parameter.
         """
         if self.buffer is None or self._is_empty or self.in_flight or self.home.host:
+            return
+        if self._accumulates and not always:
             return
         for member in self.members:
             if member.sharded.grad is not None or (
@@ -57,6 +62,7 @@ class MainGrads:
     def take(self, had_grad: Sequence[bool], lane: Lane) -> tuple[DBuffer, bool, list[torch.Tensor]]:
         """The buffer; whether it is to be written, not added to; and what the lane reads to make it so."""
         any_had, buffer = any(had_grad), self.buffer
+        self._accumulates = any_had
         if buffer is not None and self._is_empty:
             buffer.local.untyped_storage().resize_(self._size)
             self._is_empty = False

@@ -128,7 +128,7 @@ class Scope:
         with _torch.PlainAttributes():
             for unit in self.units:
                 for group in unit.groups:
-                    group.gradients.main_grads.rest()
+                    group.gradients.main_grads.rest(always=not torch.is_grad_enabled())
 
     def end_forward(self) -> None:
         """The forward of ``entry`` is over."""

@@ -192,7 +192,7 @@ class _Gradients(Gradients):
 
     has_partial = property(lambda self: False)
 
-    def rest(self) -> None:
+    def rest(self, always: bool = False) -> None:
         """As main gradients: there is nothing to give back."""
 
     def reduce(self, pool: Pool, goal: Goal, name: str) -> Reduction:

@@ -91,6 +91,9 @@ class Case:
             self.passes(model)
             optimizer.step()
             optimizer.zero_grad()
+        with torch.no_grad():  # which gives back the memory of gradients that several backwards have added to
+            token = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
+            model(token, token)
         return optimizer
 
     def passes(self, model: Llama, device: str = "cpu") -> None:
