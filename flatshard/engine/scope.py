@@ -125,10 +125,11 @@ class Scope:
 
     def rest_gradients(self) -> None:
         """Give back the storage of gradients that `zero_grad` has hidden."""
+        always = not torch.is_grad_enabled()
         with _torch.PlainAttributes():
             for unit in self.units:
                 for group in unit.groups:
-                    group.gradients.main_grads.rest(always=not torch.is_grad_enabled())
+                    group.gradients.main_grads.rest(always)
 
     def end_forward(self) -> None:
         """The forward of ``entry`` is over."""

@@ -76,10 +76,7 @@ class OfMain(Source):
 
 
 class _Turned:
-    """Full weights that lie in another order in the gathered buffer (cut on another dim than 0): storage of their own.
-
-    Without any, all of this does nothing.
-    """
+    """Full weights that are cut on another dim than 0: they have storage of their own, in their own order."""
 
     def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
         self._layout, self._dtype = layout, dtype
@@ -99,8 +96,6 @@ class _Turned:
 
     def fill(self, ticket: Ticket, gathered: DBuffer) -> Ticket:
         """Bring what was gathered into its own order, in the order of the lane, after ``ticket``."""
-        if not self.indices:
-            return ticket
         assert self._pool is not None
 
         def turn() -> None:
@@ -125,10 +120,11 @@ class _Buffered(Source):
     """Full weights are views of one buffer, or turned."""
 
     def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
-        self._turned = _Turned(layout, dtype)
+        turned = _Turned(layout, dtype)
+        self._turned = turned if turned.indices else None
 
     def full(self, index: int) -> torch.Tensor:
-        if index in self._turned.indices:
+        if self._turned is not None and index in self._turned.indices:
             return self._turned.view(index).data
         assert self.buffer is not None
         return self.buffer.local_view(index).data
@@ -179,6 +175,8 @@ class OfCompute(_Buffered):
 
     def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
         self.buffer, refreshed = self._weights.refresh(pool, name)
+        if self._turned is None:
+            return refreshed
         self._turned.allocate(pool)
         return self._turned.fill(refreshed, self.buffer)
 
@@ -211,7 +209,8 @@ class Gathered(_Buffered):
             local = pool.empty(layout.buffer_numel(layout.num_shards), self._codec.dtype)
             buffer = self.buffer = DBuffer(layout, mesh, [Replicate()] * mesh.ndim, local)
         pool.allocate(buffer.local, lasting)
-        self._turned.allocate(pool)
+        if self._turned is not None:
+            self._turned.allocate(pool)
         if self._is_hollow:
             return Ticket()
         with pool.lane.entered(() if refreshed is DONE else (refreshed,)):
@@ -224,7 +223,7 @@ class Gathered(_Buffered):
                 ticket = _gather(part, buffer, pool, name, comm)
             else:
                 ticket = self._from_main(buffer, pool, name, comm)
-        return self._turned.fill(ticket, buffer)
+        return ticket if self._turned is None else self._turned.fill(ticket, buffer)
 
     def _from_main(self, buffer: DBuffer, pool: Pool, name: str, comm: Any) -> Ticket:
         main, lane = self._main, pool.lane
@@ -246,7 +245,8 @@ class Gathered(_Buffered):
         assert self.buffer is not None
         assert self._pool is not None
         self._pool.release(self.buffer.local)
-        self._turned.release()
+        if self._turned is not None:
+            self._turned.release()
 
     def mark_stale(self) -> None:
         self._parked = None
