@@ -6,6 +6,7 @@ from flatshard.engine.materialize import materialize
 from flatshard.engine.summary import Summary, check_buffers, summary
 from flatshard.gathered import gathered
 from flatshard.install import install, uninstall
+from flatshard.model import shard_model
 from flatshard.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from flatshard.optim.clip import clip_grad_norm_, find_nonfinite, grad_norms, weight_norms
 from flatshard.optim.step import fully_shard_optimizer
@@ -20,7 +21,6 @@ from flatshard.policy import (
     Sharding,
 )
 from flatshard.wgrads import direct_wgrads, offer_main_grads
-from flatshard.whole import shard_model
 
 __version__ = "0.1.0.dev0"
 

@@ -281,8 +281,8 @@ def _name(what: str, given: str | int | None, names: tuple[str, ...], default: s
 def resident(placements: Placements) -> Placements:
     """The same optimizer state with weights that rest whole on every rank: nothing is gathered during a pass."""
     axes = len(placements.parameter)
-    whole = replicated(axes)
-    return Placements(whole.parameter, whole.gradient, placements.optimizer)
+    resting = replicated(axes)
+    return Placements(resting.parameter, resting.gradient, placements.optimizer)
 
 
 def replicated(axes: int) -> Placements:

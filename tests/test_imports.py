@@ -19,7 +19,7 @@ _API_AND_BELOW = {"api", "module", "state", "hf", *_ENGINE_AND_BELOW}
 _ANY = {
     "api",
     "module",
-    "whole",
+    "model",
     "wgrads",
     "wrapping",
     "gathered",
@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": {"module", "state", "hf", *_ENGINE_AND_BELOW},
     "install": _API_AND_BELOW,
     "optim": _ENGINE_AND_BELOW,
-    "whole": {"optim", "wrapping", *_API_AND_BELOW},
+    "model": {"optim", "wrapping", *_API_AND_BELOW},
     "wgrads": {"module", *_ENGINE_AND_BELOW},
     "checkpoint": {"optim", *_ENGINE_AND_BELOW},
     "megatron": {"optim", "checkpoint", "wrapping", *_API_AND_BELOW},

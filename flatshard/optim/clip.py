@@ -85,7 +85,7 @@ def _listed(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> li
 
 
 def _gradients(parameters: Sequence[torch.Tensor]) -> dict[_Where, _Held]:
-    """The local gradients by place; the whole buffer in the place of its parts, where all of them are there.
+    """The local gradients by place; a buffer itself in the place of its parts, where all of them are there.
 
     Every place of a parameter is listed, even without gradients here: the other ranks will wait for this one.
     """
@@ -109,8 +109,8 @@ def _gradients(parameters: Sequence[torch.Tensor]) -> dict[_Where, _Held]:
             held.scaled.append(_torch.local_of(grad) if isinstance(grad, DTensor) else grad)
     for buffer, held, grads in buffers.values():
         # What lies between the parts of a buffer of gradients is zero.
-        whole = len(grads) == len(buffer.layout.slots)
-        tensors = [buffer.local] if whole else [_torch.local_of(grad) for grad in grads]
+        all_there = len(grads) == len(buffer.layout.slots)
+        tensors = [buffer.local] if all_there else [_torch.local_of(grad) for grad in grads]
         held.read.extend(tensors)
         held.scaled.extend(tensors)
     return places

@@ -104,8 +104,8 @@ class Run:
 
     def _slice_of(self, gradient: torch.Tensor) -> torch.Tensor:
         assert self._extent is not None
-        whole = self._extent == (0, gradient.numel())
-        return gradient if whole else gradient[slice(*self._extent)]
+        is_all = self._extent == (0, gradient.numel())
+        return gradient if is_all else gradient[slice(*self._extent)]
 
     def _set_grad(self, gradient: torch.Tensor, uncast: bool) -> None:
         tensor = self.tensor

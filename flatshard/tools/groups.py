@@ -92,7 +92,7 @@ class GroupBytes:
         grad = precision.grad_of(main, self.wire)
         self.reduce = precision.reduce_of(self.wire, grad)
 
-        whole, held = self.layout.buffer_numel(shards), self.layout.shard_numel
+        full, held = self.layout.buffer_numel(shards), self.layout.shard_numel
         turned = sum(slot.numel for index, slot in enumerate(self.layout.slots) if self.layout.is_turned(index, shards))
         everywhere = all(isinstance(p, Replicate) for p in self.placements.parameter)
         as_main = self.placements.parameter == self.placements.optimizer
@@ -101,7 +101,7 @@ class GroupBytes:
         self.compute = 0 if as_main else self._numel(self.placements.parameter) * self.wire.itemsize
         self.compute += turned * self.wire.itemsize if self.is_resident else 0
         self.state = choice.state * self.main if self.trainable else 0
-        self.gathered = 0 if self.is_resident else (whole + turned) * self.wire.itemsize
+        self.gathered = 0 if self.is_resident else (full + turned) * self.wire.itemsize
         parks = choice.park is not None and not self.is_resident and shards % choice.park == 0
         self.parked = (
             self.layout.buffer_numel(shards // choice.park) * self.wire.itemsize if parks and choice.park else 0
@@ -214,13 +214,13 @@ class GroupBytes:
         self,
         kind: Literal["all_gather", "reduce_scatter"],
         axis: int,
-        whole: Sequence[Placement],
+        full: Sequence[Placement],
         times: int,
         among: int | None = None,
     ) -> Launch:
-        """``whole``: what the full message of the collective holds."""
+        """``full``: what the full message of the collective holds."""
         dtype = self.wire if kind == "all_gather" else self.reduce
-        size = self.layout.run_numel * self._pieces(whole) * dtype.itemsize
+        size = self.layout.run_numel * self._pieces(full) * dtype.itemsize
         segments = sum(segment.piece > 0 for segment in self.layout.segments)
         return Launch(kind, axis, among or self.choice.mesh[axis], size, segments, times)
 

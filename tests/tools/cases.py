@@ -91,9 +91,9 @@ class Case:
             self.passes(model)
             optimizer.step()
             optimizer.zero_grad()
-        with torch.no_grad():  # which gives back the memory of gradients that several backwards have added to
-            token = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
-            model(token, token)
+        if self.microbatches > 1:  # a forward without gradients gives back memory that stays for the next backwards
+            with torch.no_grad():
+                model(*2 * [torch.zeros(1, 1, dtype=torch.long)])
         return optimizer
 
     def passes(self, model: Llama, device: str = "cpu") -> None:
