@@ -20,6 +20,7 @@ from flatshard.policy import (
     SchedulePolicy,
     Sharding,
 )
+from flatshard.trust.alarm import PeerError
 from flatshard.wgrads import direct_wgrads, offer_main_grads
 
 __version__ = "0.1.0.dev0"
@@ -31,6 +32,7 @@ __all__ = [
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "PeerError",
     "Placements",
     "SchedulePolicy",
     "Sharding",

@@ -553,16 +553,21 @@ def will_be_executed(node: Any) -> bool:
 
 
 def new_group(
-    ranks: Sequence[int], like: ProcessGroup, name: str, title: str, patience: timedelta | None = None
+    ranks: Sequence[int],
+    like: ProcessGroup,
+    name: str,
+    title: str,
+    patience: timedelta | None = None,
+    backend: str | None = None,
 ) -> ProcessGroup:
-    """A process group of ``ranks``, with the backend of ``like``, and its time-out unless one is given.
+    """A process group of ``ranks``, with the backend and the time-out of ``like`` unless others are given.
 
     Collective among the ranks alone.
 
     ``name`` must be the same on all of them, and no other group's. ``title`` is for people.
     """
     known = c10d._world.pg_map.get(like)
-    backend = None if known is None else known[0]
+    backend = known[0] if backend is None and known is not None else backend
     listed = list(ranks)
     # torch 2.11 has sorted groups only, and not this argument.
     order: dict[str, Any] = {} if listed == sorted(listed) else {"sort_ranks": False}
@@ -585,6 +590,11 @@ def new_gloo_group(title: str) -> ProcessGroup:
         made = torch.distributed.new_group(backend="gloo", timeout=timeout_of(_default_group()), group_desc=title)
     assert isinstance(made, ProcessGroup)
     return made
+
+
+def default_store() -> Any:
+    """The store at which the ranks of the default process group met."""
+    return c10d._get_default_store()
 
 
 def _default_group() -> ProcessGroup:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flatshard import _torch
-from flatshard.engine.build import NO_SHARD, Choices, Where, build_unit, owned_modules, units_below
+from flatshard.engine.build import NO_SHARD, Choices, Values, Where, build_unit, owned_modules, units_below
 from flatshard.engine.gradients import GradientScale
 from flatshard.engine.homes import OWNER
 from flatshard.engine.roots import unit_of
@@ -55,6 +56,7 @@ def fully_shard(
     data_mesh: DeviceMesh | None = None,
     schedule: SchedulePolicy | None = None,
     optional: bool = False,
+    values: Values | None = None,
 ) -> M:
     """Make a unit of ``module``: shard its parameters over ``mesh``, and gather them only while they are needed.
 
@@ -96,6 +98,10 @@ def fully_shard(
     ``optional``: the batches of some ranks may not use this unit, or units below it (a vision encoder, an adapter).
     Those ranks take part in its gathers and reduces with zeros, at the place where it is registered: after the units
     before it, and before those after it, which is the order to call them in. Gradients that no rank has are zero.
+    ``values``: what the ranks' parameters hold when they are cut. ``"same"``: the same, which the first forward checks,
+    apart from those that have been loaded or written since; ``"first"``: keep those of the first rank of the mesh (all
+    ranks of it call this at the same time then); ``"own"``: what each rank has, so that the model is a mixture.
+    Default: the environment variable FLATSHARD_VALUES, or ``"same"``.
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_modules(modules)
@@ -108,6 +114,9 @@ def fully_shard(
         raise TypeError(f"shard_placement_fn={shard_placement_fn!r}: must be a function of a parameter")
     if not isinstance(offload_policy, OffloadPolicy):
         raise TypeError(f"offload_policy={offload_policy!r}: must be a flatshard.OffloadPolicy or CPUOffloadPolicy")
+    kept: Any = os.environ.get("FLATSHARD_VALUES", "same") if values is None else values
+    if kept not in get_args(Values):
+        raise ValueError(f"values={kept!r}: must be one of {', '.join(get_args(Values))}")
     if gradient_scale not in ("mean", "sum") and not _is_number(gradient_scale):
         raise ValueError(f"gradient_scale={gradient_scale!r}: must be 'mean', 'sum' or a finite number")
     for name, policy, kind in (("mp_policy", mp_policy, MixedPrecisionPolicy), ("schedule", schedule, SchedulePolicy)):
@@ -143,6 +152,7 @@ def fully_shard(
         where=where,
         offload=offload_policy,
         optional=bool(optional),
+        values=kept,
         strategy=(strategy, outer_strategy),
         data_mesh=data_mesh,
     )

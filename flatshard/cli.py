@@ -25,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_run(commands.add_parser("run", help="run a script that uses PyTorch's fully_shard on flatshard"))
     _add_plan(commands.add_parser("plan", help="what each strategy takes and sends, and whether it fits"))
     _add_convert(commands.add_parser("convert", help="a checkpoint from one form into another"))
+    _add_blame(commands.add_parser("blame", help="which rank stopped a job, from the ranks' flight records"))
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         commands.choices[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -89,6 +90,30 @@ def _run(options: argparse.Namespace) -> int:
     else:
         sys.path.insert(0, str(Path(options.script).resolve().parent))
         runpy.run_path(options.script, run_name="__main__")
+    return 0
+
+
+def _add_blame(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Say in one paragraph which rank stopped where and what the others waited for, from the flight records that "
+        "ranks leave in FOLDER when a job ends badly (FLATSHARD_RECORD, or where the error says)."
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("--last", type=int, default=0, metavar="N", help="and the last N launches of every rank")
+    parser.set_defaults(run=_blame)
+
+
+def _blame(options: argparse.Namespace) -> int:
+    from flatshard.trust.blame import blame, read_records, told_by
+
+    try:
+        records = read_records(options.folder)
+    except (ValueError, OSError) as error:
+        print(f"flatshard blame: {error}", file=sys.stderr)
+        return 2
+    print(blame(records))
+    if options.last > 0:
+        print("\n".join(told_by(records, options.last)))
     return 0
 
 

@@ -14,7 +14,7 @@ import pytest
 
 _ROOT = Path(__file__).parents[1]
 
-_ENGINE_AND_BELOW = {"engine", "buffer", "policy", "layout", "_torch", "_waits"}
+_ENGINE_AND_BELOW = {"engine", "buffer", "policy", "layout", "trust", "_torch", "_waits"}
 _API_AND_BELOW = {"api", "module", "state", "hf", *_ENGINE_AND_BELOW}
 _ANY = {
     "api",
@@ -43,8 +43,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "layout": set(),
     "wrapping": set(),
     "policy": {"layout", "_torch"},
-    "buffer": {"layout", "_torch"},
-    "engine": {"buffer", "policy", "layout", "_torch", "_waits"},
+    "trust": set(),
+    "buffer": {"layout", "trust", "_torch"},
+    "engine": {"buffer", "policy", "layout", "trust", "_torch", "_waits"},
     "state": _ENGINE_AND_BELOW,
     "module": {"state", *_ENGINE_AND_BELOW},
     "gathered": _ENGINE_AND_BELOW,

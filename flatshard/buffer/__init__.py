@@ -1,8 +1,19 @@
 """Flat local tensors on a mesh, and the only code that communicates."""
 
 from flatshard.buffer.dbuffer import DBuffer, turns
-from flatshard.buffer.lanes import Exchange, Lane, Operation, Ticket
+from flatshard.buffer.lanes import Exchange, Lane, Operation, Ticket, from_first
 from flatshard.buffer.planned import Planner, PoolStatistics
 from flatshard.buffer.pools import Pool
 
-__all__ = ["DBuffer", "Exchange", "Lane", "Operation", "Planner", "Pool", "PoolStatistics", "Ticket", "turns"]
+__all__ = [
+    "DBuffer",
+    "Exchange",
+    "Lane",
+    "Operation",
+    "Planner",
+    "Pool",
+    "PoolStatistics",
+    "Ticket",
+    "from_first",
+    "turns",
+]

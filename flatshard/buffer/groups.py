@@ -53,11 +53,12 @@ def group_among(ranks: Sequence[int], beside: Sequence[ProcessGroup]) -> Process
 _own_groups: WeakKeyDictionary[ProcessGroup, dict[str, ProcessGroup]] = WeakKeyDictionary()
 
 
-def own_group(like: ProcessGroup, title: str) -> ProcessGroup:
-    """Another process group of the same ranks, backend and time-out."""
+def own_group(like: ProcessGroup, title: str, patience: timedelta | None = None) -> ProcessGroup:
+    """Another process group of the same ranks, backend and time-out. Or, with ``patience``, of Gloo with that one."""
     known = _own_groups.setdefault(like, {})
     if title not in known:
         # Only the members of one line of a mesh meet here, so the group must not wait for all ranks.
         ranks = dist.get_process_group_ranks(like)
-        known[title] = _torch.new_group(ranks, like, f"{title}_{like.group_name}", title)
+        backend = None if patience is None else "gloo"
+        known[title] = _torch.new_group(ranks, like, f"{title}_{like.group_name}", title, patience, backend)
     return known[title]

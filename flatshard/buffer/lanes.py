@@ -11,6 +11,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -21,6 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatshard import _torch
 from flatshard.buffer.custom import gather_by, reduce_by
 from flatshard.buffer.groups import own_group
+from flatshard.trust.alarm import PATIENCE, alarm
+from flatshard.trust.record import KINDS, PHASES, Wire, ranges, record
 
 Op: TypeAlias = Literal["sum", "avg", "max"]
 _Started: TypeAlias = "tuple[list[Work], Callable[[], None] | None]"
@@ -38,6 +41,9 @@ _REDUCTIONS: dict[Op, Callable[[torch.Tensor, int], torch.Tensor]] = {
 }
 # How many operations a lane remembers for its history.
 HISTORY = 256
+# Backends without other ranks.
+_IMAGINED = frozenset({"rehearsal", "fake"})
+_KINDS = {kind: number for number, kind in enumerate(KINDS)}
 
 
 @dataclass(slots=True)
@@ -58,7 +64,7 @@ class Operation:
 class Ticket:
     """The end of an operation. A ticket without event and works is already done."""
 
-    __slots__ = ("_device", "_event", "_then", "_works")
+    __slots__ = ("_device", "_event", "_failed", "_then", "_works", "what")
 
     def __init__(
         self,
@@ -71,13 +77,20 @@ class Ticket:
         self._device = device
         self._works = works
         self._then = then
+        self._failed = False
+        self.what = ("", "")  # kind and name
 
     def wait(self) -> None:
         """Order what follows after the operation: the current stream on CUDA, the caller itself on CPU."""
         if self._event is not None:
             self._event.wait(_torch.current_stream(self._device))
         for work in self._works:
-            work.wait()
+            try:
+                work.wait(PATIENCE)
+            except RuntimeError as error:
+                self._failed = True
+                alarm.outwait(work, self._told, error)
+                self._failed = False
         self._works = ()
         if self._then is not None:
             then, self._then = self._then, None
@@ -96,9 +109,18 @@ class Ticket:
 
     def done(self) -> bool:
         """Whether the operation is over, without waiting."""
+        return self._then is None and self.has_ended()
+
+    def has_ended(self) -> bool:
+        """Whether the communication is over, and did not fail, whatever remains to be done. Any thread may ask."""
         if self._event is not None:
             return bool(self._event.query())
-        return self._then is None and all(work.is_completed() for work in self._works)
+        return not self._failed and all(work.is_completed() for work in self._works)
+
+    def _told(self) -> str:
+        kind, name = self.what
+        phase = f", {PHASES[record.phase]}" if record.phase else ""
+        return f"{kind} {name or '(unnamed)'} (step {record.step}{phase})"
 
 
 DONE = Ticket()  # has been waited for, and can be again and again
@@ -134,9 +156,12 @@ class Lane:
 
     ``own_groups=True`` gives the lane process groups of its own. Two lanes that share a group are kept in launch order
     by the group, even though they have two streams; lanes that are to overlap each other need their own.
+    ``patience``: its groups are its own, of Gloo, and wait no longer than this.
     """
 
-    def __init__(self, name: str, device: torch.device, *, own_groups: bool = False) -> None:
+    def __init__(
+        self, name: str, device: torch.device, *, own_groups: bool = False, patience: timedelta | None = None
+    ) -> None:
         self.name = name
         self.device = device = torch.empty(0, device=device).device  # with its index
         # Before compute where both want the device: a gather that waits until a large matrix product leaves room is
@@ -144,10 +169,12 @@ class Lane:
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self.history: deque[Operation] = deque(maxlen=HISTORY)
         self.launched = 0
-        self.own_groups = own_groups
+        self.own_groups = own_groups or patience is not None
+        self._patience = patience
         self.inside = _Inside(self.stream)
         self._groups: dict[tuple[DeviceMesh, int, bool], ProcessGroup] = {}
         self._backends: dict[ProcessGroup, str] = {}
+        self._wires = _Wires(name)
 
     def group(self, mesh: DeviceMesh, axis: int) -> ProcessGroup:
         """The process group in which this lane communicates along one axis of a mesh.
@@ -159,7 +186,7 @@ class Lane:
         if key not in self._groups:
             made = mesh.get_group(axis)
             if self.own_groups and made.size() > 1:
-                made = own_group(made, f"flatshard_{self.name}")
+                made = own_group(made, f"flatshard_{self.name}", self._patience)
             assert isinstance(made, ProcessGroup)
             self._groups[key] = made
         return self._groups[key]
@@ -220,7 +247,7 @@ class Lane:
             if comm is None:
                 return Gather(self, group, outputs, inputs).launch(name)
             works, unpack = gather_by(comm, group, outputs, inputs, self.stream is None)
-            return self._finish("all_gather", name, _nbytes(outputs), works, unpack)
+            return self._finish(group, "all_gather", name, _nbytes(outputs), works, unpack)
 
     def reduce_scatter(
         self,
@@ -246,7 +273,8 @@ class Lane:
         if comm is not None:
             with self.entered(after):
                 works, unpack = reduce_by(comm, group, outputs, inputs, op, self.stream is None)
-                return self._finish("reduce_scatter", name, _nbytes(inputs), works, _one_after_other(unpack, then))
+                after_all = _one_after_other(unpack, then)
+                return self._finish(group, "reduce_scatter", name, _nbytes(inputs), works, after_all)
         if self.inside.depth and not after:
             return self._reduce_scatter(group, outputs, inputs, op, then, name)
         with self.entered(after):
@@ -272,7 +300,7 @@ class Lane:
             then = _one_after_other(reduce, then)
         else:
             works = [_torch.reduce_scatter_one(group, out, inp, options) for out, inp in zip(outputs, inputs)]
-        return self._finish("reduce_scatter", name, _nbytes(inputs), works, then)
+        return self._finish(group, "reduce_scatter", name, _nbytes(inputs), works, then)
 
     def all_reduce(
         self,
@@ -289,7 +317,7 @@ class Lane:
         options = _torch.ALL_REDUCE[op]
         with self.entered(after):
             works = [group.allreduce([tensor], options) for tensor in tensors] if group.size() > 1 else []
-            return self._finish("all_reduce", name, _nbytes(tensors), works, then)
+            return self._finish(group, "all_reduce", name, _nbytes(tensors), works, then)
 
     def all_to_all(
         self,
@@ -308,27 +336,46 @@ class Lane:
         sizes = [scale * n for n in output_splits], [scale * n for n in input_splits]
         with self.entered(after):
             works = [_torch.all_to_all_one(group, out, inp, *sizes, _torch.ALL_TO_ALL)]
-            return self._finish("all_to_all", name, input.nbytes, works)
+            return self._finish(group, "all_to_all", name, input.nbytes, works)
 
     @property
     def rank(self) -> int:
         """Of this process among all."""
         return dist.get_rank()
 
-    def extremes(self, meshes: Sequence[DeviceMesh], number: int) -> tuple[int, int]:
-        """The lowest and the highest of the ranks' numbers, over all ranks of these meshes, on each of them.
+    def most(self, meshes: Sequence[DeviceMesh], numbers: Sequence[int], about: str) -> list[int]:
+        """The highest of the ranks' numbers, in every place, over all ranks of these meshes, on each of them.
 
-        Waits. It takes part in one collective per axis whatever the number is, and leaves no trace in the history.
+        Waits. It takes part in one collective per axis whatever the numbers are, and leaves no trace in the history.
+        ``about``: for whoever waits for it in vain.
         """
         with self.entered():
-            values = torch.full((2,), number, dtype=torch.int64, device=self.device)
-            values[:1].neg_()
+            values = torch.tensor(list(numbers), dtype=torch.int64, device=self.device)
             for mesh in [*meshes, *meshes[:-1]]:  # what the later ones found out, the earlier ones learn
                 for axis in range(mesh.ndim):
                     group = self.group(mesh, axis)
                     if group.size() > 1:
-                        _torch.backend_of(group, self.device).allreduce([values], _torch.ALL_REDUCE["max"]).wait()
-            lowest, highest = values.tolist()
+                        work = _torch.backend_of(group, self.device).allreduce([values], _torch.ALL_REDUCE["max"])
+                        if self.stream is None:
+                            ticket = Ticket(works=[work])
+                            ticket.what = "the other ranks,", about
+                            ticket.wait()
+                        else:
+                            work.wait()
+            found: list[int] = values.tolist()
+        return found
+
+    def watch_over(self) -> bool:
+        """Whether there are other ranks. If so, be told from now on what ends them, and tell them what ends this."""
+        group = dist.group.WORLD if dist.is_initialized() else None
+        if group is None or group.size() == 1 or _torch.backend_name(group, self.device) in _IMAGINED:
+            return False
+        alarm.start(_torch.default_store(), dist.get_rank(), group.size())
+        return True
+
+    def extremes(self, meshes: Sequence[DeviceMesh], number: int, about: str = "a number") -> tuple[int, int]:
+        """The lowest and the highest of the ranks' numbers."""
+        lowest, highest = self.most(meshes, [-number, number], about)
         return -lowest, highest
 
     def _backend(self, group: ProcessGroup) -> str:
@@ -346,6 +393,7 @@ class Lane:
 
     def _finish(
         self,
+        group: ProcessGroup,
         kind: str,
         name: str,
         numbytes: int,
@@ -362,22 +410,36 @@ class Lane:
             if then is not None:
                 then()
             ticket = self.mark()
+        ticket.what = kind, name
         self.launched += 1
+        record.append(self._wires[group], _KINDS[kind], name, numbytes, ticket)
         self.history.append(Operation(self.launched, kind, name, numbytes, ticket))
         return ticket
+
+
+class _Wires(dict[ProcessGroup, Wire]):
+    """A lane's process groups as the flight record knows them: by the lane and the ranks."""
+
+    def __init__(self, lane: str) -> None:
+        super().__init__()
+        self._lane = lane
+
+    def __missing__(self, group: ProcessGroup) -> Wire:
+        self[group] = wire = record.wire(f"{self._lane} {ranges(dist.get_process_group_ranks(group))}")
+        return wire
 
 
 class Gather:
     """An all-gather that can be launched again and again: what is the same every time is looked up once."""
 
-    __slots__ = ("_call", "_lane", "_numbytes")
+    __slots__ = ("_call", "_group", "_lane", "_numbytes")
 
     _call: Callable[[], _Started]
 
     def __init__(
         self, lane: Lane, group: ProcessGroup, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> None:
-        self._lane = lane
+        self._lane, self._group = lane, group
         self._numbytes = _nbytes(outputs)
         outputs, inputs = list(_as_bytes(outputs)), list(_as_bytes(inputs))
         if group.size() == 1:
@@ -393,7 +455,7 @@ class Gather:
     def launch(self, name: str) -> Ticket:
         """Inside `Lane.entered`."""
         works, then = self._call()
-        return self._lane._finish("all_gather", name, self._numbytes, works, then)
+        return self._lane._finish(self._group, "all_gather", name, self._numbytes, works, then)
 
 
 # The ways to gather a list: what to wait for, and what to do then.
@@ -485,6 +547,17 @@ class Exchange:
         found = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(found, padded, group=self._group)
         return [part.numpy().tobytes()[: int(size)] for part, size in zip(found, sizes)]
+
+
+def from_first(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> list[torch.Tensor]:
+    """The tensors as the first rank of a mesh has them, in the places of these. All its ranks call it."""
+    found = [tensor.contiguous() for tensor in tensors]
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        for tensor in found if group.size() > 1 else ():
+            (whole,) = _as_bytes([tensor]) if tensor.dim() else [tensor]
+            dist.broadcast(whole, group=group, group_src=0)
+    return found
 
 
 def _one_after_other(first: Callable[[], None], second: Callable[[], None] | None) -> Callable[[], None]:

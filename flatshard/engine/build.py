@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from flatshard import _torch
-from flatshard.buffer import DBuffer
+from flatshard.buffer import DBuffer, from_first
 from flatshard.buffer.groups import group_among
+from flatshard.engine.agreement import Initial
 from flatshard.engine.codec import is_extended, unfilled
 from flatshard.engine.gradients import GradientScale
 from flatshard.engine.homes import OWNER, owner_of, register
@@ -164,6 +165,9 @@ class Where:
                 )
 
 
+Values: TypeAlias = Literal["same", "first", "own"]
+
+
 @dataclass(frozen=True)
 class Choices:
     """What a call of `fully_shard` chose, checked."""
@@ -181,6 +185,7 @@ class Choices:
     offload: OffloadPolicy
     optional: bool = False
     strategy: tuple[Any, Any] = (None, None)  # of the inner and the outer axis, for parameters with a mesh of their own
+    values: Values = "same"  # of the ranks' parameters
     data_mesh: DeviceMesh | None = None  # whose ranks' data the gradients come from, if it is not `mesh`
 
     def placements_on(self, mesh: DeviceMesh) -> Placements:
@@ -334,12 +339,18 @@ def _build_group(members: list[Named], dims: list[int], kind: Kind, choices: Cho
     floating = kind.dtype.is_floating_point
     main_dtype = precision.main_dtype if precision.main_dtype is not None and floating and kind.trainable else None
     full = [p.detach() if p.is_meta else p.detach().to(choices.device) for p in whole]
+    has_values = not any(tensor.is_meta for tensor in full)
+    if choices.values == "first" and has_values:
+        full = from_first(full, mesh)
+    initial = Initial(full) if choices.values == "same" and has_values and mesh.size() > 1 else None
     main = DBuffer.distribute(full, planned, mesh, placements.optimizer)
     if main_dtype is not None and main_dtype != main.dtype:
         main = main.cast(main_dtype)
     main = home.take(main)
     sharded = make_members(main, members, choices.where.axes, apart=kind.apart)
     group = Group(sharded, main, placements, precision, home, own=members[0][1].dtype)
+    if initial is not None:
+        initial.parts, group.initial = initial.of_parts(group), initial
     group.gradients.scale = kind.scale
     for _, parameter, _ in members:
         # Whoever still holds the original (a tied module, an optimizer) holds no memory.

@@ -11,7 +11,6 @@ hooks only mark groups, and `Turns` says which may be reduced: always in one ord
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 
@@ -117,6 +116,8 @@ class Program:
         self._recorded: set[tuple[Pass, int]] = set()
         self.running: Pass | None = None  # the pass that has begun and not ended
         self.is_first = False  # it is the first of its kind: nothing has been recorded that it could be held to
+        self.checks = False  # ranks compare every launch
+        self.announces = False  # they compare those of the running pass
         self._kind: tuple[Pass, int] = (Pass.FORWARD, 0)
         self.upcoming: list[int] = []  # units expected to be needed in the running pass, nearest first
         self._entry = 0  # of the last forward with gradients
@@ -138,6 +139,7 @@ class Program:
             self._entry = entry
         self.running, self._kind = kind, (kind, self._entry if entry is None else entry)
         self.is_first = self._kind not in self._recorded
+        self.announces = self.is_first or self.checks
         self.upcoming = list(self._orders.get(self._kind, ()))
         self._gathered, self._needed, self._needs = [], {}, []
         if kind is Pass.BACKWARD:
@@ -213,7 +215,7 @@ class Program:
 
     def abandon(self) -> None:
         """The running pass was broken off; it predicts nothing."""
-        self.running, self.is_first = None, False
+        self.running, self.is_first, self.announces = None, False, self.checks
         self.upcoming = []
 
     # Agreement, at the end of the first pass of a kind
@@ -232,8 +234,3 @@ class Program:
             self._orders[Pass.BACKWARD, entry] = self._backward_of(proposal[0])
         if kind is Pass.BACKWARD:
             self._reduces[entry] = proposal[1]
-
-
-def digest(proposal: object) -> int:
-    """A number that two proposals share if, and almost surely only if, they are the same."""
-    return int.from_bytes(hashlib.sha256(repr(proposal).encode()).digest()[:7], "big")

@@ -14,12 +14,15 @@ import torch
 
 from flatshard import _torch, _waits
 from flatshard.buffer import Lane, Planner, Pool
+from flatshard.engine import steps
+from flatshard.engine.agreement import Agreement, check_model, digest, patience
 from flatshard.engine.keep import gathered_bytes
-from flatshard.engine.program import Pass, Program, digest
+from flatshard.engine.program import Pass, Program
 from flatshard.engine.reduction import Goal, Reduction
 from flatshard.engine.unit_changes import absorb_moved
 from flatshard.engine.weights import Group
 from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy
+from flatshard.trust.record import PHASES, record
 
 if TYPE_CHECKING:
     from flatshard.engine.unit import Unit
@@ -43,14 +46,19 @@ class Scope:
         self._units = [weakref.ref(unit) for unit in units]
         self._groups = [(weakref.ref(unit), group) for unit in self.units for group in map(weakref.ref, unit.groups)]
         of_units = [mesh for unit in units for mesh in (unit.mesh, *(group.mesh for group in unit.groups))]
-        self._meshes = list(dict.fromkeys(of_units))  # in one order on all ranks
+        self.meshes = list(dict.fromkeys(of_units))  # in one order on all ranks
+        checking = patience()
+        self.program.checks = checking is not None
+        # What ranks compare, they compare over a lane of its own in check mode, whose groups do not wait for long.
+        self._talk = self.gather_lane if checking is None else Lane("check", torch.device("cpu"), patience=checking)
+        self._agreement: Agreement | None = None  # once the ranks have compared their models
         self.entry: int | None = None  # the outermost unit whose forward is running
         self._has_optional = any(unit.settings.is_optional for unit in units)
         self._passed_over: set[int] = set()  # optional units that the running pass came to nothing of
         self._lingering: tuple[int, bool] | None = None  # an optional unit after its forward, which may be run again
         self._retained: int | None = None  # a unit gathered by a recompute, its backward to come
         self._ahead: set[int] = set()  # gathered by prefetch and not needed yet
-        self._apart = frozenset(_experts(units)) if len(self._meshes) > 1 else frozenset[int]()
+        self._apart = frozenset(_experts(units)) if len(self.meshes) > 1 else frozenset[int]()
         self._done: set[int] = set()  # units that the running backward has left
         self._launched: set[int] = set()  # groups that it has reduced
         self._reducing: deque[Reduction] = deque()
@@ -97,6 +105,8 @@ class Scope:
 
     def begin_forward(self, entry: Unit) -> None:
         """A forward starts at ``entry``. What is left of an earlier pass is cleared: its weights may be out of date."""
+        if self._agreement is None:
+            self._agree()
         if self.program.running is not None:
             self.recover()
         self.entry = entry.index
@@ -116,7 +126,9 @@ class Scope:
         self.gather_pool.end_pass()
         # The gathers of this pass read main after all that has been enqueued so far, the optimizer's writes included.
         self.refresh_order()
-        self.program.begin(Pass.FORWARD if grads else Pass.FORWARD_NO_GRAD, entry.index)
+        kind = Pass.FORWARD if grads else Pass.FORWARD_NO_GRAD
+        record.step, record.phase = steps.taken() + 1, _PHASE[kind]
+        self.program.begin(kind, entry.index)
         for unit in self.units:
             if unit.holders and not unit.shows_full:
                 self.gather(unit)
@@ -153,6 +165,7 @@ class Scope:
         self._launched.clear()
         self._passed_over.clear()
         self._alike = True not in [unit.settings.reduces_unused for unit in self.units]
+        record.phase = _PHASE[Pass.BACKWARD]
         self.program.begin(Pass.BACKWARD, free=self._alike)
         end = _End(self)
         self._end = weakref.ref(end)
@@ -236,6 +249,8 @@ class Scope:
 
         Without ``gather``, the first is left out: the unit's turn has come, but not for its parameters.
         """
+        if self.program.checks:
+            self._announce("run", unit)
         if self._has_optional:
             self._check_place(unit)
             if self._lingering is not None and self._lingering[0] != unit.index:
@@ -270,7 +285,7 @@ class Scope:
 
     def gather(self, unit: Unit) -> None:
         """Start gathering a unit. No effect on what has been gathered."""
-        if self.program.is_first and not unit.is_gathered:
+        if self.program.announces and not unit.is_gathered:
             self._announce("gather", unit)
         if torch.is_inference_mode_enabled() or _torch.profiling():
             # What is made here outlives the pass; made under inference mode, training could never write it again.
@@ -282,6 +297,8 @@ class Scope:
 
     def gather_apart(self, units: Sequence[Unit]) -> None:
         """Start gathering units, to stay beyond any pass: the next forward uses them as they are, if it still can."""
+        if self._agreement is None:
+            self._agree()
         for unit in units:
             absorb_moved(unit)
         self.refresh_order()
@@ -507,7 +524,7 @@ class Scope:
             self._land()
         gradients, pool = group.gradients, self.reduce_pool
         goal = gradients.goal(unit.goal) if goal is None else goal
-        if self.program.is_first and goal is not Goal.UNREDUCED:
+        if self.program.announces and goal is not Goal.UNREDUCED:
             self._announce("reduce", unit, unit.numbers.index(number))
         if _torch.profiling():
             with self._traced("reduce", unit):
@@ -535,45 +552,45 @@ class Scope:
 
     # Agreement
 
+    def _agree(self) -> None:
+        """See that all ranks have the same model, before anything is launched for it."""
+        if self._talk.watch_over():
+            check_model(self, self._talk, [mesh for mesh in self.meshes if mesh.ndim])
+        self._agreement = Agreement(self._talk, self.meshes)
+
     def _announce(self, what: str, unit: Unit, group: int = 0) -> None:
-        """In a pass of a kind that has not been before: see that all ranks are about to do this, or raise on all.
+        """See that all ranks are about to do this, or raise on all.
 
-        One number among all ranks, of the same size whatever they are about to do. Later passes follow what has been
-        recorded, so they need no announcements. Where units are optional, some ranks wait for others at other places,
-        and a launch must not wait: their order is that of the program from the start.
+        In a pass of a kind that has not been before, and in check mode always. Other passes follow what has been
+        recorded. Where units are optional, some ranks wait for others at other places, and a launch must not wait:
+        their order is that of the program from the start.
         """
-        if self._has_optional and what != "end the pass of":
+        if (self._has_optional and what != _END) or self._agreement is None:
             return
-        kind = self.program.running
-        number = ((_PASSES.index(kind) * len(_LAUNCHES) + _LAUNCHES.index(what)) << 32) + (unit.index << 12) + group
-        lowest, highest = self.gather_lane.extremes(self._meshes, number)
-        if lowest == highest:
-            return
-        ranks = self.gather_lane.extremes(self._meshes, (number << 20) | self.gather_lane.rank)
-        told = [self._told(number >> 20, f"rank {number & 0xFFFFF}") for number in ranks]
-        raise RuntimeError(
-            f"ranks differ in what they do next: {told[0]}; {told[1]}; {self._told(number, 'this rank')}. All ranks "
-            "must run the same units in the same order"
-        )
-
-    def _told(self, number: int, who: str) -> str:
-        index = (number >> 12) & 0xFFFFF
-        unit = self._units[index]() if index < len(self._units) else None
-        kind, what = divmod(number >> 32, len(_LAUNCHES))
-        running = _PASSES[kind]
-        name = f"number {index}" if unit is None else f"'{unit.name}'"
+        of = f" (group {group})" if group else ""
+        running = self.program.running
         place = "" if running is None else f" in a {running.value}"
-        return f"{who} is about to {_LAUNCHES[what]} unit {name}{place}"
+        if self.program.checks:
+            mode = "training" if self.units[0].modules[0].training else "evaluation"
+            place += f" of step {record.step}, in {mode} mode"
+        if what == _END and self.program.checks:
+            place += f", after {self.gather_lane.launched} gathers and {self.reduce_lane.launched} reduces"
+        told = self._agreement.check([f"about to {what} unit '{unit.name}'{of}{place}"], f"before {what} {unit.name}")
+        if told is not None:
+            raise RuntimeError(
+                f"ranks differ in what they do next: {told}. All ranks must run the same units in the same order"
+            )
 
     def _end_pass(self) -> None:
         """The running pass is over. The first of its kind says how those to come will go, if all ranks agree."""
-        if self.program.is_first:
-            self._announce("end the pass of", self.units[0])
+        if self.program.announces:
+            self._announce(_END, self.units[0])
+        if self.program.is_first and self._agreement is not None:
             proposal = self.program.proposal()
-            lowest, highest = self.gather_lane.extremes(self._meshes, digest(proposal))
-            if lowest == highest:
+            if not self._agreement.differs(digest(proposal), "the order of launches"):
                 self.program.adopt(proposal)
         self.program.end()
+        record.phase = 0
 
     def _traced(self, what: str, unit: Unit) -> AbstractContextManager[Any]:
         """A context that names what its body enqueues, for profilers."""
@@ -592,8 +609,8 @@ def _experts(units: Sequence[Unit]) -> Iterator[int]:
             yield number
 
 
-_PASSES = (None, *Pass)
-_LAUNCHES = ("gather", "reduce", "end the pass of")
+_END = "end the pass of"
+_PHASE = {kind: PHASES.index(kind.value) for kind in Pass}
 
 
 class _End:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.buffer import DBuffer, Pool, Ticket
 from flatshard.engine import steps
+from flatshard.engine.agreement import Initial
 from flatshard.engine.codec import Cast, DecodingCodec, Extension, is_extended
 from flatshard.engine.direct import Direct, destine
 from flatshard.engine.gradients import Gradients, gradient_arrived
@@ -59,6 +60,7 @@ class Group:
         self.ticket: Ticket | None  # of the gather, from its start to the release
         self.all_gather_comm: Any = None  # an `AllGather` of torch's to gather by
         self._refreshed: tuple[int, ...] | None = None  # to this state of main, by hand
+        self.initial: Initial | None = None  # for the ranks to compare before the first launch
         self.main, self.own = main, main.dtype if own is None else own
         self.set_main(main)
 

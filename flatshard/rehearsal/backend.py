@@ -6,6 +6,7 @@ every other rank were a twin of this one (:mod:`transfer`), and takes its modell
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -88,9 +89,8 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
         slots: int = 1, scale: float = 1.0, result: list[torch.Tensor] | None = None, sizes: list[int] | None = None,
     ) -> dist.Work:  # fmt: skip
         """Hand one collective of ``size`` bytes to its device's clock; the rest as in :class:`Transfer`."""
-        for tensors in zip(*pairs):
-            if not all(map(_is_contiguous, tensors)):
-                raise ValueError(f"{kind}: tensors must be contiguous, as for every backend; call .contiguous() first")
+        if not all(map(_is_contiguous, itertools.chain(*pairs))):
+            raise ValueError(f"{kind}: tensors must be contiguous, as for every backend; call .contiguous() first")
         if sizes is None:
             sizes = [dst.nbytes if fold else src.nbytes for dst, src in pairs]
         device = pairs[0][0].device if pairs else self._device()

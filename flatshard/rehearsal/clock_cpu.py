@@ -33,9 +33,9 @@ class CpuLink:
 class CpuWork(Work):  # type: ignore[misc]
     """Completes on the worker thread; ``wait`` blocks the caller, as Gloo's does."""
 
-    def __init__(self, result: list[torch.Tensor]) -> None:
+    def __init__(self, transfer: Transfer) -> None:
         super().__init__()
-        self._result = result
+        self._transfer = transfer
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._future: torch.futures.Future[Any] | None = None
@@ -51,7 +51,7 @@ class CpuWork(Work):  # type: ignore[misc]
 
     def _complete(self, future: torch.futures.Future[Any]) -> None:
         if self._error is None:
-            future.set_result(self._result)
+            future.set_result(self._transfer.outputs())
         else:
             future.set_exception(self._error)
 
@@ -78,7 +78,7 @@ class CpuWork(Work):  # type: ignore[misc]
 
     def result(self) -> list[torch.Tensor]:
         self.wait()
-        return self._result
+        return self._transfer.outputs()
 
     def get_future(self) -> torch.futures.Future[Any]:
         with self._lock:
@@ -105,7 +105,7 @@ class CpuClock:
         torch.set_num_threads(threads)
 
     def submit(self, transfer: Transfer) -> CpuWork:
-        work = CpuWork(transfer.outputs())
+        work = CpuWork(transfer)
         self._queue.put((transfer, work))
         return work
 

@@ -120,7 +120,7 @@ TRACED = [
 
 def at_once(clock, transfer):
     """A collective on the caller's thread: the profiler sees memory that is freed there only."""
-    work = CpuWork(transfer.outputs())
+    work = CpuWork(transfer)
     carry_out(transfer)
     work.finish()
     return work

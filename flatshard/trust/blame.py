@@ -1,0 +1,99 @@
+"""Who stopped where, and what the others waited for: the ranks' flight records side by side."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from flatshard.trust.record import Entry, Recorded, decoded, in_range, ranges
+
+
+def read_records(folder: Path) -> dict[int, Recorded]:
+    """The records of a folder by rank: rings, or the JSON of those that have been dumped. ValueError if it has none."""
+    found = {}
+    for path in sorted(folder.glob("rank-*.json")) + sorted(folder.glob("rank-*.ring")):  # rings know the most
+        try:
+            record = _from_json(path) if path.suffix == ".json" else decoded(path.read_bytes())
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is no flight record: {error}") from error
+        found[record.rank] = record
+    if not found:
+        raise ValueError(f"no flight records (rank-*.ring, rank-*.json) in {folder}")
+    return found
+
+
+def _from_json(path: Path) -> Recorded:
+    data = json.loads(path.read_text())
+    return Recorded(data["header"], [Entry(**entry) for entry in data["entries"]])
+
+
+def blame(records: dict[int, Recorded]) -> str:
+    """One paragraph."""
+    world = max(int(record.header.get("world", 1)) for record in records.values())
+    said = [f"Records of {len(records)} of {world} ranks."]
+    absent = sorted(set(range(world)) - set(records))
+    if absent:
+        said.append(f"None of rank {ranges(absent)}: it ended without an error, or kept its record elsewhere.")
+    for rank, record in sorted(records.items()):
+        if "error" in record.header and not str(record.header["error"]).startswith("PeerError"):
+            last = f" after {record.entries[-1]}" if record.entries else ""
+            said.append(f"Rank {rank} raised {record.header['error']}{last}.")
+    by_group = _by_group(records)
+    parted = [told for group, ranks in by_group.items() if (told := _parting(group, ranks)) is not None]
+    if parted:
+        said += [text for _, text in sorted(parted)][:2]
+    elif len(said) == 1:
+        said.append("In every group all ranks have launched the same, as far as the records go back.")
+    pending = Counter(str(e) for r in records.values() for e in r.entries if not e.ended and "looked" in r.header)
+    if not parted and pending:
+        text, count = pending.most_common(1)[0]
+        said.append(f"{count} ranks have launched {text}, and it has not ended: look at the network.")
+    return " ".join(said)
+
+
+def _by_group(records: dict[int, Recorded]) -> dict[str, dict[int, list[Entry]]]:
+    """Per group of ranks: the launches of each of its ranks."""
+    found: dict[str, dict[int, list[Entry]]] = {}
+    for rank, record in records.items():
+        for entry in record.entries:
+            if entry.group not in found:
+                found[entry.group] = {member: [] for member in in_range(entry.group.split()[-1]) if member in records}
+            found[entry.group].setdefault(rank, []).append(entry)
+    return found
+
+
+def _parting(group: str, ranks: dict[int, list[Entry]]) -> tuple[float, str] | None:
+    """The first launch of a group in which its ranks differ, when it was, and who did what instead."""
+    at = {rank: {entry.of_group: entry for entry in entries} for rank, entries in ranks.items()}
+    first = max((min(numbers) for numbers in at.values() if numbers), default=1)  # before, some ring has gone round
+    last = max(max(numbers, default=0) for numbers in at.values())
+    for number in range(first, last + 1):
+        here = {rank: numbers[number] for rank, numbers in at.items() if number in numbers}
+        kinds = {entry.what for entry in here.values()}
+        if len(here) == len(at) and len(kinds) == 1:
+            continue
+        when = min(entry.launched for entry in here.values())
+        by_what: dict[str, list[int]] = {}
+        for rank, entry in here.items():
+            by_what.setdefault(str(entry), []).append(rank)
+        told = [f"rank {ranges(sorted(who))} launched {what}" for what, who in sorted(by_what.items())]
+        missing = sorted(set(at) - set(here))
+        if missing:
+            before = at[missing[0]].get(number - 1)
+            stopped = f"rank {ranges(missing)} launched nothing more in this group"
+            told.append(stopped + (f" after {before}" if before is not None else ""))
+        clock = time.strftime("%H:%M:%S", time.localtime(when))
+        return when, f"In group '{group}', launch {number}, at {clock}: {'; '.join(told)}."
+    return None
+
+
+def told_by(records: dict[int, Recorded], last: int = 5) -> Sequence[str]:
+    """The last launches of each rank, a line each."""
+    lines = []
+    for rank, record in sorted(records.items()):
+        lines.append(f"rank {rank}, process {record.header.get('pid', '?')} on {record.header.get('host', '?')}:")
+        lines += [f"  #{e.number} {'ended' if e.ended else 'launched'} {e}, {e.group}" for e in record.entries[-last:]]
+    return lines

@@ -1,0 +1,209 @@
+"""Ranks that end, or hang: the others hear why within seconds, and the records say who stopped where."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flatshard.cli import main
+from flatshard.trust.blame import blame, read_records
+from flatshard.trust.record import CAPACITY, Record, decoded, in_range, ranges
+from tests.bench.script import free_port
+
+_ROOT = Path(__file__).parents[2]
+
+# Rank 1 does in step 3 what it was told; the process groups would wait for ten minutes.
+_SCRIPT = """
+import datetime, os, sys, threading, time, torch, torch.distributed as dist
+from torch import nn
+import flatshard
+
+dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=10))
+torch.manual_seed(0)
+model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+for layer in model:
+    flatshard.fully_shard(layer)
+flatshard.fully_shard(model)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(1, 5):
+    if step == 3 and dist.get_rank() == 1:
+        what = sys.argv[1]
+        if what == "raise":
+            threading.Thread(target=time.sleep, args=(600,)).start()  # the process does not even end
+            raise ValueError("there is no more data")
+        if what == "kill":
+            os.kill(os.getpid(), 9)
+        if what == "sleep":
+            print("asleep", flush=True)
+            time.sleep(600)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Starts three ranks; at the end none is left."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(what):
+        (tmp_path / "train.py").write_text(_SCRIPT)
+        port = str(free_port())
+        for rank in range(3):
+            place = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            env = {**os.environ, **place, "FLATSHARD_RECORD": str(tmp_path / "records"), "PYTHONPATH": str(_ROOT)}
+            call = [sys.executable, str(tmp_path / "train.py"), what]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            started.append(subprocess.Popen(call, env=env, **pipes))
+        return started
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.limit(120)
+def test_a_rank_that_raises_ends_the_others_with_its_error(job, tmp_path, capsys):
+    processes = job("raise")
+    for rank in (0, 2):
+        _, said = processes[rank].communicate(timeout=100)
+        assert processes[rank].returncode == 1
+        assert "PeerError: rank 1 raised ValueError: there is no more data. Rank" in said
+        assert f"the last collectives of rank {rank}" in said
+        assert "reduce_scatter 0 (" in said
+        assert "step 2, backward" in said
+    assert main(["blame", str(tmp_path / "records"), "--last", "1"]) == 0
+    told = capsys.readouterr().out
+    assert "Rank 1 raised ValueError: there is no more data after reduce_scatter 0" in told
+    assert json.loads((tmp_path / "records" / "rank-0.json").read_text())["header"]["rank"] == 0
+
+
+@pytest.mark.limit(120)
+def test_a_rank_that_is_killed_is_named_by_the_others_and_by_the_records(job, tmp_path):
+    processes = job("kill")
+    said = {rank: processes[rank].communicate(timeout=100)[1] for rank in (0, 2)}
+    assert any("No answer from rank 1" in text for text in said.values()), said
+    assert all("PeerError: rank " in text for text in said.values())
+    told = blame(read_records(tmp_path / "records"))
+    assert "In group 'gather 0-2', launch" in told
+    assert "rank 0,2 launched all_gather" in told
+    assert "rank 1 launched nothing more in this group after all_gather" in told
+    assert "step 2, backward" in told
+
+
+@pytest.mark.limit(120)
+def test_a_rank_that_hangs_shows_its_record_on_a_signal(job, tmp_path):
+    processes = job("sleep")
+    assert processes[1].stdout is not None
+    assert processes[1].stdout.readline() == "asleep\n"
+    waited, pending = tmp_path / "records" / "rank-0.json", []
+    while not pending or pending[0]["step"] < 3:  # it may have to come there first
+        processes[0].send_signal(signal.SIGUSR1)
+        time.sleep(0.5)
+        entries = json.loads(waited.read_text())["entries"] if waited.exists() else []
+        pending = [entry for entry in entries if not entry["ended"]]
+    assert processes[0].poll() is None
+    processes[0].kill()
+    _, said = processes[0].communicate(timeout=60)
+    assert "the last collectives of rank 0" in said
+    assert "pending all_gather" in said
+    assert "Current thread" in said  # and where its threads are
+
+
+# The record by itself
+
+
+class _Done:
+    def __init__(self, ended=True):
+        self.ended = ended
+
+    def has_ended(self):
+        return self.ended
+
+
+def test_a_record_keeps_the_last_launches_and_can_be_read_from_its_file(tmp_path):
+    record = Record()
+    wire = record.wire("gather 0-3")
+    for number in range(CAPACITY + 10):
+        record.step, record.phase = number, 1 + number % 3
+        record.append(wire, number % 4, f"unit {number}", number, _Done(number % 2 == 0))
+        if number == 5:
+            record.keep_in(tmp_path, 3, world=4)
+    record.settle()
+    found = decoded((tmp_path / "rank-3.ring").read_bytes())
+    assert found.rank == 3
+    assert found.header["world"] == 4
+    assert [entry.number for entry in found.entries] == list(range(11, CAPACITY + 11))
+    last = found.entries[-1]
+    assert (last.name, last.kind) == (f"unit {CAPACITY + 9}", "reduce_scatter")
+    assert (last.group, last.of_group) == ("gather 0-3", CAPACITY + 10)
+    assert (last.step, last.phase, last.numbytes) == (CAPACITY + 9, "forward without gradients", CAPACITY + 9)
+    assert [bool(entry.ended) for entry in found.entries[-4:]] == [True, False, True, False]
+    record.forget()
+    assert not (tmp_path / "rank-3.ring").exists()
+
+
+def test_long_names_errors_and_many_groups_fit(tmp_path):
+    record = Record()
+    record.keep_in(tmp_path, 0, world=2)
+    record.append(record.wire("x" * 500), 0, "é" * 500 + "end", 1, _Done())
+    for number in range(200):
+        record.append(record.wire(f"group {number}"), 0, "", 1, _Done())
+    record.tell(error="!" * 100_000)
+    found = record.read()
+    assert found.entries[0].name.endswith("end")
+    assert found.entries[-1].group == "others"
+    assert "!" * 100 in found.header["error"]
+
+
+def _recorded(tmp_path, launches):
+    """Records of ranks that have launched so many of the same units; a name in place of a number is another one."""
+    for rank, names in enumerate(launches):
+        record = Record()
+        record.keep_in(tmp_path, rank, world=len(launches))
+        wire = record.wire(f"gather {ranges(range(len(launches)))}")
+        for name in names:
+            record.append(wire, 0, name, 8, _Done(False))
+        record.settle()
+
+
+@pytest.mark.parametrize(
+    ("launches", "said"),
+    [
+        (["abc", "abc", "abc"], ["3 ranks have launched all_gather", "has not ended"]),
+        (
+            ["abc", "ab", "abc"],
+            ["rank 0,2 launched all_gather c", "rank 1 launched nothing more", "after all_gather b"],
+        ),
+        (["abc", "axc", "abc"], ["launch 2", "rank 0,2 launched all_gather b", "rank 1 launched all_gather x"]),
+        (["abc", "", "abc"], ["launch 1", "rank 1 launched nothing more in this group."]),
+    ],
+)
+def test_blame_names_the_first_parting(tmp_path, launches, said):
+    _recorded(tmp_path, launches)
+    told = blame(read_records(tmp_path))
+    for part in said:
+        assert part in told
+
+
+def test_blame_of_what_is_no_record(tmp_path, capsys):
+    assert main(["blame", str(tmp_path)]) == 2
+    assert "no flight records" in capsys.readouterr().err
+    (tmp_path / "rank-0.ring").write_bytes(b"nothing")
+    assert main(["blame", str(tmp_path)]) == 2
+    assert "is no flight record" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranks", [[0], [0, 1], [0, 1, 2], [1, 3, 5], [0, 1, 5], [4, 3]])
+def test_ranks_in_short(ranks):
+    assert in_range(ranges(ranks)) == ranks
