@@ -592,6 +592,13 @@ def new_gloo_group(title: str) -> ProcessGroup:
     return made
 
 
+def abort_nccl(group: ProcessGroup) -> None:
+    """End what a process group does on a GPU, whatever it waits for. It cannot be used afterwards."""
+    for device in group._device_types:
+        if device.type == "cuda" and group._get_backend(device).name() == "nccl":
+            group._get_backend(device).abort()
+
+
 def default_store() -> Any:
     """The store at which the ranks of the default process group met."""
     return c10d._get_default_store()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeAlias
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,7 @@ _REDUCTIONS: dict[Op, Callable[[torch.Tensor, int], torch.Tensor]] = {
 }
 # How many operations a lane remembers for its history.
 HISTORY = 256
+_used: WeakSet[ProcessGroup] = WeakSet()  # groups of all lanes
 # Backends without other ranks.
 _IMAGINED = frozenset({"rehearsal", "fake"})
 _KINDS = {kind: number for number, kind in enumerate(KINDS)}
@@ -189,6 +191,7 @@ class Lane:
                 made = own_group(made, f"flatshard_{self.name}", self._patience)
             assert isinstance(made, ProcessGroup)
             self._groups[key] = made
+            _used.add(made)
         return self._groups[key]
 
     def use(self, mesh: DeviceMesh, axis: int, group: ProcessGroup) -> None:
@@ -370,7 +373,7 @@ class Lane:
         group = dist.group.WORLD if dist.is_initialized() else None
         if group is None or group.size() == 1 or _torch.backend_name(group, self.device) in _IMAGINED:
             return False
-        alarm.start(_torch.default_store(), dist.get_rank(), group.size())
+        alarm.start(_torch.default_store(), dist.get_rank(), group.size(), _abort)
         return True
 
     def extremes(self, meshes: Sequence[DeviceMesh], number: int, about: str = "a number") -> tuple[int, int]:
@@ -415,6 +418,12 @@ class Lane:
         record.append(self._wires[group], _KINDS[kind], name, numbytes, ticket)
         self.history.append(Operation(self.launched, kind, name, numbytes, ticket))
         return ticket
+
+
+def _abort() -> None:
+    """Another rank will not come: let go of GPUs that wait for it. Over Gloo those who wait look up by themselves."""
+    for group in list(_used):
+        _torch.abort_nccl(group)
 
 
 class _Wires(dict[ProcessGroup, Wire]):

@@ -46,7 +46,7 @@ class Alarm:
 
     def __init__(self) -> None:
         self.raised: str | None = None  # what another rank has posted
-        self.abort: Callable[[], None] = lambda: None  # ends what this rank waits for on its device
+        self._abort: Callable[[], None] = lambda: None  # ends what this rank waits for on its device
         self._store: Any = None
         self._rank, self._world = 0, 1
         self._calls = 0
@@ -54,12 +54,15 @@ class Alarm:
         self._wake: socket.socket | None = None
         self._lock = threading.Lock()
 
-    def start(self, store: Any, rank: int, world: int) -> None:
-        """Watch over a process group: one rank of so many, with the store that it was made with."""
+    def start(self, store: Any, rank: int, world: int, abort: Callable[[], None]) -> None:
+        """Watch over a process group: one rank of so many, with the store that it was made with.
+
+        ``abort``: called by another thread when another rank has raised, to end what cannot look for itself.
+        """
         if self._store is store and self._pid == os.getpid():
             return
         with self._lock:
-            self._store, self._rank, self._world = store, rank, world
+            self._store, self._rank, self._world, self._abort = store, rank, world, abort
             self.raised, self._calls = None, 0
             if self._pid != os.getpid():  # the first time in this process
                 self._pid = os.getpid()
@@ -199,7 +202,7 @@ class Alarm:
                 self._store = None  # it went away with the rank that kept it
                 continue
             if told is None and self.raised is not None:
-                self.abort()
+                self._abort()
 
     def _dump(self) -> None:
         path = record.dump()
@@ -244,6 +247,8 @@ class _Hook:
                 record.tell(error=text)
             else:
                 self._alarm.post(text)
+            if self._alarm.raised is not None and not isinstance(error, PeerError):
+                print(f"flatshard: {self._alarm.raised}", file=sys.stderr)
             path = record.dump() if record.number else None
             if path is not None:
                 print(record.told(), file=sys.stderr)
