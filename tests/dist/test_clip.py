@@ -56,9 +56,9 @@ def collectives(monkeypatched=Lane):
     count = []
     finish = monkeypatched._finish
 
-    def counted(self, kind, name, *args):
+    def counted(self, group, kind, name, *args):
         count.append((kind, name))
-        return finish(self, kind, name, *args)
+        return finish(self, group, kind, name, *args)
 
     monkeypatched._finish = counted
     return count, lambda: setattr(monkeypatched, "_finish", finish)
