@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -69,9 +70,14 @@ class Alarm:
                 self._start_thread()
                 atexit.register(self._exit, self._pid)
                 sys.excepthook = _Hook(self, sys.excepthook)
-        record.keep_in(
-            records_folder(), rank, world=world, pid=os.getpid(), host=socket.gethostname(), started=time.time()
-        )
+        told = {"rank": rank, "world": world, "pid": os.getpid(), "host": socket.gethostname(), "started": time.time()}
+        record.tell(**told)
+        try:
+            folder = records_folder()
+            if folder is not None:
+                record.keep_in(folder, **told)
+        except OSError as error:
+            warnings.warn(f"the flight record is in memory only: {error}; set FLATSHARD_RECORD", stacklevel=2)
 
     def stop(self) -> None:
         """There is no process group any more."""
@@ -260,9 +266,14 @@ PATIENCE = timedelta(seconds=1)  # of one wait for work; then it is seen whether
 alarm = Alarm()  # of this process
 
 
-def records_folder() -> Path:
-    """Where the ranks of this job keep their records: FLATSHARD_RECORD, or a folder of this user's and this job's."""
+def records_folder() -> Path | None:
+    """Where the ranks of this job keep their records: FLATSHARD_RECORD, or a folder of this user's and this job's.
+
+    None if that is ``off``: then they are in memory only.
+    """
     given = os.environ.get("FLATSHARD_RECORD")
+    if given == "off":
+        return None
     if given:
         folder = Path(given)
         folder.mkdir(parents=True, exist_ok=True)

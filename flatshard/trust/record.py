@@ -159,15 +159,15 @@ class Record:
 
     def keep_in(self, folder: Path, rank: int, **told: Any) -> None:
         """Be in a file of this folder from now on, which `forget` removes. What was launched so far comes along."""
-        if folder == self.folder and self.header["rank"] == rank:
+        path = folder / f"rank-{rank}.ring"
+        if path == self._path:
             return
-        self.forget()
-        self.folder, self._path = folder, folder / f"rank-{rank}.ring"
-        with self._path.open("w+b") as file:
+        with path.open("w+b") as file:
             file.truncate(_SIZE)
             mapped = mmap.mmap(file.fileno(), _SIZE)
+        self.forget()
         mapped[:] = self._map[:]
-        self._map = mapped
+        self._map, self.folder, self._path = mapped, folder, path
         self.tell(rank=rank, **told)
 
     def forget(self) -> None:

@@ -116,6 +116,7 @@ class RankPool:
         self._jobs = 0
         self._started = 0
         self._store, self._port = _loopback_store()
+        os.environ.setdefault("FLATSHARD_RECORD", "off")  # inherited by the ranks, which are killed in the end
         self._context = multiprocessing.get_context("spawn" if interpreters else "forkserver")
         if not interpreters:
             self._context.set_forkserver_preload(_PRELOAD)
