@@ -70,12 +70,11 @@ class Alarm:
                 self._start_thread()
                 atexit.register(self._exit, self._pid)
                 sys.excepthook = _Hook(self, sys.excepthook)
-        told = {"rank": rank, "world": world, "pid": os.getpid(), "host": socket.gethostname(), "started": time.time()}
-        record.tell(**told)
+        record.tell(rank=rank, world=world, pid=os.getpid(), host=socket.gethostname(), started=time.time())
         try:
             folder = records_folder()
             if folder is not None:
-                record.keep_in(folder, **told)
+                record.keep_in(folder, rank)
         except OSError as error:
             warnings.warn(f"the flight record is in memory only: {error}; set FLATSHARD_RECORD", stacklevel=2)
 
