@@ -174,6 +174,8 @@ SYSTEMS: dict[str, Callable[[Setup], Step]] = {
     "megatron-fsdp": megatron,
     "flatshard": flat,
     "flatshard-megatron": flat_megatron,
+    "flatshard-captured": lambda setup: flatshard.capture(flat(setup)),
+    "limit-captured": lambda setup: flatshard.capture(limit(setup)),
     "flatshard-planned": functools.partial(flat, planned_pool=True),
     "flatshard-finer": functools.partial(flat, planned_pool=True, finer=True),
 }
@@ -287,4 +289,5 @@ def accumulation(setup: Setup, model: nn.Module, around: Around | None = None) -
 
 
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+    # A step that counts on the device can be captured; fused ones do in any case.
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=True, capturable=parameters[0].is_cuda)

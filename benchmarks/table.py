@@ -49,8 +49,8 @@ DEFAULT_SYSTEMS = ["limit", "fsdp2", "flatshard"]
 COMPILED = "+compile"  # ends the name of a row whose blocks are compiled
 
 
-def measure(case: str, row: str, steps: int, warmup: int = 3) -> dict[str, float]:
-    """Figures of one system, in this process: milliseconds and bytes."""
+def measure(case: str, row: str, steps: int, warmup: int = 5) -> dict[str, float]:
+    """Figures of one system, in this process: milliseconds and bytes. The fourth step may be one that is captured."""
     system = row.removesuffix(COMPILED)
     setup = dataclasses.replace(CASES[case], compiled=row.endswith(COMPILED))
     on_gpu = setup.device == "cuda"

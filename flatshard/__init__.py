@@ -2,6 +2,7 @@
 
 from flatshard import checkpoint
 from flatshard.api import fully_shard, microbatch, no_shard
+from flatshard.captured import Captured, capture
 from flatshard.engine.materialize import materialize
 from flatshard.engine.summary import Summary, check_buffers, summary
 from flatshard.gathered import gathered
@@ -27,6 +28,7 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "CPUOffloadPolicy",
+    "Captured",
     "DataParallelMeshDims",
     "Experts",
     "FSDPModule",
@@ -38,6 +40,7 @@ __all__ = [
     "Sharding",
     "Summary",
     "UnshardHandle",
+    "capture",
     "check_buffers",
     "checkpoint",
     "clip_grad_norm_",

@@ -140,6 +140,11 @@ class Pool:
         self.live_bytes -= size
         self.live_buffers -= 1
 
+    @property
+    def slots(self) -> list[object]:
+        """What holds the memory of this pool, for those who must keep it from being given to others."""
+        return [*self._free, *self._taken.values(), *self._planned, self._pool]
+
     def forget(self) -> None:
         """An exception broke the running pass off: the plan learns nothing from it."""
         if self.planner is not None:

@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -111,6 +111,8 @@ class Scope:
             self.recover()
         self.entry = entry.index
         self.forwards += 1
+        if _ran is not None:
+            _ran.add(self)
         self.rest_gradients()
         grads = torch.is_grad_enabled()
         for unit in self.units:
@@ -550,6 +552,43 @@ class Scope:
                 other.ticket.wait()
         reduction.land()
 
+    # Captures
+
+    def check_capturable(self) -> None:
+        """ValueError if a graph cannot hold a step of this model, and what to change."""
+        if self.device.type != "cuda":
+            raise ValueError(f"a step on {self.device} cannot be captured: CUDA graphs are for NVIDIA GPUs")
+        if self._has_optional:
+            raise ValueError("a step with optional units cannot be captured: what a rank launches depends on its data")
+        if self.program.checks:
+            raise ValueError("a step cannot be captured in check mode, in which ranks talk before every launch")
+        for unit in self.units:
+            for group in unit.groups:
+                if group.home.host:
+                    raise ValueError(f"unit '{unit.name}' has weights in host memory, which a graph cannot step")
+        for lane in (self.gather_lane, self.reduce_lane):
+            for mesh in self.meshes:
+                for axis in range(mesh.ndim):
+                    if mesh.size(axis) > 1 and lane.backend(mesh, axis) == "gloo":
+                        raise ValueError("a step over Gloo cannot be captured: it communicates on the host; use NCCL")
+
+    @property
+    def slots(self) -> list[object]:
+        """The memory of what comes and goes."""
+        return [*self.gather_pool.slots, *self.reduce_pool.slots]
+
+    def join_lanes(self) -> None:
+        """Order the current stream after all that the lanes have been given."""
+        self.gather_lane.join()
+        self.reduce_lane.join()
+
+    def start_anew(self) -> None:
+        """Give back what is gathered, also what was to stay, and derive all from main again: a graph must do it."""
+        for unit in self.units:
+            unit.release(always=True)
+            for group in unit.groups:
+                group.source.mark_stale()
+
     # Agreement
 
     def _agree(self) -> None:
@@ -595,6 +634,21 @@ class Scope:
     def _traced(self, what: str, unit: Unit) -> AbstractContextManager[Any]:
         """A context that names what its body enqueues, for profilers."""
         return torch.profiler.record_function(f"flatshard::{what} {unit.name}")
+
+
+_ran: set[Scope] | None = None  # scopes whose forwards somebody wants to know of
+
+
+@contextmanager
+def scopes_that_ran() -> Iterator[list[Scope]]:
+    """A list that at the end has the scopes of which a forward has begun within."""
+    global _ran
+    before, _ran, found = _ran, set(), list[Scope]()
+    try:
+        yield found
+    finally:
+        found += _ran
+        _ran = before
 
 
 def _experts(units: Sequence[Unit]) -> Iterator[int]:

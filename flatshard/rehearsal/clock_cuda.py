@@ -229,7 +229,8 @@ class CudaClock:
         self._raw_stream: int = self._stream.cuda_stream
         with cuda.device(link.device):
             self._before = self._driver.create_event()
-        self._last: tuple[_Event, int] | None = None  # the end of the last launch, and its stream
+        # The end of the last launch, its stream, and whether it was captured: graphs wait for nothing outside of them.
+        self._last: tuple[_Event, int, bool] | None = None
         self._arguments = ctypes.create_string_buffer(_CALL[-1].size)
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._arguments))
 
@@ -244,7 +245,8 @@ class CudaClock:
             # one event serves all launches: the wait captures the record that precedes it
             driver.record(self._before, current)
             driver.wait(stream, self._before)
-        if self._last is not None and self._last[1] != stream:
+        captured = cuda.is_current_stream_capturing()
+        if self._last is not None and self._last[1] != stream and self._last[2] == captured:
             driver.wait(stream, self._last[0].handle)
         pairs, sizes = transfer.pairs, transfer.sizes
         while len(pairs) > _MAX_SEGMENTS:
@@ -253,7 +255,7 @@ class CudaClock:
         self._launch(transfer, pairs, sizes, transfer.seconds, stream)
         event = _Event(link)
         driver.record(event.handle, stream)
-        self._last = (event, stream)
+        self._last = (event, stream, captured)
         return CudaWork(transfer, event, stream, link)
 
     def _launch(

@@ -1,0 +1,255 @@
+"""`capture`: a whole training step as one CUDA graph, so that the host's work is the same few calls for any model."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils import _pytree
+
+from flatshard.buffer.lanes import epochs
+from flatshard.engine import steps
+from flatshard.engine.scope import Scope, scopes_that_ran
+
+OtherShapes = Literal["raise", "eager", "capture"]
+
+
+def capture(step: Callable[..., Any], *, warmup: int = 3, other_shapes: OtherShapes = "raise") -> Captured:
+    """A function that does what ``step`` does, from its call number ``warmup + 1`` on by replaying one CUDA graph.
+
+    ``step`` takes tensors on a GPU (in any nesting of lists, tuples and dicts) and runs a whole training step: forwards
+    and backwards of all micro-batches, clipping, the optimizer's step and ``zero_grad``. Every call is one real step:
+    the first ``warmup`` run it as it is, the next one captures and replays it, the others copy their arguments into
+    those of the graph and replay. What it returns is overwritten by the next replay: clone what you keep.
+
+    A micro-batch alone can be captured too, if gradients stay where they are: ``zero_grad(set_to_none=False)``.
+
+    What a graph cannot hold is refused before anything is captured: CPU offload, process groups without a GPU (Gloo),
+    optional units, optimizers that are not ``capturable=True``. Numbers of an optimizer are captured as they are; a
+    learning rate that is to change must be a tensor (``lr=torch.tensor(1e-3, device="cuda")``, then ``lr.fill_(...)``).
+    A step that reads a value from the GPU (``loss.item()``) cannot be captured; return the loss and read it outside.
+
+    ``other_shapes``: what a call with other shapes than before does: ``"raise"``, run the step as it is (``"eager"``),
+    or capture it for these shapes too (``"capture"``; its memory comes on top).
+    Between replays everything works as without graphs: evaluation, checkpoints, loading, other steps. What makes a
+    graph stale (parameters that were moved, cast or replaced, numbers of the optimizer) raises at the next call;
+    `renew` lets it be captured again.
+    """
+    if not callable(step):
+        raise TypeError(f"step={step!r}: must be a function of tensors")
+    if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 2:
+        raise ValueError(f"warmup={warmup!r}: must be 2 or more; the engine knows the order of a step after two")
+    if other_shapes not in ("raise", "eager", "capture"):
+        raise ValueError(f"other_shapes={other_shapes!r}: must be one of raise, eager, capture")
+    return Captured(step, warmup, other_shapes)
+
+
+class Captured:
+    """See `capture`."""
+
+    def __init__(self, step: Callable[..., Any], warmup: int, other_shapes: OtherShapes) -> None:
+        self._step, self._warmup, self._other_shapes = step, warmup, other_shapes
+        self._graphs: dict[object, _Graph] = {}
+        self._calls = 0
+        self._scopes: list[weakref.ref[Scope]] = []
+        self._optimizers: list[Optimizer] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, tree = _pytree.tree_flatten((args, kwargs))
+        _check_arguments(leaves)
+        if self._calls < self._warmup:
+            self._calls += 1
+            return self._run(args, kwargs)
+        kind = tree, tuple((leaf.shape, leaf.dtype, leaf.stride()) for leaf in leaves)
+        graph = self._graphs.get(kind)
+        if graph is None:
+            if self._graphs and self._other_shapes == "raise":
+                raise ValueError(
+                    f"the step was captured for {_shapes(next(iter(self._graphs)))}, and this is {_shapes(kind)}; pad "
+                    "to one shape, or call flatshard.capture with other_shapes='eager' or 'capture'"
+                )
+            if self._graphs and self._other_shapes == "eager":
+                return self._run(args, kwargs)
+            graph = self._graphs[kind] = self._capture(leaves, tree)
+        graph.check()
+        return graph.replay(leaves)
+
+    def renew(self) -> None:
+        """Forget all graphs, and their memory: the next calls run, and capture, the step anew."""
+        self._graphs.clear()
+        self._calls = 0
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the step as it is, and see which models and optimizers are in it."""
+        optimizers: list[Optimizer] = []
+        with scopes_that_ran() as scopes, _optimizers_that_step(optimizers):
+            found = self._step(*args, **kwargs)
+        self._scopes, self._optimizers = [weakref.ref(scope) for scope in scopes], optimizers
+        return found
+
+    def _capture(self, leaves: list[Any], tree: Any) -> _Graph:
+        scopes = [scope for ref in self._scopes if (scope := ref()) is not None]
+        for scope in scopes:
+            scope.check_capturable()
+        _check_optimizers(self._optimizers)
+        before = _gradients(scopes)
+        static = [leaf.clone() for leaf in leaves]
+        args, kwargs = _pytree.tree_unflatten(static, tree)
+        graph = torch.cuda.CUDAGraph()
+        gc.collect()
+        with _quiet(scopes):
+            try:
+                # Threads of NCCL and of the flight record may look at events meanwhile.
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    output = self._step(*args, **kwargs)
+                    for scope in scopes:
+                        scope.join_lanes()
+            except RuntimeError as error:
+                for scope in scopes:
+                    scope.reset()
+                raise RuntimeError(
+                    f"the step cannot be captured: {error}. It must not read values from the GPU (.item(), .cpu(), "
+                    "print, a Python condition on a tensor), make the host wait, or use a random state of its own "
+                    "(checkpoint(preserve_rng_state=False)); the model has been reset"
+                ) from error
+        if _gradients(scopes) != before:
+            raise RuntimeError(
+                "the step leaves other gradients behind than it found: a captured step ends with "
+                "optimizer.zero_grad(), or adds to gradients that stay (zero_grad(set_to_none=False))"
+            )
+        return _Graph(graph, static, output, scopes, self._optimizers)
+
+
+class _Graph:
+    """A captured step: its arguments and results, and what it has taken for granted."""
+
+    def __init__(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        static: Sequence[torch.Tensor],
+        output: Any,
+        scopes: Sequence[Scope],
+        optimizers: Sequence[Optimizer],
+    ) -> None:
+        self._graph, self._static, self._output = graph, static, output
+        self._scopes = [weakref.ref(scope) for scope in scopes]
+        self._slots = [scope.slots for scope in scopes]  # whose memory must be nobody else's
+        self._optimizers = list(optimizers)
+        self._places = _places(scopes)
+        self._numbers = _numbers(optimizers)
+
+    def check(self) -> None:
+        """RuntimeError if a replay would not be the step."""
+        scopes = [ref() for ref in self._scopes]
+        if None in scopes or _places([scope for scope in scopes if scope is not None]) != self._places:
+            raise RuntimeError(
+                "the captured step is stale: parameters have been moved, cast, replaced or sharded anew since; call "
+                "renew() on it"
+            )
+        for scope in scopes:
+            if scope is not None and scope.program.running is not None:
+                raise RuntimeError("a captured step cannot run within a forward or backward of its model")
+        if _numbers(self._optimizers) != self._numbers:
+            raise RuntimeError(
+                "the captured step is stale: numbers of the optimizer (lr, betas, weight_decay) have changed since; "
+                "make the learning rate a tensor and fill_ it, or call renew()"
+            )
+
+    def replay(self, leaves: Sequence[torch.Tensor]) -> Any:
+        scopes = [scope for ref in self._scopes if (scope := ref()) is not None]
+        for scope in scopes:
+            scope.join_lanes()
+        if leaves:
+            torch._foreach_copy_(list(self._static), list(leaves))
+        self._graph.replay()
+        for _ in self._optimizers:
+            steps.note()
+        for scope in scopes:
+            scope.refresh_order()
+        return self._output
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a group of parameters and its gradients are, and which are trained."""
+
+    main: int
+    trains: tuple[bool, ...]
+
+
+def _places(scopes: Sequence[Scope]) -> list[_Place]:
+    return [
+        _Place(group.main.local.data_ptr(), tuple([member.sharded.requires_grad for member in group.members]))
+        for scope in scopes
+        for unit in scope.units
+        for group in unit.groups
+    ]
+
+
+def _gradients(scopes: Sequence[Scope]) -> list[int | None]:
+    """Where gradients are; None where there is none."""
+    members = [m for scope in scopes for unit in scope.units for group in unit.groups for m in group.members]
+    grads = [member.sharded.grad for member in members]
+    return [None if grad is None else grad.to_local().data_ptr() for grad in grads]  # type: ignore[attr-defined]
+
+
+def _numbers(optimizers: Sequence[Optimizer]) -> list[tuple[tuple[str, object], ...]]:
+    return [
+        tuple((key, value) for key, value in group.items() if isinstance(value, (int, float, tuple, str)))
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+    ]
+
+
+def _check_arguments(leaves: Sequence[Any]) -> None:
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor) or leaf.device.type != "cuda":
+            told = f"a tensor on {leaf.device}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+            raise TypeError(
+                f"a captured step takes tensors on a GPU, and this is {told}; put the rest into the function"
+            )
+
+
+def _check_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if group.get("capturable") is False:
+                name = type(optimizer).__name__
+                raise ValueError(f"{name} counts steps on the host; make it with {name}(..., capturable=True)")
+
+
+def _shapes(kind: Any) -> str:
+    return ", ".join(f"{tuple(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype, _ in kind[1])
+
+
+@contextmanager
+def _optimizers_that_step(found: list[Optimizer]) -> Iterator[None]:
+    def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not any(optimizer is each for each in found):
+            found.append(optimizer)
+
+    handle = register_optimizer_step_pre_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _quiet(scopes: Sequence[Scope]) -> Iterator[None]:
+    """All that was launched before has ended, and nobody waits for it within; nor afterwards for what is captured."""
+    for scope in scopes:
+        scope.start_anew()
+    torch.cuda.synchronize()
+    epochs.begin()
+    try:
+        yield
+    finally:
+        epochs.begin()
