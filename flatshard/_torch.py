@@ -830,6 +830,34 @@ class AllocatingFrom:
 Event: Any = getattr(torch._C, "_CudaEventBase", None)
 
 
+# Captures
+
+
+class _Epochs:
+    """Counts the times when everything that had been launched was over. Events of earlier ones need no waiting.
+
+    A capture begins and ends such a time: within it, and after it, events of another epoch must not be waited for.
+    """
+
+    now = 0
+
+    def begin(self) -> None:
+        """Everything launched so far has ended, or is in a graph whose replays are in order by themselves."""
+        self.now += 1
+
+
+epochs = _Epochs()
+
+
+def abandon_capture(index: int, pool: Any) -> None:
+    """After a capture that failed: let the allocator know that nothing is captured into this pool any more.
+
+    torch leaves that out where the end of a capture raises, and ends the process when it frees memory later.
+    """
+    torch._C._cuda_endAllocateToPool(index, pool)
+    torch._C._cuda_releasePool(index, pool)
+
+
 # Composable APIs of torch know by this registry what has been applied to a module.
 
 

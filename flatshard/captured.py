@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree
 
-from flatshard.buffer.lanes import epochs
+from flatshard import _torch
 from flatshard.engine import steps
 from flatshard.engine.scope import Scope, scopes_that_ran
+from flatshard.optim.step import is_settled
 
 OtherShapes = Literal["raise", "eager", "capture"]
 
@@ -77,6 +78,8 @@ class Captured:
                 )
             if self._graphs and self._other_shapes == "eager":
                 return self._run(args, kwargs)
+            if not all(is_settled(optimizer) for optimizer in self._optimizers):
+                return self._run(args, kwargs)  # its state has been changed, which takes a step to take over
             graph = self._graphs[kind] = self._capture(leaves, tree)
         graph.check()
         return graph.replay(leaves)
@@ -102,20 +105,24 @@ class Captured:
         before = _gradients(scopes)
         static = [leaf.clone() for leaf in leaves]
         args, kwargs = _pytree.tree_unflatten(static, tree)
-        graph = torch.cuda.CUDAGraph()
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         gc.collect()
         with _quiet(scopes):
             try:
                 # Threads of NCCL and of the flight record may look at events meanwhile.
-                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                     output = self._step(*args, **kwargs)
                     for scope in scopes:
                         scope.join_lanes()
             except RuntimeError as error:
+                _torch.abandon_capture(torch.cuda.current_device(), pool)
+                _torch.epochs.begin()
                 for scope in scopes:
                     scope.reset()
+                first = error.__context__ if isinstance(error.__context__, RuntimeError) else error
+                told = str(first).partition("\n")[0]
                 raise RuntimeError(
-                    f"the step cannot be captured: {error}. It must not read values from the GPU (.item(), .cpu(), "
+                    f"the step cannot be captured: {told}. It must not read values from the GPU (.item(), .cpu(), "
                     "print, a Python condition on a tensor), make the host wait, or use a random state of its own "
                     "(checkpoint(preserve_rng_state=False)); the model has been reset"
                 ) from error
@@ -212,9 +219,7 @@ def _check_arguments(leaves: Sequence[Any]) -> None:
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor) or leaf.device.type != "cuda":
             told = f"a tensor on {leaf.device}" if isinstance(leaf, torch.Tensor) else repr(leaf)
-            raise TypeError(
-                f"a captured step takes tensors on a GPU, and this is {told}; put the rest into the function"
-            )
+            raise TypeError(f"a captured step takes tensors on a GPU, not {told}; put the rest into the function")
 
 
 def _check_optimizers(optimizers: Sequence[Optimizer]) -> None:
@@ -248,8 +253,8 @@ def _quiet(scopes: Sequence[Scope]) -> Iterator[None]:
     for scope in scopes:
         scope.start_anew()
     torch.cuda.synchronize()
-    epochs.begin()
+    _torch.epochs.begin()
     try:
         yield
     finally:
-        epochs.begin()
+        _torch.epochs.begin()

@@ -50,7 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "state": _ENGINE_AND_BELOW,
     "module": {"state", *_ENGINE_AND_BELOW},
     "gathered": _ENGINE_AND_BELOW,
-    "captured": _ENGINE_AND_BELOW,
+    "captured": {"optim", *_ENGINE_AND_BELOW},
     "hf": {"gathered", "checkpoint", *_ENGINE_AND_BELOW},
     "api": {"module", "state", "hf", *_ENGINE_AND_BELOW},
     "install": _API_AND_BELOW,

@@ -63,22 +63,6 @@ class Operation:
         return f"#{self.number} {self.kind} {self.name or '(unnamed)'} {self.numbytes} bytes: {state}"
 
 
-class _Epochs:
-    """Counts the times when everything that had been launched was over. Events of earlier ones need no waiting.
-
-    A capture begins and ends such a time: within it, and after it, events of another epoch must not be waited for.
-    """
-
-    now = 0
-
-    def begin(self) -> None:
-        """Everything launched so far has ended, or is in a graph whose replays are in order by themselves."""
-        self.now += 1
-
-
-epochs = _Epochs()
-
-
 class Ticket:
     """The end of an operation. A ticket without event and works is already done."""
 
@@ -91,7 +75,7 @@ class Ticket:
         works: Sequence[Work] = (),
         then: Callable[[], None] | None = None,
     ) -> None:
-        self._event, self._epoch = event, epochs.now
+        self._event, self._epoch = event, _torch.epochs.now
         self._device = device
         self._works = works
         self._then = then
@@ -100,7 +84,7 @@ class Ticket:
 
     def wait(self) -> None:
         """Order what follows after the operation: the current stream on CUDA, the caller itself on CPU."""
-        if self._event is not None and self._epoch == epochs.now:
+        if self._event is not None and self._epoch == _torch.epochs.now:
             self._event.wait(_torch.current_stream(self._device))
         for work in self._works:
             try:
@@ -116,13 +100,13 @@ class Ticket:
 
     def synchronize(self) -> None:
         """Hold up the caller until the operation is over, on CUDA too."""
-        if self._event is not None and self._epoch == epochs.now:
+        if self._event is not None and self._epoch == _torch.epochs.now:
             self._event.synchronize()
         self.wait()
 
     def hold_up(self, stream: torch.cuda.Stream) -> None:
         """Order what follows on another stream after the operation."""
-        if self._event is not None and self._epoch == epochs.now:
+        if self._event is not None and self._epoch == _torch.epochs.now:
             self._event.wait(stream)
 
     def done(self) -> bool:
@@ -132,7 +116,7 @@ class Ticket:
     def has_ended(self) -> bool:
         """Whether the communication is over, and did not fail, whatever remains to be done. Any thread may ask."""
         if self._event is not None:
-            return self._epoch != epochs.now or bool(self._event.query())
+            return self._epoch != _torch.epochs.now or bool(self._event.query())
         return not self._failed and all(work.is_completed() for work in self._works)
 
     def _told(self) -> str:

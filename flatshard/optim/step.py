@@ -245,6 +245,12 @@ class _Local:
             self._outdated = False
         return outer
 
+    def settle(self) -> bool:
+        """See now what others have done to the state, since a step that is captured cannot. Whether it is nothing."""
+        if self._looked and self._runs is not None and self._agrees():
+            self._looked = False
+        return not self._looked
+
     def _is_prepared(self, optimizer: Optimizer) -> bool:
         """Whether the runs are still right; if so they have their gradients."""
         if self._runs is None or optimizer.__dict__["state"] is not self._outer or self._generation != generation():
@@ -346,6 +352,12 @@ def _refuse_replaced(optimizer: Optimizer) -> None:
                 f"not train the model. Build the optimizer after {'that' if sharded else 'fully_shard'}, on "
                 "model.parameters()"
             )
+
+
+def is_settled(optimizer: Optimizer) -> bool:
+    """Before a step is captured: whether it can go without reading what others have done to its state."""
+    local: _Local | None = optimizer.__dict__.get(_LOCAL)
+    return local is None or local.settle()
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

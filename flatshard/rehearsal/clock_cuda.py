@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from flatshard._torch import epochs
 from flatshard.rehearsal.driver import Driver
 from flatshard.rehearsal.torch_private import Work, compile_kernel, cuda, current_device, current_raw_stream
 from flatshard.rehearsal.transfer import Transfer
@@ -229,8 +230,8 @@ class CudaClock:
         self._raw_stream: int = self._stream.cuda_stream
         with cuda.device(link.device):
             self._before = self._driver.create_event()
-        # The end of the last launch, its stream, and whether it was captured: graphs wait for nothing outside of them.
-        self._last: tuple[_Event, int, bool] | None = None
+        # The end of the last launch, its stream and its epoch: graphs wait for nothing outside of them.
+        self._last: tuple[_Event, int, int] | None = None
         self._arguments = ctypes.create_string_buffer(_CALL[-1].size)
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._arguments))
 
@@ -245,8 +246,8 @@ class CudaClock:
             # one event serves all launches: the wait captures the record that precedes it
             driver.record(self._before, current)
             driver.wait(stream, self._before)
-        captured = cuda.is_current_stream_capturing()
-        if self._last is not None and self._last[1] != stream and self._last[2] == captured:
+        epoch = epochs.now
+        if self._last is not None and self._last[1] != stream and self._last[2] == epoch:
             driver.wait(stream, self._last[0].handle)
         pairs, sizes = transfer.pairs, transfer.sizes
         while len(pairs) > _MAX_SEGMENTS:
@@ -255,7 +256,7 @@ class CudaClock:
         self._launch(transfer, pairs, sizes, transfer.seconds, stream)
         event = _Event(link)
         driver.record(event.handle, stream)
-        self._last = (event, stream, captured)
+        self._last = (event, stream, epoch)
         return CudaWork(transfer, event, stream, link)
 
     def _launch(
