@@ -849,6 +849,17 @@ class _Epochs:
 epochs = _Epochs()
 
 
+class RandomState:
+    """Of the current GPU, as it is now. A capture that fails leaves torch's generator as if it went on."""
+
+    def __init__(self) -> None:
+        self._generator: Any = torch.cuda.default_generators[torch.cuda.current_device()]
+        self._state = self._generator.clone_state()
+
+    def restore(self) -> None:
+        self._generator.graphsafe_set_state(self._state)
+
+
 def abandon_capture(index: int, pool: Any) -> None:
     """After a capture that failed: let the allocator know that nothing is captured into this pool any more.
 

@@ -106,6 +106,7 @@ class Captured:
         static = [leaf.clone() for leaf in leaves]
         args, kwargs = _pytree.tree_unflatten(static, tree)
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        random = _torch.RandomState()
         gc.collect()
         with _quiet(scopes):
             try:
@@ -116,6 +117,7 @@ class Captured:
                         scope.join_lanes()
             except RuntimeError as error:
                 _torch.abandon_capture(torch.cuda.current_device(), pool)
+                random.restore()
                 _torch.epochs.begin()
                 for scope in scopes:
                     scope.reset()

@@ -231,10 +231,13 @@ def test_what_cannot_be_captured_is_refused():
             capture(trainer)(3)
         with pytest.raises(TypeError, match="takes tensors on a GPU, not a tensor on cpu"):
             capture(trainer)(torch.zeros(1))
+        trainer = Trainer(lr=1e-3)
         trainer.optimizer.param_groups[0]["capturable"] = False
         step = capture(trainer)
+        for number in range(3):
+            step(tokens(number))
         with pytest.raises(ValueError, match=r"AdamW\(..., capturable=True\)"):
-            run(trainer, step, 5)
+            step(tokens(3))
         offloaded = Trainer(offload_policy=flatshard.CPUOffloadPolicy(), lr=1e-3, local=False)
         offloaded.optimizer.param_groups[0]["capturable"] = False
         step = capture(offloaded)
