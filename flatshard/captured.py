@@ -17,7 +17,7 @@ from torch.utils import _pytree
 from flatshard import _torch
 from flatshard.engine import steps
 from flatshard.engine.scope import Scope, scopes_that_ran
-from flatshard.optim.step import is_settled
+from flatshard.optim.step import is_settled, state_places
 
 OtherShapes = Literal["raise", "eager", "capture"]
 
@@ -61,13 +61,15 @@ class Captured:
         self._calls = 0
         self._scopes: list[weakref.ref[Scope]] = []
         self._optimizers: list[Optimizer] = []
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None  # of memory, for what runs before a capture and in it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = _pytree.tree_flatten((args, kwargs))
         _check_arguments(leaves)
         if self._calls < self._warmup:
             self._calls += 1
-            return self._run(args, kwargs)
+            return self._warm_up(args, kwargs)
         kind = tree, tuple((leaf.shape, leaf.dtype, leaf.stride()) for leaf in leaves)
         graph = self._graphs.get(kind)
         if graph is None:
@@ -87,7 +89,24 @@ class Captured:
     def renew(self) -> None:
         """Forget all graphs, and their memory: the next calls run, and capture, the step anew."""
         self._graphs.clear()
-        self._calls = 0
+        self._calls, self._pool = 0, None
+
+    def _warm_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the step where it will be captured, on that stream and with that memory.
+
+        What it leaves behind, as the optimizer's state, then lies among what the graph uses, as it does in steps without
+        a graph. In memory of its own the graph would take as much again.
+        """
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        if self._pool is None:
+            self._pool = torch.cuda.MemPool()
+        outer, stream = torch.cuda.current_stream(), self._stream
+        stream.wait_stream(outer)
+        with torch.cuda.stream(stream), _torch.StreamAllocatingFrom(self._pool, torch.cuda.current_device()):
+            found = self._run(args, kwargs)
+        outer.wait_stream(stream)
+        return found
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the step as it is, and see which models and optimizers are in it."""
@@ -105,13 +124,13 @@ class Captured:
         before = _gradients(scopes)
         static = [leaf.clone() for leaf in leaves]
         args, kwargs = _pytree.tree_unflatten(static, tree)
-        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        graph, pool = torch.cuda.CUDAGraph(), self._pool.id
         random = _torch.RandomState()
         gc.collect()
         with _quiet(scopes):
             try:
                 # Threads of NCCL and of the flight record may look at events meanwhile.
-                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
                     output = self._step(*args, **kwargs)
                     for scope in scopes:
                         scope.join_lanes()
@@ -133,7 +152,7 @@ class Captured:
                 "the step leaves other gradients behind than it found: a captured step ends with "
                 "optimizer.zero_grad(), or adds to gradients that stay (zero_grad(set_to_none=False))"
             )
-        return _Graph(graph, static, output, scopes, self._optimizers)
+        return _Graph(graph, self._pool, static, output, scopes, self._optimizers)
 
 
 class _Graph:
@@ -142,29 +161,40 @@ class _Graph:
     def __init__(
         self,
         graph: torch.cuda.CUDAGraph,
+        pool: Any,
         static: Sequence[torch.Tensor],
         output: Any,
         scopes: Sequence[Scope],
         optimizers: Sequence[Optimizer],
     ) -> None:
-        self._graph, self._static, self._output = graph, static, output
+        self._graph, self._pool, self._static, self._output = graph, pool, static, output
         self._scopes = [weakref.ref(scope) for scope in scopes]
         self._slots = [scope.slots for scope in scopes]  # whose memory must be nobody else's
         self._optimizers = list(optimizers)
-        self._places = _places(scopes)
-        self._numbers = _numbers(optimizers)
+        self._places, self._gradients = _places(scopes), _gradients(scopes)
+        self._numbers, self._states = _numbers(optimizers), [state_places(optimizer) for optimizer in optimizers]
 
     def check(self) -> None:
         """RuntimeError if a replay would not be the step."""
-        scopes = [ref() for ref in self._scopes]
-        if None in scopes or _places([scope for scope in scopes if scope is not None]) != self._places:
+        scopes = [scope for ref in self._scopes if (scope := ref()) is not None]
+        if len(scopes) != len(self._scopes) or _places(scopes) != self._places:
             raise RuntimeError(
                 "the captured step is stale: parameters have been moved, cast, replaced or sharded anew since; call "
                 "renew() on it"
             )
-        for scope in scopes:
-            if scope is not None and scope.program.running is not None:
-                raise RuntimeError("a captured step cannot run within a forward or backward of its model")
+        if any(scope.program.running is not None for scope in scopes):
+            raise RuntimeError("a captured step cannot run within a forward or backward of its model")
+        if _gradients(scopes) != self._gradients:
+            raise RuntimeError(
+                "a captured step must find gradients as it found them when it was captured, there or set to None; call "
+                "optimizer.zero_grad() before it, or renew()"
+            )
+        if not all(is_settled(optimizer) for optimizer in self._optimizers) or self._states != [
+            state_places(optimizer) for optimizer in self._optimizers
+        ]:
+            raise RuntimeError(
+                "the captured step is stale: the optimizer's state has been replaced (load_state_dict) since; call renew()"
+            )
         if _numbers(self._optimizers) != self._numbers:
             raise RuntimeError(
                 "the captured step is stale: numbers of the optimizer (lr, betas, weight_decay) have changed since; "
@@ -187,15 +217,20 @@ class _Graph:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a group of parameters and its gradients are, and which are trained."""
+    """Where a group of parameters is, where its full weights come from, and which are trained."""
 
     main: int
+    source: int
     trains: tuple[bool, ...]
 
 
 def _places(scopes: Sequence[Scope]) -> list[_Place]:
     return [
-        _Place(group.main.local.data_ptr(), tuple([member.sharded.requires_grad for member in group.members]))
+        _Place(
+            group.main.local.data_ptr(),
+            id(group.source),
+            tuple([member.sharded.requires_grad for member in group.members]),
+        )
         for scope in scopes
         for unit in scope.units
         for group in unit.groups
@@ -211,7 +246,11 @@ def _gradients(scopes: Sequence[Scope]) -> list[int | None]:
 
 def _numbers(optimizers: Sequence[Optimizer]) -> list[tuple[tuple[str, object], ...]]:
     return [
-        tuple((key, value) for key, value in group.items() if isinstance(value, (int, float, tuple, str)))
+        tuple(
+            (key, value.data_ptr() if isinstance(value, torch.Tensor) else value)
+            for key, value in group.items()
+            if isinstance(value, (int, float, tuple, str, torch.Tensor))
+        )
         for optimizer in optimizers
         for group in optimizer.param_groups
     ]

@@ -137,9 +137,9 @@ class Scope:
                 unit.swap_in()
                 unit.keep()
 
-    def rest_gradients(self) -> None:
+    def rest_gradients(self, always: bool = False) -> None:
         """Give back the storage of gradients that `zero_grad` has hidden."""
-        always = not torch.is_grad_enabled()
+        always = always or not torch.is_grad_enabled()
         with _torch.PlainAttributes():
             for unit in self.units:
                 for group in unit.groups:
@@ -583,11 +583,15 @@ class Scope:
         self.reduce_lane.join()
 
     def start_anew(self) -> None:
-        """Give back what is gathered, also what was to stay, and derive all from main again: a graph must do it."""
+        """Give back what is gathered, also what was to stay, and the memory of gradients that are hidden.
+
+        A graph must derive all from main itself, and must not write to memory that others may get later.
+        """
         for unit in self.units:
             unit.release(always=True)
             for group in unit.groups:
                 group.source.mark_stale()
+        self.rest_gradients(always=True)
 
     # Agreement
 

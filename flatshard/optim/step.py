@@ -245,6 +245,12 @@ class _Local:
             self._outdated = False
         return outer
 
+    def places(self, optimizer: Optimizer) -> list[object]:
+        """Where the state is, for those who must know if it is elsewhere later. Does not count as a look."""
+        tensors = [value for state in self._state.values() for value in state.values()]
+        outer = optimizer.__dict__["state"]
+        return [id(outer), *[value.data_ptr() for value in tensors if isinstance(value, torch.Tensor)]]
+
     def settle(self) -> bool:
         """See now what others have done to the state, since a step that is captured cannot. Whether it is nothing."""
         if self._looked and self._runs is not None and self._agrees():
@@ -358,6 +364,15 @@ def is_settled(optimizer: Optimizer) -> bool:
     """Before a step is captured: whether it can go without reading what others have done to its state."""
     local: _Local | None = optimizer.__dict__.get(_LOCAL)
     return local is None or local.settle()
+
+
+def state_places(optimizer: Optimizer) -> list[object]:
+    """Where the state of an optimizer is."""
+    local: _Local | None = optimizer.__dict__.get(_LOCAL)
+    if local is not None:
+        return local.places(optimizer)
+    tensors = [value for state in optimizer.state.values() for value in state.values()]
+    return [_torch.local_of(value).data_ptr() for value in tensors if isinstance(value, torch.Tensor)]
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

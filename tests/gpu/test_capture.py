@@ -169,6 +169,11 @@ def test_a_stale_graph_raises_and_can_be_renewed():
             step(tokens(0))
         step.renew()
         run(trainer, step, 5)
+        trainer.optimizer.load_state_dict(trainer.optimizer.state_dict())
+        with pytest.raises(RuntimeError, match="stale: the optimizer's state"):
+            step(tokens(0))
+        step.renew()
+        run(trainer, step, 5)
         with pytest.raises(ValueError, match=r"captured for \(2, 3, 9\) int64, and this is \(2, 3, 5\)"):
             step(tokens(0, length=5))
 
@@ -302,4 +307,5 @@ def test_memory_of_a_captured_step():
             torch.cuda.empty_cache()
         assert torch.cuda.memory_allocated() - before < 1 << 20
     eager, captured = found
-    assert captured[1] <= 1.05 * eager[1], found
+    workspace = 33 << 20  # of cuBLAS, for one more stream
+    assert captured[1] <= 1.05 * eager[1] + workspace, found
