@@ -826,13 +826,6 @@ class AllocatingFrom:
         torch._C._cuda_releasePool(*self._where)
 
 
-class StreamAllocatingFrom(AllocatingFrom):
-    """Within, what is allocated on the current stream comes from a memory pool, whichever thread asks for it."""
-
-    def __enter__(self) -> None:
-        torch._C._cuda_beginAllocateCurrentStreamToPool(*self._where)
-
-
 # What torch.cuda.Event is a Python shell of; the shell costs as much again as the event. Not in builds without CUDA.
 Event: Any = getattr(torch._C, "_CudaEventBase", None)
 

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils import _pytree
 
 from flatshard import _torch
 from flatshard.engine import steps
@@ -61,15 +60,13 @@ class Captured:
         self._calls = 0
         self._scopes: list[weakref.ref[Scope]] = []
         self._optimizers: list[Optimizer] = []
-        self._stream: torch.cuda.Stream | None = None
-        self._pool: Any = None  # of memory, for what runs before a capture and in it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, tree = _pytree.tree_flatten((args, kwargs))
+        leaves, tree = _torch.pytree.tree_flatten((args, kwargs))
         _check_arguments(leaves)
         if self._calls < self._warmup:
             self._calls += 1
-            return self._warm_up(args, kwargs)
+            return self._run(args, kwargs)
         kind = tree, tuple((leaf.shape, leaf.dtype, leaf.stride()) for leaf in leaves)
         graph = self._graphs.get(kind)
         if graph is None:
@@ -89,24 +86,7 @@ class Captured:
     def renew(self) -> None:
         """Forget all graphs, and their memory: the next calls run, and capture, the step anew."""
         self._graphs.clear()
-        self._calls, self._pool = 0, None
-
-    def _warm_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the step where it will be captured, on that stream and with that memory.
-
-        What it leaves behind, as the optimizer's state, then lies among what the graph uses, as it does in steps without
-        a graph. In memory of its own the graph would take as much again.
-        """
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()
-        if self._pool is None:
-            self._pool = torch.cuda.MemPool()
-        outer, stream = torch.cuda.current_stream(), self._stream
-        stream.wait_stream(outer)
-        with torch.cuda.stream(stream), _torch.StreamAllocatingFrom(self._pool, torch.cuda.current_device()):
-            found = self._run(args, kwargs)
-        outer.wait_stream(stream)
-        return found
+        self._calls = 0
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the step as it is, and see which models and optimizers are in it."""
@@ -123,36 +103,55 @@ class Captured:
         _check_optimizers(self._optimizers)
         before = _gradients(scopes)
         static = [leaf.clone() for leaf in leaves]
-        args, kwargs = _pytree.tree_unflatten(static, tree)
-        graph, pool = torch.cuda.CUDAGraph(), self._pool.id
-        random = _torch.RandomState()
-        gc.collect()
+        args, kwargs = _torch.pytree.tree_unflatten(static, tree)
         with _quiet(scopes):
-            try:
-                # Threads of NCCL and of the flight record may look at events meanwhile.
-                with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
-                    output = self._step(*args, **kwargs)
-                    for scope in scopes:
-                        scope.join_lanes()
-            except RuntimeError as error:
-                _torch.abandon_capture(torch.cuda.current_device(), pool)
-                random.restore()
-                _torch.epochs.begin()
-                for scope in scopes:
-                    scope.reset()
-                first = error.__context__ if isinstance(error.__context__, RuntimeError) else error
-                told = str(first).partition("\n")[0]
-                raise RuntimeError(
-                    f"the step cannot be captured: {told}. It must not read values from the GPU (.item(), .cpu(), "
-                    "print, a Python condition on a tensor), make the host wait, or use a random state of its own "
-                    "(checkpoint(preserve_rng_state=False)); the model has been reset"
-                ) from error
+            graph, output = _captured(lambda: self._step(*args, **kwargs), scopes)
         if _gradients(scopes) != before:
             raise RuntimeError(
                 "the step leaves other gradients behind than it found: a captured step ends with "
                 "optimizer.zero_grad(), or adds to gradients that stay (zero_grad(set_to_none=False))"
             )
-        return _Graph(graph, self._pool, static, output, scopes, self._optimizers)
+        return _Graph(graph, static, output, scopes, self._optimizers)
+
+
+def _captured(step: Callable[[], Any], scopes: Sequence[Scope]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of a step, and what it returned. If it cannot be captured, all is as it was before.
+
+    torch's own context leaves a capture that failed half open.
+    """
+    graph, pool, stream = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+    random = _torch.RandomState()
+    error: BaseException | None = None
+    gc.collect()
+    torch.cuda.empty_cache()
+    with torch.cuda.stream(stream):
+        # Threads of NCCL and of the flight record may look at events meanwhile.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            output = step()
+            for scope in scopes:
+                scope.join_lanes()
+        except BaseException as raised:
+            error = raised
+        try:
+            graph.capture_end()
+        except RuntimeError as raised:
+            error = error or raised
+            _torch.abandon_capture(torch.cuda.current_device(), pool)
+            random.restore()
+    if error is None:
+        return graph, output
+    _torch.epochs.begin()
+    for scope in scopes:
+        scope.reset()
+    if not isinstance(error, RuntimeError):
+        raise error
+    told = str(error).partition("\n")[0]
+    raise RuntimeError(
+        f"the step cannot be captured: {told}. It must not read values from the GPU (.item(), .cpu(), print, a Python "
+        "condition on a tensor), make the host wait, or use a random state of its own "
+        "(checkpoint(preserve_rng_state=False)); the model has been reset"
+    ) from error
 
 
 class _Graph:
@@ -161,15 +160,13 @@ class _Graph:
     def __init__(
         self,
         graph: torch.cuda.CUDAGraph,
-        pool: Any,
         static: Sequence[torch.Tensor],
         output: Any,
         scopes: Sequence[Scope],
         optimizers: Sequence[Optimizer],
     ) -> None:
-        self._graph, self._pool, self._static, self._output = graph, pool, static, output
+        self._graph, self._static, self._output = graph, static, output
         self._scopes = [weakref.ref(scope) for scope in scopes]
-        self._slots = [scope.slots for scope in scopes]  # whose memory must be nobody else's
         self._optimizers = list(optimizers)
         self._places, self._gradients = _places(scopes), _gradients(scopes)
         self._numbers, self._states = _numbers(optimizers), [state_places(optimizer) for optimizer in optimizers]
@@ -193,7 +190,8 @@ class _Graph:
             state_places(optimizer) for optimizer in self._optimizers
         ]:
             raise RuntimeError(
-                "the captured step is stale: the optimizer's state has been replaced (load_state_dict) since; call renew()"
+                "the captured step is stale: the optimizer's state has been replaced (load_state_dict) since; call "
+                "renew()"
             )
         if _numbers(self._optimizers) != self._numbers:
             raise RuntimeError(

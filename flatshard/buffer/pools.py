@@ -140,10 +140,13 @@ class Pool:
         self.live_bytes -= size
         self.live_buffers -= 1
 
-    @property
-    def slots(self) -> list[object]:
-        """What holds the memory of this pool, for those who must keep it from being given to others."""
-        return [*self._free, *self._taken.values(), *self._planned, self._pool]
+    def drop(self) -> None:
+        """Give back the memory of all slots that are free, once all streams are done with it."""
+        with self.lane.entered([ticket for slot in self._free for ticket in slot.released]):
+            pass
+        self.num_slots -= len(self._free)
+        self._planned = [None if slot in self._free else slot for slot in self._planned]
+        self._free = []
 
     def forget(self) -> None:
         """An exception broke the running pass off: the plan learns nothing from it."""

@@ -572,11 +572,6 @@ class Scope:
                     if mesh.size(axis) > 1 and lane.backend(mesh, axis) == "gloo":
                         raise ValueError("a step over Gloo cannot be captured: it communicates on the host; use NCCL")
 
-    @property
-    def slots(self) -> list[object]:
-        """The memory of what comes and goes."""
-        return [*self.gather_pool.slots, *self.reduce_pool.slots]
-
     def join_lanes(self) -> None:
         """Order the current stream after all that the lanes have been given."""
         self.gather_lane.join()
@@ -592,6 +587,7 @@ class Scope:
             for group in unit.groups:
                 group.source.mark_stale()
         self.rest_gradients(always=True)
+        self.gather_pool.drop()
 
     # Agreement
 
