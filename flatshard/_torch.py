@@ -737,6 +737,9 @@ def profiling() -> bool:
     return torch.autograd.profiler._is_profiler_enabled
 
 
+tree_flatten, tree_unflatten = pytree.tree_flatten, pytree.tree_unflatten
+
+
 def pytree_leaves(value: Any) -> list[Any]:
     """The leaves of a value of a registered pytree type; a value of any other type is a leaf itself."""
     return pytree.tree_leaves(value)

@@ -62,7 +62,7 @@ class Captured:
         self._optimizers: list[Optimizer] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, tree = _torch.pytree.tree_flatten((args, kwargs))
+        leaves, tree = _torch.tree_flatten((args, kwargs))
         _check_arguments(leaves)
         if self._calls < self._warmup:
             self._calls += 1
@@ -103,7 +103,7 @@ class Captured:
         _check_optimizers(self._optimizers)
         before = _gradients(scopes)
         static = [leaf.clone() for leaf in leaves]
-        args, kwargs = _torch.pytree.tree_unflatten(static, tree)
+        args, kwargs = _torch.tree_unflatten(static, tree)
         with _quiet(scopes):
             graph, output = _captured(lambda: self._step(*args, **kwargs), scopes)
         if _gradients(scopes) != before:

@@ -372,7 +372,8 @@ def state_places(optimizer: Optimizer) -> list[object]:
     if local is not None:
         return local.places(optimizer)
     tensors = [value for state in optimizer.state.values() for value in state.values()]
-    return [_torch.local_of(value).data_ptr() for value in tensors if isinstance(value, torch.Tensor)]
+    locals_ = [_torch.local_of(value) if isinstance(value, DTensor) else value for value in tensors]
+    return [value.data_ptr() for value in locals_ if isinstance(value, torch.Tensor)]
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
