@@ -151,6 +151,7 @@ SHARDING = {
         Case("gradient_scale: not finite", _sharded(gradient_scale=float("nan")), ValueError, "finite"),
         Case("gradient_scale: True", _sharded(gradient_scale=True), ValueError, "finite"),
         Case("schedule: a dict", _sharded(schedule={"prefetch": True}), TypeError, "SchedulePolicy"),
+        Case("values: text", _sharded(values="any"), ValueError, "values='any': must be one of"),
         Case("optional: text", _sharded(optional="yes"), TypeError, "optional='yes'"),
         Case(
             "a complex parameter",
@@ -297,6 +298,17 @@ SHARDING = {
     ],
     "install": [Case("twice", lambda b: (flatshard.install(), flatshard.install(), flatshard.uninstall()), None)],
     "uninstall": [Case("what is not installed", lambda b: flatshard.uninstall(), None)],
+    "capture": [
+        Case("no function", lambda b: flatshard.capture(3), TypeError, "step=3: must be a function"),
+        Case("warmup: one", lambda b: flatshard.capture(loss_of, warmup=1), ValueError, "2 or more"),
+        Case("other_shapes", lambda b: flatshard.capture(loss_of, other_shapes="x"), ValueError, "must be one of"),
+    ],
+    "Captured": [
+        Case("no arguments", lambda b: flatshard.Captured(), TypeError, "step"),
+        Case("a tensor on the CPU", lambda b: flatshard.capture(loss_of)(ROWS), (TypeError, ValueError), "cpu|GPU"),
+        Case("text", lambda b: flatshard.capture(loss_of)("x"), (TypeError, ValueError), "tensors"),
+    ],
+    "PeerError": [Case("is a RuntimeError", lambda b: _raised(flatshard.PeerError("x")), RuntimeError, "x")],
     "offer_main_grads": [
         Case("no module", lambda b: flatshard.offer_main_grads(None), (TypeError, ValueError), "NoneType"),
         Case("not sharded", lambda b: flatshard.offer_main_grads(b.plain), ValueError, "call fully_shard first"),
@@ -1063,6 +1075,11 @@ COMMANDS = {
             SystemExit,
             "known are",
         ),
+    ],
+    "flatshard blame": [
+        Case("nothing there", _command("blame", "NEW"), SystemExit, "2: flatshard blame: no flight records"),
+        Case("no folder", _command("blame"), SystemExit, "2: .*FOLDER"),
+        Case("last: text", _command("blame", "NEW", "--last", "x"), SystemExit, "2: .*--last"),
     ],
     "flatshard convert": [
         Case("nothing there", _command("convert", "NEW", "NEW"), SystemExit, "2: flatshard convert: .*no checkpoint"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ import torch.distributed as dist
 import flatshard
 from flatshard import fully_shard, megatron
 from flatshard.cli import main
+from flatshard.trust.record import Record
+from tests.checkpoint.mutations import harmed, hurt, lie
 from tests.input.bench import Bench, loss_of, tiny
 from tests.input.megatron_table import MEGATRON
 from tests.input.table import CHECKPOINTS, COMMANDS, OPTIMIZERS, POLICIES, SHARDING, UNITS
@@ -138,3 +142,39 @@ def test_a_destroyed_process_group_is_named(group, tmp_path):
     flatshard.checkpoint.save(tmp_path / "a", bench.model, progress=False)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     fully_shard(plain)
+
+
+def test_damaged_flight_records_are_read_as_far_as_they_go(tmp_path, capsys):
+    """Whatever has become of them, `flatshard blame` says something, or that they are none."""
+    good, bad, draw = tmp_path / "good", tmp_path / "bad", random.Random(4)
+    for rank in range(2):
+        record = Record()
+        good.mkdir(exist_ok=True)
+        record.keep_in(good, rank, world=2)
+        wire = record.wire("dp 0-1")
+        for number in range(5 + rank):
+            record.append(wire, 0, f"blocks.{number}", 64, Ended())
+        if rank:
+            record.dump()
+    said = 0
+    for number in range(200):
+        harm = harmed(good, bad, [hurt, _forged_record], draw)
+        status = main(["blame", str(bad), "--last", "2"])
+        told = capsys.readouterr()
+        assert status in (0, 2), harm
+        assert (told.out if status == 0 else told.err).strip(), (number, harm)
+        said += status == 0
+    assert said > 50
+
+
+class Ended:
+    def has_ended(self) -> bool:
+        return True
+
+
+def _forged_record(folder, draw):
+    file = folder / "rank-1.json"
+    record = json.loads(file.read_bytes())
+    harm = lie(record, draw)
+    file.write_text(json.dumps(record))
+    return harm
