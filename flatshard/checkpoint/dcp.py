@@ -26,10 +26,12 @@ from flatshard.checkpoint.files import open_file
 METADATA = ".metadata"
 _CHUNK = 1 << 20
 _THEIRS = "torch.distributed.checkpoint.metadata"
+_EARLIER = "torch.distributed._shard.sharded_tensor.metadata"  # where versions up to 2.2 had what describes a tensor
 _RECORDS = {
     *((_THEIRS, name) for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties")),
     *((_THEIRS, name) for name in ("ChunkStorageMetadata", "MetadataIndex", "StorageMeta")),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    (_EARLIER, "TensorProperties"),
 }
 
 
@@ -45,6 +47,7 @@ class _Unpickler(pickle._Unpickler):
             ("torch", "device"): lambda *described: described,
             ("torch.serialization", "_get_layout"): lambda name: name,
             (_THEIRS, "_MEM_FORMAT_ENCODING"): lambda number: number,
+            (_EARLIER, "MEM_FORMAT_ENCODING"): lambda number: number,
             ("collections", "OrderedDict"): lambda items=(): dict(items),
             ("builtins", "set"): lambda items=(): set(items),
         }

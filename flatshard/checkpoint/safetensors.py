@@ -52,6 +52,7 @@ def export_safetensors(
     have an index. They take the place of earlier ones when all are complete. Beyond the shards, one bucket of memory is
     used. Tied weights are written once. ``dtype`` casts floating-point tensors. ``names``: which tensors have other
     names there, or are stacks of experts that have one for each: `StoredAs`, or a preset, `MIXTRAL` or `QWEN_MOE`.
+    The metadata of the files has checksums, which `load_safetensors` compares and other readers pass over.
     """
     _arguments.module("export_safetensors", model)
     folder, limit = _arguments.path("folder", folder), _bytes(max_shard_size)
@@ -205,7 +206,8 @@ def load_safetensors(
     """Load whole weights from the safetensors files in ``folder`` into a model, sharded or not. All ranks call it.
 
     Each rank reads the bytes of its own rows. Everything is read before anything changes; CheckpointError names what is
-    missing or of another shape, unless ``strict`` is off. Weights are cast to the model's dtype. No code is run.
+    missing or of another shape, unless ``strict`` is off, and what is damaged: values too where the file is one of
+    `export_safetensors`. Others have no checksums. Weights are cast to the model's dtype. No code is run.
     ``names`` is as `export_safetensors` has it.
     Where a Transformers model holds weights otherwise than its files do (fused experts, other names), they are
     converted as `from_pretrained` does.
