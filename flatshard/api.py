@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from flatshard import _torch
+from flatshard import _arguments, _torch
 from flatshard.engine.build import NO_SHARD, Choices, Values, Where, build_unit, owned_modules, units_below
 from flatshard.engine.gradients import GradientScale
 from flatshard.engine.homes import OWNER
@@ -105,6 +105,49 @@ def fully_shard(
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_modules(modules)
+    choices = chosen(
+        mesh=mesh,
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=shard_placement_fn,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params=ignored_params,
+        dp_mesh_dims=dp_mesh_dims,
+        strategy=strategy,
+        outer_strategy=outer_strategy,
+        layout=layout,
+        gradient_scale=gradient_scale,
+        data_mesh=data_mesh,
+        schedule=schedule,
+        optional=optional,
+        values=values,
+    )
+    build_unit(modules, choices)
+    for each in modules:
+        each.__class__ = unit_class(type(each), methods_for)
+        show_state(each)
+    return module
+
+
+def chosen(
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | Literal["auto"] | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    strategy: Strategy | int | Placements | None = None,
+    outer_strategy: Strategy | int | None = None,
+    layout: LayoutName = "tensor",
+    gradient_scale: GradientScale = "mean",
+    data_mesh: DeviceMesh | None = None,
+    schedule: SchedulePolicy | None = None,
+    optional: bool = False,
+    values: Values | None = None,
+) -> Choices:
+    """What these arguments of `fully_shard` say, checked; nothing is done."""
     mp_policy, offload_policy, dp_mesh_dims = map(own_policy, (mp_policy, offload_policy, dp_mesh_dims))
     mp_policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy  # callers pass None for no choice
     offload_policy = OffloadPolicy() if offload_policy is None else offload_policy
@@ -125,6 +168,13 @@ def fully_shard(
     for name, given in (("mesh", mesh), ("data_mesh", data_mesh)):
         if given is not None and not isinstance(given, DeviceMesh):
             raise TypeError(f"{name}={given!r}: must be a DeviceMesh")
+    if dp_mesh_dims is not None and not isinstance(dp_mesh_dims, DataParallelMeshDims):
+        raise TypeError(f"dp_mesh_dims={dp_mesh_dims!r}: must be a flatshard.DataParallelMeshDims")
+    if mesh is not None and not dist.is_initialized():
+        raise RuntimeError(
+            f"the process group of {mesh} was destroyed: call torch.distributed.init_process_group() again, and make a "
+            "new mesh"
+        )
     mesh = _default_mesh() if mesh is None else mesh
     where = Where(shard_placement_fn, by_waste=layout == "auto")
     if dp_mesh_dims is not None:
@@ -139,7 +189,7 @@ def fully_shard(
             f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}, of {mesh.ndim} axes: it must have one (shard) "
             "or two (outer, inner)"
         )
-    choices = Choices(
+    return Choices(
         mesh=mesh,
         device=_device_of(mesh),
         placements=placements_for(strategy, outer_strategy, mesh.ndim),
@@ -148,19 +198,14 @@ def fully_shard(
         reshard_after_forward=_checked_reshard(reshard_after_forward, mesh),
         gradient_scale=gradient_scale if isinstance(gradient_scale, str) else float(gradient_scale),
         schedule=schedule,
-        ignored=frozenset(ignored_params or ()),
+        ignored=_ignored(ignored_params),
         where=where,
         offload=offload_policy,
-        optional=bool(optional),
+        optional=_arguments.flag("optional", optional),
         values=kept,
         strategy=(strategy, outer_strategy),
         data_mesh=data_mesh,
     )
-    build_unit(modules, choices)
-    for each in modules:
-        each.__class__ = unit_class(type(each), methods_for)
-        show_state(each)
-    return module
 
 
 def _axes_of(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -171,6 +216,17 @@ def _axes_of(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[tuple[int, .
             raise ValueError(f"dp_mesh_dims: Mesh dim name {name!r} not found in mesh.mesh_dim_names {names}")
     shard, replicate = (tuple(names.index(n) for n in given) for given in (dims.shard_names, dims.replicate_names))
     return shard, replicate
+
+
+def _ignored(given: Any) -> frozenset[nn.Parameter]:
+    try:
+        found = frozenset(() if given is None else given)
+    except TypeError as error:
+        raise TypeError(f"ignored_params={given!r}: must be a set of parameters") from error
+    for each in found:
+        if not isinstance(each, torch.Tensor):
+            raise TypeError(f"ignored_params holds {each!r}, and must hold parameters, not their names")
+    return found
 
 
 def _is_number(value: Any) -> bool:
@@ -268,6 +324,8 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
                 "its unit would never be gathered; call fully_shard on each of its modules, or pass them as a list to "
                 "make one unit of them"
             )
+    if len(set(modules)) != len(modules):
+        raise ValueError("one of the modules is given twice; name each once")
     for module in modules:
         below = set(module.modules()) - {module}
         if below & set(modules):

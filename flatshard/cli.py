@@ -81,6 +81,10 @@ def _run(options: argparse.Namespace) -> int:
 
     from flatshard.install import install
 
+    missing = _missing_script(options.script, options.is_module)
+    if missing is not None:
+        print(f"flatshard run: {missing}", file=sys.stderr)
+        return 2
     install()
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"flatshard run: {options.script}, its torch.distributed.fsdp being flatshard's", file=sys.stderr)
@@ -117,6 +121,19 @@ def _blame(options: argparse.Namespace) -> int:
     return 0
 
 
+def _missing_script(script: str, is_module: bool) -> str | None:
+    """What is wrong with the name of a script, if anything is."""
+    if not is_module:
+        return None if Path(script).exists() else f"there is no script {script}"
+    import importlib.util
+
+    try:
+        found = importlib.util.find_spec(script)
+    except (ImportError, ValueError) as error:
+        return f"there is no module {script}: {error}"
+    return None if found is not None else f"there is no module {script}"
+
+
 def _add_rehearse(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Run SCRIPT unchanged as one rank of W, with all communication over a modelled network, and report step time, "
@@ -148,7 +165,14 @@ def _rehearse(options: argparse.Namespace) -> int:
     from flatshard.rehearsal.run import Plan, ScriptFailed, rehearse_script
 
     try:
+        if options.world < 1 or not 0 <= options.rank < options.world:
+            raise ValueError(
+                f"--world {options.world} --rank {options.rank}: the rank must be from 0 to below the world"
+            )
         network = get_network(options.network, options.ranks_per_node)
+        missing = _missing_script(options.script, options.is_module)
+        if missing is not None:
+            raise ValueError(missing)
         own = replace(
             network,
             inside=_link(network.inside, options.inside_bandwidth, options.inside_latency),

@@ -9,7 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from flatshard.api import fully_shard
+from flatshard import _arguments
+from flatshard.api import chosen, fully_shard
+from flatshard.engine.build import sort_parameters
 from flatshard.engine.roots import unit_of
 from flatshard.engine.summary import Summary, summary
 from flatshard.module import FSDPModule
@@ -45,6 +47,8 @@ def shard_model(
 
     Returns, and logs, a table of the units.
     """
+    _arguments.module("shard_model", model)
+    _arguments.optimizer(optimizer)
     if unit_of(model) is not None:
         raise ValueError(f"fully_shard was already called on this {type(model).__name__}; shard a model once")
     if experts is not None and not isinstance(experts, Experts):
@@ -60,7 +64,10 @@ def shard_model(
         return Sharding() if found is None else found
 
     left = set(where)  # experts that no unit owns yet
-    for modules in unit_modules(model, units):
+    found = unit_modules(model, units)
+    # What is wrong with a unit is told before any has been sharded.
+    sort_parameters([model], chosen(shard_placement_fn=choose, **choices))
+    for modules in found:
         held = left & {parameter for module in modules for parameter in module.parameters()}
         fully_shard(modules, shard_placement_fn=choose, **choices)
         if held:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
-from flatshard import _torch
+from flatshard import _arguments, _torch
 from flatshard.engine.build import units_below
 from flatshard.engine.roots import scope_of, unit_of
 from flatshard.engine.scope import Scope
@@ -81,6 +81,7 @@ class FSDPModule(TorchFSDPModule):
         return self._unshard(_units(self, True), async_op)
 
     def _unshard(self, units: Sequence[Unit], async_op: bool) -> UnshardHandle | None:
+        async_op = _arguments.flag("async_op", async_op)
         _unit_and_scope(self)[1].gather_apart(units)
         handle = UnshardHandle(units)
         if async_op:
@@ -134,20 +135,21 @@ class FSDPModule(TorchFSDPModule):
         For micro-batches between which no optimizer steps. Once main weights have changed they are gathered anew; until
         then they take memory, so let it be on again before the last backward of a step.
         """
+        on = _arguments.flag("reshard_after_backward", reshard_after_backward)
         for unit in _units(self, recurse):
-            unit.settings.reshard_after_backward = reshard_after_backward
+            unit.settings.reshard_after_backward = on
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Off: backward does not gather this unit, whose weights no gradient needs (an embedding's, for example)."""
-        _unit(self).settings.unshard_in_backward = unshard_in_backward
+        _unit(self).settings.unshard_in_backward = _arguments.flag("unshard_in_backward", unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Gather these units when this one's forward starts, instead of those that the recorded order says."""
-        _unit(self).settings.prefetch_in_forward = [weakref.ref(unit) for unit in _units_of(modules)]
+        _unit(self).settings.prefetch_in_forward = _refs("set_modules_to_forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Gather these units when this one's backward starts, instead of those that the recorded order says."""
-        _unit(self).settings.prefetch_in_backward = [weakref.ref(unit) for unit in _units_of(modules)]
+        _unit(self).settings.prefetch_in_backward = _refs("set_modules_to_backward_prefetch", modules)
 
     # Gradients
 
@@ -177,6 +179,7 @@ class FSDPModule(TorchFSDPModule):
         Without ``wait`` that is only started: call it again before the gradients are read, by an optimizer for example.
         It also waits for the reduces of backwards that did not (`set_is_last_backward`). All ranks must call it.
         """
+        wait = _arguments.flag("wait", wait)
         _unit_and_scope(self)[1].flush(_units(self, True), all_the_way=True, wait=wait)
 
     def set_decoupled_gradients(self, enable: bool = True, *, recurse: bool = True) -> None:
@@ -185,19 +188,22 @@ class FSDPModule(TorchFSDPModule):
         For optimizers that read them there, in another dtype than the parameter's for example. `zero_grad` of this
         module sees to them; that of an optimizer does not.
         """
+        enable = _arguments.flag("enable", enable)
         for unit in _units(self, recurse):
             for group in unit.groups:
                 group.gradients.main_grads.decouple(enable)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Off: gradients stay on their rank, whole and unreduced, until a backward with it on reduces them all."""
+        on = _arguments.flag("requires_gradient_sync", requires_gradient_sync)
         for unit in _units(self, recurse):
-            unit.settings.reduces = unit.settings.all_reduces = requires_gradient_sync
+            unit.settings.reduces = unit.settings.all_reduces = on
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Off: gradients go no further than they rest between micro-batches; under HSDP, the outer axis waits."""
+        on = _arguments.flag("requires_all_reduce", requires_all_reduce)
         for unit in _units(self, recurse):
-            unit.settings.all_reduces = requires_all_reduce
+            unit.settings.all_reduces = on
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Off: a backward ends without waiting for its reduces, so they overlap the next forward.
@@ -205,7 +211,8 @@ class FSDPModule(TorchFSDPModule):
         Concerns the whole model. Gradients are complete after a backward with it on. How far gradients are reduced is
         `set_requires_gradient_sync`'s to say, or `microbatch`'s.
         """
-        _unit_and_scope(self)[1].joins = is_last_backward
+        on = _arguments.flag("is_last_backward", is_last_backward)
+        _unit_and_scope(self)[1].joins = on
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of the ranks' gradients by ``factor``, in this unit, instead of taking their mean."""
@@ -222,6 +229,7 @@ class FSDPModule(TorchFSDPModule):
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """On: collectives of this unit add, and nothing else; means are taken by a multiplication afterwards."""
+        enable = _arguments.flag("enable", enable)
         for group in _unit(self).groups:
             group.gradients.sums_only = enable
 
@@ -231,10 +239,11 @@ class FSDPModule(TorchFSDPModule):
         For ranks that use different parameters of one unit: each rank then sees the mean over all of them. Off, a
         parameter without gradient on a rank keeps ``None`` there.
         """
+        on = _arguments.flag("reduce_scatter_unused_params", reduce_scatter_unused_params)
         for unit in _units(self, recurse):
-            unit.settings.reduces_unused = reduce_scatter_unused_params
+            unit.settings.reduces_unused = on
             for group in unit.groups:
-                group.gradients.counts_unused = reduce_scatter_unused_params
+                group.gradients.counts_unused = on
 
     # Precision
 
@@ -246,7 +255,14 @@ class FSDPModule(TorchFSDPModule):
         policy = own_policy(mp_policy)
         if not isinstance(policy, MixedPrecisionPolicy):
             raise TypeError(f"set_mp_policy takes a flatshard.MixedPrecisionPolicy, not {mp_policy!r}")
-        _unit_and_scope(self)[1].set_precision(_units(self, recurse), policy)
+        units = _units(self, recurse)
+        awaited = next((unit for unit in units if unit.is_awaited), None)
+        if awaited is not None:
+            raise RuntimeError(
+                f"set_mp_policy: the backward of a forward of unit '{awaited.name}' is to come, and needs weights in "
+                "the dtype that they had; run it first, or give it up with reset() on the root"
+            )
+        _unit_and_scope(self)[1].set_precision(units, policy)
 
     # Communication
 
@@ -275,6 +291,10 @@ class FSDPModule(TorchFSDPModule):
         It has the ranks of the shard axis. Reduces have groups of their own anyway (`SchedulePolicy.separate_groups`).
         Call it before the first forward.
         """
+        if not isinstance(group, ProcessGroup):
+            raise TypeError(f"set_gather_group({group!r}): must be a process group")
+        if mesh is not None and not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"set_gather_group(mesh={mesh!r}): must be a DeviceMesh")
         unit, scope = _unit_and_scope(self)
         mesh = unit.mesh if mesh is None else mesh
         scope.gather_lane.use(mesh, mesh.ndim - 1, group)
@@ -300,7 +320,8 @@ class FSDPModule(TorchFSDPModule):
 
         By torch's implementations of ``AllGather`` and ``ReduceScatter`` for it; not together with custom ones.
         """
-        self._set_comms("set_allocate_memory_from_process_group_for_comm", _torch.allocating_comms if enable else None)
+        make = _torch.allocating_comms if _arguments.flag("enable", enable) else None
+        self._set_comms("set_allocate_memory_from_process_group_for_comm", make)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Let what this unit communicates lie in symmetric memory, for the faster collectives that NCCL has for it.
@@ -333,6 +354,8 @@ class FSDPModule(TorchFSDPModule):
 
         Set a new one after each optimizer step. No effect on CPU, where the optimizer is done when it returns.
         """
+        if event is not None and not callable(getattr(event, "wait", None)):
+            raise TypeError(f"set_post_optim_event(event={event!r}): must be an event of torch, or None")
         _unit_and_scope(self)[1].main_event = event
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
@@ -348,6 +371,7 @@ class FSDPModule(TorchFSDPModule):
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """`SchedulePolicy.separate_groups`: whether reduces have process groups of their own. One choice per model."""
+        enable = _arguments.flag("enable", enable)
         for unit in _units(self, recurse):
             unit.settings.separate_groups = enable
             if unit.scope is not None:
@@ -412,6 +436,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Let a method of ``module`` gather and release its unit as ``forward`` does. No effect on what is no unit."""
     if not isinstance(module, FSDPModule):
         return
+    if not isinstance(method_name, str):
+        raise TypeError(f"method_name={method_name!r}: must be the name of a method")
     if not callable(getattr(module, method_name, None)):
         raise ValueError(f"{type(module)} does not have a method {method_name}")
     method = getattr(module, method_name)
@@ -436,16 +462,20 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 def share_comm_ctx(modules: Iterable[TorchFSDPModule]) -> None:
     """Let several roots, such as the stages of a pipeline, communicate over the same lanes and memory pools."""
-    given = list(modules)
-    _units_of(given)
+    given = _arguments.modules("share_comm_ctx", modules)
+    _units_of("share_comm_ctx", given)
     scopes = [_unit_and_scope(module)[1] for module in given]
     for scope in scopes[1:]:
         scope.share(scopes[0])
 
 
-def _units_of(modules: Iterable[Any]) -> list[Unit]:
+def _refs(method: str, modules: Iterable[Any]) -> list[weakref.ref[Unit]]:
+    return [weakref.ref(unit) for unit in _units_of(method, modules)]
+
+
+def _units_of(function: str, modules: Iterable[Any]) -> list[Unit]:
     found = []
-    for module in modules:
+    for module in _arguments.modules(function, modules):
         if not isinstance(module, FSDPModule):
             raise ValueError(
                 f"Expects list of FSDPModules but got {type(module).__name__}, on which fully_shard was not called"
@@ -456,6 +486,7 @@ def _units_of(modules: Iterable[Any]) -> list[Unit]:
 
 def _units(module: FSDPModule, recurse: bool) -> list[Unit]:
     assert isinstance(module, nn.Module)
+    recurse = _arguments.flag("recurse", recurse)
     own = unit_of(module)
     return [unit for _, unit in units_below(module) if recurse or unit is own]
 

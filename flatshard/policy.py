@@ -11,6 +11,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from flatshard import _arguments
 from flatshard.layout import Block, Flat, Partial, Placement, Replicate, Whole, is_sharded
 
 
@@ -46,6 +47,7 @@ class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
                 raise TypeError(f"MixedPrecisionPolicy({name}={value!r}): must be a floating-point torch.dtype or None")
+        _arguments.flag("cast_forward_inputs", self.cast_forward_inputs)
 
     # What the dtypes of one group are. The parameters that were sharded had dtype ``own``.
 
@@ -78,6 +80,9 @@ class CPUOffloadPolicy(OffloadPolicy):
 
     pin_memory: bool = True
 
+    def __post_init__(self) -> None:
+        _arguments.flag("pin_memory", self.pin_memory)
+
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
@@ -91,6 +96,16 @@ class DataParallelMeshDims:
     replicate: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
+        for name in ("shard", "replicate"):
+            given = getattr(self, name)
+            named = given if isinstance(given, (tuple, list)) else (given,)
+            if given is not None and not all(isinstance(each, str) for each in named):
+                raise TypeError(
+                    f"DataParallelMeshDims({name}={given!r}): must be the name of an axis, or a tuple of some"
+                )
+        twice = set(self.shard_names) & set(self.replicate_names)
+        if twice:
+            raise ValueError(f"DataParallelMeshDims: {min(twice)!r} is named twice; an axis shards or replicates")
         if not self.shard_names and not self.replicate_names:
             raise ValueError("DataParallelMeshDims: name at least one axis, in shard or in replicate")
 
@@ -141,7 +156,7 @@ class Experts:
     apart: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.modules, str) or not self.modules:
+        if not isinstance(self.modules, (list, tuple)) or not self.modules:
             raise ValueError(f"Experts(modules={self.modules!r}): must be a list of classes and import paths")
         if not isinstance(self.mesh, DeviceMesh):
             raise TypeError(f"Experts(mesh={self.mesh!r}): must be a DeviceMesh")
@@ -324,8 +339,9 @@ class SchedulePolicy:
     planned_pool: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_gathered_bytes", "keep_for_backward", "keep_for_next"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"SchedulePolicy: {name} is a number of bytes, at least 0")
-        if self.max_gathered < 1 or self.max_reducing < 1:
-            raise ValueError("SchedulePolicy: max_gathered and max_reducing must be at least 1")
+        for name in ("max_gathered_bytes", "keep_for_backward", "keep_for_next"):  # bytes
+            _arguments.whole(name, getattr(self, name), 0)
+        for name in ("max_gathered", "max_reducing"):
+            _arguments.whole(name, getattr(self, name), 1)
+        for name in ("prefetch", "async_reduce", "separate_groups", "planned_pool"):
+            _arguments.flag(name, getattr(self, name))

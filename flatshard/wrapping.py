@@ -31,8 +31,9 @@ def instances(
 
     ``what`` was given, for errors, and ``options`` are what else it could be.
     """
-    if isinstance(classes, str):
-        raise ValueError(f"{what}={classes!r}: must be {options}a list of classes and import paths")
+    if isinstance(classes, str) or not isinstance(classes, Iterable):
+        wrong = ValueError if isinstance(classes, str) else TypeError
+        raise wrong(f"{what}={classes!r}: must be {options}a list of classes and import paths")
     resolved = tuple(_resolve(each, what) for each in classes)
     found = [module for module in model.modules() if isinstance(module, resolved) and module is not model]
     if not found:

@@ -14,7 +14,7 @@ import pytest
 
 _ROOT = Path(__file__).parents[1]
 
-_ENGINE_AND_BELOW = {"engine", "buffer", "policy", "layout", "trust", "_torch", "_waits"}
+_ENGINE_AND_BELOW = {"engine", "buffer", "policy", "layout", "trust", "_arguments", "_torch", "_waits"}
 _API_AND_BELOW = {"api", "module", "state", "hf", *_ENGINE_AND_BELOW}
 _ANY = {
     "api",
@@ -39,14 +39,15 @@ _ANY = {
 
 # Room (a file or folder of flatshard/) -> the rooms it may import, besides itself.
 MAY_IMPORT: dict[str, set[str]] = {
+    "_arguments": set(),
     "_torch": set(),
     "_waits": set(),
     "layout": set(),
     "wrapping": set(),
-    "policy": {"layout", "_torch"},
+    "policy": {"layout", "_arguments", "_torch"},
     "trust": set(),
     "buffer": {"layout", "trust", "_torch"},
-    "engine": {"buffer", "policy", "layout", "trust", "_torch", "_waits"},
+    "engine": {"buffer", "policy", "layout", "trust", "_arguments", "_torch", "_waits"},
     "state": _ENGINE_AND_BELOW,
     "module": {"state", *_ENGINE_AND_BELOW},
     "gathered": _ENGINE_AND_BELOW,

@@ -16,16 +16,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from flatshard import _arguments, _torch
+from flatshard.checkpoint.dcp import METADATA, Folder, check_archive
 from flatshard.checkpoint.errors import CheckpointError
-from flatshard.checkpoint.files import MANIFEST, Manifest, Source
+from flatshard.checkpoint.files import MANIFEST, Manifest, Source, open_file
+from flatshard.checkpoint.found import INDEX, SINGLE, find_tensors
 from flatshard.checkpoint.reader import Reader
-from flatshard.checkpoint.safetensors import INDEX, SINGLE, find_tensors, write_tensors
+from flatshard.checkpoint.safetensors import write_tensors
 from flatshard.checkpoint.saving import write_snapshot
 from flatshard.checkpoint.state import Snapshot
 from flatshard.checkpoint.trees import decode, encode
@@ -73,23 +72,31 @@ def convert(
     numbers, these become names if they fit the model's.
     ``model_only``: leave out all but the weights.
 
-    No process group is needed. No code of a file is run, but that a DCP folder's own index is a pickle of torch's.
+    No process group is needed. No code of a file is run, and what a file has checksums of is verified. CheckpointError
+    says what is damaged, or in no form.
     """
-    source, target = Path(source), Path(target)
+    source, target = _arguments.path("source", source), _arguments.path("target", target)
+    if names is not None and not isinstance(names, dict):
+        raise TypeError(f"names={names!r}: must be a dict of names and what they become")
     form = _told_by_name(target) if to is None else to
     if form not in FORMS:
         raise ValueError(f"to={form!r}: must be one of {', '.join(FORMS)}")
+    change = _mapping(rename, names or {})
     if target.exists():
         raise CheckpointError(f"{target} exists; nothing is overwritten: choose another name")
     target.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-")))
-        state = _READERS[form_of(source)](source, _scratch(folder), stack)
-        state = _renamed(state, _mapping(rename, names or {}))
-        if model_only or form == "safetensors":
-            state = State(state.model, nested=state.nested)
         made = folder / "made"
-        _WRITERS[form](made, state)
+        try:
+            state = _renamed(_READERS[form_of(source)](source, _scratch(folder), stack), change)
+            if model_only or form == "safetensors":
+                state = State(state.model, nested=state.nested)
+            _WRITERS[form](made, state)
+        except (TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+            # What a file holds can be anything: dicts where others have tensors, names that are numbers.
+            reason = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"{source} holds what cannot be written as {form}: {reason}") from error
         if form == "safetensors" and target.suffix == ".safetensors":
             made = made / SINGLE
             if not made.is_file():
@@ -102,7 +109,7 @@ def form_of(path: Path) -> Form:
     """Which form a checkpoint is of."""
     if (path / MANIFEST).is_file():
         return "flatshard"
-    if (path / ".metadata").is_file():
+    if (path / METADATA).is_file():
         return "dcp"
     if (path / SINGLE).is_file() or (path / INDEX).is_file() or (path.is_file() and path.suffix == ".safetensors"):
         return "safetensors"
@@ -161,31 +168,8 @@ def _from_files(source: Source, make: Tensors, stack: ExitStack) -> Callable[[st
     return get
 
 
-class _Planner(DefaultLoadPlanner):
-    """Loads what is no tensor without running code."""
-
-    def load_bytes(self, read_item: Any, value: Any) -> None:
-        self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
-
-
 def _read_dcp(path: Path, make: Tensors, stack: ExitStack) -> State:
-    described = FileSystemReader(path).read_metadata()
-    flat: dict[str, Any] = {}
-    for name, entry in described.state_dict_metadata.items():
-        is_tensor = isinstance(entry, TensorStorageMetadata)
-        flat[name] = make(entry.properties.dtype, entry.size) if is_tensor else None  # type: ignore[union-attr]
-    dcp_load(flat, storage_reader=FileSystemReader(path), planner=_Planner(flatten_state_dict=False), no_dist=True)
-    tree: dict[str, Any] = {}
-    for name, place in (described.planner_data or {name: (name,) for name in flat}).items():
-        if name in flat:
-            _put(tree, place, flat[name])
-    return _sorted_out(_listed(tree))
-
-
-def _put(tree: dict[Any, Any], place: Sequence[Any], value: Any) -> None:
-    for key in place[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[place[-1]] = value
+    return _sorted_out(_listed(Folder(path, stack).read(make)))
 
 
 def _listed(tree: Any) -> Any:
@@ -199,12 +183,18 @@ def _listed(tree: Any) -> Any:
 
 
 def _read_torch(path: Path, make: Tensors, stack: ExitStack) -> State:
+    size = path.stat().st_size
     try:
+        with open_file(path) as file:
+            check_archive(file, size)
         found = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
     except Exception as error:  # its kinds are many: a file that is none of torch.save, code in it, an end too soon
         raise CheckpointError(f"{path} cannot be read as a file of torch.save: {error}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, not a state dict")
+    for value in _torch.pytree_leaves(found):
+        if isinstance(value, torch.Tensor) and value.numel() * value.element_size() > size:
+            raise CheckpointError(f"{path}: a tensor of shape {tuple(value.shape)} is larger than the file")
     return _sorted_out(found)
 
 
@@ -223,7 +213,10 @@ def _sorted_out(tree: dict[str, Any]) -> State:
 
 def _mapping(rename: Sequence[tuple[str, str]], names: dict[str, str]) -> Callable[[str], str]:
     patterns = []
-    for pattern, replacement in rename:
+    for each in rename:
+        if not isinstance(each, (tuple, list)) or len(each) != 2 or not all(isinstance(part, str) for part in each):
+            raise TypeError(f"rename has {each!r}, and must have pairs of a regular expression and what replaces it")
+        pattern, replacement = each
         try:
             patterns.append((re.compile(pattern), replacement))
         except re.error as error:

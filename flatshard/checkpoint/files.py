@@ -9,6 +9,7 @@ manifest carries its own SHA-256, and a checksum for what it says of each tensor
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -18,16 +19,18 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import torch
 
+from flatshard.checkpoint import checks
 from flatshard.checkpoint.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 BLOCK = 1 << 20
 FORMAT = "flatshard checkpoint 2"
+HEADER_LIMIT = 100_000_000  # bytes, as in the safetensors library
 _KEY = re.compile(r'"((?:model|optimizer|extra)/[ -~]*?)":\{"boxes"')
 _FILE = re.compile(r"rank-\d{5,}\.safetensors")
 
@@ -57,8 +60,8 @@ DTYPES = {code: dtype for dtype, code in CODES.items()}
 class Box:
     """A part of a tensor in a file: ``sizes`` elements from ``offsets``, row-major, from byte ``begin`` of the file.
 
-    ``sums`` are the checksums of its blocks; none where the file has none. ``transposed``: the file has the last two
-    dims the other way round.
+    ``sums`` are the checksums of its blocks, of ``block`` bytes each; none where the file has none. ``transposed``: the
+    file has the last two dims the other way round.
     """
 
     file: str
@@ -67,6 +70,7 @@ class Box:
     sizes: tuple[int, ...]
     sums: tuple[int, ...]
     transposed: bool = False
+    block: int = BLOCK
 
 
 @dataclass(frozen=True)
@@ -150,6 +154,13 @@ def _write(file: Any, content: memoryview) -> None:
         content = content[file.write(content) :]
 
 
+def open_file(path: Path) -> BinaryIO:
+    """Open a file to read it. OSError also where it is none: pipes and devices need never end."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return open(path, "rb")
+
+
 def sync_folder(path: Path) -> None:
     """Make sure that the names in a folder are on disk."""
     handle = os.open(path, os.O_RDONLY)
@@ -210,7 +221,8 @@ class Manifest:
     def __init__(self, folder: Path) -> None:
         path, text = folder / MANIFEST, b""
         try:
-            text = path.read_bytes()
+            with open_file(path) as file:
+                text = file.read()
             outer = json.loads(text)
             body, digest = outer["body"], outer["sha256"]
         except FileNotFoundError:
@@ -221,28 +233,90 @@ class Manifest:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             where = _damaged_tensor(text)
             raise CheckpointError(f"{path} is damaged{where or ', or is not a manifest of flatshard'}") from error
-        if hashlib.sha256(_canonical(body)).hexdigest() != digest:
+        if not isinstance(body, dict) or hashlib.sha256(_canonical(body)).hexdigest() != digest:
             where = _damaged_tensor(text)
             raise CheckpointError(f"{path} is damaged{where}: its checksum is not that of its content")
         if body.get("format") != FORMAT:
             raise CheckpointError(f"{path} is of format {body.get('format')!r}; this version reads {FORMAT!r}")
         self.folder = folder
         self.digest: str = digest
-        self.saved: int = body["saved"]
-        self.world: int = body["world"]
+        try:
+            self._believe(body)
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path} cannot be true: {error}") from error
+        except KeyError as error:
+            raise CheckpointError(f"{path} cannot be true: it does not say {error}") from error
+
+    def _believe(self, body: dict[str, Any]) -> None:
+        """Take over what the manifest says, if it can be true."""
+        self.saved = checks.number(body["saved"], "saved", 2**63)
+        self.world = checks.number(body["world"], "world")
+        self.files: dict[str, Any] = body["files"]
+        for name, known in self.files.items():
+            if not _FILE.fullmatch(name):
+                raise ValueError(f"it names a file {name!r}, which is none of a checkpoint")
+            size = checks.number(known["bytes"], f"the size of {name}")
+            checks.number(known["header"], f"the header of {name}", min(size, HEADER_LIMIT))
+            checks.number(known["crc"], f"the checksum of {name}")
+        self.tensors = {key: self._entry(key, described) for key, described in body["tensors"].items()}
+        taken: dict[str, list[tuple[int, int]]] = {name: [] for name in self.files}
+        for entry in self.tensors.values():
+            for box in entry.boxes:
+                taken[box.file].append((box.begin, box.begin + _size(box, entry.dtype)))
+        for name, ranges in taken.items():
+            if not checks.in_a_row(ranges):
+                raise ValueError(f"parts of tensors overlap in {name}")
         self.model: Any = body["model"]
         self.optimizer: Any = body["optimizer"]
         self.extra: list[Any] = body["extra"]
-        self.files: dict[str, Any] = body["files"]
-        for name in self.files:
-            if not _FILE.fullmatch(name):
-                raise CheckpointError(f"{path} names a file {name!r}, which is none of a checkpoint")
-        self.tensors = {key: _entry(described) for key, described in body["tensors"].items()}
+        for what in ("model", "optimizer", "extra"):
+            checks.tree(body[what], self.tensors, what)
+        if len(self.extra) != self.world:
+            raise ValueError(f"it is of {self.world} ranks, and has the extra of {len(self.extra)}")
+        if not all(isinstance(name, str) for name, _ in self.model["dict"]):
+            raise ValueError("the model has a name that is none")
+        _check_optimizer(self.optimizer)
+
+    def _entry(self, key: str, described: dict[str, Any]) -> Entry:
+        """What the manifest says of one tensor, if it can be true."""
+        shape = checks.shape(described["shape"], f"the shape of '{key}'")
+        dtype = DTYPES.get(described["dtype"])
+        if dtype is None:
+            raise ValueError(f"'{key}' is of dtype {described['dtype']!r}, which is none of safetensors")
+        boxes = []
+        for file, begin, offsets, sizes, sums in described["boxes"]:
+            what = f"where '{key}' is"
+            box = Box(
+                file,
+                checks.number(begin, what),
+                checks.numbers(offsets, what),
+                checks.numbers(sizes, what),
+                checks.numbers(sums, what, 2**64 - 1),
+            )
+            size, known = _size(box, dtype), self.files.get(file)
+            if known is None or not known["header"] <= box.begin <= known["bytes"] - size:
+                raise ValueError(f"a part of '{key}' would be from byte {box.begin} of {file}, where there is none")
+            inside = len(box.offsets) == len(box.sizes) == len(shape) and all(
+                offset + count <= whole for offset, count, whole in zip(box.offsets, box.sizes, shape)
+            )
+            if not inside or len(box.sums) != -(-size // BLOCK):
+                raise ValueError(f"a part of '{key}' is none of a tensor of shape {shape}")
+            boxes.append(box)
+        if not checks.apart([(box.offsets, box.sizes) for box in boxes]):
+            raise ValueError(f"parts of '{key}' overlap")
+        return Entry(dtype, shape, tuple(boxes))
 
 
-def _entry(described: dict[str, Any]) -> Entry:
-    boxes = tuple(
-        Box(file, begin, tuple(offsets), tuple(sizes), tuple(sums))
-        for file, begin, offsets, sizes, sums in described["boxes"]
-    )
-    return Entry(DTYPES[described["dtype"]], tuple(described["shape"]), boxes)
+def _size(box: Box, dtype: torch.dtype) -> int:
+    return math.prod(box.sizes) * dtype.itemsize
+
+
+def _check_optimizer(given: Any) -> None:
+    if given is not None:
+        parts = dict(given["dict"])
+        for group in parts["groups"]:
+            if not all(isinstance(name, str) for name in dict(group["dict"])["params"]):
+                raise ValueError("the optimizer has a parameter without a name")
+        for name, entries in parts["state"]["dict"]:
+            if not isinstance(name, str) or not isinstance(entries["dict"], list):
+                raise ValueError("the optimizer has state of a parameter without a name")

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from flatshard import _arguments
 from flatshard.buffer import Lane
 from flatshard.checkpoint.state import local_part
 
@@ -32,8 +33,8 @@ def iter_full_tensors(model: nn.Module, bucket_bytes: int = 256 << 20) -> Iterat
     else is allocated. A tensor is valid until the next one is asked for: clone what is to be kept. Tied tensors are
     yielded once, under their first name.
     """
-    if bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes={bucket_bytes}: must be at least 1")
+    _arguments.module("iter_full_tensors", model)
+    _arguments.whole("bucket_bytes", bucket_bytes, 1)
     tensors = named_tensors(model)
     buckets = _buckets(tensors, bucket_bytes)
     sharded = [sum(_size(tensors[name]) for name in names) for names, axes in buckets if axes]

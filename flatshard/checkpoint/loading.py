@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from flatshard import _torch
+from flatshard import _arguments, _torch
 from flatshard.checkpoint.errors import CheckpointError, exchange, together
 from flatshard.checkpoint.files import Manifest, Source
 from flatshard.checkpoint.names import renaming
@@ -41,8 +41,10 @@ def load(
     a wrapper has put before all names, on one side only, makes no difference.
     Returns the ``extra`` that this rank saved; on another number of ranks, rank 0's.
     """
+    path = _arguments.path("path", path)
+    _arguments.module("load", model)
+    _arguments.optimizer(optimizer)
     ranks = exchange("checkpoint_load")
-    path = Path(path)
     staged: list[tuple[dict[str, Any], Any, Any]] = []
     manifests: list[Manifest] = []
 

@@ -32,6 +32,12 @@ def renamed(state: dict[str, Any], *, add: str = "", remove: str = "") -> dict[s
         set_model_state_dict(model, renamed(theirs, remove="module."))
     """
 
+    if not isinstance(state, dict):
+        raise TypeError(f"renamed takes a state dict, not {type(state).__name__}")
+    for what, given in (("add", add), ("remove", remove)):
+        if not isinstance(given, str):
+            raise TypeError(f"{what}={given!r}: must be text")
+
     def change(name: str) -> str:
         if not name.startswith(remove):
             raise ValueError(f"'{name}' does not begin with {remove!r}, so that cannot be removed")

@@ -11,8 +11,9 @@ from typing import BinaryIO, Protocol
 
 import torch
 
+from flatshard import _arguments
 from flatshard.checkpoint.errors import CheckpointError
-from flatshard.checkpoint.files import BLOCK, Box, Entry, Manifest, Source, as_bytes, checksum
+from flatshard.checkpoint.files import Box, Entry, Manifest, Source, as_bytes, checksum, open_file
 
 
 class Reads(Protocol):
@@ -38,18 +39,23 @@ class Reader:
             file.close()
 
     def read(self, name: str, entry: Entry, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """A box of a tensor, on the CPU. ``name`` is for errors."""
-        result = torch.empty(tuple(sizes), dtype=entry.dtype)
-        missing = result.numel()
+        """A box of a tensor, on the CPU. ``name`` is for errors. No memory is taken for what the files do not have."""
+        missing, parts = math.prod(sizes), []
         for box in entry.boxes if missing else ():
             low = [max(mine, its) for mine, its in zip(offsets, box.offsets)]
             high = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, box.offsets, box.sizes)]
             if all(a < b for a, b in zip(low, high)):
-                self._fill(name, result, offsets, box, low, high)
+                self._file(box.file, name)
+                parts.append((box, low, high))
                 missing -= math.prod(b - a for a, b in zip(low, high))
         if missing:
             where = self._manifest.folder
             raise CheckpointError(f"{where}: {missing} elements of '{name}' are in none of its files")
+        result = torch.empty(tuple(sizes), dtype=entry.dtype)
+        for box, low, high in parts:
+            self._fill(name, result, offsets, box, low, high)
+        if entry.dtype == torch.bool and result.numel() and result.view(torch.uint8).max() > 1:
+            raise CheckpointError(f"{self._path(entry.boxes[0].file)} is damaged: '{name}' is neither true nor false")
         return result
 
     def _fill(
@@ -72,7 +78,7 @@ class Reader:
         start, stop = first * row, last * row
         total = math.prod(box.sizes) * result.element_size()
         whole_rows = into.is_contiguous() and into.numel() * result.element_size() == stop - start
-        block = BLOCK if box.sums else 1  # what can be read and verified
+        block = box.block if box.sums else 1  # what can be read and verified
         if whole_rows and start % block == 0 and (stop % block == 0 or stop == total):
             self._read(name, box, start, as_bytes(into))
             return
@@ -88,10 +94,10 @@ class Reader:
         """Fill ``into`` with the bytes of a box from ``start``, and verify them where there are checksums."""
         file = self._file(box.file, name)
         file.seek(box.begin + start)
-        for place in range(0, len(into), BLOCK):
-            block = into[place : place + BLOCK]
+        for place in range(0, len(into), box.block):
+            block = into[place : place + box.block]
             count = file.readinto(block)  # type: ignore[attr-defined]
-            number = (start + place) // BLOCK
+            number = (start + place) // box.block
             if count != len(block) or (box.sums and checksum(block) != box.sums[number]):
                 reason = "ends too soon" if count != len(block) else "is damaged"
                 raise CheckpointError(f"{self._path(box.file)} {reason}: '{name}' cannot be read from it")
@@ -105,8 +111,7 @@ class Reader:
             return self._open[name]
         path, known = self._path(name), self._manifest.files[name]
         try:
-            file = open(path, "rb")  # noqa: SIM115 - closed by __exit__
-            self._open[name] = file
+            file = self._open[name] = open_file(path)  # closed by __exit__
             size = path.stat().st_size
             header = file.read(known["header"])
         except OSError as error:
@@ -120,7 +125,7 @@ class Reader:
 
 def verify(path: str | Path) -> None:
     """Read every byte of a checkpoint and compare it with its checksum; CheckpointError names what is damaged."""
-    manifest = Manifest(Path(path))
+    manifest = Manifest(_arguments.path("path", path))
     with Reader(manifest, lambda count: None) as reader:
         for name, entry in manifest.tensors.items():
             for box in entry.boxes:

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,18 +14,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from flatshard import _arguments
+from flatshard.checkpoint import found
 from flatshard.checkpoint.converted import ConvertingReader, convert
-from flatshard.checkpoint.errors import CheckpointError, exchange, together
-from flatshard.checkpoint.files import CODES, DTYPES, Box, Entry, as_bytes, header_of, sync_folder
+from flatshard.checkpoint.errors import exchange, together
+from flatshard.checkpoint.files import CODES, as_bytes, checksum, sync_folder
+from flatshard.checkpoint.found import INDEX, SINGLE, checked_header, find_tensors
 from flatshard.checkpoint.full import iter_full_tensors, named_tensors
 from flatshard.checkpoint.loading import put_weights, stage_model
 from flatshard.checkpoint.progress import bar
 from flatshard.checkpoint.reader import Reader
 from flatshard.checkpoint.stored import StoredAs, assembled, pieces_of
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_HEADER_LIMIT = 100_000_000  # as in the safetensors library
 
 
 @dataclass
@@ -52,8 +52,14 @@ def export_safetensors(
     have an index. They take the place of earlier ones when all are complete. Beyond the shards, one bucket of memory is
     used. Tied weights are written once. ``dtype`` casts floating-point tensors. ``names``: which tensors have other
     names there, or are stacks of experts that have one for each: `StoredAs`, or a preset, `MIXTRAL` or `QWEN_MOE`.
+    The metadata of the files has checksums, which `load_safetensors` compares and other readers pass over.
     """
-    folder, limit = Path(folder), _bytes(max_shard_size)
+    _arguments.module("export_safetensors", model)
+    folder, limit = _arguments.path("folder", folder), _bytes(max_shard_size)
+    _arguments.whole("bucket_bytes", bucket_bytes, 1)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype={dtype!r}: must be a floating-point torch.dtype or None")
+    _check_names(names)
     ranks = exchange("checkpoint_save")
     files = _planned(named_tensors(model), limit, dtype, names)
     together(ranks, lambda: folder.mkdir(parents=True, exist_ok=True) if ranks.rank == 0 else None)
@@ -80,6 +86,13 @@ def export_safetensors(
     finally:
         if writer is not None:
             writer.close()
+
+
+def _check_names(names: Any) -> None:
+    if isinstance(names, str) or not all(isinstance(rule, StoredAs) for rule in names):
+        raise TypeError(
+            f"names={names!r}: must be a list of StoredAs, or a preset such as flatshard.checkpoint.MIXTRAL"
+        )
 
 
 def _bytes(size: int | str) -> int:
@@ -130,16 +143,22 @@ class _Writer:
         self._folder = folder
         self._files = files
         self._todo = [(file, number) for file in files for number in range(len(file.tensors))]
-        self._open: Any = None
+        self._open: Any = None  # this one
+        self._current = files[0]
+        self._sums: list[int] = []  # of what has been written to it
 
     def write(self, tensor: torch.Tensor) -> int:
         file, number = self._todo.pop(0)
         if number == 0:
             self._finish()
             self._open = open(self._temporary(file.name), "wb")  # noqa: SIM115 - stays open between tensors
-            self._open.write(header_of(file.tensors, {"format": "pt"}))
+            self._current = file
+            self._open.write(checked_header(file.tensors, None))
         content = as_bytes(tensor.to(file.tensors[number][1]).cpu().contiguous())
-        self._open.write(content)
+        for start in range(0, len(content), found.SUMMED):
+            block = content[start : start + found.SUMMED]
+            self._sums.append(checksum(block))
+            self._open.write(block)
         return len(content)
 
     def publish(self) -> None:
@@ -167,20 +186,13 @@ class _Writer:
 
     def _finish(self) -> None:
         if self._open is not None:
+            self._open.seek(0)
+            self._open.write(checked_header(self._current.tensors, self._sums))
+            self._sums.clear()
             self._open.flush()
             os.fsync(self._open.fileno())
             self._open.close()
             self._open = None
-
-
-@dataclass
-class _Found:
-    """The tensors in safetensors files, as a `Source`."""
-
-    folder: Path
-    files: dict[str, Any] = field(default_factory=dict)
-    model: Any = None
-    tensors: dict[str, Entry] = field(default_factory=dict)
 
 
 def load_safetensors(
@@ -194,71 +206,28 @@ def load_safetensors(
     """Load whole weights from the safetensors files in ``folder`` into a model, sharded or not. All ranks call it.
 
     Each rank reads the bytes of its own rows. Everything is read before anything changes; CheckpointError names what is
-    missing or of another shape, unless ``strict`` is off. Weights are cast to the model's dtype. No code is run.
+    missing or of another shape, unless ``strict`` is off, and what is damaged: values too where the file is one of
+    `export_safetensors`. Others have no checksums. Weights are cast to the model's dtype. No code is run.
     ``names`` is as `export_safetensors` has it.
     Where a Transformers model holds weights otherwise than its files do (fused experts, other names), they are
     converted as `from_pretrained` does.
     """
+    _arguments.module("load_safetensors", model)
+    folder = _arguments.path("folder", folder)
+    _check_names(names)
     ranks = exchange("checkpoint_load")
     staged: list[dict[str, Any]] = []
 
     def stage() -> None:
-        found = find_tensors(Path(folder))
+        source = find_tensors(folder)
         if names:
             shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
-            found.tensors = assembled(found.tensors, shapes, names, folder)
-        found.model = {"dict": [(name, {"tensor": name}) for name in found.tensors]}
-        recipes = {} if names else convert(model, found)
-        total = sum(file["bytes"] for file in found.files.values()) // ranks.size
-        with bar("loading", total, progress and ranks.rank == 0) as advance, Reader(found, advance) as reader:
-            staged.append(stage_model(found, ConvertingReader(reader, model, recipes), model, strict))
+            source.tensors = assembled(source.tensors, shapes, names, folder)
+        source.model = {"dict": [(name, {"tensor": name}) for name in source.tensors]}
+        recipes = {} if names else convert(model, source)
+        total = sum(file["bytes"] for file in source.files.values()) // ranks.size
+        with bar("loading", total, progress and ranks.rank == 0) as advance, Reader(source, advance) as reader:
+            staged.append(stage_model(source, ConvertingReader(reader, model, recipes), model, strict))
 
     together(ranks, stage)
     put_weights(model, staged[0])
-
-
-def find_tensors(folder: Path) -> _Found:
-    """The tensors in the files of a folder, or in one file."""
-    if folder.is_file():
-        folder, names = folder.parent, [folder.name]
-    else:
-        names = [SINGLE]
-    found = _Found(folder)
-    if names == [SINGLE] and (folder / INDEX).is_file():
-        try:
-            names = sorted(set(json.loads((folder / INDEX).read_bytes())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{folder / INDEX} is damaged, or is not an index of safetensors files") from error
-        for name in names:
-            if not isinstance(name, str) or Path(name).name != name:
-                raise CheckpointError(f"{folder / INDEX} names {name!r}, which is not a file in this folder")
-    for name in names:
-        _read_header(found, name)
-    return found
-
-
-def _read_header(found: _Found, name: str) -> None:
-    path = found.folder / name
-    try:
-        size = path.stat().st_size
-        with open(path, "rb") as file:
-            start = file.read(8)
-            length = int.from_bytes(start, "little")
-            if len(start) < 8 or length > min(size - 8, _HEADER_LIMIT):
-                raise CheckpointError(f"{path} is damaged, or is not a safetensors file")
-            text = file.read(length)
-        described = json.loads(text)
-        described.pop("__metadata__", None)
-        for key, entry in described.items():
-            dtype, shape, (begin, end) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
-            if end - begin != torch.Size(shape).numel() * dtype.itemsize or not 0 <= begin <= end <= size - 8 - length:
-                raise CheckpointError(f"{path} is damaged: '{key}' does not lie in it")
-            box = Box(name, 8 + length + begin, (0,) * len(shape), shape, ())
-            found.tensors[key] = Entry(dtype, shape, (box,))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except CheckpointError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"{path} is damaged, or is not a safetensors file") from error
-    found.files[name] = {"bytes": size, "header": 8 + length, "crc": zlib.crc32(start + text)}

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from flatshard import _arguments
 from flatshard.buffer import Exchange
 from flatshard.checkpoint.errors import CheckpointError, exchange, together
 from flatshard.checkpoint.files import FORMAT, MANIFEST, Manifest, sync_folder, write_boxes, write_manifest
@@ -83,9 +84,11 @@ def save(
     ``progress``: show a bar, on rank 0, in a terminal.
     """
     global _last
-    path = Path(path)
-    if keep_last is not None and keep_last < 1:
-        raise ValueError(f"keep_last={keep_last}: must be at least 1, or None to keep all")
+    path = _arguments.path("path", path)
+    _arguments.module("save", model)
+    _arguments.optimizer(optimizer)
+    if keep_last is not None:
+        _arguments.whole("keep_last", keep_last, 1)
     previous, _last = _last, None
     if previous is not None:
         previous.wait_unless_told()
@@ -222,5 +225,5 @@ def latest(path: str | Path) -> Path | None:
 
     Every rank looks for itself: call it when no save is running.
     """
-    found = complete(Path(path))
+    found = complete(_arguments.path("path", path))
     return found[-1][1] if found else None

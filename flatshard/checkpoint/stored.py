@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -34,6 +35,11 @@ class StoredAs:
     transposed: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"StoredAs(name={self.name!r}): must be the name of a tensor")
+        files: Any = self.files
+        if isinstance(files, str) or not all(isinstance(name, str) for name in files):
+            raise TypeError(f"StoredAs(files={self.files!r}): must be a tuple of names")
         for name in self.files:
             if name.count("*") != self.name.count("*"):
                 raise ValueError(f"StoredAs: {name!r} has another number of * than {self.name!r}")

@@ -213,9 +213,20 @@ class Kind:
     scale: GradientScale
     alone: int | None  # of a tensor subclass: which one it is
 
+    def placements(self, choices: Choices) -> Placements:
+        """Of a group of them."""
+        found = choices.placements_on(self.mesh) if self.has_rows else replicated(self.mesh.ndim)
+        return resident(found) if self.marked else found
 
-def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
-    """Shard the parameters below ``modules`` and hook them up."""
+
+Sorted = tuple[list[tuple[Group, Member, Site]], dict[Kind, list[Named]], list[Named], dict[nn.Parameter, int]]
+
+
+def sort_parameters(modules: Sequence[nn.Module], choices: Choices) -> Sorted:
+    """The parameters of a unit: borrowed ones, those of each group, plain ones, and the dims they are cut on.
+
+    Raises where they cannot be sharded like this; nothing has changed then.
+    """
     borrowed = borrowed_parameters(modules, choices.ignored, choices.mesh)
     by_kind: dict[Kind, list[Named]] = {}
     plain: list[Named] = []
@@ -228,6 +239,8 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
         given, means_own = choices.where.of(named[0], parameter)
         mesh = given.mesh or choices.mesh
         dims[parameter] = _dim(named[0], parameter, given.dim, mesh, choices)
+        if mesh.get_coordinate() is None:
+            raise ValueError(f"this rank is not in mesh {mesh}")
         kind = Kind(
             parameter.dtype,
             parameter.requires_grad,
@@ -239,7 +252,24 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
             choices.scale_on(mesh, means_own),
             id(parameter) if is_extended(parameter) else None,
         )
+        if is_extended(parameter):
+            _check_extended(named, dims[parameter], kind.placements(choices))
         by_kind.setdefault(kind, []).append(named)
+    return borrowed, by_kind, plain, dims
+
+
+def _check_extended(named: Named, dim: int, placements: Placements) -> None:
+    name, parameter, _ = named
+    if placements.parameter != placements.optimizer or not is_sharded(placements.optimizer[-1]) or dim:
+        raise ValueError(
+            f"parameter '{name}' is a {type(parameter).__name__}, which is sharded on dim 0 and by strategy "
+            "'optim_grads_params' only"
+        )
+
+
+def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
+    """Shard the parameters below ``modules`` and hook them up."""
+    borrowed, by_kind, plain, dims = sort_parameters(modules, choices)
     owner = type(modules[0]).__name__
     groups = [
         _build_group(members, [dims[p] for _, p, _ in members], kind, choices, owner)
@@ -317,9 +347,7 @@ def _dim(name: str, parameter: nn.Parameter, given: int | None, mesh: DeviceMesh
 
 def _build_group(members: list[Named], dims: list[int], kind: Kind, choices: Choices, owner: str) -> Group:
     """Cut the parameters of one group; the full originals are freed when it returns."""
-    mesh = kind.mesh
-    placements = choices.placements_on(mesh) if kind.has_rows else replicated(mesh.ndim)
-    placements = resident(placements) if kind.marked else placements
+    mesh, placements = kind.mesh, kind.placements(choices)
     whole = [_torch.local_of(p) if _torch.is_parallel(p) else p for _, p, _ in members]
     shapes = [tuple(tensor.shape) for tensor in whole]
     precision = choices.precision
@@ -371,12 +399,7 @@ def _build_extended(
     axes: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> Group:
     """Cut one parameter of a tensor subclass."""
-    name, parameter, _ = named
-    if placements.parameter != placements.optimizer or not is_sharded(placements.optimizer[-1]) or layout.slots[0].dim:
-        raise ValueError(
-            f"parameter '{name}' is a {type(parameter).__name__}, which is sharded on dim 0 and by strategy "
-            "'optim_grads_params' only"
-        )
+    parameter = named[1]
     whole = (_torch.local_of(parameter) if _torch.is_parallel(parameter) else parameter).detach()
     main = unfilled(layout, mesh, placements, whole.dtype)
     with torch.no_grad():

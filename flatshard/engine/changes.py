@@ -118,6 +118,8 @@ def check_change(group: Group, change: Change, awaited: bool, root: nn.Module | 
     names = Names(group, root)
     _refuse_device(group, changed.device, names)
     _refuse_change(group, awaited, names)
+    if changed.is_complex() and any(member.sharded.requires_grad for member in group.members):
+        raise ValueError(f"parameter '{names[0]}' would be {changed.dtype}, which cannot be reduced; keep real numbers")
 
 
 def _refuse_change(group: Group, awaited: bool, names: Names) -> None:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from flatshard import _torch
+from flatshard import _arguments, _torch
 from flatshard.engine.build import owned_modules, units_below
 from flatshard.engine.changes import check_given, fill, given
 from flatshard.engine.names import Names
@@ -32,6 +32,11 @@ def materialize(model: nn.Module, init_fn: InitFn | None = None, *, seed: int = 
     ValueError, before anything is changed. Parameters that have been given values since, by a loader that knows some of
     them, keep those.
     """
+    _arguments.module("materialize", model)
+    if init_fn is not None and not callable(init_fn):
+        raise TypeError(f"init_fn={init_fn!r}: must be a function of a module")
+    if not isinstance(seed, int):
+        raise TypeError(f"seed={seed!r}: must be a whole number")
     names = {module: name for name, module in model.named_modules()}
     inits = {module: _way_to_init(module, model, init_fn) for module in names if _has_meta(module)}
     missing = [names[module] or type(module).__name__ for module, way in inits.items() if way is None]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard import _torch
+from flatshard import _arguments, _torch
 from flatshard.buffer import PoolStatistics
 from flatshard.engine.build import units_below
 from flatshard.engine.unit import Unit
@@ -96,6 +96,7 @@ class Summary:
 
 def summary(model: nn.Module) -> Summary:
     """The units at and below ``model`` and their groups: what is sharded how, and what it costs."""
+    _arguments.module("summary", model)
     rows = []
     pool = None
     for name, unit in units_below(model):
@@ -154,6 +155,7 @@ def check_buffers(model: nn.Module) -> None:
 
     Costs no communication. For use in tests, and when something outside has touched parameters.
     """
+    _arguments.module("check_buffers", model)
     for name, unit in units_below(model):
         for group in unit.groups:
             _check_group(group, name or "(root)")

@@ -571,7 +571,15 @@ class Unit:
                 group.swap_out()
 
     def reshard(self) -> None:
-        """Show sharded parameters, whoever needs the full ones: a pass that does gathers them again."""
+        """Show sharded parameters, whoever needs the full ones: a pass that does gathers them again.
+
+        Only a backward of this unit that is under way would not, and reads them.
+        """
+        if self.in_backward and _torch.in_backward():
+            raise RuntimeError(
+                f"unit '{self.name}' is in its backward, which reads its weights; reshard it, take its state dict or "
+                "save it when the backward has returned"
+            )
         for group in self.needs:
             if group.users is not None:
                 group.users.clear()

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from flatshard import _arguments
 from flatshard.megatron.distributed_data_parallel_config import DistributedDataParallelConfig
 from flatshard.megatron.megatron_fsdp import MegatronFSDP
 from flatshard.megatron.mixed_precision import MixedPrecisionPolicy
@@ -66,6 +67,7 @@ def fully_shard_model(
     ``layout`` is flatshard's: ``"tensor"`` cuts each parameter as torch.chunk does, ``"flat"`` packs those of a unit
     into one buffer, so that shards are uneven.
     """
+    _arguments.module("fully_shard_model", module)
     inner = _name("zero_dp_strategy", zero_dp_strategy)
     outer = _name("outer_dp_sharding_strategy", outer_dp_sharding_strategy)
     if device_mesh is None:
@@ -145,6 +147,8 @@ def fully_shard_optimizer(optimizer: Optimizer, preproc_state_dict_for_dcp_ckpt:
     ``preproc_state_dict_for_dcp_ckpt``, the state dict of an optimizer that has not stepped holds tensors for
     torch.distributed.checkpoint to load into; the optimizer itself is as new.
     """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"fully_shard_optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     found = (getattr(parameter, "_megatron_fsdp_model", None) for parameter in parameters)
     models: list[MegatronFSDP] = list({id(model.module): model for model in found if model is not None}.values())
@@ -250,6 +254,8 @@ def fully_shard(module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: A
 
     ``optimizer`` was built on ``module`` before; it keeps its parameter groups and its state.
     """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"fully_shard takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
     given = _FURTHER.bind(module, *args, **kwargs).arguments
     model = fully_shard_model(module, *args, **kwargs)
     repoint(optimizer)

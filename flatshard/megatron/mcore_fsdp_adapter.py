@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -110,6 +111,8 @@ def _own_config(given: Any) -> DistributedDataParallelConfig:
     """A configuration of Megatron-Core's class, field by field. One that is not known here must not be set."""
     if isinstance(given, DistributedDataParallelConfig):
         return given
+    if not is_dataclass(given) or isinstance(given, type):
+        raise TypeError(f"ddp_config={given!r}: must be a DistributedDataParallelConfig")
     fresh, known = type(given)(), DistributedDataParallelConfig.__dataclass_fields__
     said = {name: value for name, value in vars(given).items() if name in known}
     others = [name for name, value in vars(given).items() if name not in known and value != getattr(fresh, name, None)]

@@ -242,6 +242,8 @@ class MegatronFSDP(nn.Module):
 
     def scale_gradients(self, scaling_factor: float) -> None:
         """Multiply all gradients, those that are not reduced yet included."""
+        if not isinstance(scaling_factor, (int, float, torch.Tensor)):
+            raise TypeError(f"scaling_factor={scaling_factor!r}: must be a number")
         self.synchronize_gradient_reduce()
         grads = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in self._gradients()]
         if grads:
@@ -336,6 +338,7 @@ class MegatronFSDP(nn.Module):
 
     def reset_mixed_precision_policy(self, mixed_precision_policy: MixedPrecisionPolicy) -> None:
         """Another precision policy between steps. Main weights and main gradients keep their dtypes."""
+        engine_policy(mixed_precision_policy)  # raises where it is none
         kept = self.mp_policy
         policy = MixedPrecisionPolicy(
             kept.main_params_dtype, kept.main_grads_dtype, mixed_precision_policy.grad_comm_dtype

@@ -46,6 +46,9 @@ class FSDPDistributedIndex:
         fsdp_group_ag: ProcessGroup | None = None,
         expt_fsdp_group_ag: ProcessGroup | None = None,
     ) -> None:
+        for name, given in (("device_mesh", device_mesh), ("expt_device_mesh", expt_device_mesh)):
+            if given is not None and not isinstance(given, DeviceMesh):
+                raise TypeError(f"{name}={given!r}: must be a DeviceMesh")
         if dp_shard_dim is None and device_mesh.ndim != 1:
             raise ValueError(f"dp_shard_dim: name the axis of {device_mesh} that parameters are sharded over")
         self.device_mesh, self.expt_device_mesh = device_mesh, expt_device_mesh

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from flatshard import _torch
+from flatshard import _arguments, _torch
 from flatshard.buffer import DBuffer, Lane
 from flatshard.buffer.groups import joint_group
 from flatshard.buffer.lanes import Op
@@ -54,9 +54,10 @@ def clip_grad_norm_(
     ``stages``: a mesh of one axis, along which ranks hold other parameters, as the stages of a pipeline do. The norm is
     then over all of them, which takes one more collective; a weight that two stages share counts in both.
     """
-    norm_type = float(norm_type)
-    if not norm_type > 0:
-        raise ValueError(f"norm_type={norm_type}: must be positive, or inf")
+    norm_type = _norm_type(norm_type)
+    bound: Any = max_norm
+    if not isinstance(bound, torch.Tensor) and _arguments.real("max_norm", bound) < 0:  # one on a device is not read
+        raise ValueError(f"max_norm={max_norm!r}: must not be negative")
     if stages is not None and (not isinstance(stages, DeviceMesh) or stages.ndim != 1):
         raise ValueError(f"stages={stages!r}: must be a DeviceMesh of one axis")
     listed = _listed(parameters)
@@ -77,11 +78,24 @@ def clip_grad_norm_(
     return total
 
 
-def _listed(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def _listed(parameters: Any) -> list[torch.Tensor]:
     if isinstance(parameters, nn.Module):
         return list(parameters.parameters())
     found = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    return list({id(parameter): parameter for parameter in found}.values())
+    if isinstance(found, str) or not isinstance(found, Iterable):
+        raise TypeError(f"clip_grad_norm_ takes a module or parameters, not {type(parameters).__name__}")
+    listed = list({id(parameter): parameter for parameter in found}.values())
+    odd = next((each for each in listed if not isinstance(each, torch.Tensor)), None)
+    if odd is not None:
+        raise TypeError(f"clip_grad_norm_ takes a module or parameters, and was given a {type(odd).__name__}")
+    return listed
+
+
+def _norm_type(given: Any) -> float:
+    found = _arguments.real("norm_type", given)
+    if not found > 0:
+        raise ValueError(f"norm_type={given!r}: must be positive, or inf")
+    return found
 
 
 def _gradients(parameters: Sequence[torch.Tensor]) -> dict[_Where, _Held]:
@@ -237,6 +251,8 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:
     Parameters that have a gradient on any rank of their mesh are listed on all of them; where there is none it counts
     as zero. Plain parameters are listed where they have one. All ranks must call this.
     """
+    _arguments.module("grad_norms", model)
+    norm_type = _norm_type(norm_type)  # before anything is communicated
     named = list(model.named_parameters())
     everywhere = _has_gradient(named)
     listed = [(name, parameter) for name, parameter in named if name in everywhere]
@@ -246,6 +262,7 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:
 @torch.no_grad()
 def weight_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:
     """The norm of each parameter, over all ranks, by its name. Waits for the device; for logging."""
+    _arguments.module("weight_norms", model)
     return _norms([(name, parameter, parameter.detach()) for name, parameter in model.named_parameters()], norm_type)
 
 
@@ -280,9 +297,7 @@ def _placed(parameter: torch.Tensor) -> torch.Tensor | None:
 
 def _norms(named: Sequence[tuple[str, torch.Tensor, torch.Tensor | None]], norm_type: float) -> dict[str, float]:
     """Of tensors that lie as the parameter beside them, or are missing here."""
-    norm_type = float(norm_type)
-    if not norm_type > 0:
-        raise ValueError(f"norm_type={norm_type}: must be positive, or inf")
+    norm_type = _norm_type(norm_type)
     places: dict[_Where, list[tuple[str, torch.Tensor]]] = {}
     for name, parameter, tensor in named:
         local = torch.empty(0) if tensor is None else _summed(tensor.detach())
@@ -304,6 +319,7 @@ def find_nonfinite(model: nn.Module) -> list[tuple[str, int]]:
     A gradient is a mean over ranks, so the rank named is the one that holds the part, not the one that computed it.
     All ranks must call this. They find the same, except for plain parameters, of which each rank names its own.
     """
+    _arguments.module("find_nonfinite", model)
     named = list(model.named_parameters())
     found: list[tuple[str, int]] = []
     for mesh, here in _by_mesh(named).items():

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from flatshard import _torch
+from flatshard import _arguments, _torch
 from flatshard.engine import steps
 from flatshard.engine.homes import OWNER, generation, is_replaced, successor_of
 from flatshard.engine.main_grads import MAIN_GRAD
@@ -67,6 +67,7 @@ def fully_shard_optimizer(optimizer: Opt, *, precision_aware: bool = False) -> O
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"fully_shard_optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    precision_aware = _arguments.flag("precision_aware", precision_aware)
     if _LOCAL in optimizer.__dict__:
         optimizer.__dict__[_LOCAL].uncast = precision_aware
         return optimizer

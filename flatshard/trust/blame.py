@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from flatshard.trust.record import Entry, Recorded, decoded, in_range, ranges
+from flatshard.trust.record import MOST_RANKS, Entry, Recorded, decoded, in_range, ranges
 
 
 def read_records(folder: Path) -> dict[int, Recorded]:
@@ -16,8 +16,8 @@ def read_records(folder: Path) -> dict[int, Recorded]:
     found = {}
     for path in sorted(folder.glob("rank-*.json")) + sorted(folder.glob("rank-*.ring")):  # rings know the most
         try:
-            record = _from_json(path) if path.suffix == ".json" else decoded(path.read_bytes())
-        except (ValueError, KeyError, TypeError) as error:
+            record = _sound(_from_json(path) if path.suffix == ".json" else decoded(path.read_bytes()))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path} is no flight record: {error}") from error
         found[record.rank] = record
     if not found:
@@ -28,6 +28,21 @@ def read_records(folder: Path) -> dict[int, Recorded]:
 def _from_json(path: Path) -> Recorded:
     data = json.loads(path.read_text())
     return Recorded(data["header"], [Entry(**entry) for entry in data["entries"]])
+
+
+def _sound(record: Recorded) -> Recorded:
+    """A record of a rank that there can be, without the entries that a crash, or a disk, has left in pieces."""
+    rank, world = record.header["rank"], record.header.get("world", 1)
+    if type(rank) is not int or type(world) is not int or not 0 <= rank < world <= MOST_RANKS:
+        raise ValueError(f"it is of rank {rank!r} of {world!r}")
+    return Recorded(record.header, [entry for entry in record.entries if _is_sound(entry)])
+
+
+def _is_sound(entry: Entry) -> bool:
+    words = (entry.phase, entry.kind, entry.group, entry.name)
+    numbers = (entry.number, entry.numbytes, entry.of_group, entry.step)
+    times = all(isinstance(at, (int, float)) and 0 <= at < 2**33 for at in (entry.launched, entry.ended))
+    return times and all(isinstance(each, str) for each in words) and all(type(each) is int for each in numbers)
 
 
 def blame(records: dict[int, Recorded]) -> str:
@@ -60,7 +75,9 @@ def _by_group(records: dict[int, Recorded]) -> dict[str, dict[int, list[Entry]]]
     for rank, record in records.items():
         for entry in record.entries:
             if entry.group not in found:
-                found[entry.group] = {member: [] for member in in_range(entry.group.split()[-1]) if member in records}
+                found[entry.group] = {
+                    member: [] for member in in_range((entry.group.split() or [""])[-1]) if member in records
+                }
             found[entry.group].setdefault(rank, []).append(entry)
     return found
 
@@ -69,8 +86,7 @@ def _parting(group: str, ranks: dict[int, list[Entry]]) -> tuple[float, str] | N
     """The first launch of a group in which its ranks differ, when it was, and who did what instead."""
     at = {rank: {entry.of_group: entry for entry in entries} for rank, entries in ranks.items()}
     first = max((min(numbers) for numbers in at.values() if numbers), default=1)  # before, some ring has gone round
-    last = max(max(numbers, default=0) for numbers in at.values())
-    for number in range(first, last + 1):
+    for number in sorted({number for numbers in at.values() for number in numbers if number >= first}):
         here = {rank: numbers[number] for rank, numbers in at.items() if number in numbers}
         kinds = {entry.what for entry in here.values()}
         if len(here) == len(at) and len(kinds) == 1:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 CAPACITY = 1024
+MOST_RANKS = 1 << 20  # of a job; a record that says more is none
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 PHASES = ("", "forward", "forward without gradients", "backward")
 
@@ -237,6 +238,6 @@ def in_range(text: str) -> list[int]:
     """The ranks that `ranges` has put into words; none, if they are other words."""
     start, dash, rest = text.partition("-")
     stop, _, step = rest.partition("/")
-    if dash and start.isdigit() and stop.isdigit():
-        return list(range(int(start), int(stop) + 1, int(step or 1)))
-    return [int(rank) for rank in text.split(",") if rank.isdigit()]
+    if dash and start.isdecimal() and stop.isdecimal() and (step or "1").isdecimal() and int(step or 1):
+        return list(range(min(int(start), MOST_RANKS), min(int(stop) + 1, MOST_RANKS), int(step or 1)))
+    return [int(rank) for rank in text.split(",") if rank.isdecimal()]

@@ -1,10 +1,12 @@
 """Checkpoints from one form into another: every pair, by names, without a process group."""
 
 import json
+import pickle
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 
 import flatshard
 from flatshard.checkpoint import CheckpointError, convert
@@ -129,4 +131,18 @@ def test_one_file_of_safetensors(tmp_path):
     convert(written(tmp_path, "torch", model, optimizer), tmp_path / "whole.safetensors")
     convert(tmp_path / "whole.safetensors", tmp_path / "again.pt")
     found = torch.load(tmp_path / "again.pt", weights_only=True)
+    assert all(map(torch.equal, found.values(), model.state_dict().values()))
+
+
+def test_an_index_of_an_earlier_torch(tmp_path):
+    """Up to 2.2 the description of a tensor was a class of another module, and there was less beside it."""
+    model, _ = trained()
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "old", no_dist=True)
+    index = pickle.loads((tmp_path / "old" / ".metadata").read_bytes())
+    for entry in index.state_dict_metadata.values():
+        entry.properties = TensorProperties(dtype=entry.properties.dtype)
+    del index.storage_meta, index.version
+    (tmp_path / "old" / ".metadata").write_bytes(pickle.dumps(index))
+    convert(tmp_path / "old", tmp_path / "new.pt")
+    found = torch.load(tmp_path / "new.pt", weights_only=True)["model"]
     assert all(map(torch.equal, found.values(), model.state_dict().values()))

@@ -97,6 +97,7 @@ def build(kind=None):
 
 
 def _train(rank, world, kind, sizes, choices):
+    Coded.seen.clear()  # of another test in this process
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
     reference, model = build(), build(kind)
     for layer in (model[0], model[2]):

@@ -17,7 +17,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import flatshard
 from flatshard import Experts, fully_shard_optimizer, shard_model
-from flatshard.checkpoint import MIXTRAL, QWEN_MOE, CheckpointError, StoredAs, export_safetensors, load_safetensors
+from flatshard.checkpoint import (
+    MIXTRAL,
+    QWEN_MOE,
+    CheckpointError,
+    StoredAs,
+    export_safetensors,
+    found,
+    load_safetensors,
+)
 from flatshard.checkpoint.reader import Reader
 from flatshard.checkpoint.stored import pieces_of
 from tests.moe.cases import Model, Stacked, build, meshes, spread
@@ -151,7 +159,9 @@ def _exported(rank, world, folder):
         read.append(len(into))
         return readinto(self, name, box, start, into)
 
+    found.SUMMED = 16
     export_safetensors(model, folder, "1KB", names=RULES, progress=False)
+    found.SUMMED = 1 << 16
     for layout in (LAYOUTS[0], LAYOUTS[2], LAYOUTS[4], None):
         other, _ = make(layout, 3)
         Reader._read = counted
@@ -161,7 +171,7 @@ def _exported(rank, world, folder):
             assert torch.equal(whole(mine), whole(loaded)), (layout, name)
         if layout is not None and layout[2] == 1:
             held = sum(p.to_local().nbytes for p in other.parameters())
-            assert sum(read) == held, "each rank reads its own rows and nothing else"
+            assert held <= sum(read) <= held + 2 * 16 * len(read), "each rank reads its own rows, in whole blocks"
         read.clear()
     with pytest.raises(CheckpointError, match=r"'layers.0.experts.0.w1.weight' has shape \(8, 6\).*must have \(6, 8\)"):
         load_safetensors(other, folder, names=(replace(RULES[0], transposed=False), *RULES[1:]))

@@ -1,0 +1,218 @@
+"""Reading folders of torch.distributed.checkpoint without running what is in them.
+
+Their index, ``.metadata``, is a pickle of torch's classes. Here it is read with stand-ins in the place of these: what
+the pickle calls makes data, whatever it asks for, and a name that is not in the table ends it. The tensors are files
+of `torch.save` one after another, which `torch.load` reads with ``weights_only``; that they have the shape and the
+dtype that the index says, and the checksums that are in them, is verified.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import zipfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from flatshard.checkpoint import checks
+from flatshard.checkpoint.errors import CheckpointError
+from flatshard.checkpoint.files import open_file
+
+METADATA = ".metadata"
+_CHUNK = 1 << 20
+_THEIRS = "torch.distributed.checkpoint.metadata"
+_EARLIER = "torch.distributed._shard.sharded_tensor.metadata"  # where versions up to 2.2 had what describes a tensor
+_RECORDS = {
+    *((_THEIRS, name) for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties")),
+    *((_THEIRS, name) for name in ("ChunkStorageMetadata", "MetadataIndex", "StorageMeta")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    (_EARLIER, "TensorProperties"),
+}
+
+
+class _Unpickler(pickle._Unpickler):
+    """The pickle module's own in Python: that in C takes memory for any number that a pickle says."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file)
+        # Made anew for each pickle, so that none can leave anything behind in them.
+        self._records = {key: type(key[1], (), {"__setstate__": _set_state}) for key in _RECORDS}
+        plain: dict[tuple[str, str], Callable[..., Any]] = {
+            ("torch", "Size"): lambda sizes=(): tuple(sizes),
+            ("torch", "device"): lambda *described: described,
+            ("torch.serialization", "_get_layout"): lambda name: name,
+            (_THEIRS, "_MEM_FORMAT_ENCODING"): lambda number: number,
+            (_EARLIER, "MEM_FORMAT_ENCODING"): lambda number: number,
+            ("collections", "OrderedDict"): lambda items=(): dict(items),
+            ("builtins", "set"): lambda items=(): set(items),
+        }
+        for module in ("pathlib", "pathlib._local"):
+            for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"):
+                plain[module, name] = lambda *parts: "/".join(map(str, parts))
+        self._plain = plain
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._records:
+            return self._records[module, name]
+        if (module, name) in self._plain:
+            return self._plain[module, name]
+        dtype = getattr(torch, name, None) if module == "torch" and name.isidentifier() else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        raise CheckpointError(f"it asks for {module}.{name}, which is no part of an index")
+
+
+def _set_state(record: Any, state: Any) -> None:
+    if isinstance(state, dict):
+        record.__dict__.update(state)
+    else:
+        record.__dict__["state"] = state
+
+
+class Folder:
+    """A checkpoint of torch.distributed.checkpoint. CheckpointError names the file that cannot be right."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self._path, self._stack = path, stack
+        self._open: dict[str, BinaryIO] = {}
+        try:
+            with open_file(path / METADATA) as file:
+                found = _Unpickler(io.BytesIO(file.read())).load()
+            self._described: dict[str, Any] = dict(found.state_dict_metadata)
+            self._places: dict[str, Any] = dict(found.planner_data or {name: (name,) for name in self._described})
+            self._stored = {(index.fqn, _tuple(index.__dict__.get("offset"))): info for index, info in _items(found)}
+            self._check()
+        except OSError as error:
+            raise CheckpointError(f"{path / METADATA} cannot be read: {error.strerror}") from error
+        except Exception as error:  # a pickle can fail in any way
+            reason = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"{path / METADATA} is damaged, or is no index of DCP: {reason}") from error
+
+    def _check(self) -> None:
+        """Raise unless what the index says can be true: every byte of a file is of one thing, and is there."""
+        if not all(isinstance(name, str) for name in self._described):
+            raise ValueError("a name is none")
+        taken: dict[str, list[tuple[int, int]]] = {}
+        for (name, _), info in self._stored.items():
+            file, begin, length = info.relative_path, info.offset, info.length
+            if not isinstance(file, str) or Path(file).name != file or "\0" in file:
+                raise ValueError(f"'{name}' would be in {file!r}, which is not a file in this folder")
+            if info.__dict__.get("transform_descriptors"):
+                raise ValueError(f"'{name}' was transformed by {info.transform_descriptors}, which is not supported")
+            checks.number(begin, f"the place of '{name}'")
+            checks.number(length, f"the length of '{name}'")
+            taken.setdefault(file, []).append((begin, begin + length))
+        for file, ranges in taken.items():
+            size = (self._path / file).stat().st_size if (self._path / file).is_file() else 0
+            if not checks.in_a_row(ranges) or max(end for _, end in ranges) > size:
+                raise ValueError(f"what it says is in {file} does not lie there")
+        outline: dict[Any, Any] = {}
+        for name, entry in self._described.items():
+            _put(outline, self._places[name], None)
+            if type(entry).__name__ == "TensorStorageMetadata":
+                self._check_tensor(name, entry)
+            elif type(entry).__name__ != "BytesStorageMetadata":
+                raise ValueError(f"'{name}' is neither a tensor nor a value")
+
+    def _check_tensor(self, name: str, entry: Any) -> None:
+        entry.size = checks.shape(list(entry.size), f"the shape of '{name}'")
+        entry.dtype = entry.properties.state[0]
+        if not isinstance(entry.dtype, torch.dtype):
+            raise ValueError(f"'{name}' is of no dtype")
+        filled = []  # of parts without elements there may be several in one place; nothing is read of them
+        for chunk in entry.chunks:
+            offsets, sizes = (
+                checks.numbers(list(each), f"a part of '{name}'") for each in (chunk.offsets, chunk.sizes)
+            )
+            if not len(offsets) == len(sizes) == len(entry.size):
+                raise ValueError(f"a part of '{name}' has other dims than it")
+            if any(offset + count > whole for offset, count, whole in zip(offsets, sizes, entry.size)):
+                raise ValueError(f"a part of '{name}' reaches beyond it")
+            if math.prod(sizes):
+                filled.append((offsets, sizes))
+        if sum(math.prod(sizes) for _, sizes in filled) != math.prod(entry.size) or not checks.apart(filled):
+            raise ValueError(f"the parts of '{name}' are not together the whole of it")
+        entry.boxes = filled
+        room = sum(self._stored[name, offsets].length for offsets, _ in filled)
+        if math.prod(entry.size) * entry.dtype.itemsize > room:
+            raise ValueError(f"'{name}' has more bytes than are stored of it")
+
+    def read(self, make: Callable[[torch.dtype, Sequence[int]], torch.Tensor]) -> dict[str, Any]:
+        """All that is in it, as a tree. ``make`` makes the tensors, for which no other memory is taken than of one."""
+        tree: dict[str, Any] = {}
+        for name, entry in self._described.items():
+            value: Any
+            if type(entry).__name__ == "TensorStorageMetadata":
+                value = make(entry.dtype, entry.size)
+                for offsets, sizes in entry.boxes:
+                    part = self._load(name, offsets)
+                    if not isinstance(part, torch.Tensor) or (tuple(part.shape), part.dtype) != (sizes, entry.dtype):
+                        self._refuse(name, offsets, "it is not what the index says")
+                    value[tuple(slice(o, o + n) for o, n in zip(offsets, sizes))].copy_(part)
+            else:
+                value = self._load(name, None)
+            _put(tree, self._places[name], value)
+        return tree
+
+    def _load(self, name: str, offsets: tuple[int, ...] | None) -> Any:
+        if (name, offsets) not in self._stored:
+            self._refuse(name, offsets, "the index does not say where")
+        info = self._stored[name, offsets]
+        try:
+            if info.relative_path not in self._open:
+                self._open[info.relative_path] = self._stack.enter_context(open_file(self._path / info.relative_path))
+            file = self._open[info.relative_path]
+            file.seek(info.offset)
+            content = io.BytesIO(file.read(info.length))
+            check_archive(content, info.length)
+            return torch.load(content, weights_only=True, map_location="cpu")
+        except OSError as error:
+            self._refuse(name, offsets, f"{error.strerror}", error)
+        except Exception as error:  # of a zip, of a pickle or of torch's
+            self._refuse(name, offsets, f"{error}", error)
+
+    def _refuse(self, name: str, offsets: Any, reason: str, cause: BaseException | None = None) -> Any:
+        info = self._stored.get((name, offsets))
+        file = METADATA if info is None else info.relative_path
+        raise CheckpointError(f"{self._path / file} is damaged: '{name}' cannot be read from it: {reason}") from cause
+
+
+def _items(found: Any) -> list[tuple[Any, Any]]:
+    return list(found.storage_data.items())
+
+
+def _tuple(given: Any) -> tuple[int, ...] | None:
+    return None if given is None else checks.numbers(list(given), "an offset")
+
+
+def _put(tree: Any, place: Sequence[Any], value: Any) -> None:
+    *above, last = place
+    for key in above:
+        tree = tree.setdefault(key, {}) if isinstance(tree, dict) else None
+    if not isinstance(tree, dict) or last in tree:
+        raise ValueError(f"two things would be at {place}")
+    tree[last] = value
+
+
+def check_archive(file: BinaryIO, size: int) -> None:
+    """Raise unless a file of torch.save is whole: all it holds is there as it is, once, and has its checksums.
+
+    torch itself does not look at these.
+    """
+    file.seek(0)
+    with zipfile.ZipFile(file) as archive:
+        parts = archive.infolist()
+        if len({part.filename for part in parts}) != len(parts):
+            raise ValueError("it holds two things of one name")
+        if any(part.compress_type != zipfile.ZIP_STORED for part in parts) or sum(p.file_size for p in parts) > size:
+            raise ValueError("it holds more than it has bytes")
+        for part in parts if torch.serialization.get_crc32_options() else ():
+            with archive.open(part) as content:
+                while content.read(_CHUNK):  # raises at the end where the checksum is another
+                    pass
+    file.seek(0)
