@@ -673,6 +673,12 @@ def in_backward() -> bool:
     return graph_task() != -1
 
 
+def leaves_weights_to_another(parameter: torch.Tensor) -> bool:
+    """Within a backward: whether it is a pipeline's for inputs alone, of which a later one computes the weights'."""
+    split = "torch.distributed.pipelining" in sys.modules
+    return split and not will_be_executed(torch.autograd.graph.get_gradient_edge(parameter).node)
+
+
 def at_end_of_backward(action: Callable[[], None]) -> None:
     """Call ``action`` when the backward that is running on this thread has finished."""
     torch.autograd.Variable._execution_engine.queue_callback(action)
