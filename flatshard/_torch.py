@@ -179,6 +179,21 @@ def _cut_after(inner: DTensorSpec, dim: int, first: int) -> TorchPlacement:
     return _StridedShard(dim, split_factor=math.prod(cuts)) if math.prod(cuts) > 1 else Shard(dim)
 
 
+def without_axis(tensor: DTensor, axis: str, mesh: DeviceMesh) -> DTensor:
+    """What a DTensor is to one rank of an axis that cuts its dim 0 first; ``mesh`` has the other axes."""
+    names, spec = tensor.device_mesh.mesh_dim_names or (), tensor._spec
+    size = tensor.device_mesh.size(names.index(axis))
+    placements: list[TorchPlacement] = []
+    for name, placement in zip(names, spec.placements):
+        if isinstance(placement, _StridedShard) and placement.dim == 0:
+            factor = placement.split_factor // size
+            placements.append(_StridedShard(0, split_factor=factor) if factor > 1 else Shard(0))
+        elif name != axis:
+            placements.append(placement)
+    meta = torch.empty((tensor.shape[0] // size, *tensor.shape[1:]), device="meta")
+    return make_dtensor(tensor._local_tensor, mesh, placements, meta.shape, meta.stride())
+
+
 def _cuts(placement: TorchPlacement, dim: int) -> bool:
     return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
 
