@@ -98,6 +98,8 @@ class MegatronFSDP(nn.Module):
         self._shard(module, fsdp_unit_modules, fine, disable_bucketing, layout)
         if init_model_with_meta_device:
             materialize(module)
+        elif dist_index.device_mesh.device_type != "cpu":
+            torch.accelerator.empty_cache()  # holes that the whole weights have left, too small for activations
         self.module = module
         self.param_and_grad_buffer = ParamAndGradBuffer(self)
         if ddp_config.nccl_ub and not ddp_config.fsdp_manual_registration:
