@@ -17,23 +17,11 @@ from flatshard.megatron.names import Names
 from flatshard.megatron.utils import FSDPDistributedIndex, default_mesh
 from flatshard.optim.clip import clip_grad_norm_
 
-_FORWARDED = (
-    "no_sync",
-    "start_param_sync",
-    "start_grad_sync",
-    "finish_grad_sync",
-    "synchronize_param_gather",
-    "synchronize_gradient_reduce",
-    "scale_gradients",
-    "zero_grad_buffer",
-    "broadcast_params",
-    "install_optimized_model_weights",
-)
-
 
 class FullyShardedDataParallel(nn.Module):
-    """A model as Megatron-Core's loop uses it. ``ddp_config`` and ``module`` may come in either order.
+    """A model as Megatron-Core's loop uses it: a `MegatronFSDP`, whose methods it has, and a few of its own.
 
+    ``ddp_config`` and ``module`` may come in either order.
     ``fsdp_unit_modules``: None takes what `flatshard.shard_model` finds. ``pg_collection`` has Megatron-Core's process
     groups: ``dp_cp`` and, where they are used, ``tp``, ``expt_dp``, ``ep``, ``expt_tp``; with several optimizer
     instances ``intra_dp_cp``, ``intra_expt_dp`` and ``inter_dist_opt``. It may also be a mesh with axes of the names
@@ -74,9 +62,10 @@ class FullyShardedDataParallel(nn.Module):
         self.megatron_fsdp_dist_index = self.module.dist_index
 
     def __getattr__(self, name: str) -> Any:
-        if name in _FORWARDED:
-            return getattr(self.module, name)
-        return super().__getattr__(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return self.module(*inputs, **kwargs)
@@ -187,7 +176,7 @@ def _ranks_of(groups: list[Any]) -> Any:
 
 
 class DistributedOptimizer:
-    """An optimizer over sharded parameters, as Megatron-Core's loop uses it.
+    """An optimizer over sharded parameters, as Megatron-Core's loop uses it; ``state_dict`` has numbers for names.
 
     ``model_chunks`` are the `FullyShardedDataParallel` models whose parameters it has; ``per_model_buffers`` is there
     for the sake of the signature. ``step`` returns whether it stepped, the norm of all gradients if ``clip_grad`` is
@@ -206,23 +195,14 @@ class DistributedOptimizer:
         self.model_chunks = list(model_chunks)
         self.clip_grad = clip_grad
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Of the optimizer itself."""
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:
-        """Of the optimizer itself."""
-        return self.optimizer.state
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("param_groups", "state", "state_dict", "zero_grad"):
+            raise AttributeError(f"{name}: not in the DistributedOptimizer of flatshard.megatron")
+        return getattr(self.optimizer, name)
 
     def get_parameters(self) -> list[nn.Parameter]:
         """All of its parameters."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients, unreduced ones too."""
-        self.optimizer.zero_grad(set_to_none)
 
     def clip_grad_norm(self, clip_grad: float) -> float:
         """The norm of all gradients, which are scaled so that it is at most ``clip_grad``."""
@@ -235,10 +215,6 @@ class DistributedOptimizer:
         norm = self.clip_grad_norm(self.clip_grad) if self.clip_grad > 0 else None
         self.optimizer.step()
         return True, norm, None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Of the optimizer itself: parameters are numbers."""
-        return self.optimizer.state_dict()
 
     def sharded_state_dict(
         self, model_sharded_state_dict: Any = None, is_loading: bool = False, **unused: Any
