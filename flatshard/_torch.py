@@ -179,6 +179,21 @@ def _cut_after(inner: DTensorSpec, dim: int, first: int) -> TorchPlacement:
     return _StridedShard(dim, split_factor=math.prod(cuts)) if math.prod(cuts) > 1 else Shard(dim)
 
 
+def without_axis(tensor: DTensor, axis: str, mesh: DeviceMesh) -> DTensor:
+    """What a DTensor is to one rank of an axis that cuts its dim 0 first; ``mesh`` has the other axes."""
+    names, spec = tensor.device_mesh.mesh_dim_names or (), tensor._spec
+    size = tensor.device_mesh.size(names.index(axis))
+    placements: list[TorchPlacement] = []
+    for name, placement in zip(names, spec.placements):
+        if isinstance(placement, _StridedShard) and placement.dim == 0:
+            factor = placement.split_factor // size
+            placements.append(_StridedShard(0, split_factor=factor) if factor > 1 else Shard(0))
+        elif name != axis:
+            placements.append(placement)
+    meta = torch.empty((tensor.shape[0] // size, *tensor.shape[1:]), device="meta")
+    return make_dtensor(tensor._local_tensor, mesh, placements, meta.shape, meta.stride())
+
+
 def _cuts(placement: TorchPlacement, dim: int) -> bool:
     return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
 
@@ -671,6 +686,12 @@ graph_task: Callable[[], int] = torch._C._current_graph_task_id  # what autograd
 def in_backward() -> bool:
     """Whether the autograd engine is running on this thread: a forward called now is a recompute."""
     return graph_task() != -1
+
+
+def leaves_weights_to_another(parameter: torch.Tensor) -> bool:
+    """Within a backward: whether it is a pipeline's for inputs alone, of which a later one computes the weights'."""
+    split = "torch.distributed.pipelining" in sys.modules
+    return split and not will_be_executed(torch.autograd.graph.get_gradient_edge(parameter).node)
 
 
 def at_end_of_backward(action: Callable[[], None]) -> None:

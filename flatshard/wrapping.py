@@ -29,14 +29,15 @@ def instances(
 ) -> list[nn.Module]:
     """The modules below ``model`` that are of these classes, some of which are given by their import paths.
 
-    ``what`` was given, for errors, and ``options`` are what else it could be.
+    ValueError if there are none, and ``model`` is of none of them either. ``what`` was given, for errors, and
+    ``options`` are what else it could be.
     """
     if isinstance(classes, str) or not isinstance(classes, Iterable):
         wrong = ValueError if isinstance(classes, str) else TypeError
         raise wrong(f"{what}={classes!r}: must be {options}a list of classes and import paths")
     resolved = tuple(_resolve(each, what) for each in classes)
     found = [module for module in model.modules() if isinstance(module, resolved) and module is not model]
-    if not found:
+    if not found and not isinstance(model, resolved):
         names = ", ".join(cls.__name__ for cls in resolved)
         raise ValueError(f"{what}: {type(model).__name__} contains no module of {names or 'no class at all'}")
     return found

@@ -42,8 +42,6 @@ def as_dtensor(
     made = _torch.make_dtensor(local, buffer.mesh, placements, meta.shape, meta.stride())
     if _is_canonical(buffer, index, sharded):
         return made
-    if slot.dim:
-        raise ValueError(f"a tensor that is cut on dim {slot.dim} can be cut over one axis only; cut it on dim 0")
     if not _torch.SUBCLASSES_DISPATCH:
         raise NotImplementedError(
             f"layout 'flat' and shards over two axes (HFSDP) need torch 2.13 or newer; this is {torch.__version__}. "

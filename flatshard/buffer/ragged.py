@@ -51,13 +51,18 @@ class Cut:
         assert coordinate is not None
         return holding(self.layout.num_shards, self.mesh.shape, coordinate, self.sharded)
 
+    @property
+    def dim(self) -> int:
+        """Rows are slices of this dim."""
+        return self.layout.slots[self.index].dim
+
     def rows(self, held: Holding) -> tuple[int, int]:
         """The first row, and how many, of what ``held`` pieces hold of the tensor."""
         return self.layout.rows(self.layout.slots[self.index], held.first, held.count)
 
 
 class RaggedShard(Shard):
-    """``Shard(0)`` that knows which rows this rank holds: what torch computes from it are the true ones.
+    """``Shard(dim)`` that knows which rows this rank holds: what torch computes from it are the true ones.
 
     torch.distributed.checkpoint's functions for full state dicts ask placements where to copy from. Whatever would cut
     a tensor by it is refused: it knows the rows of one rank.
@@ -66,8 +71,8 @@ class RaggedShard(Shard):
     rows: tuple[int, int] | None  # first and count; None on all but the last sharded axis
 
     @classmethod
-    def of(cls, rows: tuple[int, int] | None) -> RaggedShard:
-        made = cls(0)
+    def of(cls, dim: int, rows: tuple[int, int] | None) -> RaggedShard:
+        made = cls(dim)
         made.rows = rows
         return made
 
@@ -100,9 +105,9 @@ class RaggedDTensor(DTensor):
         """The whole tensor, on every rank. A collective call; no gradient flows through it."""
         cut, local = self._cut, _torch.local_of(self).detach()
         pieces = [cut.rows(Holding(piece, 1))[1] for piece in range(cut.layout.num_shards)]
-        row = local.shape[1:]
-        padded = local.new_zeros(max(pieces), *row)
-        padded[: local.shape[0]].copy_(local)
+        rows = local.movedim(cut.dim, 0)
+        padded = rows.new_zeros(max(pieces), *rows.shape[1:])
+        padded[: len(rows)].copy_(rows)
         current = padded.reshape(-1)
         lane = Lane("full_tensor", local.device)
         for axis, sharded in enumerate(cut.sharded):
@@ -113,17 +118,18 @@ class RaggedDTensor(DTensor):
                 current = gathered
         if not current.numel():
             return local.new_empty(self.shape)
-        by_piece = current.view(cut.layout.num_shards, max(pieces), *row)
-        return torch.cat([by_piece[piece, :count] for piece, count in enumerate(pieces)]).view(self.shape)
+        by_piece = current.view(cut.layout.num_shards, *padded.shape)
+        whole = torch.cat([by_piece[piece, :count] for piece, count in enumerate(pieces)])
+        return whole.movedim(0, cut.dim).contiguous()
 
     @property
     def placements(self) -> tuple[Any, ...]:
         """``Replicate()`` or a `RaggedShard` per axis."""
         sharded = self._cut.sharded
         last = max(axis for axis, cut in enumerate(sharded) if cut)
-        rows = self._cut.rows(self._cut.held)
+        dim, rows = self._cut.dim, self._cut.rows(self._cut.held)
         return tuple(
-            RaggedShard.of(rows if a == last else None) if cut else Replicate() for a, cut in enumerate(sharded)
+            RaggedShard.of(dim, rows if a == last else None) if cut else Replicate() for a, cut in enumerate(sharded)
         )
 
     def redistribute(self, device_mesh: Any = None, placements: Any = None, **kwargs: Any) -> DTensor:
@@ -165,10 +171,11 @@ class RaggedDTensor(DTensor):
 
     def __create_chunk_list__(self) -> list[Any]:
         """The rows of this rank; none where it has none, which DCP could take for those that begin at the same row."""
-        first, count = self._cut.rows(self._cut.held)
-        if not count and self.shape[0]:
+        dim, (first, count) = self._cut.dim, self._cut.rows(self._cut.held)
+        if not count and self.shape[dim]:
             return []
-        return [_torch.chunk((first, *(0 for _ in self.shape[1:])), (count, *self.shape[1:]))]
+        offsets = [first if d == dim else 0 for d in range(self.dim())]
+        return [_torch.chunk(offsets, tuple(_torch.local_of(self).shape))]
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         local = _torch.local_of(self)

@@ -331,16 +331,14 @@ def _park_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
 
 def _dim(name: str, parameter: nn.Parameter, given: int | None, mesh: DeviceMesh, choices: Choices) -> int:
     """The dim that a parameter is cut on."""
-    placements = choices.placements_on(mesh).optimizer
-    sharded = [axis for axis, placement in enumerate(placements) if is_sharded(placement)]
-    any_dim = choices.layout != "flat" and len(sharded) < 2
+    any_dim = choices.layout != "flat"
     if given is None:
-        shards = math.prod(mesh.size(axis) for axis in sharded)
+        placements = choices.placements_on(mesh).optimizer
+        shards = math.prod(mesh.size(axis) for axis, placement in enumerate(placements) if is_sharded(placement))
         return least_padded_dim(_torch.largest_part(parameter), shards) if any_dim and not is_extended(parameter) else 0
     if given and not any_dim:
         raise ValueError(
-            f"parameter '{name}' is to be cut on dim {given}, which needs layout='tensor' and one sharded axis; cut it "
-            "on dim 0"
+            f"parameter '{name}' is to be cut on dim {given}, which needs layout='tensor'; cut it on dim 0"
         )
     return given
 

@@ -22,6 +22,7 @@ import torch
 
 from flatshard import _torch
 from flatshard.buffer import DBuffer, Pool, Ticket
+from flatshard.buffer.lanes import DONE
 from flatshard.engine.codec import as_plain
 from flatshard.engine.direct import Direct, fill
 from flatshard.engine.hooks import call_finished, change_gradients
@@ -73,6 +74,7 @@ class Gradients:
         self._rests_after = sum(is_sharded(placement) for placement in placements.gradient)
         self._unreduced: DBuffer | None = None
         self._resting: DBuffer | None = None
+        self._rested = DONE  # when the last reduce into it is over
         self._used: set[int] = set()  # members that have had a gradient in backwards that stopped short of final
         self.main_grads = MainGrads(members, main, self.grad_dtype, home)
         self.direct: Direct | None = None  # set: kernels may write gradients themselves
@@ -264,7 +266,7 @@ class Gradients:
             inputs, held = self._inputs(gradients, pool)
             target = self._buffer(stages[-1].placements, self.reduce_dtype, pool.temporary)
             write = functools.partial(_add_or_write, resting, target, fresh, 1.0)
-            ticket = self._through(stages, inputs, target, pool, held, name, write)
+            ticket = self._rested = self._through(stages, inputs, target, pool, held, name, write)
         return Reduction(ticket, name, [*held, target.local])
 
     # Going all the way
@@ -324,6 +326,8 @@ class Gradients:
             inputs, after, comm = reduced.runs(), (ticket,), None
             if number == self._rests_after and self._resting is not None:
                 resting, self._resting = self._resting, None
+                if lane.stream is None:  # else the lane keeps their order
+                    self._rested.wait()
                 with lane.entered(after):
                     resting.local.add_(reduced.local)
                     reduced.local.copy_(resting.local)

@@ -64,6 +64,7 @@ class Scope:
         self._reducing: deque[Reduction] = deque()
         self._alike = True  # all ranks use the same parameters
         self._stopped = False  # a backward has stopped short of final gradients
+        self._one_of_several = False  # roots that are asked to reduce what they have accumulated, one after another
         self._task = -1  # of autograd, of which the running backward is
         self._end: weakref.ref[_End] | None = None  # what is to happen at the end of the running backward
         self.resolve()
@@ -203,9 +204,34 @@ class Scope:
         self._end_pass()
 
     def reduce_accumulated(self) -> None:
-        """Reduce what backwards without gradient synchronisation have left, as the end of a backward does."""
+        """Reduce what backwards without gradient synchronisation have left, as the end of a backward does.
+
+        Parameters that several roots share, the first and the last stage of a pipeline on one rank, are reduced when
+        the last of these roots asks for it.
+        """
         self.program.begin(Pass.BACKWARD)
-        self._finish_backward()
+        self._one_of_several = True
+        try:
+            self._finish_backward()
+        finally:
+            self._one_of_several = False
+        for unit in self.units:
+            for group in unit.needs:
+                owner = None if group.unit is None else group.unit()
+                if owner is None or owner.scope is None or owner.scope is self:
+                    continue
+                if group.gradients.waiting:  # whoever asked is going to scale the gradients of this root's parameters
+                    group.gradients.reduce(self.reduce_pool, Goal.UNREDUCED, unit.name)
+                if group.gradients.has_partial and not self._is_awaited_elsewhere(group):
+                    owner.scope.reduce_accumulated()
+
+    def _is_awaited_elsewhere(self, group: Group) -> bool:
+        """Whether a unit of another root that uses a group has backwards to come, or has not asked to reduce them."""
+        for ref in (group.unit, *group.borrowers) if group.borrowers else ():
+            unit = None if ref is None else ref()
+            if unit is not None and unit.scope is not self and (unit.is_awaited or unit.goal is Goal.UNREDUCED):
+                return True
+        return False
 
     def flush(self, units: Sequence[Unit], all_the_way: bool = False, wait: bool = True) -> None:
         """Reduce what waits in these units for a backward that goes all the way: the last micro-batch had none.
@@ -512,11 +538,16 @@ class Scope:
         unit, group = self._at(number)
         if group is None:
             return
-        gradients = group.gradients
-        goal = gradients.goal(unit.goal)
+        gradients, goal = group.gradients, self._goal(unit, group)
         unused = unit.settings.reduces_unused and gradients.expected and goal is not Goal.UNREDUCED
         if unused or gradients.waiting or (gradients.has_partial and goal is Goal.FINAL):
             self._reduce(number, goal)
+
+    def _goal(self, unit: Unit, group: Group) -> Goal:
+        """How far the gradients of a group go now."""
+        if self._one_of_several and self._is_awaited_elsewhere(group):
+            return Goal.UNREDUCED
+        return group.gradients.goal(unit.goal)
 
     def _reduce(self, number: int, goal: Goal | None = None) -> None:
         """Start reducing the gradients of one group, as far as its unit says."""
@@ -525,7 +556,7 @@ class Scope:
         while len(self._reducing) >= self.max_reducing:
             self._land()
         gradients, pool = group.gradients, self.reduce_pool
-        goal = gradients.goal(unit.goal) if goal is None else goal
+        goal = self._goal(unit, group) if goal is None else goal
         if self.program.announces and goal is not Goal.UNREDUCED:
             self._announce("reduce", unit, unit.numbers.index(number))
         if _torch.profiling():

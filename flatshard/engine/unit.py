@@ -117,6 +117,7 @@ class Unit:
         self.settings.unshard_in_backward = True
         if group not in self.needs:
             group.users = group.users or set()
+            group.borrowers.append(self._me)
             self.needs.append(group)
         if site.look() is not member.sharded:  # else two units share the module itself
             member.sites.append(site)
@@ -411,7 +412,22 @@ class Unit:
         self._unseen = False
         if torch.is_grad_enabled():
             self._prepare_second_backward()
+        if not (scope.joins or self.settings.reduces or self.settings.reshard_after_backward or self.shows_full):
+            self._refuse_split_backward()
         scope.need(self, gather=self.settings.unshard_in_backward)
+
+    def _refuse_split_backward(self) -> None:
+        """Raise if a pipeline computes the gradients of weights in a backward of their own, and has lost sight of them.
+
+        It asks the modules for their parameters before the first of the two, and found sharded ones.
+        """
+        wanted = [m.full for group in self.groups for m in group.members if m.full is not None and m.full.requires_grad]
+        if any(map(_torch.leaves_weights_to_another, wanted)):
+            raise RuntimeError(
+                f"unit '{self.name}' was released after its forward, and this pipeline schedule computes the gradients "
+                "of weights apart from those of inputs, which needs the weights to stay: call fully_shard with "
+                "reshard_after_forward=False in its stages"
+            )
 
     def _prepare_second_backward(self) -> None:
         """This backward makes a graph. What goes through that reads the weights, and comes to no output of ours."""

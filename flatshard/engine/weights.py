@@ -54,6 +54,7 @@ class Group:
         self.look = Look(members)  # at the sharded parameters in their modules
         self.is_full = False  # the modules hold full parameters
         self.unit: weakref.ref[Unit] | None = None  # that owns it
+        self.borrowers: list[weakref.ref[Unit]] = []  # whose modules share some of the parameters
         self.users: set[int] | None = None  # units that need it full now, where more than its own may
         self.park_mesh: DeviceMesh | None = None  # between forward and backward, shard over this smaller mesh
         self._watched = False

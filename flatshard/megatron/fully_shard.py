@@ -16,13 +16,31 @@ from torch.optim import Optimizer
 
 from flatshard import _arguments
 from flatshard.megatron.distributed_data_parallel_config import DistributedDataParallelConfig
-from flatshard.megatron.megatron_fsdp import MegatronFSDP
+from flatshard.megatron.megatron_fsdp import ASKED, MegatronFSDP
 from flatshard.megatron.mixed_precision import MixedPrecisionPolicy
 from flatshard.megatron.utils import FSDPDistributedIndex, default_mesh
 from flatshard.optim import step as local_step
 from flatshard.optim.step import repoint
 
 _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+# Where arguments of `fully_shard_model` go: to fields of the configuration, to the index, to the model.
+_FIELDS = {
+    **{name: name for name in ("overlap_grad_reduce", "overlap_param_gather", "average_in_collective", *ASKED)},
+    "use_decoupled_grad": "megatron_fsdp_use_decoupled_grad",
+    "cuda_graph_mode": "megatron_fsdp_cuda_graph_mode",
+    "maxpool_double_buffer": "megatron_fsdp_max_pool_double_buffer",
+}
+_OF_INDEX: tuple[str, ...] = ("dp_outer_dim", "hybrid_fsdp_group", "hybrid_fsdp_expt_group", "expt_device_mesh")
+_OF_INDEX += ("fsdp_group_ag", "expt_fsdp_group_ag")
+_OF_MODEL: tuple[str, ...] = (
+    "mixed_precision_policy",
+    "fsdp_unit_modules",
+    "disable_bucketing",
+    "device",
+    "calculate_per_token_loss",
+)
+_OF_MODEL += ("init_model_with_meta_device", "sync_model_each_microbatch", "report_nan_in_param_grad", "layout")
 
 
 def fully_shard_model(
@@ -67,6 +85,7 @@ def fully_shard_model(
     ``layout`` is flatshard's: ``"tensor"`` cuts each parameter as torch.chunk does, ``"flat"`` packs those of a unit
     into one buffer, so that shards are uneven.
     """
+    given: dict[str, Any] = dict(locals())
     _arguments.module("fully_shard_model", module)
     inner = _name("zero_dp_strategy", zero_dp_strategy)
     outer = _name("outer_dp_sharding_strategy", outer_dp_sharding_strategy)
@@ -77,47 +96,18 @@ def fully_shard_model(
         device_mesh = default_mesh(dp_shard_dim, tp_dim)
     if outer != "no_shard" and dp_outer_dim is None:
         raise ValueError(f"outer_dp_sharding_strategy={outer!r} needs dp_outer_dim, the axis that it is of")
+    fields = {field: given[argument] for argument, field in _FIELDS.items()}
     config = DistributedDataParallelConfig(
-        data_parallel_sharding_strategy=inner,
-        outer_dp_sharding_strategy=outer,
-        overlap_grad_reduce=overlap_grad_reduce,
-        overlap_param_gather=overlap_param_gather,
-        average_in_collective=average_in_collective,
-        keep_fp8_transpose_cache=keep_fp8_transpose_cache,
-        nccl_ub=nccl_ub,
-        fsdp_double_buffer=fsdp_double_buffer,
-        fsdp_db_use_persist_buf_on_alloc_fail=fsdp_db_use_persist_buf_on_alloc_fail,
-        disable_symmetric_registration=disable_symmetric_registration,
-        megatron_fsdp_use_decoupled_grad=use_decoupled_grad,
-        megatron_fsdp_cuda_graph_mode=cuda_graph_mode,
-        megatron_fsdp_max_pool_double_buffer=maxpool_double_buffer,
+        data_parallel_sharding_strategy=inner, outer_dp_sharding_strategy=outer, **fields
     )
-    index = FSDPDistributedIndex(
-        device_mesh,
-        dp_shard_dim,
-        dp_outer_dim,
-        tp_dim,
-        hybrid_fsdp_group,
-        hybrid_fsdp_expt_group,
-        outer == "optim",
-        expt_device_mesh,
-        fsdp_group_ag,
-        expt_fsdp_group_ag,
-    )
+    axes = {name: given[name] for name in _OF_INDEX}
+    axes.update(dp_shard_dim=dp_shard_dim, tp_dim=tp_dim, hsdp_outer_dp_shard=outer == "optim")
     model = MegatronFSDP(
         module,
-        index,
+        FSDPDistributedIndex(device_mesh, **axes),
         config,
-        mixed_precision_policy,
-        fsdp_unit_modules,
-        disable_bucketing,
-        device,
-        calculate_per_token_loss,
-        init_model_with_meta_device,
-        sync_model_each_microbatch,
         enable_fine_grained_param_gather_hook=enable_fine_grained_param_gather,
-        report_nan_in_param_grad=report_nan_in_param_grad,
-        layout=layout,
+        **{name: given[name] for name in _OF_MODEL},
     )
     if preproc_state_dict_for_dcp_ckpt and inner != "no_shard":
         model.register_state_dict_post_hook(_without_extra_state)  # type: ignore[no-untyped-call]

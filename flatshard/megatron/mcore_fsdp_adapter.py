@@ -14,30 +14,19 @@ from torch.optim import Optimizer
 from flatshard.megatron.distributed_data_parallel_config import DistributedDataParallelConfig
 from flatshard.megatron.fully_shard import fully_shard_optimizer
 from flatshard.megatron.megatron_fsdp import MegatronFSDP
+from flatshard.megatron.names import Names
 from flatshard.megatron.utils import FSDPDistributedIndex, default_mesh
 from flatshard.optim.clip import clip_grad_norm_
 
-_FORWARDED = (
-    "no_sync",
-    "start_param_sync",
-    "start_grad_sync",
-    "finish_grad_sync",
-    "synchronize_param_gather",
-    "synchronize_gradient_reduce",
-    "scale_gradients",
-    "zero_grad_buffer",
-    "broadcast_params",
-    "install_optimized_model_weights",
-)
-
 
 class FullyShardedDataParallel(nn.Module):
-    """A model as Megatron-Core's loop uses it. ``ddp_config`` and ``module`` may come in either order.
+    """A model as Megatron-Core's loop uses it: a `MegatronFSDP`, whose methods it has, and a few of its own.
 
+    ``ddp_config`` and ``module`` may come in either order.
     ``fsdp_unit_modules``: None takes what `flatshard.shard_model` finds. ``pg_collection`` has Megatron-Core's process
-    groups: ``dp_cp`` and, where they are used, ``tp``, ``expt_dp``, ``expt_tp``; with several optimizer instances
-    ``intra_dp_cp`` and ``inter_dist_opt``. It may also be a mesh with axes of the names ``dp_cp``, ``tp`` and
-    ``outer_fsdp_dp``, or None: all ranks are data-parallel.
+    groups: ``dp_cp`` and, where they are used, ``tp``, ``expt_dp``, ``ep``, ``expt_tp``; with several optimizer
+    instances ``intra_dp_cp``, ``intra_expt_dp`` and ``inter_dist_opt``. It may also be a mesh with axes of the names
+    ``dp_cp``, ``tp`` and ``outer_fsdp_dp``, or None: all ranks are data-parallel.
     """
 
     def __init__(
@@ -74,9 +63,10 @@ class FullyShardedDataParallel(nn.Module):
         self.megatron_fsdp_dist_index = self.module.dist_index
 
     def __getattr__(self, name: str) -> Any:
-        if name in _FORWARDED:
-            return getattr(self.module, name)
-        return super().__getattr__(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return self.module(*inputs, **kwargs)
@@ -88,9 +78,15 @@ class FullyShardedDataParallel(nn.Module):
 
     # The names in checkpoints are those of the `MegatronFSDP`.
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Sharded main weights, which torch.distributed.checkpoint takes; names are the model's own."""
-        return self.module.module.state_dict(*args, **kwargs)
+    @property
+    def names(self) -> Names:
+        """What parameters are called in checkpoints."""
+        return Names(self.module.module, self.module.dist_index)
+
+    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
+        """Sharded main weights, which torch.distributed.checkpoint takes; experts have the numbers of all ranks'."""
+        state, names = self.module.module.state_dict(*args, **kwargs), self.names
+        return {prefix + names.outward(name): names.alone(name, value) for name, value in state.items()}
 
     state_dict_for_save_checkpoint = state_dict
 
@@ -100,7 +96,9 @@ class FullyShardedDataParallel(nn.Module):
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Entries ``*_extra_state`` may be left out."""
-        loaded = self.module.module.load_state_dict(state_dict, strict=False, assign=assign)
+        names = self.names
+        own = {(name := names.inward(key)): names.together(name, value) for key, value in state_dict.items()}
+        loaded = self.module.module.load_state_dict(own, strict=False, assign=assign)
         missing = [name for name in loaded.missing_keys if not name.endswith("_extra_state")]
         if strict and (missing or loaded.unexpected_keys):
             raise RuntimeError(f"load_state_dict: missing {missing}, unexpected {loaded.unexpected_keys}")
@@ -131,11 +129,11 @@ def index_of(groups: Any, config: DistributedDataParallelConfig) -> FSDPDistribu
         known = {key: name if name in names else None for key, name in _AXES.items()}
         return FSDPDistributedIndex(groups, hsdp_outer_dp_shard=outer, **known)  # type: ignore[arg-type]
     hybrid = config.num_distributed_optimizer_instances > 1
-    shard = groups.intra_dp_cp if hybrid else groups.dp_cp
     axes = [("outer_fsdp_dp", groups.inter_dist_opt)] if hybrid else []
-    mesh = _mesh([*axes, ("dp_cp", shard), ("tp", getattr(groups, "tp", None))])
-    experts = getattr(groups, "expt_dp", None)
-    expert_mesh = None if experts is None else _mesh([("dp_cp", experts), ("tp", getattr(groups, "expt_tp", None))])
+    mesh = _mesh([*axes, ("dp_cp", groups.intra_dp_cp if hybrid else groups.dp_cp), ("tp", _of(groups, "tp"))])
+    experts = _of(groups, "intra_expt_dp" if hybrid else "expt_dp")
+    inner = [("dp_cp", experts), ("ep", _of(groups, "ep")), ("tp", _of(groups, "expt_tp"))]
+    expert_mesh = None if experts is None else _mesh([*axes, *inner])
     return FSDPDistributedIndex(
         mesh,
         "dp_cp",
@@ -144,9 +142,13 @@ def index_of(groups: Any, config: DistributedDataParallelConfig) -> FSDPDistribu
         groups.dp_cp if hybrid else None,
         hsdp_outer_dp_shard=outer,
         expt_device_mesh=expert_mesh,
-        fsdp_group_ag=getattr(groups, "dp_cp_ag", None),
-        expt_fsdp_group_ag=getattr(groups, "expt_dp_ag", None),
+        fsdp_group_ag=_of(groups, "dp_cp_ag"),
+        expt_fsdp_group_ag=_of(groups, "expt_dp_ag"),
     )
+
+
+def _of(groups: Any, name: str) -> Any:
+    return getattr(groups, name, None)
 
 
 _AXES = {"dp_shard_dim": "dp_cp", "dp_outer_dim": "outer_fsdp_dp", "tp_dim": "tp"}
@@ -177,7 +179,7 @@ def _ranks_of(groups: list[Any]) -> Any:
 
 
 class DistributedOptimizer:
-    """An optimizer over sharded parameters, as Megatron-Core's loop uses it.
+    """An optimizer over sharded parameters, as Megatron-Core's loop uses it; ``state_dict`` has numbers for names.
 
     ``model_chunks`` are the `FullyShardedDataParallel` models whose parameters it has; ``per_model_buffers`` is there
     for the sake of the signature. ``step`` returns whether it stepped, the norm of all gradients if ``clip_grad`` is
@@ -196,23 +198,14 @@ class DistributedOptimizer:
         self.model_chunks = list(model_chunks)
         self.clip_grad = clip_grad
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Of the optimizer itself."""
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:
-        """Of the optimizer itself."""
-        return self.optimizer.state
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("param_groups", "state", "state_dict", "zero_grad"):
+            raise AttributeError(f"{name}: not in the DistributedOptimizer of flatshard.megatron")
+        return getattr(self.optimizer, name)
 
     def get_parameters(self) -> list[nn.Parameter]:
         """All of its parameters."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients, unreduced ones too."""
-        self.optimizer.zero_grad(set_to_none)
 
     def clip_grad_norm(self, clip_grad: float) -> float:
         """The norm of all gradients, which are scaled so that it is at most ``clip_grad``."""
@@ -226,32 +219,39 @@ class DistributedOptimizer:
         self.optimizer.step()
         return True, norm, None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Of the optimizer itself: parameters are numbers."""
-        return self.optimizer.state_dict()
-
     def sharded_state_dict(
         self, model_sharded_state_dict: Any = None, is_loading: bool = False, **unused: Any
     ) -> dict[str, Any]:
         """The state by the names of parameters, for torch.distributed.checkpoint to save, or to load into."""
-        state, names = self.optimizer.state_dict(), self._names()
-        groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
-        return {"state": {names[number]: entry for number, entry in state["state"].items()}, "param_groups": groups}
+        state, named = self.optimizer.state_dict(), self._named()
+        entries = {}
+        for number, entry in state["state"].items():
+            key, name, names = named[number]
+            entries[key] = {what: names.alone(name, value) for what, value in entry.items()}
+        # Which parameters are in a group is not said: each rank has experts of its own in them.
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
+        return {"state": entries, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state by numbers or by names."""
-        numbers = {name: number for number, name in enumerate(self._names())}
+        """Take over a state by numbers or by names. Groups are those of the optimizer, in their order."""
         if any(isinstance(key, str) for key in state_dict["state"]):
-            groups = [{**g, "params": [numbers[name] for name in g["params"]]} for g in state_dict["param_groups"]]
-            state = {numbers[name]: entry for name, entry in state_dict["state"].items()}
+            own = self.optimizer.state_dict()["param_groups"]
+            if len(own) != len(state_dict["param_groups"]):
+                raise ValueError(f"{len(state_dict['param_groups'])} groups of parameters were saved, not {len(own)}")
+            state = {}
+            for number, (key, name, names) in enumerate(self._named()):
+                if key in state_dict["state"]:
+                    state[number] = {w: names.together(name, v) for w, v in state_dict["state"][key].items()}
+            groups = [{**g, "params": mine["params"]} for g, mine in zip(state_dict["param_groups"], own)]
             state_dict = {"state": state, "param_groups": groups}
         self.optimizer.load_state_dict(state_dict)
 
-    def _names(self) -> list[str]:
-        """The names of its parameters, in the order of its groups."""
-        known: dict[int, str] = {}
+    def _named(self) -> list[tuple[str, str, Names]]:
+        """Of its parameters, in the order of its groups: names in checkpoints, in their chunks, and who knows."""
+        known = {}
         for number, chunk in enumerate(self.model_chunks):
-            model = chunk.module.module if isinstance(chunk, FullyShardedDataParallel) else chunk
-            prefix = f"{number}." if len(self.model_chunks) > 1 else ""
-            known.update({id(p): prefix + name for name, p in model.named_parameters()})
+            model: Any = chunk.module if isinstance(chunk, FullyShardedDataParallel) else chunk
+            names, prefix = Names(model.module, model.dist_index), f"{number}." if self.model_chunks[1:] else ""
+            for name, parameter in model.module.named_parameters():
+                known[id(parameter)] = prefix + names.outward(name), name, names
         return [known[id(parameter)] for parameter in self.get_parameters()]

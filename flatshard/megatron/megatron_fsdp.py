@@ -27,6 +27,15 @@ from flatshard.optim.clip import find_nonfinite
 
 _log = logging.getLogger("flatshard")
 
+# Arguments that are also fields of the configuration.
+ASKED: tuple[str, ...] = (
+    "keep_fp8_transpose_cache",
+    "nccl_ub",
+    "fsdp_double_buffer",
+    "fsdp_db_use_persist_buf_on_alloc_fail",
+)
+ASKED += ("disable_symmetric_registration",)
+
 
 class MegatronFSDP(nn.Module):
     """Shards ``module`` in place and stands around it; names of parameters begin with ``module.``.
@@ -60,14 +69,9 @@ class MegatronFSDP(nn.Module):
         *,
         layout: Any = "tensor",
     ) -> None:
+        given = locals()
+        asked: dict[str, Any] = {name: given[name] for name in ASKED}
         super().__init__()
-        asked: dict[str, Any] = {
-            "keep_fp8_transpose_cache": keep_fp8_transpose_cache,
-            "nccl_ub": nccl_ub,
-            "fsdp_double_buffer": fsdp_double_buffer,
-            "fsdp_db_use_persist_buf_on_alloc_fail": fsdp_db_use_persist_buf_on_alloc_fail,
-            "disable_symmetric_registration": disable_symmetric_registration,
-        }
         if ddp_config is None:
             ddp_config = DistributedDataParallelConfig(
                 data_parallel_sharding_strategy="optim_grads_params",
@@ -98,6 +102,8 @@ class MegatronFSDP(nn.Module):
         self._shard(module, fsdp_unit_modules, fine, disable_bucketing, layout)
         if init_model_with_meta_device:
             materialize(module)
+        elif dist_index.device_mesh.device_type != "cpu":
+            torch.accelerator.empty_cache()  # holes that the whole weights have left, too small for activations
         self.module = module
         self.param_and_grad_buffer = ParamAndGradBuffer(self)
         if ddp_config.nccl_ub and not ddp_config.fsdp_manual_registration:

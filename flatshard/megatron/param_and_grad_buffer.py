@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,6 +12,14 @@ from flatshard.module import FSDPModule
 
 if TYPE_CHECKING:
     from flatshard.megatron.megatron_fsdp import MegatronFSDP
+
+
+_METHODS = {  # which the model has too, under these names
+    "zero_grad": "zero_grad_buffer",
+    "scale_gradients": "scale_gradients",
+    "copy_main_weights_to_model_weights": "install_optimized_model_weights",
+    "update_main_grads": "attach_grad_to_optimizer_state",
+}
 
 
 class ParamAndGradBuffer:
@@ -33,20 +41,10 @@ class ParamAndGradBuffer:
         self._owner._replace_param_with_distributed_if_needed()
         return list(self._owner.module.named_parameters())
 
-    def zero_grad(self) -> None:
-        """`MegatronFSDP.zero_grad_buffer`."""
-        self._owner.zero_grad_buffer()
-
-    def scale_gradients(self, scaling_factor: float) -> None:
-        """`MegatronFSDP.scale_gradients`."""
-        self._owner.scale_gradients(scaling_factor)
-
-    def copy_main_weights_to_model_weights(self) -> None:
-        """`MegatronFSDP.install_optimized_model_weights`."""
-        self._owner.install_optimized_model_weights()
-
-    def update_main_grads(self) -> None:
-        """`MegatronFSDP.attach_grad_to_optimizer_state`."""
+    def __getattr__(self, name: str) -> Any:
+        if name not in _METHODS:
+            raise AttributeError(f"{name}: not in the param_and_grad_buffer of flatshard.megatron")
+        return getattr(self._owner, _METHODS[name])
 
     def manual_buffer_registration(self) -> None:
         """Let what is communicated lie in registered memory from now on. Once is enough."""

@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from flatshard import _torch
 from flatshard.buffer import Lane
+from flatshard.buffer.groups import joint_group
 from flatshard.buffer.ragged import RaggedDTensor
 from flatshard.checkpoint.errors import CheckpointError
 
@@ -39,7 +41,7 @@ def gather_and_compute_chunk_metadata(dtensor: DTensor) -> Any:
     offsets, sizes = [0] * local.dim(), list(local.shape)
     for axis in _inner_first(dtensor.placements):
         placement: Any = dtensor.placements[axis]
-        everyones = _gathered(lane, mesh, axis, torch.tensor(sizes, device=lane.device)).tolist()
+        everyones = _gathered(lane, mesh.get_group(axis), torch.tensor(sizes, device=lane.device)).tolist()
         held = [shape[placement.dim] for shape in everyones]
         offsets[placement.dim] += sum(held[: mesh.get_local_rank(axis)])
         sizes[placement.dim] = sum(held)
@@ -73,12 +75,12 @@ def _agree(lane: Lane, mesh: DeviceMesh, number: int, otherwise: str, wanted: in
         raise kind(otherwise)
 
 
-def _gathered(lane: Lane, mesh: DeviceMesh, axis: int, values: torch.Tensor) -> torch.Tensor:
-    """One row per rank of an axis."""
-    rows = values.new_empty(mesh.size(axis) * values.numel())
+def _gathered(lane: Lane, group: ProcessGroup, values: torch.Tensor) -> torch.Tensor:
+    """One row per rank of a group."""
+    rows = values.new_empty(group.size() * values.numel())
     if rows.numel():
-        lane.all_gather(lane.group(mesh, axis), [rows], [values], after=(lane.mark(),), name="uneven").wait()
-    return rows.view(mesh.size(axis), -1)
+        lane.all_gather(group, [rows], [values], after=(lane.mark(),), name="uneven").wait()
+    return rows.view(group.size(), -1)
 
 
 def update_uneven_dtensor_chunk_metadata(dtensor: DTensor) -> None:
@@ -160,25 +162,18 @@ def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> torch.Tensor:
         raise TypeError(f"expected a DTensor, not a {type(dtensor).__name__}")
     if isinstance(dtensor, RaggedDTensor):
         return dtensor.full_tensor()
-    box, local, mesh = (
-        gather_and_compute_chunk_metadata(dtensor),
-        _torch.local_of(dtensor).detach(),
-        dtensor.device_mesh,
-    )
-    lane = Lane("uneven", torch.device(mesh.device_type))
-    boxes = torch.tensor([[*box.offsets, *box.sizes]], device=lane.device)
-    parts = local.reshape(1, -1)
-    for axis in _inner_first(dtensor.placements):
-        # Every rank sends as much as the one that has most.
-        width = int(_gathered(lane, mesh, axis, torch.tensor([parts.shape[1]], device=lane.device)).max())
-        parts = torch.nn.functional.pad(parts, (0, width - parts.shape[1]))
-        boxes = _gathered(lane, mesh, axis, boxes.reshape(-1)).view(-1, boxes.shape[1])
-        parts = _gathered(lane, mesh, axis, parts.reshape(-1)).reshape(boxes.shape[0], width)
+    box, local = gather_and_compute_chunk_metadata(dtensor), _torch.local_of(dtensor).detach()
+    mesh, axes = dtensor.device_mesh, sorted(_inner_first(dtensor.placements))
+    if not axes:
+        return local.clone()
+    lane, group = Lane("uneven", torch.device(mesh.device_type)), joint_group(mesh, axes)
+    boxes = _gathered(lane, group, torch.tensor([*box.offsets, *box.sizes], device=lane.device))
+    sizes = boxes[:, local.dim() :]
+    padded = torch.nn.functional.pad(local.flatten(), (0, int(sizes.prod(1).max()) - local.numel()))
     whole = local.new_zeros(dtensor.shape)
-    for part, (*place,) in zip(parts, boxes.tolist()):
-        offsets, sizes = place[: whole.dim()], place[whole.dim() :]
-        into = whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes))]
-        into.copy_(part[: into.numel()].view(sizes))
+    for part, place, size in zip(_gathered(lane, group, padded), boxes.tolist(), sizes.tolist()):
+        into = whole[tuple(slice(offset, offset + length) for offset, length in zip(place, size))]
+        into.copy_(part[: into.numel()].view(size))
     return whole
 
 

@@ -69,9 +69,10 @@ def _expert_modules(module: nn.Module, name: str) -> Iterator[list[nn.Module]]:
 
 
 def distribute_marked(model: nn.Module, index: FSDPDistributedIndex) -> None:
-    """Make parameters that Megatron's tensor parallelism has cut, and marked, DTensors that say so.
+    """Make parameters that tensor parallelism has cut, or of which each rank has its own experts, DTensors that say so.
 
-    Their modules go on computing with the plain local parts; optimizers and checkpoints see global shapes.
+    Their modules go on computing with the plain local parts; norms, optimizers and checkpoints see global shapes. All
+    experts of one name are one tensor, one after another on dim 0.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -88,12 +89,19 @@ def distribute_marked(model: nn.Module, index: FSDPDistributedIndex) -> None:
 
 def _distributed(parameter: nn.Parameter, index: FSDPDistributedIndex) -> nn.Parameter | None:
     dim, root = get_mcore_tensor_parallel_partition_dim(parameter), index.get_root_mesh(is_expert(parameter))
-    if dim is None or index.tp_dim is None or root is None or index.tp_dim not in (root.mesh_dim_names or ()):
+    if root is None:
         return None
-    mesh = root[index.tp_dim]
-    if mesh.size() == 1:
+    cuts = [(index.ep_dim, 0 if parameter.dim() and is_expert(parameter) else None), (index.tp_dim, dim)]
+    axes = {name: Shard(at) for name, at in cuts if at is not None and name in (root.mesh_dim_names or ())}
+    axes = {name: cut for name, cut in axes.items() if root[name].size() > 1}
+    if not axes:
         return None
-    whole: Any = DTensor.from_local(parameter.detach(), mesh, [Shard(dim)], run_check=False)
+    if index.hsdp_outer_dp_shard:
+        raise NotImplementedError(
+            f"outer_dp_sharding_strategy='optim': a parameter of {tuple(parameter.shape)} is marked as cut along "
+            f"{', '.join(axes)}, and such are sharded over one data-parallel axis; use 'no_shard'"
+        )
+    whole: Any = DTensor.from_local(parameter.detach(), root[tuple(axes)], list(axes.values()), run_check=False)
     replaced = nn.Parameter(whole, requires_grad=parameter.requires_grad)
     replaced.__dict__.update({key: value for key, value in parameter.__dict__.items() if key not in replaced.__dict__})
     replaced.__dict__[PLAIN] = True

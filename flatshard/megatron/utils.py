@@ -30,7 +30,8 @@ class FSDPDistributedIndex:
     """The meshes and process groups of a model, by their names.
 
     ``hybrid_fsdp_group`` and ``hybrid_fsdp_expt_group`` may be left out: the axes say it. Where they are given they
-    must have as many ranks as both data-parallel axes together.
+    must have as many ranks as both data-parallel axes together. An axis ``ep`` of ``expt_device_mesh`` is that along
+    which ranks have different experts.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class FSDPDistributedIndex:
         self.hybrid_fsdp_group, self.hybrid_fsdp_expt_group = hybrid_fsdp_group, hybrid_fsdp_expt_group
         self.dp_mesh = self._data_parallel(device_mesh)
         self.expt_dp_mesh = None if expt_device_mesh is None else self._data_parallel(expt_device_mesh)
+        self.ep_dim = "ep" if expt_device_mesh is not None and "ep" in (expt_device_mesh.mesh_dim_names or ()) else None
         for group, mesh in ((hybrid_fsdp_group, self.dp_mesh), (hybrid_fsdp_expt_group, self.expt_dp_mesh)):
             if group is not None and mesh is not None and group.size() != mesh.size():
                 raise ValueError(

@@ -123,9 +123,9 @@ class GroupBytes:
             self.reducing += self._numel(self._halfway) * self.reduce.itemsize
 
     def _planned(self, shards: int) -> Layout:
-        """As `flatshard.shard_model` has it: cut on a dim that pads little, if the layout and the mesh allow any."""
+        """As `flatshard.shard_model` has it: cut on a dim that pads little, if the layout allows any."""
         shapes = [tensor.shape for tensor in self.tensors]
-        if self.choice.layout == "flat" or sum(is_sharded(p) for p in self.placements.optimizer) > 1:
+        if self.choice.layout == "flat":
             return plan(shapes, shards, layout=self.choice.layout)
         dims = [least_padded_dim(shape, shards) for shape in shapes]
         return plan(shapes, shards, layout=self.choice.layout, dims=dims)

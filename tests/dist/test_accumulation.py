@@ -1,5 +1,7 @@
 """Several backwards per optimizer step: with and without reduction, scoped by `microbatch`, at every gradient scale."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -173,6 +175,29 @@ def _no_last_backward(rank, world, case):
 def test_a_last_micro_batch_without_backward_reduces_what_waits(ranks):
     for case in STRATEGIES:
         ranks(world_of(case), _no_last_backward, case)
+
+
+def _in_flight(rank, world):
+    """A reduce that rests may be on its way when the next one takes up what it has written."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3))
+    reference = copy.deepcopy(model)
+    for layer in model[:2]:
+        fully_shard(layer, mesh=mesh_of(2, world))
+    fully_shard(model, mesh=mesh_of(2, world))
+    model[1].set_reduce_scatter_unused_params(True)  # then the root is reduced last, and first
+    rows = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(1))
+    for number, batch in enumerate(rows):
+        model.set_requires_all_reduce(number == 1)
+        model.set_is_last_backward(number == 1)
+        model(batch.chunk(world)[rank]).square().mean().backward()
+        reference(batch).square().mean().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters()):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+def test_what_rests_is_waited_for(ranks):
+    ranks(4, _in_flight)
 
 
 class Unwrapped(nn.Module):

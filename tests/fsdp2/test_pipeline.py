@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -40,6 +41,7 @@ def _loss(output, target):
 
 ONE = (ScheduleGPipe, Schedule1F1B)  # stage per rank
 VEE = (ScheduleZBVZeroBubble, ScheduleDualPipeV)  # the first rank has the first and the last
+SCHEDULES = (*ONE, ScheduleInterleaved1F1B, ScheduleLoopedBFS, ScheduleInterleavedZeroBubble, *VEE)
 
 
 def _pipeline(rank, world, kind):
@@ -136,6 +138,96 @@ def _tied(rank, world):
             optimizer.step()
             optimizer.zero_grad()
     torch.testing.assert_close(part.weight.full_tensor(), reference.weight.data, rtol=1e-4, atol=1e-5)
+
+
+class Ends(nn.Module):
+    """A stage of `Tied` in four: what it has of the embedding, blocks and head, in the order of their use."""
+
+    def __init__(self, stage: int, weight: nn.Parameter | None) -> None:
+        super().__init__()
+        self.stage, self.block = stage, _block()
+        if weight is not None:
+            self.weight = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.embedding(x, self.weight) if self.stage == 0 else x
+        x = x + self.block(x)  # the sum is no view: torch detaches what a stage returns in place
+        return x @ self.weight.T + 0 if self.stage == 3 else x
+
+
+def _ends():
+    torch.manual_seed(8)
+    weight = nn.Parameter(torch.randn(VOCAB, DIM))
+    return [Ends(stage, weight if stage in (0, 3) else None) for stage in range(4)]
+
+
+def _tied_in_a_vee(rank, world, kind, order):
+    """First and last stage are on one rank: one parameter, which has the gradients of both uses, scaled once."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    pp, dp = mesh["pp"], mesh["dp"]
+    first, parts, reference = pp.get_local_rank() == 0, _ends(), nn.Sequential(*_ends())
+    mine = [0, 3] if first else [1, 2]
+    for index in mine[::order]:
+        fully_shard(parts[index].block, mesh=dp, reshard_after_forward=False)
+        fully_shard(parts[index], mesh=dp, reshard_after_forward=False)
+    stages = [PipelineStage(parts[i], i, 4, torch.device("cpu"), group=pp.get_group()) for i in mine]
+    schedule = kind(stages, MICRO, loss_fn=_entropy)
+    held = nn.ModuleList(parts[index] for index in mine)
+    if first:
+        assert parts[0].weight is parts[3].weight
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (held, reference)]
+    for step in range(3):
+        tokens = torch.randint(VOCAB, (2, 2 * MICRO, 3), generator=torch.Generator().manual_seed(step))
+        x, y = (t.chunk(2)[dp.get_local_rank()] for t in tokens)
+        schedule.step(*((x,) if first else ()), **({"target": y} if first else {}))
+        _entropy(reference(tokens[0]), tokens[1]).backward()
+        for index in mine:
+            for (name, ours), theirs in zip(parts[index].named_parameters(), reference[index].parameters()):
+                torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, msg=lambda m, n=name: f"{n}: {m}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, index in zip(held, mine):
+        for sharded, value in zip(ours.parameters(), reference[index].parameters()):
+            torch.testing.assert_close(sharded.full_tensor(), value.data, rtol=1e-4, atol=1e-5)
+
+
+@IN_A_VEE
+@pytest.mark.parametrize(
+    ("kind", "order"),
+    [
+        (ScheduleZBVZeroBubble, 1),
+        (ScheduleDualPipeV, -1),
+        pytest.param(ScheduleZBVZeroBubble, -1, marks=pytest.mark.full),
+        pytest.param(ScheduleDualPipeV, 1, marks=pytest.mark.full),
+    ],
+)
+def test_first_and_last_stage_of_one_rank_share_an_embedding(ranks, kind, order):
+    ranks(4, _tied_in_a_vee, kind, order)
+
+
+def _split(rank, world):
+    """What torch does to a stage: gradients of inputs first, of the parameters that the modules show, later."""
+    stage = _model(2)
+    fully_shard(stage[0])
+    fully_shard(stage)
+    stage.set_is_last_backward(False)
+    stage.set_reshard_after_backward(False)
+    stage.set_requires_gradient_sync(False)
+    x = torch.randn(3, DIM, requires_grad=True)
+    stage(x).sum().backward()  # an ordinary backward is none of that
+    loss = stage(x).sum()
+    with pytest.raises(RuntimeError, match=r"unit '0' was released after its forward.*reshard_after_forward=False"):
+        torch.autograd.grad(loss, x)
+
+
+def test_blocks_that_are_released_cannot_split_their_backward(ranks):
+    ranks(2, _split)
+
+
+def test_all_schedules_of_torch_are_here():
+    public = {name for name in vars(pipelining) if name.startswith("Schedule")}
+    assert public == {kind.__name__ for kind in SCHEDULES}
 
 
 def _entropy(logits, target):

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import flatshard
-from flatshard import fully_shard, fully_shard_optimizer
+from flatshard import _torch, fully_shard, fully_shard_optimizer
+from flatshard._torch import SUBCLASSES_DISPATCH
 
 
 class Net(nn.Module):
@@ -43,6 +44,9 @@ def middle_dim(parameter):
 
 
 def shard(model, choose, **choices):
+    if "outer_strategy" in choices:
+        shape = (2, dist.get_world_size() // 2)
+        choices.setdefault("mesh", init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")))
     for module in model:
         fully_shard(module, shard_placement_fn=choose, **choices)
     return fully_shard(model, shard_placement_fn=choose, **choices)
@@ -78,6 +82,7 @@ def _train(rank, world, choose, wrap, choices):
         torch.testing.assert_close(ours.full_tensor(), theirs.data, rtol=1e-5, atol=1e-6)
 
 
+needs_ragged = pytest.mark.skipif(not SUBCLASSES_DISPATCH, reason="shards over two axes need torch 2.13")
 _clip = torch.nn.utils.clip_grad_norm_
 WIDE = flatshard.MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=torch.float64)
 
@@ -88,6 +93,7 @@ WIDE = flatshard.MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=to
         (2, last_dim, True, {"mp_policy": WIDE}),
         (3, middle_dim, False, {"reshard_after_forward": False}),
         (2, last_dim, False, {"strategy": 2}),
+        pytest.param(4, middle_dim, True, {"outer_strategy": "optim"}, marks=needs_ragged),
         pytest.param(2, middle_dim, True, {}, marks=pytest.mark.full),
         pytest.param(3, last_dim, True, {"strategy": 1, "layout": "auto"}, marks=pytest.mark.full),
         pytest.param(4, middle_dim, False, {"reshard_after_forward": 2}, marks=pytest.mark.full),
@@ -127,10 +133,9 @@ def test_shards_are_those_of_torch_chunk_and_survive_state_dicts(ranks):
     ranks(4, _shards)
 
 
-def _accumulate(rank, world):
+def _accumulate(rank, world, outer):
     """Unreduced gradients of micro-batches, and those that rest, are kept in the order of the buffers."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    reference, model = build(), shard(build(), middle_dim, mesh=mesh)
+    reference, model = build(), shard(build(), middle_dim, outer_strategy=outer)
     data = torch.randn(3, 2 * world, 6, generator=torch.Generator().manual_seed(1))
     for number, batch in enumerate(data):
         model.set_requires_gradient_sync(number != 0)
@@ -141,13 +146,16 @@ def _accumulate(rank, world):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
 
 
-def test_accumulated_gradients_of_any_dim(ranks):
-    ranks(4, _accumulate)
+@pytest.mark.parametrize("outer", ["no_shard", pytest.param("optim", marks=needs_ragged)])
+def test_accumulated_gradients_of_any_dim(ranks, outer):
+    ranks(4, _accumulate, outer)
 
 
 def _checkpoint(rank, world, folder):
-    def make(choose):
-        model = shard(nn.Sequential(Net(), nn.Linear(4, 6), Net()), choose)
+    """Over one axis, cut in other ways, and over two."""
+
+    def make(choose, **choices):
+        model = shard(nn.Sequential(Net(), nn.Linear(4, 6), Net()), choose, **choices)
         return model, fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
 
     torch.manual_seed(0)
@@ -157,23 +165,32 @@ def _checkpoint(rank, world, folder):
         model(x).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    flatshard.checkpoint.save(folder, model, optimizer, progress=False)
-    other, its = make(middle_dim)
-    flatshard.checkpoint.load(folder, other, its, progress=False)
-    for ours, theirs in zip(model.parameters(), other.parameters()):
-        assert torch.equal(ours.full_tensor(), theirs.full_tensor())
-        for key in ("exp_avg", "exp_avg_sq"):
-            mine, loaded = optimizer.state[ours][key], its.state[theirs][key]
-            assert loaded.placements == theirs.placements
-            assert torch.equal(mine.full_tensor(), loaded.full_tensor())
-    saved = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
-    for name, whole in flatshard.checkpoint.iter_full_tensors(other, bucket_bytes=1):
-        assert torch.equal(whole, saved.pop(name))
-    assert not saved
+    ways = [{}, {"outer_strategy": "optim"}, {}] if SUBCLASSES_DISPATCH and world == 4 else [{}]
+    for number, choices in enumerate(ways):
+        flatshard.checkpoint.save(f"{folder}/{number}", model, optimizer, progress=False)
+        other, its = make(middle_dim, **choices)
+        flatshard.checkpoint.load(f"{folder}/{number}", other, its, progress=False)
+        for ours, theirs in zip(model.parameters(), other.parameters()):
+            assert torch.equal(ours.full_tensor(), theirs.full_tensor())
+            for key in ("exp_avg", "exp_avg_sq"):
+                mine, loaded = optimizer.state[ours][key], its.state[theirs][key]
+                assert _torch.is_cut_alike(loaded, theirs)
+                assert torch.equal(mine.full_tensor(), loaded.full_tensor())
+        saved = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+        for name, whole in flatshard.checkpoint.iter_full_tensors(other, bucket_bytes=1):
+            assert torch.equal(whole, saved.pop(name))
+        assert not saved
+        full = get_model_state_dict(other, options=StateDictOptions(full_state_dict=True))
+        assert all(torch.equal(full[name], p.full_tensor()) for name, p in model.named_parameters())
+        twice = {name: 2 * value for name, value in full.items()}
+        set_model_state_dict(model, dict(twice), options=StateDictOptions(full_state_dict=True))
+        assert all(torch.equal(twice[name], p.full_tensor()) for name, p in model.named_parameters())
+        model, optimizer = other, its
 
 
-def test_checkpoints_move_between_dims(ranks, tmp_path):
-    ranks(3, _checkpoint, str(tmp_path / "saved"))
+@pytest.mark.parametrize("world", [3, 4])
+def test_checkpoints_move_between_dims(ranks, tmp_path, world):
+    ranks(world, _checkpoint, str(tmp_path))
 
 
 def _own_mesh(rank, world):

@@ -68,23 +68,28 @@ class ParallelMLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """Every token goes to all experts, of which each rank of the group has one; one process has them all."""
+    """Every token goes to all experts but one, of which each rank of the group has some; one process has them all."""
 
     def __init__(self, group=None, number=2) -> None:
         super().__init__()
         self.group, self.number = group, number
         torch.manual_seed(2)
         whole = [nn.Linear(DIM, DIM) for _ in range(number)]
-        self.local = nn.ModuleList(whole if group is None else [whole[group.rank()]])
+        count = number if group is None else number // group.size()
+        self.first = 0 if group is None else count * group.rank()
+        self.idle = -1  # gets no token
+        self.local = nn.ModuleList(whole[self.first : self.first + count])
         if group is not None:
             for parameter in self.local.parameters():
                 parameter.allreduce = False
 
     def forward(self, x):
+        used = [expert for number, expert in enumerate(self.local, self.first) if number != self.idle]
         if self.group is None:
-            return x + sum(torch.tanh(expert(x)) for expert in self.local) / self.number
+            return x + sum(torch.tanh(expert(x)) for expert in used) / self.number
         everyones = _Gathered.apply(x, self.group)
-        made = _Copied.apply(torch.tanh(self.local[0](everyones)), self.group)  # gradients of all ranks' rows
+        made = sum((torch.tanh(expert(everyones)) for expert in used), 0 * everyones)
+        made = _Copied.apply(made, self.group)  # gradients of all ranks' rows
         made = _Summed.apply(made, self.group) / self.number
         return x + made.chunk(self.group.size())[self.group.rank()]
 
@@ -107,9 +112,9 @@ class _Gathered(torch.autograd.Function):
 
 
 class Model(nn.Module):
-    def __init__(self, tp=None, ep=None) -> None:
+    def __init__(self, tp=None, ep=None, experts=2) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([ParallelMLP(tp), Experts(ep), ParallelMLP(tp)])
+        self.layers = nn.ModuleList([ParallelMLP(tp), Experts(ep, experts), ParallelMLP(tp)])
         torch.manual_seed(3)
         self.head = nn.Linear(DIM, 3)
 

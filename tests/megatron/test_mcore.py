@@ -122,28 +122,159 @@ def test_the_loop_with_tensor_parallelism_by_marks(ranks, tmp_path):
     ranks(4, _tensor_parallel, tmp_path / "checkpoint")
 
 
-def _experts(rank, world):
-    groups = groups_of(dp_cp=[[0, 1, 2, 3]], expt_dp=[[0, 2], [1, 3]], ep=[[0, 1], [2, 3]])
-    model = wrapped(Model(ep=groups.ep), groups)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-    optimizer = DistributedOptimizer(optimizer, [model], [model.param_and_grad_buffer])
-    loop(model, optimizer, rank, world, 3)
-    reference = Model()
+EXPERTS = 4
+# Each with the number of optimizer instances, of which several make it hybrid.
+LAYOUTS = [
+    (1, {"dp_cp": [[0, 1, 2, 3]], "expt_dp": [[0, 2], [1, 3]], "ep": [[0, 1], [2, 3]]}),
+    (1, {"dp_cp": [[0, 1, 2, 3]], "expt_dp": [[0], [1], [2], [3]], "ep": [[0, 1, 2, 3]]}),
+    (
+        2,
+        {
+            "dp_cp": [[0, 1, 2, 3]],
+            "intra_dp_cp": [[0, 1], [2, 3]],
+            "inter_dist_opt": [[0, 2], [1, 3]],
+            "intra_expt_dp": [[0], [1], [2], [3]],
+            "ep": [[0, 1], [2, 3]],
+        },
+    ),
+]
+
+
+def _experts(rank, world, folder):
+    """One step in each layout, each going on with what the one before has saved; and one of the experts is idle."""
+    reference, norms = Model(experts=EXPERTS), []
     theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-4)
-    for batch in data(3):
+    for number, batch in enumerate(data(len(LAYOUTS))):
+        reference.layers[1].idle = number
         for rows in batch:
             (reference(rows).square().mean() / MICRO).backward()
+        for parameter in reference.layers[1].local[number].parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        norms.append(nn.utils.clip_grad_norm_(reference.parameters(), CLIP).item())
         theirs.step()
         theirs.zero_grad()
-    mine = groups.ep.rank()
-    plain = {name.replace(f"local.{mine}.", "local.0."): p for name, p in reference.named_parameters()}
-    for name, parameter in model.module.module.named_parameters():
-        torch.testing.assert_close(whole(parameter), plain[name].data, rtol=2e-4, atol=2e-5, msg=name)
+    for number, ((instances, members), batch) in enumerate(zip(LAYOUTS, data(len(LAYOUTS)))):
+        groups = groups_of(**members)
+        built = Model(ep=groups.ep, experts=EXPERTS)
+        built.layers[1].idle = number
+        model = wrapped(built, groups, num_distributed_optimizer_instances=instances)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+        optimizer = DistributedOptimizer(optimizer, [model], [model.param_and_grad_buffer], clip_grad=CLIP)
+        if number:
+            target = {"model": model.sharded_state_dict(), "optimizer": optimizer.sharded_state_dict(is_loading=True)}
+            dcp.load(target, checkpoint_id=f"{folder}/{number - 1}")
+            model.load_state_dict(target["model"])
+            optimizer.load_state_dict(target["optimizer"])
+        found = loop(model, optimizer, rank, world, 1, [batch])
+        assert found == pytest.approx(norms[number : number + 1], rel=1e-4), (number, found, norms)
+        state = {"model": model.sharded_state_dict(), "optimizer": optimizer.sharded_state_dict()}
+        dcp.save(state, checkpoint_id=f"{folder}/{number}")
+    plain = dict(reference.named_parameters())
+    assert [name for name in state["model"] if "local" in name] == [
+        f"layers.1.local.{2 * groups.ep.rank() + number}.{name}" for number in range(2) for name in ("weight", "bias")
+    ]
+    for name, value in state["model"].items():
+        torch.testing.assert_close(whole(value), plain[name].data, rtol=2e-4, atol=2e-5, msg=name)
+        moment = whole(state["optimizer"]["state"][name]["exp_avg"])
+        torch.testing.assert_close(moment, theirs.state[plain[name]]["exp_avg"], rtol=2e-4, atol=2e-5, msg=name)
+    outer = {"num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": "optim"}
+    with pytest.raises(NotImplementedError, match="marked as cut along ep"):
+        wrapped(Model(ep=groups.ep, experts=EXPERTS), groups, **outer)
+    model.load_state_dict(dict(reference.state_dict()), strict=False)  # one process's, whole
+    for name, value in model.state_dict().items():
+        assert torch.equal(whole(value), plain[name].data), name
 
 
-def test_the_loop_with_experts_by_marks(ranks):
+def test_the_loop_with_experts_by_marks(ranks, tmp_path):
     """Their gradients are means over all ranks, whose data has reached them, not over those that hold them."""
-    ranks(4, _experts)
+    ranks(4, _experts, str(tmp_path))
+
+
+class Grouped(nn.Module):
+    def forward(self, x):
+        return x
+
+
+def _names(rank, world):
+    """Experts that are numbered by the ends of their names, and stacks of them."""
+    groups = groups_of(dp_cp=[[0, 1]], expt_dp=[[0], [1]], ep=[[0, 1]])
+    held = nn.Linear(DIM, DIM, bias=False)
+    held.experts = Grouped()
+    for name, shape in (("weight0", (2, DIM)), ("weight1", (2, DIM)), ("stack", (3, DIM, 2))):
+        held.experts.register_parameter(name, nn.Parameter(torch.full(shape, float(rank))))
+        getattr(held.experts, name).allreduce = False
+    model = wrapped(nn.Sequential(held, ParallelMLP()), groups)
+    state = model.state_dict()
+    first = 2 * rank
+    names = [f"0.experts.weight{first}", f"0.experts.weight{first + 1}", "0.experts.stack"]
+    assert list(state)[:4] == ["0.weight", *names]
+    assert [tuple(state[name].shape) for name in names] == [(2, DIM), (2, DIM), (6, DIM, 2)]
+    groups = groups_of(dp_cp=[[0], [1]], tp=[[0, 1]])
+    strided = Model(tp=groups.tp)
+    strided.layers[0].up.weight.partition_stride = 2
+    strided.layers[1] = nn.Identity()
+    model = wrapped(strided, groups)
+    state = model.state_dict()
+    assert list(state)[:2] == ["layers.0.up.weight.stride_2_of_2", "layers.0.up.bias"]
+    model.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"missing \['layers.0.up.weight'\]"):
+        model.load_state_dict({name.removesuffix("2") + "4" * (name[-1] == "2"): v for name, v in state.items()})
+
+
+def test_names_of_experts_and_strides(ranks):
+    ranks(2, _names)
+
+
+def _chunks(rank, world, folder):
+    """Virtual pipelining: a rank has several models, and one optimizer."""
+    mesh = groups_of(dp_cp=[[0, 1]])
+
+    def build():
+        chunks = [wrapped(nn.Sequential(ParallelMLP(), ParallelMLP()), mesh) for _ in range(2)]
+        optimizer = torch.optim.AdamW([p for chunk in chunks for p in chunk.parameters()], lr=1e-2, eps=1e-4)
+        buffers = [chunk.param_and_grad_buffer for chunk in chunks]
+        return chunks, DistributedOptimizer(optimizer, chunks, buffers, clip_grad=CLIP)
+
+    def step(chunks, optimizer, batch):
+        with chunks[0].no_sync(), chunks[1].no_sync():
+            chunks[1](chunks[0](batch[0].chunk(world)[rank])).square().mean().backward()
+        chunks[1](chunks[0](batch[1].chunk(world)[rank])).square().mean().backward()
+        for chunk in chunks:
+            chunk.finish_grad_sync()
+            chunk.scale_gradients(1 / MICRO)
+        norm = optimizer.step()[1]
+        optimizer.zero_grad()
+        return norm
+
+    reference = nn.Sequential(*(ParallelMLP() for _ in range(4)))
+    theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-4)
+    chunks, optimizer = build()
+    for number, batch in enumerate(data(2)):
+        if number:
+            dcp.save({"optimizer": optimizer.sharded_state_dict(), **_by_chunk(chunks)}, checkpoint_id=folder)
+            chunks, optimizer = build()
+            target = {"optimizer": optimizer.sharded_state_dict(is_loading=True), **_by_chunk(chunks)}
+            dcp.load(target, checkpoint_id=folder)
+            optimizer.load_state_dict(target["optimizer"])
+            for place, chunk in enumerate(chunks):
+                chunk.load_state_dict(target[f"model{place}"])
+        for rows in batch:
+            (reference(rows).square().mean() / MICRO).backward()
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), CLIP).item()
+        theirs.step()
+        theirs.zero_grad()
+        assert step(chunks, optimizer, batch) == pytest.approx(norm, rel=1e-4)
+    held = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    for ours, plain in zip(held, reference.parameters()):
+        torch.testing.assert_close(whole(ours), plain.data, rtol=2e-4, atol=2e-5)
+
+
+def _by_chunk(chunks):
+    return {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(chunks)}
+
+
+def test_several_model_chunks(ranks, tmp_path):
+    ranks(2, _chunks, str(tmp_path / "saved"))
 
 
 def _orders(rank, world):

@@ -42,6 +42,14 @@ def test_fewer_experts_than_ranks_are_cut_across():
             shard_model(flat, layout="flat")
             assert flat.experts.placements == (Shard(0),)
     payload = sum(p.numel() for p in on_meta().parameters())
+    if SUBCLASSES_DISPATCH:
+        with rehearse(64, "free"):
+            square = init_device_mesh("cpu", (8, 8), mesh_dim_names=("outer", "inner"))
+            for layout in ("tensor", "auto"):  # of two axes that both cut, HFSDP
+                both = on_meta()
+                table = shard_model(both, mesh=square, outer_strategy="optim", layout=layout)
+                assert [placement.dim for placement in both.experts.placements] == [1, 1]
+                assert table.bytes_per_rank == pytest.approx(4 * payload / 64, rel=0.01)
     for model in (chosen, auto):
         assert model.experts.placements == (Shard(1),)
         assert model.router.weight.placements == model.out.weight.placements == (Shard(0),)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -51,6 +52,9 @@ class GlobalLayout:
         return tuple(slot.offset for slot in self.engine.slots)
 
 
+Shapes: TypeAlias = Iterable[Sequence[int]] | GlobalLayout
+
+
 class DBuffer:
     """Tensors of ``tensor_shapes`` (or of another buffer's layout), as far as this rank holds them.
 
@@ -62,7 +66,7 @@ class DBuffer:
         self,
         mesh: DeviceMesh,
         placements: Iterable[Placement],
-        tensor_shapes: Iterable[Sequence[int]] | GlobalLayout,
+        tensor_shapes: Shapes,
         dtype: torch.dtype,
         device: torch.device | str,
         *,
@@ -89,7 +93,7 @@ class DBuffer:
         cls,
         mesh: DeviceMesh,
         placements: Iterable[Placement],
-        tensor_shapes: Iterable[Sequence[int]] | GlobalLayout,
+        tensor_shapes: Shapes,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> DBuffer:
@@ -98,11 +102,7 @@ class DBuffer:
 
     @classmethod
     def from_local(
-        cls,
-        local_buffer: torch.Tensor,
-        mesh: DeviceMesh,
-        placements: Iterable[Placement],
-        tensor_shapes: Iterable[Sequence[int]] | GlobalLayout,
+        cls, local_buffer: torch.Tensor, mesh: DeviceMesh, placements: Iterable[Placement], tensor_shapes: Shapes
     ) -> DBuffer:
         """A buffer over memory that is there: flat, contiguous, and of the right size."""
         if local_buffer.dim() != 1 or not local_buffer.is_contiguous():
@@ -111,12 +111,7 @@ class DBuffer:
 
     @classmethod
     def distribute_tensors(
-        cls,
-        tensors: Iterable[torch.Tensor],
-        mesh: DeviceMesh,
-        placements: Iterable[Placement],
-        *,
-        block_size: int = 1,
+        cls, tensors: Iterable[torch.Tensor], mesh: DeviceMesh, placements: Iterable[Placement], *, block_size: int = 1
     ) -> DBuffer:
         """Keep this rank's part of whole tensors that it has. Nothing is communicated."""
         given = [tensor.detach().contiguous() for tensor in tensors]
