@@ -70,6 +70,12 @@ class FSDPState:
         return tuple(self.unit.modules)
 
     @property
+    def _modules_to_run_forward(self) -> set[nn.Module]:
+        """Of several modules that are one unit, those that a forward which has begun has not come to."""
+        modules, call = self._modules, self.unit.call
+        return {module for module in modules if call is not None and id(module) in call.left} if modules[1:] else set()
+
+    @property
     def _is_root(self) -> bool | None:
         """Whether it is the outermost unit; None before there has been a forward."""
         return None if self.unit.scope is None else self.unit.scope.units[0] is self.unit
