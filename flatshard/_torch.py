@@ -23,12 +23,14 @@ from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as FSDPState
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -912,9 +914,10 @@ def mark_managed(module: nn.Module) -> None:
 
 
 def let_torch_find(state: Any, module: nn.Module) -> None:
-    """Make ``state`` what torch's own `fully_shard.state(module)` returns."""
+    """Make ``state`` what torch's own `fully_shard.state(module)`, and those who look for units, find."""
     states: dict[Any, Any] = module.__dict__.setdefault(STATE_KEY, {})
     states[inspect.unwrap(fully_shard)] = state
+    _module_state_mapping.setdefault(module, weakref.ref(state))
 
 
 def is_replicated(module: nn.Module) -> bool:

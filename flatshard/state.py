@@ -31,6 +31,13 @@ class FSDPParamGroup:
 
     _module_fqn: str
     fsdp_params: list[FSDPParam]
+    _unit: weakref.ref[Unit]
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the full parameters are here now."""
+        unit = self._unit()
+        return unit is not None and unit.is_gathered
 
     def post_backward(self) -> None:
         """Pipelines ask every group for it; the root's callback does it for all."""
@@ -46,6 +53,11 @@ class FSDPState:
     def __init__(self, module: nn.Module, unit: Unit) -> None:
         self._known, self._unit = weakref.ref(module), weakref.ref(unit)
 
+    # Code that looks for units asks whether it is one of PyTorch's. It inherits nothing: what is missing is told.
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return _torch.FSDPState
+
     @property
     def unit(self) -> Unit:
         """The engine's own state of the module."""
@@ -56,6 +68,12 @@ class FSDPState:
     @property
     def _modules(self) -> tuple[nn.Module, ...]:
         return tuple(self.unit.modules)
+
+    @property
+    def _modules_to_run_forward(self) -> set[nn.Module]:
+        """Of several modules that are one unit, those that a forward which has begun has not come to."""
+        modules, call = self._modules, self.unit.call
+        return {module for module in modules if call is not None and id(module) in call.left} if modules[1:] else set()
 
     @property
     def _is_root(self) -> bool | None:
@@ -81,7 +99,7 @@ class FSDPState:
         for group in unit.groups:
             names = Names(group, root)
             found += [FSDPParam(names[index], member.sharded) for index, member in enumerate(group.members)]
-        return [FSDPParamGroup(fqn, found)] if found else []
+        return [FSDPParamGroup(fqn, found, self._unit)] if found else []
 
     @property
     def _fsdp_param_group(self) -> FSDPParamGroup | None:

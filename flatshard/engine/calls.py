@@ -30,7 +30,7 @@ class Call:
 
     __slots__ = (
         *("__weakref__", "_all", "_nodes", "_over", "backward", "forward"),
-        *("blind", "in_recompute", "left", "outer", "passed", "reading", "running", "unit", "watches"),
+        *("blind", "in_recompute", "inner", "left", "outer", "passed", "reading", "running", "unit", "watches"),
     )
 
     def __init__(
@@ -43,6 +43,7 @@ class Call:
         self.left = set(modules)  # modules that have not ended
         self._all = modules
         self.running: set[int] = set()  # modules that have begun and not ended
+        self.inner: int | None = None  # of a method that runs as a forward: forwards of its module that run within it
         self.in_recompute = recompute  # it was made within a backward
         self.watches = True  # its graph is the one that a backward will go through
         self.backward = 0  # that has reached an output last, by number
@@ -53,6 +54,10 @@ class Call:
         self.blind = 0  # modules that have none: nothing tells when a backward has been through them
         self.reading = 0  # of these, modules whose backward reads weights, which that of an embedding does not
         self.passed = False  # a backward has been through all of it, or never will be
+
+    def contains(self, module: nn.Module) -> bool:
+        """Whether a forward of a module, which begins or ends now, is one that a method of it runs: `generate` does."""
+        return self.inner is not None and id(module) in self.running
 
     def goes_on_with(self, module: nn.Module) -> bool:
         """Whether a forward of one of the unit's modules, which begins now, is part of this call."""

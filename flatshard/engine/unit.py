@@ -180,6 +180,9 @@ class Unit:
         scope = scope_of(self, module) if self.scope is None else self.scope
         recompute = _torch.in_backward()
         call = self.call
+        if call is not None and call.contains(module):
+            call.inner = (call.inner or 0) + 1
+            return self._cast_inputs(args, kwargs)
         if call is None or not call.goes_on_with(module):
             if recompute:
                 scope.begin_backward()
@@ -221,6 +224,8 @@ class Unit:
             output = cast_floating(self.policy.output_dtype, output)
         call = self.call
         assert call is not None
+        if call.inner:
+            return output
         if _torch.transforming():
             output, grads = watch_transformed(functools.partial(gradient_at_output, call), output)
             with _torch.Untransformed():
@@ -264,6 +269,9 @@ class Unit:
         call = self.call
         if call is None or id(module) not in call.running:
             return
+        if call.inner:
+            call.inner -= 1
+            return
         # A recompute that stops early raises too, but enters nothing.
         call.running.discard(id(module))
         scope = self.scope
@@ -271,10 +279,15 @@ class Unit:
             scope.entry = None  # what comes next starts a pass of its own, and clears what is left of this one
 
     def call_as_forward(self, module: nn.Module, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a method of one of the modules as if it were its forward. Within a forward it is a plain call."""
+        """Call a method of one of the modules as if it were its forward. Within a forward it is a plain call.
+
+        And forwards of the module within it are: they are parts of one pass.
+        """
         if self.call is not None and id(module) in self.call.running:
             return method(*args, **kwargs)
         args, kwargs = self._pre_forward(module, args, kwargs)
+        assert self.call is not None
+        self.call.inner = 0
         try:
             return self._post_forward(module, args, method(*args, **kwargs))
         finally:

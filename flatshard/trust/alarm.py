@@ -36,6 +36,8 @@ _RAISED = "flatshard/raised"
 _TICK = 1.0  # seconds between two looks at the store, per 512 ranks
 _STALLED = 3  # looks without a launch after which the record is settled
 GRACE = 3.0  # seconds that the others have to post why they end
+# Work that a process group written in Python has made of a future answers so to a limit of time: it knows none.
+_WITHOUT_LIMIT = "with finite timeout not implemented"
 
 
 class PeerError(RuntimeError):
@@ -119,6 +121,9 @@ class Alarm:
 
     def outwait(self, work: Any, what: Callable[[], str], error: BaseException) -> None:
         """A wait for work has ended with an error. Goes on waiting if it was only impatient."""
+        if _WITHOUT_LIMIT in str(error):
+            work.wait()
+            return
         while True:
             if work.is_completed():
                 raise self.explain(what(), error) from error

@@ -2,59 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-import flatshard
-
 pytest.importorskip("transformers", minversion="5")
 accelerate = pytest.importorskip("accelerate")
 from tests.bench.script import free_port  # noqa: E402
 from tests.ecosystem.architectures import ARCHITECTURES  # noqa: E402
+from tests.ecosystem.launch import WAYS, is_ours, launched  # noqa: E402
 
 pytestmark = [pytest.mark.full, pytest.mark.limit(300)]
-WAYS = ("ours", "theirs")
 LAYER = "LlamaDecoderLayer"
-
-
-@contextlib.contextmanager
-def _launched(rank, world, port, way):
-    """As `accelerate launch` starts ranks. Accelerate does not shard on CPUs, so it takes them for GPUs."""
-    from accelerate.state import AcceleratorState, DistributedType, PartialState
-
-    made = PartialState.__init__
-
-    def as_gpus(self, *args, **kwargs):
-        made(self, *args, **kwargs)
-        if self.distributed_type == DistributedType.MULTI_CPU:
-            self.distributed_type = DistributedType.MULTI_GPU
-
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
-    environment = {name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "127.0.0.1"}
-    if way == "ours":
-        flatshard.install()
-    try:
-        with mock.patch.dict(os.environ, environment), mock.patch.object(PartialState, "__init__", as_gpus):
-            yield
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        flatshard.uninstall()
-
-
-def _is_ours(model):
-    return isinstance(model, flatshard.FSDPModule)
 
 
 def _accelerated(rank, world, way, precision, folder, port):
     """Losses, norms and whole weights of three steps; state saved, spoilt and loaded."""
     architecture = ARCHITECTURES["llama-tied"]
     batches = [architecture.inputs(torch.Generator().manual_seed(number)) for number in range(8)]
-    with _launched(rank, world, port, way):
+    with launched(rank, world, port, way):
         plugin = accelerate.FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
@@ -66,7 +34,7 @@ def _accelerated(rank, world, way, precision, folder, port):
         model = architecture.make().train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         model, optimizer = accelerator.prepare(model, optimizer)
-        assert _is_ours(model) == (way == "ours")
+        assert is_ours(model) == (way == "ours")
         found = []
         for number in range(3):
             with accelerator.accumulate(model):
@@ -108,7 +76,7 @@ def _trained(rank, world, way, folder, port):
     data = [{name: value[0] for name, value in row.items()} for row in rows]
     found = []
     for steps in (2, 4):
-        with _launched(rank, world, port, way):
+        with launched(rank, world, port, way):
             arguments = TrainingArguments(
                 folder,
                 use_cpu=True,
@@ -125,7 +93,7 @@ def _trained(rank, world, way, folder, port):
             )
             trainer = Trainer(model=architecture.make().train(), args=arguments, train_dataset=data)
             trainer.train(resume_from_checkpoint=steps > 2)
-            assert _is_ours(trainer.model) == (way == "ours")
+            assert is_ours(trainer.model) == (way == "ours")
             found += [entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-2:]
             trainer.save_model(f"{folder}/final")
     return found, sorted(os.listdir(f"{folder}/final"))

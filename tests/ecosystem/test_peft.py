@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from flatshard import fully_shard, gathered, shard_model
+from flatshard import fully_shard, gathered, no_shard, shard_model
 
 pytestmark = pytest.mark.limit(300)
 
@@ -110,3 +111,31 @@ def _bytes(rank, world):
 
 def test_integers_are_gathered_as_they_are(ranks):
     ranks(2, _bytes)
+
+
+def _whole_base(rank, world):
+    """torchao's weights say not how they travel: a frozen base of them stays whole, what is trained is sharded."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    quantize_(model, Int8WeightOnlyConfig())
+    model.requires_grad_(False)
+    model.append(nn.Linear(64, 8))
+    reference = copy.deepcopy(model)
+    refused = fully_shard(copy.deepcopy(model[0]))
+    with pytest.raises(TypeError, match=r"Int8Tensor.*flatshard\.no_shard"):
+        refused(torch.ones(1, 64))
+    for layer in model[:2]:
+        no_shard(layer.weight)
+    fully_shard(model)
+    batches = torch.randn(world, 3, 64, generator=torch.Generator().manual_seed(1))
+    model(batches[rank]).square().mean().backward()
+    (sum(reference(batch).square().mean() for batch in batches) / world).backward()
+    torch.testing.assert_close(_whole(model[2].weight.grad), reference[2].weight.grad)
+
+
+@pytest.mark.full
+def test_quantised_weights_of_torchao_stay_whole(ranks):
+    pytest.importorskip("torchao")
+    ranks(2, _whole_base)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+import flatshard
 from flatshard import FSDPModule, shard_model
 from flatshard.checkpoint import export_safetensors, load_safetensors
 
@@ -66,6 +67,87 @@ def _train(rank, world, name, choices, recompute):
 def test_training_and_generation_equal_one_process(ranks, name):
     for units in ranks(2, _train, name, {}, None):
         assert units >= 3
+
+
+def _stops(rank, world):
+    """A generation that ends early on the first rank, which goes through the forwards of the other with it."""
+    architecture = ARCHITECTURES["qwen3-moe"]
+    model, reference = architecture.make(), architecture.make()
+    shard_model(model)
+    prompt = torch.arange(5).view(1, 5) + 7
+    choices = {"max_new_tokens": 8, "do_sample": False}
+    third = int(reference.generate(prompt, **choices, eos_token_id=None)[0, 7])
+    choices["eos_token_id"] = third if rank == 0 else None
+    wanted = reference.generate(prompt, **choices)
+    assert torch.equal(model.generate(prompt, **choices), wanted)
+    return wanted.shape[1]
+
+
+def test_ranks_generate_until_the_last_one_stops(ranks):
+    first, second = ranks(2, _stops)
+    assert first < second == 13
+
+
+def _dropped(rank, world):
+    """Every rank leaves out other layers, drawn by itself."""
+    config = transformers.Wav2Vec2Config(
+        hidden_size=16,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        intermediate_size=32,
+        conv_dim=(8, 8),
+        conv_stride=(4, 4),
+        conv_kernel=(4, 4),
+        num_feat_extract_layers=2,
+        vocab_size=12,
+        layerdrop=0.5,
+        mask_time_prob=0.0,
+        num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+    )
+    torch.manual_seed(0)
+    model = transformers.Wav2Vec2ForCTC(config).train()
+    shard_model(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    torch.manual_seed(1 + rank)
+    for _ in range(6):
+        loss = model(torch.randn(2, 800), labels=torch.randint(1, 12, (2, 4))).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.isfinite(loss)
+
+
+@pytest.mark.full
+def test_layers_that_ranks_drop_by_chance(ranks):
+    ranks(2, _dropped)
+
+
+def _loaded(rank, world, folder):
+    """Transformers shards a model itself while it loads it, by what it takes for PyTorch's `fully_shard`."""
+    from transformers.distributed import DistributedConfig
+
+    architecture = ARCHITECTURES["llama"]
+    reference = architecture.make()
+    if rank == 0:
+        reference.save_pretrained(folder)
+    dist.barrier()
+    flatshard.install()
+    try:
+        made = getattr(transformers, architecture.model)
+        model = made.from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=world))
+        assert isinstance(model, FSDPModule)
+        inputs = architecture.inputs(torch.Generator().manual_seed(rank))
+        torch.testing.assert_close(model(**inputs).loss, reference(**inputs).loss)
+        for (title, parameter), wanted in zip(model.named_parameters(), reference.parameters()):
+            torch.testing.assert_close(_whole(parameter), wanted, rtol=0, atol=0, msg=title)
+    finally:
+        flatshard.uninstall()
+
+
+@pytest.mark.full
+def test_transformers_loads_into_a_model_that_it_shards(ranks, tmp_path):
+    ranks(2, _loaded, str(tmp_path / "model"))
 
 
 @pytest.mark.full

@@ -1,5 +1,6 @@
 """Methods other than forward, registered so that they gather and release their unit."""
 
+import copy
 import gc
 import weakref
 
@@ -101,3 +102,56 @@ def _casts(rank, world):
 
 def test_a_registered_method_casts_and_holds_no_module(ranks):
     ranks(2, _casts)
+
+
+class Roller(nn.Module):
+    """With a method that runs forwards, and uses parameters in between, as `generate` does."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+        self.head = nn.Linear(4, 4)
+        self.fails = False
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        if self.fails:
+            raise KeyError("asked to")
+        return self.head(x)
+
+    def roll(self, x):
+        for _ in range(3):
+            x = torch.tanh(self(x)) + self.head.weight.mean()
+        return self.head(x)
+
+
+def _rolled(rank, world, reshard):
+    torch.manual_seed(0)
+    model = Roller()
+    reference = copy.deepcopy(model)
+    for module in (*model.blocks, model):
+        fully_shard(module, reshard_after_forward=reshard)
+    register_fsdp_forward_method(model, "roll")
+    batches = torch.randn(world, 2, 4, generator=torch.Generator().manual_seed(1))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
+    for _ in range(3):
+        with torch.no_grad():
+            torch.testing.assert_close(model.roll(batches[rank]), reference.roll(batches[rank]))
+        (model.roll(batches[rank]).square().mean() + model(batches[rank]).mean()).backward()
+        losses = [reference.roll(batch).square().mean() + reference(batch).mean() for batch in batches]
+        (sum(losses) / world).backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad.full_tensor(), reference.get_parameter(name).grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        model.fails = True
+        with pytest.raises(KeyError):
+            model.roll(batches[rank])
+        model.fails = False
+
+
+@pytest.mark.parametrize("reshard", [None, True])
+def test_a_registered_method_may_run_forwards_of_its_module(ranks, reshard):
+    ranks(2, _rolled, reshard)

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_init import _get_managed_modules
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.pipelining import Schedule1F1B
 
 import flatshard
@@ -68,7 +70,14 @@ def _installed(rank, world):
         assert (group._module_fqn, [p._param_fqn for p in group.fsdp_params]) == ("0", ["0.weight", "0.bias"])
         with pytest.raises(AttributeError, match=r"_comm_ctx: of PyTorch's private FSDPState"):
             state._comm_ctx  # noqa: B018
+        assert isinstance(state, FSDPState)
+        assert _get_managed_modules((model,)) == [model]  # the others have units of their own
         model(torch.ones(2, 4)).sum().backward()
+        shown = [group.is_unsharded]
+        for change in (model[0].unshard, model[0].reshard):
+            change()
+            shown.append(group.is_unsharded)
+        assert shown == [False, True, False]
     finally:
         log.removeHandler(handler)
         flatshard.uninstall()

@@ -80,6 +80,8 @@ def _policies(rank, world):
     other = fully_shard(nn.Linear(4, 4), offload_policy=torch_fsdp.CPUOffloadPolicy(pin_memory=False))
     other(torch.ones(1, 4)).sum().backward()
     assert other.weight.grad.device.type == "cpu"
+    plain = fully_shard(nn.Linear(4, 4), mp_policy=None, offload_policy=None)  # no choice
+    assert plain(torch.ones(1, 4)).dtype == torch.float32
     for wrong in ({"mp_policy": torch.bfloat16}, {"offload_policy": "cpu"}):
         with pytest.raises(TypeError):
             fully_shard(nn.Linear(4, 4), **wrong)

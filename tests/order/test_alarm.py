@@ -7,11 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch._C._distributed_c10d import _create_work_from_future
 
+from flatshard.buffer.lanes import Ticket
 from flatshard.cli import main
 from flatshard.trust.blame import blame, read_records
 from flatshard.trust.record import CAPACITY, Record, decoded, in_range, ranges
@@ -207,3 +211,13 @@ def test_blame_of_what_is_no_record(tmp_path, capsys):
 @pytest.mark.parametrize("ranks", [[0], [0, 1], [0, 1, 2], [1, 3, 5], [0, 1, 5], [4, 3]])
 def test_ranks_in_short(ranks):
     assert in_range(ranges(ranks)) == ranks
+
+
+def test_work_that_knows_no_limit_of_time_is_waited_for():
+    """As a process group has it that is written in Python."""
+    future = torch.futures.Future()
+    done = threading.Timer(0.2, future.set_result, [[torch.ones(1)]])
+    done.start()
+    Ticket(works=[_create_work_from_future(future)]).wait()
+    assert future.done()
+    done.join()
