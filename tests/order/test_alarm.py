@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from flatshard.cli import main
+from flatshard.trust.alarm import Alarm
 from flatshard.trust.blame import blame, read_records
 from flatshard.trust.record import CAPACITY, Record, decoded, in_range, ranges
 from tests.bench.script import free_port
@@ -207,3 +209,17 @@ def test_blame_of_what_is_no_record(tmp_path, capsys):
 @pytest.mark.parametrize("ranks", [[0], [0, 1], [0, 1, 2], [1, 3, 5], [0, 1, 5], [4, 3]])
 def test_ranks_in_short(ranks):
     assert in_range(ranges(ranks)) == ranks
+
+
+def test_what_was_said_before_a_restart_is_not_heard_after_it(monkeypatch):
+    """torchrun starts ranks again with the store that it had."""
+    store, first, second = dist.HashStore(), Alarm(), Alarm()
+    for rank, alarm in enumerate((first, second)):
+        alarm._store, alarm._rank, alarm._world = store, rank, 2
+    first.post("ValueError: of the first start")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    second._look()
+    assert second.raised is None
+    first.post("ValueError: of the second start")
+    second._look()
+    assert second.raised == "rank 0 raised ValueError: of the second start"
