@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -123,7 +123,7 @@ class Call:
         """The outputs of a module have been watched."""
         self._open.pop(id(module), None)
 
-    def hook(self, module: nn.Module) -> Callable[[torch.Tensor], None]:
+    def hook(self, module: nn.Module) -> functools.partial[None]:
         """A hook for the outputs of a module."""
         return functools.partial(gradient_at_output, self, self._open.get(id(module)))
 
