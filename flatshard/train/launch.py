@@ -26,6 +26,7 @@ from flatshard.train.meeting import meet
 from flatshard.train.progress import run_with_display
 from flatshard.train.settings import Settings
 from flatshard.train.trainer import Trainer
+from flatshard.trust.alarm import PeerError
 
 _INTERRUPTED = 128 + signal.SIGINT
 
@@ -83,7 +84,7 @@ def join(settings: Settings) -> None:
                 trainer.sample()
         dist.destroy_process_group()
     except Exception as error:
-        if not _torch.lost_a_peer(error):
+        if not (isinstance(error, PeerError) or _torch.lost_a_peer(error)):
             raise
         _end_alone(settings, trainer, error)
 
