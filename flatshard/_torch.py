@@ -642,6 +642,16 @@ def timeout_of(group: ProcessGroup) -> timedelta | None:
     return max(given, default=None)
 
 
+def lost_a_peer(error: BaseException) -> bool:
+    """Whether an exception tells that another rank is gone or does not answer.
+
+    NCCL and the store have classes for it. Gloo raises RuntimeError, which begins with the place in its own source.
+    """
+    return isinstance(error, torch.distributed.DistError) or (
+        isinstance(error, RuntimeError) and "gloo/" in str(error).split("]")[0]
+    )
+
+
 @contextmanager
 def _named(ranks: list[int], name: str) -> Iterator[None]:
     """Within, a process group of these ranks gets this name.

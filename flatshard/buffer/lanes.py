@@ -142,9 +142,13 @@ class _Inside:
             self._outer = _torch.current_stream(self._stream.device_index)
             _torch.set_stream(self._stream)
         self.depth += 1
-        for ticket in self.after:
-            ticket.wait()
-        self.after = ()
+        after, self.after = self.after, ()
+        try:
+            for ticket in after:
+                ticket.wait()
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __exit__(self, *error: object) -> None:
         self.depth -= 1

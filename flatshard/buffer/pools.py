@@ -74,10 +74,12 @@ class Pool:
             tensor = torch.empty(numel, dtype=dtype, device=self.lane.device)
         else:
             slot = self._take(numel * dtype.itemsize)
-            # It may still be read, and torch fills new tensors where algorithms are to be deterministic.
-            with self.lane.entered(slot.released), slot.allocating:
-                tensor = torch.empty(numel, dtype=dtype, device=self.lane.device)
-            self._free.append(slot)
+            try:
+                # It may still be read, and torch fills new tensors where algorithms are to be deterministic.
+                with self.lane.entered(slot.released), slot.allocating:
+                    tensor = torch.empty(numel, dtype=dtype, device=self.lane.device)
+            finally:
+                self._free.append(slot)
         tensor.untyped_storage().resize_(0)
         return tensor
 
@@ -106,8 +108,12 @@ class Pool:
             self._lasting[storage._cdata] = _torch.current_stream(self.lane.device.index)
         else:
             slot = self._take(size) if self.planner is None else self._take_planned(self.planner, tensor, size)
-            with self.lane.entered(slot.released), slot.allocating:
-                storage.resize_(size)
+            try:
+                with self.lane.entered(slot.released), slot.allocating:
+                    storage.resize_(size)
+            except BaseException:  # out of memory
+                self._put_back(slot, tensor)
+                raise
             slot.released = ()
             self._taken[storage._cdata] = slot
         self.live_bytes += size
@@ -131,9 +137,7 @@ class Pool:
             slot, heap = self._taken.pop(storage._cdata, None), self._lasting.pop(storage._cdata, None)
             if slot is not None:
                 slot.released = (self.lane.mark(),)
-                self._free.append(slot)
-                if self.planner is not None:
-                    self.planner.release(tensor)
+                self._put_back(slot, tensor)
             elif heap is not None and heap != _torch.current_stream(self.lane.device.index):
                 self.lane.mark().hold_up(heap)
         storage.resize_(0)
@@ -147,6 +151,12 @@ class Pool:
         self.num_slots -= len(self._free)
         self._planned = [None if slot in self._free else slot for slot in self._planned]
         self._free = []
+
+    def _put_back(self, slot: _Slot, tensor: torch.Tensor) -> None:
+        """A slot that a tensor had, or was to have, is free."""
+        self._free.append(slot)
+        if self.planner is not None:
+            self.planner.release(tensor)
 
     def forget(self) -> None:
         """An exception broke the running pass off: the plan learns nothing from it."""
@@ -194,13 +204,13 @@ class Pool:
 
     def _make(self, size: int) -> _Slot:
         slot = _Slot(size, self.lane.device)
-        self.num_slots += 1
         if slot.pool is not None:
             if self._end is None:
                 self._end = weakref.finalize(self, _let_go, self.lane)
                 self._end.atexit = False
             with self.lane.entered(), slot.allocating:
                 torch.empty(slot.size, dtype=torch.uint8, device=self.lane.device)  # reserves it; freed at once
+        self.num_slots += 1
         return slot
 
 

@@ -26,10 +26,13 @@ class Call:
     So a graph that is thrown away takes its calls along.
 
     In the graph: output --(hook: owns the call)--> ... --> input --(hook: knows the call weakly)--> ...
+
+    Of a list of modules, the input of one may be made of the output of another, which owns the call. So the call does
+    not own the places of inputs in the graph: each is owned by the hooks on the outputs of its own module.
     """
 
     __slots__ = (
-        *("__weakref__", "_all", "_nodes", "_over", "backward", "forward"),
+        *("__weakref__", "_all", "_nodes", "_open", "_over", "backward", "forward"),
         *("blind", "in_recompute", "inner", "left", "outer", "passed", "reading", "running", "unit", "watches"),
     )
 
@@ -47,9 +50,9 @@ class Call:
         self.in_recompute = recompute  # it was made within a backward
         self.watches = True  # its graph is the one that a backward will go through
         self.backward = 0  # that has reached an output last, by number
-        # For each module that has inputs with gradients, where in the graph those are complete. That is towards the
-        # leaves from all that owns the call, which therefore does not own itself.
-        self._nodes: list[Any] = []
+        # For each module that has inputs with gradients, where in the graph those are complete.
+        self._nodes: list[weakref.ref[_Place]] = []
+        self._open: dict[int, _Place] = {}  # of modules that run
         self._over: set[int] = set()  # those that a backward has been through
         self.blind = 0  # modules that have none: nothing tells when a backward has been through them
         self.reading = 0  # of these, modules whose backward reads weights, which that of an embedding does not
@@ -89,13 +92,14 @@ class Call:
             return False
         if nested or self.backward == backward:
             return True
-        for number, node in enumerate(self._nodes):
-            if number not in self._over and _torch.will_be_executed(node):
+        for number, ref in enumerate(self._nodes):
+            place = ref()
+            if place is not None and number not in self._over and _torch.will_be_executed(place.node):
                 return True
         return not self._nodes
 
-    def watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
-        """Arguments to call the forward with, so that `Unit.inputs_passed` follows; whether any needs a gradient."""
+    def watch_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
+        """Arguments to call a module with, so that `Unit.inputs_passed` follows; whether any needs a gradient."""
         wanted = [t for t in tensors_in((args, kwargs) if kwargs else args) if t.requires_grad]
         if not wanted:
             return args, kwargs, False
@@ -105,30 +109,51 @@ class Call:
             # A view, for a gradient of its own: others may use the tensor too. Several times cheaper than a function.
             passed = (first.view_as(first),)
             passed[0].register_hook(functools.partial(_inputs_passed, *who))
-            self._nodes.append(passed[0].grad_fn)
+            self._note(module, passed[0].grad_fn)
             if len(args) == 1 and args[0] is first:
                 return passed, kwargs, True
         else:
             wanted = list({id(t): t for t in wanted}.values())
             passed = _InputsPassed.apply(who, *wanted)  # type: ignore[no-untyped-call]
-            self._nodes.append(passed[0].grad_fn)
+            self._note(module, passed[0].grad_fn)
         instead = {id(tensor): view for tensor, view in zip(wanted, passed)}
         args, kwargs = (map_tensors(lambda t: instead.get(id(t), t), given) for given in (args, kwargs))
         return args, kwargs, True
 
-    def watch_outputs(self, output: Any) -> bool:
+    def _note(self, module: nn.Module, node: Any) -> None:
+        place = self._open[id(module)] = _Place(node)
+        self._nodes.append(weakref.ref(place))
+
+    def close(self, module: nn.Module) -> None:
+        """The outputs of a module have been watched."""
+        self._open.pop(id(module), None)
+
+    def hook(self, module: nn.Module) -> functools.partial[None]:
+        """A hook for the outputs of a module."""
+        return functools.partial(gradient_at_output, self, self._open.get(id(module)))
+
+    def watch_outputs(self, module: nn.Module, output: Any) -> bool:
         """Let `Unit.gradient_at_output` follow when a gradient reaches the output; whether one may.
 
         An output may be that of a unit inside, or the input itself where a rank uses nothing of a unit. A backward is
         to come to the output first, on this rank as on all others, and then to what is inside.
         """
-        hook = functools.partial(gradient_at_output, self)
+        hook = self.hook(module)
         watched = False
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 _torch.hook_first(tensor, hook)
                 watched = True
         return watched
+
+
+class _Place:
+    """Where in the graph the gradients of a module's inputs are complete."""
+
+    __slots__ = ("__weakref__", "node")
+
+    def __init__(self, node: Any) -> None:
+        self.node = node
 
 
 class LeftBehind:
@@ -140,19 +165,23 @@ class LeftBehind:
     def __init__(self) -> None:
         self.places: list[tuple[weakref.ref[nn.Module], str]] | None = None  # None: no forward has been
 
-    def watch(self, call: Call, modules: Sequence[nn.Module], nests: bool) -> None:
-        """``nests``: there are units inside, which watch what is below themselves."""
+    def watch(self, call: Call, module: nn.Module, modules: Sequence[nn.Module], nests: bool) -> None:
+        """After a forward of ``module``, which is one of ``modules``.
+
+        ``nests``: there are units inside, which watch what is below themselves.
+        """
         if self.places is None:
             self.places = []
-            for module in (below for each in modules for below in ((each,) if nests else each.modules())):
-                for name, value in module.__dict__.items():
+            for below in (below for each in modules for below in ((each,) if nests else each.modules())):
+                for name, value in below.__dict__.items():
                     looked_at = not name.startswith("_") and isinstance(value, (torch.Tensor, list, tuple, dict))
                     if looked_at and any(tensor.grad_fn is not None for tensor in tensors_in(value)):
-                        self.places.append((weakref.ref(module), name))
+                        self.places.append((weakref.ref(below), name))
         for ref, name in self.places:
             found = ref()
             if found is not None:
-                call.watch_outputs([t for t in tensors_in(found.__dict__.get(name)) if t.grad_fn is not None])
+                left = [t for t in tensors_in(found.__dict__.get(name)) if t.grad_fn is not None]
+                call.watch_outputs(module, left)
 
 
 def anchored(output: Any, once: bool = False) -> Any:
@@ -204,8 +233,8 @@ def _inputs_passed(
 
 
 @_torch.uncompiled
-def gradient_at_output(call: Call, grad: torch.Tensor | None = None) -> None:
-    """A hook on an output."""
+def gradient_at_output(call: Call, place: _Place | None, grad: torch.Tensor | None = None) -> None:
+    """A hook on an output, which owns the call and the ``place`` of the module's inputs."""
     found = call.unit()
     if found is None:
         return

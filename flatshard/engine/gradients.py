@@ -258,15 +258,15 @@ class Gradients:
 
     def _reduce_to_rest(self, gradients: Sequence[torch.Tensor | None], pool: Pool, name: str) -> Reduction:
         stages, lane = self._stages[: self._rests_after], pool.lane
-        fresh = self._resting is None
-        if self._resting is None:
-            self._resting = self._buffer(stages[-1].placements, self.grad_dtype, self._empty)
-        resting = self._resting
+        resting, fresh = self._resting, self._resting is None
+        if resting is None:
+            resting = self._buffer(stages[-1].placements, self.grad_dtype, self._empty)
         with lane.entered((lane.mark(),)):
             inputs, held = self._inputs(gradients, pool)
             target = self._buffer(stages[-1].placements, self.reduce_dtype, pool.temporary)
             write = functools.partial(_add_or_write, resting, target, fresh, 1.0)
             ticket = self._rested = self._through(stages, inputs, target, pool, held, name, write)
+        self._resting = resting  # once something is on its way there
         return Reduction(ticket, name, [*held, target.local])
 
     # Going all the way

@@ -35,12 +35,13 @@ class Reduction:
     then: Callable[[], None] | None = None
     writes: MainGrads | None = None  # which are its result
 
-    def land(self) -> None:
-        """It has been waited for."""
-        if self.writes is not None:
-            self.writes.in_flight -= 1
-        if self.then is not None:
-            self.then()
+    def wait(self) -> None:
+        """Order the current stream after it. It is not on its way any more, also if that fails."""
+        try:
+            self.ticket.wait()
+        finally:
+            if self.writes is not None:
+                self.writes.in_flight -= 1
 
 
 class Stage:

@@ -574,14 +574,14 @@ class Scope:
         reduction = self._reducing.popleft()
         waits = _waits.active
         if waits is None:
-            reduction.ticket.wait()
+            reduction.wait()
         else:
             with waits.around(f"reduce {reduction.name}", self.device):
-                reduction.ticket.wait()
+                reduction.wait()
         if reduction.then is not None:
             for other in self._reducing:  # of the same group, it may still add to what `then` sees
                 other.ticket.wait()
-        reduction.land()
+            reduction.then()
 
     # Captures
 

@@ -151,7 +151,6 @@ class Compute:
                 self.buffer = buffer
             if not self.is_stale or not buffer.runs():
                 return buffer, self._done
-            self.is_stale = False
             self._fetched = self._home.on_device(main, pool)
             self._codec.encode(self._fetched.runs(), buffer.runs(main.held))
             self.has_read = lane.mark()
@@ -159,6 +158,7 @@ class Compute:
                 self._done = self.has_read
             else:
                 self._done = buffer.gather_in_place(main.placements, lane=lane, name=f"refresh {name}")
+            self.is_stale = False
             return buffer, self._done
 
     def read(self) -> None:
@@ -242,9 +242,8 @@ class Gathered(_Buffered):
         self._fetched = None
         if self.compute is not None:
             self.compute.read()
-        assert self.buffer is not None
-        assert self._pool is not None
-        self._pool.release(self.buffer.local)
+        if self.buffer is not None and self._pool is not None:
+            self._pool.release(self.buffer.local)
         if self._turned is not None:
             self._turned.release()
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import _torch
-from flatshard.engine.calls import Call, LeftBehind, anchored, gradient_at_output
+from flatshard.engine.calls import Call, LeftBehind, anchored
 from flatshard.engine.changes import is_moved
 from flatshard.engine.parameters import Member, Plain, Site
 from flatshard.engine.program import Pass
@@ -201,9 +201,9 @@ class Unit:
         if self.policy.param_dtype is not None:
             args, kwargs = self._cast_inputs(args, kwargs)
         if call.watches:
-            args, kwargs, watched = call.watch_inputs(args, kwargs)
+            args, kwargs, watched = call.watch_inputs(module, args, kwargs)
             if not watched and self._is_anchored:
-                args, kwargs, watched = call.watch_inputs(*anchored((args, kwargs), once=True))
+                args, kwargs, watched = call.watch_inputs(module, *anchored((args, kwargs), once=True))
             if not watched:
                 call.blind += 1
                 call.reading += type(module) is not nn.Embedding
@@ -227,19 +227,19 @@ class Unit:
         if call.inner:
             return output
         if _torch.transforming():
-            output, grads = watch_transformed(functools.partial(gradient_at_output, call), output)
+            output, grads = watch_transformed(call.hook(module), output)
             with _torch.Untransformed():
                 self._end(module, call, grads)
             return output
         grads = False
         if torch.is_grad_enabled():
-            grads = call.watch_outputs(output)
+            grads = call.watch_outputs(module, output)
             if not grads and self._is_anchored:
                 output = anchored(output)
-                grads = call.watch_outputs(output)
+                grads = call.watch_outputs(module, output)
             grads = grads and call.watches
         if grads and self._left_behind.places != []:
-            self._left_behind.watch(call, self.modules, self.nests)
+            self._left_behind.watch(call, module, self.modules, self.nests)
         self._end(module, call, grads)
         return output
 
@@ -248,6 +248,7 @@ class Unit:
         scope = self.scope
         assert scope is not None
         which = id(module)
+        call.close(module)
         call.running.discard(which)
         call.left.discard(which)
         if grads:
@@ -273,6 +274,7 @@ class Unit:
             call.inner -= 1
             return
         # A recompute that stops early raises too, but enters nothing.
+        call.close(module)
         call.running.discard(id(module))
         scope = self.scope
         if self.phase is Phase.FORWARD and not _torch.in_backward() and scope is not None and scope.entry == self.index:

@@ -202,8 +202,13 @@ class Group:
 
     def gather(self, pool: Pool, name: str, lasting: bool = False) -> None:
         """Start gathering full weights, which are to stay for long if ``lasting``. No effect on what is gathered."""
-        if self.ticket is None:
+        if self.ticket is not None:
+            return
+        try:
             self.ticket = self.source.gather(pool, name, lasting, self.all_gather_comm)
+        except BaseException:
+            self.source.release()  # what it has got by then
+            raise
 
     def wait(self) -> None:
         """Wait for the gather, if there is one."""

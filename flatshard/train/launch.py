@@ -9,19 +9,24 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from datetime import timedelta
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from flatshard import _torch
+from flatshard.train import log
 from flatshard.train.data import load_bytes
+from flatshard.train.meeting import meet
 from flatshard.train.progress import run_with_display
 from flatshard.train.settings import Settings
 from flatshard.train.trainer import Trainer
+from flatshard.trust.alarm import PeerError
 
 _INTERRUPTED = 128 + signal.SIGINT
 
@@ -33,6 +38,8 @@ def check(settings: Settings) -> None:
         raise ValueError(f"--processes {settings.processes}: torchrun has started {world}; leave it out")
     if settings.checkpoint is not None and settings.checkpoint.exists() and not settings.checkpoint.is_dir():
         raise ValueError(f"--checkpoint {settings.checkpoint}: not a folder")
+    if settings.losses is not None:
+        log.check(settings.losses)
     settings.rows_per_rank(world or _processes(settings))
     load_bytes(settings)
 
@@ -62,17 +69,39 @@ def join(settings: Settings) -> None:
         torch.cuda.set_device(local_rank)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    mesh = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("dp",))
-    trainer = Trainer(settings, load_bytes(settings), mesh)
-    if dist.get_rank() == 0:
-        run_with_display(trainer)
-    else:
-        for _ in trainer.steps():
-            pass
-        if settings.sample:
-            trainer.sample()
-    dist.destroy_process_group()
+    patience = None if settings.timeout is None else timedelta(seconds=settings.timeout)
+    trainer: Trainer | None = None
+    try:
+        meet("nccl" if kind == "cuda" else "gloo", patience)
+        mesh = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("dp",))
+        trainer = Trainer(settings, load_bytes(settings), mesh)
+        if dist.get_rank() == 0:
+            run_with_display(trainer)
+        else:
+            for _ in trainer.steps():
+                pass
+            if settings.sample:
+                trainer.sample()
+        dist.destroy_process_group()
+    except Exception as error:
+        if not (isinstance(error, PeerError) or _torch.lost_a_peer(error)):
+            raise
+        _end_alone(settings, trainer, error)
+
+
+def _end_alone(settings: Settings, trainer: Trainer | None, error: Exception) -> NoReturn:
+    """Another rank is gone, or does not come: say so, and end. What this rank knows of it is no more than that."""
+    where = "while it started" if trainer is None else f"in step {trainer.reached + 1}"
+    folder = settings.checkpoint
+    kept = "" if folder is None else f"; started again, it continues from the newest checkpoint in {folder}"
+    reason = str(error).strip().split("\n")[0]
+    print(
+        f"flatshard train: rank {os.environ['RANK']} ends {where}: another rank is gone or does not answer{kept}\n"
+        f"  {type(error).__name__}: {reason}",
+        file=sys.stderr,
+        flush=True,
+    )
+    sys.exit(1)
 
 
 def _start(settings: Settings, processes: int) -> int:
@@ -93,10 +122,16 @@ def _start(settings: Settings, processes: int) -> int:
     except SignalException:
         return _INTERRUPTED
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
+        rank, failure = _first(error)
         print(f"flatshard train: rank {rank} failed\n{_traceback(failure.message)}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
     return 0
+
+
+def _first(error: ChildFailedError) -> tuple[int, ProcessFailure]:
+    """The rank that failed first. One that was killed leaves no time; those that ended since had lost it."""
+    killed = [(rank, failure) for rank, failure in error.failures.items() if failure.exitcode < 0]
+    return killed[0] if killed else error.get_first_failure()
 
 
 @contextmanager

@@ -40,6 +40,10 @@ class Settings:
     )
     save_every: Annotated[int, "steps from one checkpoint to the next; the last step is always saved"] = 50
     keep: Annotated[int, "newest checkpoints to keep"] = 2
+    losses: Annotated[
+        Path | None, "file for the losses, a line of JSON per step; a run that continues, continues it"
+    ] = None
+    timeout: Annotated[int | None, "seconds that ranks wait for each other (default: torch's)"] = None
     prompt: Annotated[str | None, "how the sample starts (default: the first words of the text)"] = None
     temperature: Annotated[float, "of the sample; 0 always takes the likeliest byte"] = 0.5
 
@@ -56,6 +60,7 @@ class Settings:
             "ffn",
             "save_every",
             "keep",
+            "timeout",
         ):
             self._require(name, lambda value: value >= 1, "at least 1")
         for name in ("warmup", "weight_decay", "clip", "seed", "sample", "temperature"):
@@ -95,6 +100,8 @@ class Settings:
             "checkpoint",
             "save_every",
             "keep",
+            "losses",
+            "timeout",
             "prompt",
             "temperature",
         )

@@ -13,8 +13,10 @@ from torch.distributed.tensor import DTensor, Partial
 
 from flatshard import checkpoint
 from flatshard.api import fully_shard
+from flatshard.checkpoint.errors import exchange, together
 from flatshard.policy import MixedPrecisionPolicy
 from flatshard.train.data import batch_rows, first_words
+from flatshard.train.log import Log
 from flatshard.train.model import Llama
 from flatshard.train.settings import Settings
 
@@ -46,13 +48,24 @@ class Trainer:
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self._shard()
         self.optimizer = self._make_optimizer()
-        self.done = self._resume()  # steps that a checkpoint has
+        self.done = self.reached = self._resume()  # steps that a checkpoint has, and that have been made
+        self._log: Log | None = None
+        if settings.losses is not None and mesh.get_local_rank() == 0:
+            self._log = Log(settings.losses, self.done)
 
     def _resume(self) -> int:
-        """Continue from the newest checkpoint of the settings; the number of its step, 0 where there is none."""
-        found = None if self.settings.checkpoint is None else checkpoint.latest(self.settings.checkpoint)
-        if found is None:
+        """Continue from the newest checkpoint of the settings; the number of its step, 0 where there is none.
+
+        Rank 0 says which that is: storage that ranks share may show a new folder to some of them later than to others.
+        """
+        folder = self.settings.checkpoint
+        if folder is None:
             return 0
+        ranks = exchange("checkpoint_load")
+        newest = together(ranks, lambda: _name_of(checkpoint.latest(folder)) if ranks.rank == 0 else None)[0]
+        if newest is None:
+            return 0
+        found = folder / newest
         extra = checkpoint.load(found, self.model, self.optimizer)
         recipe = self.settings.recipe
         odd = [flag for flag, value in extra["recipe"].items() if recipe.get(flag) != value]
@@ -85,9 +98,14 @@ class Trainer:
         try:
             for number in range(self.done + 1, self.settings.steps + 1):
                 step = self._step(number)
+                self.reached = number
+                if self._log is not None:
+                    self._log.add(step)
                 if self.settings.checkpoint is not None and self._is_saved(number):
                     saving = self._save(self.settings.checkpoint / f"step-{number}", number)
                 yield step
+            if self._log is not None:
+                self._log.write()
         finally:
             if saving is not None:
                 saving.wait()
@@ -96,6 +114,8 @@ class Trainer:
         return number == self.settings.steps or number % self.settings.save_every == 0
 
     def _save(self, path: Path, number: int) -> checkpoint.Pending:
+        if self._log is not None:
+            self._log.write()
         extra = {"step": number, "recipe": self.settings.recipe}
         return checkpoint.save(path, self.model, self.optimizer, extra, keep_last=self.settings.keep, asynchronous=True)
 
@@ -135,3 +155,7 @@ class Trainer:
             written = torch.cat((written, following), dim=1)
         self.model.train()
         return bytes(written[0].tolist()).decode(errors="replace")
+
+
+def _name_of(path: Path | None) -> str | None:
+    return None if path is None else path.name

@@ -32,12 +32,19 @@ from typing import Any
 
 from flatshard.trust.record import record
 
-_RAISED = "flatshard/raised"
 _TICK = 1.0  # seconds between two looks at the store, per 512 ranks
 _STALLED = 3  # looks without a launch after which the record is settled
 GRACE = 3.0  # seconds that the others have to post why they end
 # Work that a process group written in Python has made of a future answers so to a limit of time: it knows none.
 _WITHOUT_LIMIT = "with finite timeout not implemented"
+
+
+def _key(name: str) -> str:
+    """A key in the store. torchrun keeps that when it starts ranks again: what those before them said is not for them.
+
+    Nodes count restarts each for itself. Where they differ, ranks of one are not told, and find out by their waits.
+    """
+    return f"flatshard/start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}"
 
 
 class PeerError(RuntimeError):
@@ -89,7 +96,7 @@ class Alarm:
         record.tell(error=text)
         if self._store is not None:
             try:
-                self._store.compare_set(_RAISED, "", f"{self._rank} {text}")
+                self._store.compare_set(_key("raised"), "", f"{self._rank} {text}")
             except RuntimeError as error:
                 # The process is ending already, and its own error is what its user must see.
                 print(f"flatshard: the other ranks could not be told: {_line(error)}", file=sys.stderr)
@@ -101,7 +108,7 @@ class Alarm:
             return PeerError(f"{what}: {_line(error)}")
         answers = ""
         try:
-            self._store.set(f"flatshard/roll/{self._calls}/{self._rank}", what)
+            self._store.set(_key(f"roll/{self._calls}/{self._rank}"), what)
             absent = self._absent()
             if not absent and self.raised is None:
                 answers = self._answers()
@@ -147,13 +154,13 @@ class Alarm:
         return self._silent(others)
 
     def _answered(self, ranks: Sequence[int]) -> bool:
-        return bool(self._store.check([f"flatshard/roll/{self._calls}/{rank}" for rank in ranks]))
+        return bool(self._store.check([_key(f"roll/{self._calls}/{rank}") for rank in ranks]))
 
     def _answers(self) -> str:
         """What others wait for, of those who are not too many to ask."""
         said = {}
         for rank in range(min(self._world, 16)):
-            said[rank] = self._store.get(f"flatshard/roll/{self._calls}/{rank}").decode(errors="replace")
+            said[rank] = self._store.get(_key(f"roll/{self._calls}/{rank}")).decode(errors="replace")
         return "; ".join(f"rank {rank} waits for {what}" for rank, what in said.items())
 
     def _silent(self, ranks: Sequence[int]) -> list[int]:
@@ -168,9 +175,9 @@ class Alarm:
     def _look(self) -> None:
         """See whether another rank has raised."""
         store = self._store
-        if store is None or self.raised is not None or not store.check([_RAISED]):
+        if store is None or self.raised is not None or not store.check([_key("raised")]):
             return
-        rank, _, text = store.get(_RAISED).decode(errors="replace").partition(" ")
+        rank, _, text = store.get(_key("raised")).decode(errors="replace").partition(" ")
         if int(rank) != self._rank:
             self.raised = f"rank {rank} raised {text}"
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatshard import SchedulePolicy, fully_shard, microbatch, summary
-from flatshard.buffer import Lane, Planner, Pool
+from flatshard.buffer import Lane, Planner, Pool, Ticket
 from flatshard.buffer.planned import make_plan
 from flatshard.buffer.pools import _Slot
 from flatshard.engine.unit import scope_of, unit_of
@@ -146,6 +146,43 @@ def test_a_pass_that_is_broken_off_leaves_nothing_in_the_plan():
     equal((pool.planner.plans, pool.planner.missed), (1, 1))
     run_pass(pool, buffers, [], "over")
     equal((pool.planner.plans, pool.planner.statistics.slots), (2, 2))
+
+
+def test_a_slot_whose_memory_cannot_be_had_is_free_again(monkeypatch):
+    """Out of memory in the middle of `allocate`: the plan goes on as if it had not been asked for."""
+    pool = Pool(Lane("test", CPU), Planner())
+    tensors = [pool.empty(MIB, torch.uint8) for _ in range(2)]
+
+    def refuse(*_):
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.UntypedStorage, "resize_", refuse)
+        for tensor in tensors:
+            with pytest.raises(torch.OutOfMemoryError):
+                pool.allocate(tensor)
+    assert (pool.live_buffers, len(pool._taken), len(pool._free)) == (0, 0, pool.num_slots)
+    pool.forget()
+    for tensor in tensors:
+        pool.allocate(tensor)
+        pool.release(tensor)
+    pool.end_pass()
+    assert pool.planner is not None
+    assert (pool.planner.plans, len(pool.planner.plan.sizes)) == (1, 1)
+
+
+def test_a_lane_is_left_where_a_wait_fails():
+    lane = Lane("test", CPU)
+
+    def fail():
+        raise RuntimeError("of the wait")
+
+    with pytest.raises(RuntimeError, match="of the wait"), lane.entered((Ticket(then=fail),)):
+        pass
+    assert lane.inside.depth == 0
+    with lane.entered():
+        assert lane.inside.depth == 1
+    assert lane.inside.depth == 0
 
 
 def test_buffers_that_are_gone_leave_the_plan():

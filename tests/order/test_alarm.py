@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 
 from flatshard.buffer.lanes import Ticket
 from flatshard.cli import main
+from flatshard.trust.alarm import Alarm
 from flatshard.trust.blame import blame, read_records
 from flatshard.trust.record import CAPACITY, Record, decoded, in_range, ranges
 from tests.bench.script import free_port
@@ -221,3 +223,17 @@ def test_work_that_knows_no_limit_of_time_is_waited_for():
     Ticket(works=[_create_work_from_future(future)]).wait()
     assert future.done()
     done.join()
+
+
+def test_what_was_said_before_a_restart_is_not_heard_after_it(monkeypatch):
+    """torchrun starts ranks again with the store that it had."""
+    store, first, second = dist.HashStore(), Alarm(), Alarm()
+    for rank, alarm in enumerate((first, second)):
+        alarm._store, alarm._rank, alarm._world = store, rank, 2
+    first.post("ValueError: of the first start")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    second._look()
+    assert second.raised is None
+    first.post("ValueError: of the second start")
+    second._look()
+    assert second.raised == "rank 0 raised ValueError: of the second start"

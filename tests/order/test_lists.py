@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 import flatshard
+from flatshard.engine.calls import Call
 from tests.order.cases import BOTH, backward_of_all, compare, grads_of, make, optimizer_of, rows, weights_of
 
 pytestmark = [pytest.mark.xdist_group("interpreters"), pytest.mark.limit(30)]
@@ -89,3 +92,19 @@ def _part(rank, world):
 
 def test_a_part_of_a_list_that_is_cast_alone_is_named(interpreters):
     interpreters(2, _part)
+
+
+def _forgotten(rank, world):
+    """Of [norm, output] the output's input is made of what the norm returns: the graph must not own itself."""
+    model = shard(make(), BOTH[0])
+    for with_backward in (True, True, False):
+        loss = model(rows(rank)).square().mean()
+        if with_backward:
+            loss.backward()
+        del loss
+        gc.collect()
+        assert not [each for each in gc.get_objects() if isinstance(each, Call)]
+
+
+def test_a_step_leaves_nothing_of_its_graph(interpreters):
+    interpreters(2, _forgotten)
