@@ -10,6 +10,7 @@ from flatshard.install import install, uninstall
 from flatshard.model import shard_model
 from flatshard.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from flatshard.optim.clip import clip_grad_norm_, find_nonfinite, grad_norms, weight_norms
+from flatshard.optim.shared import sum_shared_gradients
 from flatshard.optim.step import fully_shard_optimizer
 from flatshard.policy import (
     CPUOffloadPolicy,
@@ -58,6 +59,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "shard_model",
     "share_comm_ctx",
+    "sum_shared_gradients",
     "summary",
     "uninstall",
     "weight_norms",

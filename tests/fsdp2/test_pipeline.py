@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
@@ -131,7 +130,7 @@ def _tied(rank, world):
         tokens = torch.randint(VOCAB, (2, 2 * MICRO, 3), generator=torch.Generator().manual_seed(step))
         x, y = (t.chunk(2)[dp.get_local_rank()] for t in tokens)
         schedule.step(*((x,) if first else ()), **({} if first else {"target": y}))
-        dist.all_reduce(part.weight.grad.to_local(), group=pp.get_group())
+        flatshard.sum_shared_gradients(part.weight, pp)
         _entropy(reference(tokens[0]), tokens[1]).backward()
         torch.testing.assert_close(part.weight.grad.full_tensor(), reference.weight.grad)
         for optimizer in optimizers:
@@ -236,3 +235,20 @@ def _entropy(logits, target):
 
 def test_first_and_last_stage_share_an_embedding(ranks):
     ranks(4, _tied)
+
+
+def _far_ends(rank, world):
+    """Stages in between have nothing to do with it; several dtypes, and a gradient that is missing."""
+    stages = init_device_mesh("cpu", (world,), mesh_dim_names=("pp",))
+    held = [nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16, torch.float32)]
+    for number, parameter in enumerate(held[: 2 if rank == 0 else 3]):
+        parameter.grad = torch.full_like(parameter, rank + number + 1)
+    flatshard.sum_shared_gradients(held, stages)
+    wanted = [2.0, 3.0, 4.0] if rank == 1 else [4.0, 6.0, 5.0]
+    assert [parameter.grad.tolist() for parameter in held] == [[value] * 2 for value in wanted]
+    with pytest.raises(ValueError, match="one axis"):
+        flatshard.sum_shared_gradients(held, None)
+
+
+def test_gradients_of_both_ends_are_added(ranks):
+    ranks(3, _far_ends)
