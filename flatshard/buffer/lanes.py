@@ -179,7 +179,7 @@ class Lane:
         self._patience = patience
         self.inside = _Inside(self.stream)
         self._groups: dict[tuple[DeviceMesh, int, bool], ProcessGroup] = {}
-        self._backends: dict[ProcessGroup, str] = {}
+        self._backends = _Backends(self.device)
         self._wires = _Wires(name)
 
     def group(self, mesh: DeviceMesh, axis: int) -> ProcessGroup:
@@ -307,7 +307,7 @@ class Lane:
         options = _torch.REDUCE_SCATTER[op]
         if group.size() == 1 or not inputs:
             works = _copied(outputs, inputs)
-        elif self._backend(group) != "gloo":
+        elif self._backends[group] != "gloo":
             works = [_torch.reduce_scatter_coalesced(group, list(outputs), list(inputs), options)]
         elif self.stream is None:
             works, reduce = _exchange_pieces(group, outputs, inputs, op)
@@ -394,18 +394,13 @@ class Lane:
 
     def backend(self, mesh: DeviceMesh, axis: int) -> str:
         """The name of what this lane communicates by along an axis."""
-        return self._backend(self.group(mesh, axis))
-
-    def _backend(self, group: ProcessGroup) -> str:
-        if group not in self._backends:
-            self._backends[group] = _torch.backend_name(group, self.device)
-        return self._backends[group]
+        return self._backends[self.group(mesh, axis)]
 
     def _lowered(
         self, group: ProcessGroup, op: Op, outputs: Sequence[torch.Tensor]
     ) -> tuple[Op, Callable[[], None] | None]:
         """The operation that the backend knows, and what remains to be done to the outputs."""
-        if op != "avg" or self._backend(group) not in _WITHOUT_AVG:
+        if op != "avg" or self._backends[group] not in _WITHOUT_AVG:
             return op, None
         return "sum", lambda: torch._foreach_div_(list(outputs), group.size())
 
@@ -441,6 +436,18 @@ def _abort() -> None:
         _torch.abort_nccl(group)
 
 
+class _Backends(dict[ProcessGroup, str]):
+    """The names of what serves tensors of a device in process groups."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __missing__(self, group: ProcessGroup) -> str:
+        self[group] = name = _torch.backend_name(group, self._device)
+        return name
+
+
 class _Wires(dict[ProcessGroup, Wire]):
     """A lane's process groups as the flight record knows them: by the lane and the ranks."""
 
@@ -468,7 +475,7 @@ class Gather:
         outputs, inputs = list(_as_bytes(outputs)), list(_as_bytes(inputs))
         if group.size() == 1:
             call = _gather_alone
-        elif lane._backend(group) != "gloo":
+        elif lane._backends[group] != "gloo":
             call = _gather_coalesced
         elif lane.stream is None and len(inputs) > 1:
             call = _gather_packed

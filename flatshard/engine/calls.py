@@ -52,15 +52,11 @@ class Call:
         self.backward = 0  # that has reached an output last, by number
         # For each module that has inputs with gradients, where in the graph those are complete.
         self._nodes: list[weakref.ref[_Place]] = []
-        self._open: dict[int, _Place] = {}  # of modules that run
+        self._open: dict[nn.Module, _Place] = {}  # of modules that run
         self._over: set[int] = set()  # those that a backward has been through
         self.blind = 0  # modules that have none: nothing tells when a backward has been through them
         self.reading = 0  # of these, modules whose backward reads weights, which that of an embedding does not
         self.passed = False  # a backward has been through all of it, or never will be
-
-    def contains(self, module: nn.Module) -> bool:
-        """Whether a forward of a module, which begins or ends now, is one that a method of it runs: `generate` does."""
-        return self.inner is not None and id(module) in self.running
 
     def goes_on_with(self, module: nn.Module) -> bool:
         """Whether a forward of one of the unit's modules, which begins now, is part of this call."""
@@ -109,28 +105,26 @@ class Call:
             # A view, for a gradient of its own: others may use the tensor too. Several times cheaper than a function.
             passed = (first.view_as(first),)
             passed[0].register_hook(functools.partial(_inputs_passed, *who))
-            self._note(module, passed[0].grad_fn)
+            place = self._open[module] = _Place(passed[0].grad_fn)
+            self._nodes.append(weakref.ref(place))
             if len(args) == 1 and args[0] is first:
                 return passed, kwargs, True
         else:
             wanted = list({id(t): t for t in wanted}.values())
             passed = _InputsPassed.apply(who, *wanted)  # type: ignore[no-untyped-call]
-            self._note(module, passed[0].grad_fn)
+            place = self._open[module] = _Place(passed[0].grad_fn)
+            self._nodes.append(weakref.ref(place))
         instead = {id(tensor): view for tensor, view in zip(wanted, passed)}
         args, kwargs = (map_tensors(lambda t: instead.get(id(t), t), given) for given in (args, kwargs))
         return args, kwargs, True
 
-    def _note(self, module: nn.Module, node: Any) -> None:
-        place = self._open[id(module)] = _Place(node)
-        self._nodes.append(weakref.ref(place))
-
     def close(self, module: nn.Module) -> None:
         """The outputs of a module have been watched."""
-        self._open.pop(id(module), None)
+        self._open.pop(module, None)
 
     def hook(self, module: nn.Module) -> functools.partial[None]:
         """A hook for the outputs of a module."""
-        return functools.partial(gradient_at_output, self, self._open.get(id(module)))
+        return functools.partial(gradient_at_output, self, self._open.get(module))
 
     def watch_outputs(self, module: nn.Module, output: Any) -> bool:
         """Let `Unit.gradient_at_output` follow when a gradient reaches the output; whether one may.
@@ -138,7 +132,7 @@ class Call:
         An output may be that of a unit inside, or the input itself where a rank uses nothing of a unit. A backward is
         to come to the output first, on this rank as on all others, and then to what is inside.
         """
-        hook = self.hook(module)
+        hook = functools.partial(gradient_at_output, self, self._open.get(module))
         watched = False
         for tensor in tensors_in(output):
             if tensor.requires_grad:

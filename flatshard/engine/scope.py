@@ -299,10 +299,12 @@ class Scope:
         """The running pass has come to a unit: launch its gather, if there is to be one, and those of the next."""
         if self._lingering is None or self._lingering[0] != unit.index:  # else it is run again: nobody else's affair
             self.program.need(unit.index, self._comes_later)
-        self._ahead.discard(unit.index)
+        is_ahead = unit.index in self._ahead
+        if is_ahead:
+            self._ahead.discard(unit.index)
         if self._retained == unit.index:
             self._retained = None  # in use again
-        if gather and not unit.is_gathered:
+        if gather and not is_ahead and not unit.is_gathered:
             self.gather(unit)
         self._gather_next(unit, self.policy.max_gathered - 1)
 
@@ -538,16 +540,15 @@ class Scope:
         unit, group = self._at(number)
         if group is None:
             return
-        gradients, goal = group.gradients, self._goal(unit, group)
+        gradients = group.gradients
+        goal = self._goal(unit, group) if self._one_of_several else gradients.goal(unit.goal)
         unused = unit.settings.reduces_unused and gradients.expected and goal is not Goal.UNREDUCED
         if unused or gradients.waiting or (gradients.has_partial and goal is Goal.FINAL):
             self._reduce(number, goal)
 
     def _goal(self, unit: Unit, group: Group) -> Goal:
-        """How far the gradients of a group go now."""
-        if self._one_of_several and self._is_awaited_elsewhere(group):
-            return Goal.UNREDUCED
-        return group.gradients.goal(unit.goal)
+        """How far the gradients of a group go now, while several roots are asked one after another."""
+        return Goal.UNREDUCED if self._is_awaited_elsewhere(group) else group.gradients.goal(unit.goal)
 
     def _reduce(self, number: int, goal: Goal | None = None) -> None:
         """Start reducing the gradients of one group, as far as its unit says."""
@@ -556,7 +557,8 @@ class Scope:
         while len(self._reducing) >= self.max_reducing:
             self._land()
         gradients, pool = group.gradients, self.reduce_pool
-        goal = self._goal(unit, group) if goal is None else goal
+        if goal is None:
+            goal = self._goal(unit, group) if self._one_of_several else gradients.goal(unit.goal)
         if self.program.announces and goal is not Goal.UNREDUCED:
             self._announce("reduce", unit, unit.numbers.index(number))
         if _torch.profiling():

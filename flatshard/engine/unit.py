@@ -180,8 +180,8 @@ class Unit:
         scope = scope_of(self, module) if self.scope is None else self.scope
         recompute = _torch.in_backward()
         call = self.call
-        if call is not None and call.contains(module):
-            call.inner = (call.inner or 0) + 1
+        if call is not None and call.inner is not None and id(module) in call.running:  # `generate` runs its forward
+            call.inner += 1
             return self._cast_inputs(args, kwargs)
         if call is None or not call.goes_on_with(module):
             if recompute:
