@@ -621,6 +621,11 @@ def default_store() -> Any:
     return c10d._get_default_store()
 
 
+def store_within(store: Any, name: str) -> Any:
+    """The part of a store with keys of this name, as an object of its own."""
+    return c10d.PrefixStore(name, store)
+
+
 def _default_group() -> ProcessGroup:
     default = torch.distributed.group.WORLD
     assert default is not None

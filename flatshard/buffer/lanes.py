@@ -384,7 +384,8 @@ class Lane:
         group = dist.group.WORLD if dist.is_initialized() else None
         if group is None or group.size() == 1 or _torch.backend_name(group, self.device) in _IMAGINED:
             return False
-        alarm.start(_torch.default_store(), dist.get_rank(), group.size(), _abort)
+        store = _torch.default_store()
+        alarm.start(store, _torch.store_within(store, "flatshard"), dist.get_rank(), group.size(), _abort)
         return True
 
     def extremes(self, meshes: Sequence[DeviceMesh], number: int, about: str = "a number") -> tuple[int, int]:

@@ -10,7 +10,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _WORDS = 768  # bytes of one text
 _NONE = -(1 << 62)
+_BLOCK = 512  # bytes that are summed, before their place counts
+_SPREAD = 0x1E3779B97F4A7C15  # odd: the product with it differs in its highest bits, too
 
 
 def patience() -> timedelta | None:
@@ -72,11 +74,15 @@ class Agreement:
         words = [self._words(mine if self._lane.rank == rank else None, about) for rank in (first, other)]
         return f"rank {first}: {words[0]}; rank {other}: {words[1]}"
 
-    def different_values(self, sums: Sequence[int], is_changed: Sequence[bool], about: str) -> list[int]:
-        """Which of these numbers differ between ranks, apart from those that some rank has changed."""
-        numbers = [n for value, changed in zip(sums, is_changed) for n in (value, -value, int(changed))]
+    def different_values(self, held: Sequence[Held], about: str) -> list[int]:
+        """Which of these differ between the ranks that hold parts, apart from those that some rank has changed."""
+        numbers = []
+        for each in held:
+            numbers += [each.sum, -each.sum] if each.has_part else [_NONE, _NONE]
+            numbers.append(int(each.is_changed))
         found = self._lane.most(self._meshes, numbers, about)
-        return [at // 3 for at in range(0, len(found), 3) if not found[at + 2] and found[at] != -found[at + 1]]
+        places = zip(found[::3], found[1::3], found[2::3])
+        return [at for at, (most, least, changed) in enumerate(places) if not changed and _NONE < most != -least]
 
     def odd_one(self, value: int, about: str) -> tuple[int, int]:
         """The first rank, and the first that has another number than that."""
@@ -119,18 +125,13 @@ def _difference(scope: Scope, lane: Lane, mesh: DeviceMesh, first: bool) -> str 
     if told is not None:
         return f"The first difference is, {told}"
     groups = [(unit, group) for unit in units for group in unit.groups if group.mesh == mesh]
-    checked = [(unit, group, group.initial) for unit, group in groups if group.initial is not None]
-    names = [_full_name(unit, member) for unit, group, _ in checked for member in group.members]
-    if not names:
-        return None
-    sums, is_changed = _sums(checked)
-    different = agreement.different_values(sums, is_changed, about)
-    for _, group, _ in checked:
-        group.initial = None
+    names = [_full_name(unit, member) for unit, group in groups for member in group.members]
+    held = [values for _, group in groups for values in _held(group)]
+    different = agreement.different_values(held, about) if held else []
     if not different:
         return None
     at, more = different[0], len(different) - 1
-    ranks = agreement.odd_one(sums[at], about)
+    ranks = agreement.odd_one(held[at].sum, about)
     return (
         f"Parameter '{names[at]}' was sharded with other values on rank {ranks[1]} than on rank {ranks[0]}"
         + (f", and so were {more} more" if more else "")
@@ -172,38 +173,44 @@ class Initial:
     """Sums over the values of a group when it was sharded: of its full parameters, and of this rank's parts."""
 
     def __init__(self, full: Sequence[torch.Tensor]) -> None:
-        self.full = [_checksum(tensor) for tensor in full]
+        self.full = [checksum(tensor) for tensor in full]
         self.parts: list[torch.Tensor] = []
 
     def of_parts(self, group: Group) -> list[torch.Tensor]:
-        return [_checksum(group.main.local_view(index)) for index in range(len(group.members))]
+        return [checksum(group.main.local_view(index)) for index in range(len(group.members))]
 
 
 @torch.no_grad()
-def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """A number over all bytes that changes with any of them, and with the order of rows."""
-    if not tensor.numel():
-        return torch.zeros((), dtype=torch.int64, device=tensor.device)
-    rows = (
-        tensor.detach().contiguous().view(torch.uint8) if tensor.dim() else tensor.detach().reshape(1).view(torch.uint8)
-    )
-    rows = rows.reshape(tensor.shape[0] if tensor.dim() > 1 else tensor.numel(), -1)
-    if rows.shape[1] % 8 == 0:
-        summed = rows.view(torch.int64).sum(1)
-    else:
-        size = next(size for size in (4, 2, 1) if rows.shape[1] % size == 0)
-        summed = rows.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[size]).sum(1, dtype=torch.int64)
-    places = torch.arange(1, 2 * len(summed), 2, device=summed.device)
-    return (summed * places).sum()
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """A number over all bytes that changes with any of them, and with the order of blocks of them. Needs few more."""
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    data = data.clone() if data.storage_offset() % 8 else data  # words must be where words can be
+    whole = len(data) // _BLOCK * _BLOCK
+    blocks = data[:whole].view(torch.int64).view(-1, _BLOCK // 8).sum(1)
+    words = torch.cat([blocks, data[whole:].to(torch.int64)])
+    return (words * torch.arange(1, 2 * len(words) + 1, 2, device=words.device)).sum()
 
 
-def _sums(checked: Sequence[tuple[Unit, Group, Initial]]) -> tuple[list[int], list[bool]]:
-    """Per parameter: the sum that it was sharded with, and whether this rank has changed its part since."""
-    full = [each for _, _, initial in checked for each in initial.full]
-    before = [each for _, _, initial in checked for each in initial.parts]
-    now = [each for _, group, initial in checked for each in initial.of_parts(group)]
-    device = full[0].device
-    table = torch.stack([each.to(device) for each in (*full, *before, *now)]).view(3, -1)
-    # Sums that come to be negated, and of which the lowest number stands for none.
-    sums, *parts = table.tolist()
-    return [value >> 2 for value in sums], [a != b for a, b in zip(*parts)]
+def spread(sums: torch.Tensor) -> torch.Tensor:
+    """Numbers that differ where these do, and leave room: they come to be negated, and the lowest stands for none."""
+    return (sums * _SPREAD) >> 2
+
+
+class Held(NamedTuple):
+    """What a rank knows of the values of a parameter. Ranks without a part of it do not matter, nor do changed ones."""
+
+    sum: int  # of what it was sharded with
+    has_part: bool
+    is_changed: bool  # this rank's part has been written since, or was not there
+
+
+def _held(group: Group) -> list[Held]:
+    """Per parameter. ``initial`` is given up: what is written from now on was not sharded."""
+    initial, group.initial = group.initial, None
+    if initial is None:  # on this rank; others may have had values
+        return [Held(0, False, True)] * len(group.members)
+    device = initial.full[0].device
+    sums = [*initial.full, *initial.parts, *initial.of_parts(group)]
+    full, before, now = torch.stack([each.to(device) for each in sums]).view(3, -1)
+    has_part = [group.main.local_view(index).numel() > 0 for index in range(len(group.members))]
+    return [Held(*each) for each in zip(spread(full).tolist(), has_part, (before != now).tolist())]

@@ -627,6 +627,8 @@ class Scope:
     def _agree(self) -> None:
         """See that all ranks have the same model, before anything is launched for it."""
         if self._talk.watch_over():
+            for unit in self.units:
+                absorb_moved(unit)  # what was put in the place of parameters counts as written
             check_model(self, self._talk, [mesh for mesh in self.meshes if mesh.ndim])
         self._agreement = Agreement(self._talk, self.meshes)
 

@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -52,26 +53,33 @@ class PeerError(RuntimeError):
 
 
 class Alarm:
-    """Of one process. `start` it once there is a process group; with another one it starts anew."""
+    """Of one process. `start` it once there is a process group; with another one it starts anew.
+
+    It ends with the process group, whose store it must not keep: ranks could not meet at that port again.
+    """
 
     def __init__(self) -> None:
         self.raised: str | None = None  # what another rank has posted
         self._abort: Callable[[], None] = lambda: None  # ends what this rank waits for on its device
         self._store: Any = None
+        self._of: weakref.ref[Any] | None = None  # the process group's own, which goes when that is destroyed
+        self._thread: threading.Thread | None = None
         self._rank, self._world = 0, 1
         self._calls = 0
         self._pid = 0
         self._wake: socket.socket | None = None
         self._lock = threading.Lock()
 
-    def start(self, store: Any, rank: int, world: int, abort: Callable[[], None]) -> None:
+    def start(self, of: Any, store: Any, rank: int, world: int, abort: Callable[[], None]) -> None:
         """Watch over a process group: one rank of so many, with the store that it was made with.
 
-        ``abort``: called by another thread when another rank has raised, to end what cannot look for itself.
+        ``of``: the object that lives as long as the process group. ``abort``: called by another thread when another
+        rank has raised, to end what cannot look for itself.
         """
-        if self._store is store and self._pid == os.getpid():
+        if self._of is not None and self._of() is of and self._pid == os.getpid():
             return
         with self._lock:
+            self._of = weakref.ref(of, self._left)
             self._store, self._rank, self._world, self._abort = store, rank, world, abort
             self.raised, self._calls = None, 0
             if self._pid != os.getpid():  # the first time in this process
@@ -87,13 +95,21 @@ class Alarm:
         except OSError as error:
             warnings.warn(f"the flight record is in memory only: {error}; set FLATSHARD_RECORD", stacklevel=2)
 
-    def stop(self) -> None:
-        """There is no process group any more."""
-        self._store = None
+    def _left(self, of: weakref.ref[Any]) -> None:
+        """The process group is no more. If it was an error that ended it, it says so with its last breath."""
+        if of is not self._of:
+            return
+        error = sys.exc_info()[1]
+        if self._pid == os.getpid() and isinstance(error, Exception) and not isinstance(error, PeerError):
+            self._tell_others(f"{type(error).__name__}: {_line(error)}")
+        self._store = self._of = None
 
     def post(self, text: str) -> None:
         """Let the other ranks know what ends this one, unless one of them was first."""
         record.tell(error=text)
+        self._tell_others(text)
+
+    def _tell_others(self, text: str) -> None:
         if self._store is not None:
             try:
                 self._store.compare_set(_key("raised"), "", f"{self._rank} {text}")
@@ -126,16 +142,20 @@ class Alarm:
         where = f"; `flatshard blame {record.folder}` compares the ranks' records" if record.folder else ""
         return PeerError(f"rank {self._rank} was waiting for {what}: {_line(error)}. {who}{where}")
 
-    def outwait(self, work: Any, what: Callable[[], str], error: BaseException) -> None:
-        """A wait for work has ended with an error. Goes on waiting if it was only impatient."""
+    def outwait(self, work: Any, what: Callable[[], str], error: RuntimeError) -> None:
+        """A wait for work has ended with an error. Goes on waiting if it was only impatient, else says why."""
         if _WITHOUT_LIMIT in str(error):
             work.wait()
             return
+        has_ended = False
         while True:
-            if work.is_completed():
+            if _is_of_handler(error, work):
+                raise error
+            if has_ended:
                 raise self.explain(what(), error) from error
             if self.raised is not None:
                 raise PeerError(f"{self.raised}. Rank {self._rank} was waiting for {what()}")
+            has_ended = work.is_completed()  # asked first: what ends while it is waited for may have ended well
             try:
                 work.wait(PATIENCE)
                 return
@@ -191,11 +211,12 @@ class Alarm:
         if threading.current_thread() is threading.main_thread() and _is_free(signal.SIGUSR1):
             before = signal.set_wakeup_fd(outside.fileno(), warn_on_full_buffer=False)
             if before == -1:
-                signal.signal(signal.SIGUSR1, lambda *_: None)
+                signal.signal(signal.SIGUSR1, _leave_to_watch)
             else:  # somebody's event loop: then a dump waits until Python runs
                 signal.set_wakeup_fd(before)
                 signal.signal(signal.SIGUSR1, lambda *_: self._dump())
-        threading.Thread(target=self._watch, args=(inside,), name="flatshard-watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, args=(inside,), name="flatshard-watch", daemon=True)
+        self._thread.start()
 
     def _watch(self, inside: socket.socket) -> None:
         selector = selectors.DefaultSelector()
@@ -206,7 +227,7 @@ class Alarm:
                 woken = inside.recv(4096)
                 if b"\0" in woken:
                     return
-                if bytes([signal.SIGUSR1]) in woken:
+                if bytes([signal.SIGUSR1]) in woken and signal.getsignal(signal.SIGUSR1) is _leave_to_watch:
                     self._dump()
             idle = idle + 1 if record.number == seen else 0
             seen = record.number
@@ -233,6 +254,7 @@ class Alarm:
         """The last thing that this process does in Python."""
         if pid != os.getpid():
             return
+        self._stop_thread()
         if "error" in record.header:
             if record.is_pending():
                 # Its process groups would wait for what will never end, until their time-out, before it is gone.
@@ -241,14 +263,17 @@ class Alarm:
                 sys.stderr.flush()
                 os._exit(1)
             return
-        self._store = None
-        if self._wake is not None:
-            self._wake.send(b"\0")
         folder = record.folder
         record.forget()
-        if folder is not None and folder.exists() and not any(folder.iterdir()):
-            with contextlib.suppress(OSError):  # another rank has just removed it, or put a file there
+        if folder is not None and "FLATSHARD_RECORD" not in os.environ:
+            with contextlib.suppress(OSError):  # other ranks have records there, or have just removed it
                 folder.rmdir()
+
+    def _stop_thread(self) -> None:
+        """A thread that comes back from the store to an interpreter that is gone would abort the process."""
+        if self._wake is not None and self._thread is not None:
+            self._wake.send(b"\0")
+            self._thread.join(_TICK)
 
 
 class _Hook:
@@ -300,6 +325,10 @@ def records_folder() -> Path | None:
     return folder
 
 
+def _leave_to_watch(number: int, frame: object) -> None:
+    """In the place of a handler: the watch has been woken already."""
+
+
 def _is_free(number: int) -> bool:
     """Whether nobody handles a signal: no function of Python's, and none of C's, as `faulthandler` has."""
     if signal.getsignal(number) is not signal.SIG_DFL:
@@ -309,6 +338,12 @@ def _is_free(number: int) -> bool:
     if sigaction is None or sigaction(int(number), None, action) != 0:
         return False
     return not any(action.raw[: ctypes.sizeof(ctypes.c_void_p)])
+
+
+def _is_of_handler(error: RuntimeError, work: Any) -> bool:
+    """Whether it was not a wait that raised, but a handler of a signal that came meanwhile, as DataLoader's does."""
+    trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    return trace is not None and trace.tb_frame.f_code is not getattr(type(work).wait, "__code__", None)
 
 
 def _line(error: BaseException) -> str:

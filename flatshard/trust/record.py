@@ -159,17 +159,25 @@ class Record:
         self._map[:_HEADER] = text.ljust(_HEADER, b"\0")
 
     def keep_in(self, folder: Path, rank: int, **told: Any) -> None:
-        """Be in a file of this folder from now on, which `forget` removes. What was launched so far comes along."""
+        """Be in a file of this folder from now on, which `forget` removes. What was launched so far comes along.
+
+        OSError: it cannot be there. What an earlier process of this rank has left there is gone.
+        """
+        self.tell(rank=rank, **told)
         path = folder / f"rank-{rank}.ring"
         if path == self._path:
             return
-        with path.open("w+b") as file:
-            file.truncate(_SIZE)
-            mapped = mmap.mmap(file.fileno(), _SIZE)
+        path.with_suffix(".json").unlink(missing_ok=True)
+        try:
+            with path.open("w+b") as file:
+                file.write(self._map[:])  # to a full disk this fails here; in a mapping it would kill the process
+                file.flush()
+                mapped = mmap.mmap(file.fileno(), _SIZE)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
         self.forget()
-        mapped[:] = self._map[:]
         self._map, self.folder, self._path = mapped, folder, path
-        self.tell(rank=rank, **told)
 
     def forget(self) -> None:
         """Leave the file, and remove it: nothing went wrong."""

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from flatshard import CPUOffloadPolicy, MixedPrecisionPolicy, SchedulePolicy, fully_shard, gathered
 from flatshard.buffer import Lane
 from flatshard.engine import steps
-from flatshard.engine.agreement import patience
+from flatshard.engine.agreement import checksum, patience, spread
 from flatshard.engine.build import units_below
 from tests.order.cases import DIM, Chain, make, rows, shard
 
@@ -104,6 +104,15 @@ def test_models_that_differ_are_refused_on_all_ranks_and_the_difference_is_named
         assert "ranks differ in their models" in message, setting
 
 
+class Offset(nn.Module):
+    def __init__(self, offset):
+        super().__init__()
+        self.offset = nn.Parameter(offset)
+
+    def forward(self, x):
+        return x + self.offset
+
+
 def _values(rank, world):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
 
@@ -121,12 +130,20 @@ def _values(rank, world):
         for parameter in loaded.parameters():
             parameter.fill_(0.5)  # as a checkpoint would: nothing is left of what they were sharded with
     told.append(_told(loaded, rows(0)))
-    meta = shard(make(device="meta"))
-    meta.to_empty(device="cpu")
+    for devices in ("meta", "meta"), ("cpu", "meta"):  # of the first rank, and of the others
+        meta = shard(make(device=devices[rank > 0]))
+        meta.to_empty(device="cpu")
+        with torch.no_grad():
+            for parameter in meta.parameters():
+                parameter.fill_(0.5)
+        told.append(_told(meta, rows(0)))
+    replaced = fully_shard(nn.Linear(DIM, DIM, bias=False))
+    replaced.weight = nn.Parameter(torch.zeros_like(replaced.weight))
+    told.append(_told(replaced, rows(0)))
+    told.append(_told(fully_shard(Offset(torch.randn(1))), rows(0)))  # nobody but the first rank has a part
     with torch.no_grad():
-        for parameter in meta.parameters():
-            parameter.fill_(0.5)
-    told.append(_told(meta, rows(0)))
+        view = torch.ones(DIM + 1)[1:]  # not where words of eight bytes can be
+    told.append(_told(fully_shard(Offset(view)), rows(0)))
     return told, kept
 
 
@@ -134,8 +151,22 @@ def test_values_are_compared_unless_they_have_been_replaced_or_are_meant_to_diff
     wanted = [parameter.detach() for parameter in make().parameters()]
     for told, kept in interpreters(4, _values):
         assert "Parameter 'output.weight' was sharded with other values on rank 1 than on rank 0" in told[0]
-        assert told[1:] == ["nothing"] * 4
+        assert told[1:] == ["nothing"] * 8
         torch.testing.assert_close(kept, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.zeros(3), torch.zeros(300, 5), torch.zeros(2, 64, dtype=torch.bool), torch.tensor(1.0), torch.arange(999)],
+)
+def test_a_checksum_changes_with_the_lowest_and_the_highest_bit_of_any_element(tensor):
+    data = tensor.clone().reshape(-1).view(torch.uint8)
+    before = spread(checksum(data.view(tensor.dtype)))
+    for place in [*range(0, len(data), max(1, len(data) // 50)), len(data) - 1]:
+        for bit in (1, 128) if tensor.dtype != torch.bool else (1,):
+            data[place] ^= bit
+            assert spread(checksum(data.view(tensor.dtype))) != before
+            data[place] ^= bit
 
 
 def _exchanges(rank, world):

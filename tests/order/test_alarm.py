@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +22,7 @@ from torch._C._distributed_c10d import _create_work_from_future
 
 from flatshard.buffer.lanes import Ticket
 from flatshard.cli import main
-from flatshard.trust.alarm import Alarm
+from flatshard.trust.alarm import Alarm, records_folder
 from flatshard.trust.blame import blame, read_records
 from flatshard.trust.record import CAPACITY, Record, decoded, in_range, ranges
 from tests.bench.script import free_port
@@ -170,6 +174,48 @@ def test_long_names_errors_and_many_groups_fit(tmp_path):
     assert found.entries[0].name.endswith("end")
     assert found.entries[-1].group == "others"
     assert "!" * 100 in found.header["error"]
+
+
+def test_a_wait_that_ends_just_when_it_has_been_given_up_has_ended_well():
+    class Late:
+        waits = 0
+
+        def is_completed(self):
+            return True
+
+        def wait(self, patience):
+            self.waits += 1
+            if self.waits == 1:
+                raise RuntimeError("Operation timed out!")
+
+    work = Late()
+    Ticket(works=[work]).wait()
+    assert work.waits == 2
+
+
+def test_an_error_of_a_signal_handler_is_nobody_elses():
+    def handler(patience):
+        raise RuntimeError("a worker has died")
+
+    class Interrupted:
+        wait = functools.partial(handler)  # as a call of C++, it has no frame of its own
+
+    with pytest.raises(RuntimeError, match=r"^a worker has died$"):
+        Ticket(works=[Interrupted()]).wait()
+
+
+def test_a_record_that_cannot_be_in_its_folder_stays_in_memory(tmp_path, monkeypatch):
+    record, written = Record(), mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with mock.patch("mmap.mmap", written), pytest.raises(OSError, match="No space left"):
+        record.keep_in(tmp_path, 0, world=2)
+    assert list(tmp_path.iterdir()) == []
+    record.append(record.wire("gather 0,1"), 0, "a", 8, _Done())
+    assert record.read().header["world"] == 2
+    (tmp_path / f"flatshard-{os.getuid()}").write_text("of somebody else")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("FLATSHARD_RECORD", raising=False)
+    with pytest.raises(OSError, match="flatshard-"):
+        records_folder()
 
 
 def _recorded(tmp_path, launches):
