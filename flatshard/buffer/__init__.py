@@ -1,7 +1,7 @@
 """Flat local tensors on a mesh, and the only code that communicates."""
 
 from flatshard.buffer.dbuffer import DBuffer, turns
-from flatshard.buffer.lanes import Exchange, Lane, Operation, Ticket, from_first
+from flatshard.buffer.lanes import Exchange, Lane, Operation, Ticket, from_first, watch_over
 from flatshard.buffer.planned import Planner, PoolStatistics
 from flatshard.buffer.pools import Pool
 
@@ -16,4 +16,5 @@ __all__ = [
     "Ticket",
     "from_first",
     "turns",
+    "watch_over",
 ]

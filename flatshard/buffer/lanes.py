@@ -113,6 +113,10 @@ class Ticket:
         """Whether the operation is over, without waiting."""
         return self._then is None and self.has_ended()
 
+    @property
+    def is_on_device(self) -> bool:
+        return self._event is not None
+
     def has_ended(self) -> bool:
         """Whether the communication is over, and did not fail, whatever remains to be done. Any thread may ask."""
         if self._event is not None:
@@ -379,15 +383,6 @@ class Lane:
             found: list[int] = values.tolist()
         return found
 
-    def watch_over(self) -> bool:
-        """Whether there are other ranks. If so, be told from now on what ends them, and tell them what ends this."""
-        group = dist.group.WORLD if dist.is_initialized() else None
-        if group is None or group.size() == 1 or _torch.backend_name(group, self.device) in _IMAGINED:
-            return False
-        store = _torch.default_store()
-        alarm.start(store, _torch.store_within(store, "flatshard"), dist.get_rank(), group.size(), _abort)
-        return True
-
     def extremes(self, meshes: Sequence[DeviceMesh], number: int, about: str = "a number") -> tuple[int, int]:
         """The lowest and the highest of the ranks' numbers."""
         lowest, highest = self.most(meshes, [-number, number], about)
@@ -429,6 +424,16 @@ class Lane:
         record.append(self._wires[group], _KINDS[kind], name, numbytes, ticket)
         self.history.append(Operation(self.launched, kind, name, numbytes, ticket))
         return ticket
+
+
+def watch_over(device: torch.device) -> bool:
+    """Whether there are other ranks. If so, be told from now on what ends them, and tell them what ends this one."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    if group is None or group.size() == 1 or _torch.backend_name(group, device) in _IMAGINED:
+        return False
+    store = _torch.default_store()
+    alarm.start(store, _torch.store_within(store, "flatshard"), dist.get_rank(), group.size(), _abort)
+    return True
 
 
 def _abort() -> None:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from flatshard import _torch
-from flatshard.buffer import DBuffer, from_first
+from flatshard.buffer import DBuffer, from_first, watch_over
 from flatshard.buffer.groups import group_among
 from flatshard.engine.agreement import Initial
 from flatshard.engine.codec import is_extended, unfilled
@@ -269,6 +269,7 @@ def _check_extended(named: Named, dim: int, placements: Placements) -> None:
 
 def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     """Shard the parameters below ``modules`` and hook them up."""
+    watch_over(choices.device)  # ranks that raise before the first forward leave the others waiting there
     borrowed, by_kind, plain, dims = sort_parameters(modules, choices)
     owner = type(modules[0]).__name__
     groups = [

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flatshard import _torch, _waits
-from flatshard.buffer import Lane, Planner, Pool
+from flatshard.buffer import Lane, Planner, Pool, watch_over
 from flatshard.engine import steps
 from flatshard.engine.agreement import Agreement, check_model, digest, patience
 from flatshard.engine.keep import gathered_bytes
@@ -626,7 +626,7 @@ class Scope:
 
     def _agree(self) -> None:
         """See that all ranks have the same model, before anything is launched for it."""
-        if self._talk.watch_over():
+        if watch_over(self._talk.device):
             for unit in self.units:
                 absorb_moved(unit)  # what was put in the place of parameters counts as written
             check_model(self, self._talk, [mesh for mesh in self.meshes if mesh.ndim])

@@ -66,6 +66,7 @@ class Alarm:
         self._thread: threading.Thread | None = None
         self._rank, self._world = 0, 1
         self._calls = 0
+        self._gave_up = False  # something is waited for no more, and has not ended
         self._pid = 0
         self._wake: socket.socket | None = None
         self._lock = threading.Lock()
@@ -154,6 +155,7 @@ class Alarm:
             if has_ended:
                 raise self.explain(what(), error) from error
             if self.raised is not None:
+                self._gave_up = True
                 raise PeerError(f"{self.raised}. Rank {self._rank} was waiting for {what()}")
             has_ended = work.is_completed()  # asked first: what ends while it is waited for may have ended well
             try:
@@ -232,7 +234,7 @@ class Alarm:
             idle = idle + 1 if record.number == seen else 0
             seen = record.number
             if idle == _STALLED and seen:
-                record.settle()
+                record.settle(unasked=True)
             told = self.raised
             try:
                 self._look()
@@ -256,7 +258,7 @@ class Alarm:
             return
         self._stop_thread()
         if "error" in record.header:
-            if record.is_pending():
+            if self._gave_up or record.is_pending():
                 # Its process groups would wait for what will never end, until their time-out, before it is gone.
                 logging.shutdown()
                 sys.stdout.flush()

@@ -34,6 +34,9 @@ _SIZE = _HEADER + _GROUPS + CAPACITY * _ENTRY.size
 class Ended(Protocol):
     """Of what was launched."""
 
+    @property
+    def is_on_device(self) -> bool: ...
+
     def has_ended(self) -> bool: ...
 
 
@@ -134,11 +137,14 @@ class Record:
             self._names[name],
         )  # fmt: skip
 
-    def settle(self) -> None:
-        """Write down of everything whether it has ended by now."""
+    def settle(self, unasked: bool = False) -> None:
+        """Write down of everything whether it has ended by now. ``unasked``: of what is on a device, leave it open.
+
+        Asking for an event from another thread would break a capture that this process may be in.
+        """
         now = time.time()
         for slot, launched in enumerate(self._launched):
-            if launched is not None and launched.has_ended():
+            if launched is not None and not (unasked and launched.is_on_device) and launched.has_ended():
                 self._launched[slot] = None
                 _ENDED.pack_into(self._map, _HEADER + _GROUPS + slot * _ENTRY.size + _ENDED_AT, now)
         self.tell(looked=now)

@@ -42,6 +42,9 @@ for layer in model:
     flatshard.fully_shard(layer)
 flatshard.fully_shard(model)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
+if sys.argv[1] == "early" and dist.get_rank() == 1:
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    raise ValueError("there is no data at all")
 for step in range(1, 5):
     if step == 3 and dist.get_rank() == 1:
         what = sys.argv[1]
@@ -99,6 +102,15 @@ def test_a_rank_that_raises_ends_the_others_with_its_error(job, tmp_path, capsys
 
 
 @pytest.mark.limit(120)
+def test_a_rank_that_raises_before_its_first_forward_ends_the_others_too(job):
+    processes = job("early")
+    for rank in (0, 2):
+        _, said = processes[rank].communicate(timeout=100)
+        assert processes[rank].returncode == 1
+        assert "PeerError: rank 1 raised ValueError: there is no data at all" in said
+
+
+@pytest.mark.limit(120)
 def test_a_rank_that_is_killed_is_named_by_the_others_and_by_the_records(job, tmp_path):
     processes = job("kill")
     said = {rank: processes[rank].communicate(timeout=100)[1] for rank in (0, 2)}
@@ -134,6 +146,8 @@ def test_a_rank_that_hangs_shows_its_record_on_a_signal(job, tmp_path):
 
 
 class _Done:
+    is_on_device = False
+
     def __init__(self, ended=True):
         self.ended = ended
 
