@@ -55,6 +55,10 @@ class Source:
     def release(self) -> None:
         """Give the memory back, once the current stream is done with it."""
 
+    def give_up(self) -> None:
+        """A gather has raised: give back what it has got by then."""
+        self.release()
+
     def park(self, mesh: DeviceMesh) -> None:
         """Before a release after forward: keep this rank's part on a smaller mesh, for backward to gather from."""
 
@@ -161,6 +165,10 @@ class Compute:
             self.is_stale = False
             return buffer, self._done
 
+    def settle(self) -> None:
+        """Wait for a refresh that nobody else will wait for."""
+        self._done.wait()
+
     def read(self) -> None:
         """The last refresh has been waited for."""
         self._fetched = None
@@ -246,6 +254,11 @@ class Gathered(_Buffered):
             self._pool.release(self.buffer.local)
         if self._turned is not None:
             self._turned.release()
+
+    def give_up(self) -> None:
+        if self.compute is not None:
+            self.compute.settle()
+        self.release()
 
     def mark_stale(self) -> None:
         self._parked = None

@@ -207,7 +207,7 @@ class Group:
         try:
             self.ticket = self.source.gather(pool, name, lasting, self.all_gather_comm)
         except BaseException:
-            self.source.release()  # what it has got by then
+            self.source.give_up()
             raise
 
     def wait(self) -> None:

@@ -42,7 +42,7 @@ class Skipping(Net):
 class Case:
     """A way to shard and to train."""
 
-    def __init__(self, world=2, recompute=None, micro=1, shape="blocks", planned=False, skips=False, **choices):
+    def __init__(self, world=2, recompute=None, micro=1, shape="blocks", planned=False, skips=None, **choices):
         self.world, self.recompute, self.micro = world, recompute, micro
         self.shape, self.planned, self.skips, self.choices = shape, planned, skips, choices
 
@@ -64,7 +64,7 @@ class Case:
         """Forward and backward of all micro-batches."""
         (tokens,) = batches(1, 4 * self.world)
         for number, part in enumerate(tokens.chunk(self.world)[rank].chunk(self.micro)):
-            model.left_out = 1 if self.skips and number == rank else -1
+            model.left_out = 1 if self.skips and number == (rank if self.skips == "apart" else 0) else -1
             with microbatch(model, is_first=number == 0, is_last=number == self.micro - 1):
                 loss_of(model, part).backward()
 
@@ -78,7 +78,8 @@ CASES = {
     "hfsdp": Case(world=4, micro=2, strategy="optim_grads_params", outer_strategy="optim", layout="flat"),
     "reentrant": Case(recompute="reentrant"),
     "non-reentrant": Case(recompute="non-reentrant", planned=True),
-    "optional": Case(shape="optional", micro=2, skips=True),
+    "optional": Case(shape="optional", micro=2, skips="alike"),
+    "optional-apart": Case(shape="optional", micro=2, skips="apart"),
     "list": Case(shape="list", reshard_after_forward=False),
     "planned": Case(planned=True, micro=2),
     "parked": Case(world=4, reshard_after_forward=2),
@@ -130,7 +131,11 @@ def check_recovery(model, case, rank, wanted, before, where):
     model.reset()
     model.zero_grad()
     at_rest(model)
-    after = held(model)
+    for _ in range(100):
+        after = held(model)
+        if after == before:
+            break
+        time.sleep(0.02)  # Gloo's threads let go of what they have sent a moment after it has been waited for
     assert after == before, f"{where}: {after}, and before it {before}"
     case.step(model, rank)
     assert same(grads_of(model), wanted), f"{where}: other gradients afterwards"
@@ -192,7 +197,7 @@ FEW = [
     ("zero1", "launch", 5),
     ("bfloat16", "memory", 9),
     ("non-reentrant", "operator", 60),
-    ("optional", "launch", 6),
+    ("optional-apart", "launch", 6),
     ("list", "hook", 7),
     ("planned", "memory", 7),
     ("hsdp", "launch", 9),
@@ -209,6 +214,8 @@ def test_a_step_that_fails_here_or_there(ranks, name, kind, parts):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_that_fails_anywhere(ranks, name, kind):
+    if name == "optional-apart" and kind != "launch":
+        pytest.skip("what ranks have in common there is what they launch")
     run(ranks, _every_point, name, kind, 0, 7 if kind == "operator" else 1)
 
 

@@ -128,10 +128,15 @@ def rank_alone(plan: Plan, arguments: list[str], rank_and_world: tuple[int, int]
 
 
 def agent(plan: Plan, arguments: list[str], restarts: int, folder: Path, result: Any) -> None:
-    """Be torchrun, of a function instead of a command: its ranks are forked from a process that has imported torch."""
+    """Be torchrun, of a function instead of a command: ranks are forked from here, and have imported all they need."""
+    import torch._dynamo  # noqa: F401  (by optimizers, when they step first)
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    import flatshard.cli
+    import flatshard.train.launch  # noqa: F401
+
+    os.setsid()  # by which all that is started here can be found
     folder.mkdir()
     os.dup2(os.open(folder / "says", os.O_CREAT | os.O_WRONLY), 2)
     config = LaunchConfig(
@@ -143,7 +148,7 @@ def agent(plan: Plan, arguments: list[str], restarts: int, folder: Path, result:
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
         max_restarts=restarts,
-        start_method="forkserver",
+        start_method="fork",
         logs_specs=DefaultLogsSpecs(log_dir=str(folder), redirects=Std.ALL),
     )
     try:

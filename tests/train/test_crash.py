@@ -51,6 +51,19 @@ def _check(ranks, folder, plan, steps):
     return kills
 
 
+def _in_session(number):
+    """Processes of a session."""
+    found = []
+    for each in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, session = each.read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue
+        if int(session) == number and state != "Z":
+            found.append(each)
+    return found
+
+
 def _mentioning(text):
     """Processes that were started with this word."""
     found = []
@@ -64,7 +77,7 @@ def _mentioning(text):
     return found
 
 
-@pytest.mark.limit(360)
+@pytest.mark.limit(150)
 def test_a_killed_rank_costs_a_restart_and_nothing_else(ranks, tmp_path):
     """Three kills, in backward, in the optimizer's step and during a save."""
     plan, steps = crash.Plan(str(tmp_path / "kills"), kills=3, seed=1), 14
@@ -74,8 +87,9 @@ def test_a_killed_rank_costs_a_restart_and_nothing_else(ranks, tmp_path):
     arguments = (plan, _flags(tmp_path, steps), 3, tmp_path / "agent", result)
     agent = context.Process(target=crash.agent, args=arguments)
     agent.start()
-    assert result.get(timeout=300) == ""
+    assert result.get(timeout=100) == ""
     agent.join(20)
+    assert not _in_session(agent.pid)
     _check(ranks, tmp_path, plan, steps)
 
 
