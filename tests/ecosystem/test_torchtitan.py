@@ -9,18 +9,20 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import flatshard
 
 pytest.importorskip("torchtitan")
 pytestmark = [pytest.mark.full, pytest.mark.limit(400)]
-# model, tied embeddings, compiled blocks, a loss that calls the head chunk by chunk
+# model, tied embeddings, compiled blocks, a loss that calls the head chunk by chunk, and degrees of parallelism
 CASES = {
-    "dense": ("llama3", False, False, False),
-    "tied, chunked loss": ("llama3", True, False, True),
-    "compiled": ("llama3", False, True, False),
-    "experts": ("deepseek_v3", False, False, True),
+    "dense": ("llama3", False, False, False, {}),
+    "tied, chunked loss": ("llama3", True, False, True, {}),
+    "compiled": ("llama3", False, True, False, {}),
+    "experts": ("deepseek_v3", False, False, True, {}),
+    "replicas": ("llama3", False, False, False, {"dp_replicate": 2}),
+    "tensor parallel": ("llama3", False, False, False, {"tp": 2}),
 }
 
 
@@ -44,7 +46,7 @@ def _imported(name):
 
 def _train(rank, world, case, way):
     """Losses and norms of three steps."""
-    name, tied, compiled, chunked = CASES[case]
+    name, tied, compiled, chunked, more = CASES[case]
     models, registry = _imported(name)
     from torchtitan.config import CompileConfig
     from torchtitan.distributed import ParallelDims
@@ -62,7 +64,7 @@ def _train(rank, world, case, way):
         if compiled:
             config.compile = CompileConfig(enable=True, components=["model"], backend="aot_eager")
         theirs.set_spmd_backend("partial_dtensor")
-        degrees = {"dp_replicate": 1, "dp_shard": world, "cp": 1, "tp": 1, "pp": 1, "ep": 1}
+        degrees = {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1, "pp": 1, "ep": 1} | more
         dims = ParallelDims(**degrees, world_size=world, spmd_backend="partial_dtensor")
         spec.model.layers = spec.model.layers[:2]
         for layer in spec.model.layers:
@@ -92,7 +94,7 @@ def _train(rank, world, case, way):
                 rng = torch.Generator().manual_seed(len(title))
                 whole = 0.02 * torch.randn(parameter.shape, generator=rng) + ("norm" in title)
                 parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
-        return _steps(model.train(), config, rank, chunked)
+        return _steps(model.train(), config, rank // degrees["tp"], chunked)
     finally:
         flatshard.uninstall()
 
@@ -110,6 +112,8 @@ def _steps(model, config, rank, chunked):
         rng = torch.Generator().manual_seed(10 * number + rank)
         tokens, labels = (torch.randint(0, 2048, (2, 16), generator=rng) for _ in range(2))
         output = model(tokens, torch.arange(16).expand(2, 16))
+        if isinstance(output, DTensor):  # under tensor parallelism the vocabulary is cut
+            output = output.full_tensor()
         if wrapper is not None:
             loss, _ = wrapper(output, labels, torch.tensor(64.0))
         else:
@@ -124,5 +128,7 @@ def _steps(model, config, rank, chunked):
 
 @pytest.mark.parametrize("case", CASES)
 def test_torchtitan_gives_the_losses_of_fsdp2(ranks, case):
-    ours, theirs = (ranks(2, _train, case, way) for way in ("ours", "theirs"))
+    more = CASES[case][-1]
+    world = 2 * more.get("dp_replicate", 1) * more.get("tp", 1)
+    ours, theirs = (ranks(world, _train, case, way) for way in ("ours", "theirs"))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
