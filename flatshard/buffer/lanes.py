@@ -66,7 +66,7 @@ class Operation:
 class Ticket:
     """The end of an operation. A ticket without event and works is already done."""
 
-    __slots__ = ("_device", "_epoch", "_event", "_failed", "_then", "_works", "what")
+    __slots__ = ("__weakref__", "_device", "_epoch", "_event", "_failed", "_then", "_works", "what")
 
     def __init__(
         self,

@@ -63,6 +63,7 @@ class Scope:
         self._launched: set[int] = set()  # groups that it has reduced
         self._reducing: deque[Reduction] = deque()
         self._alike = True  # all ranks use the same parameters
+        self._is_profiled = False  # a profiler looks on at the running pass
         self._stopped = False  # a backward has stopped short of final gradients
         self._one_of_several = False  # roots that are asked to reduce what they have accumulated, one after another
         self._task = -1  # of autograd, of which the running backward is
@@ -131,6 +132,7 @@ class Scope:
         self.refresh_order()
         kind = Pass.FORWARD if grads else Pass.FORWARD_NO_GRAD
         record.step, record.phase = steps.taken() + 1, _PHASE[kind]
+        self._is_profiled = _torch.profiling()
         self.program.begin(kind, entry.index)
         for unit in self.units:
             if unit.holders and not unit.shows_full:
@@ -169,6 +171,7 @@ class Scope:
         self._passed_over.clear()
         self._alike = True not in [unit.settings.reduces_unused for unit in self.units]
         record.phase = _PHASE[Pass.BACKWARD]
+        self._is_profiled = _torch.profiling()
         self.program.begin(Pass.BACKWARD, free=self._alike)
         end = _End(self)
         self._end = weakref.ref(end)
@@ -299,12 +302,11 @@ class Scope:
         """The running pass has come to a unit: launch its gather, if there is to be one, and those of the next."""
         if self._lingering is None or self._lingering[0] != unit.index:  # else it is run again: nobody else's affair
             self.program.need(unit.index, self._comes_later)
-        is_ahead = unit.index in self._ahead
-        if is_ahead:
+        if unit.index in self._ahead:
             self._ahead.discard(unit.index)
         if self._retained == unit.index:
             self._retained = None  # in use again
-        if gather and not is_ahead and not unit.is_gathered:
+        if gather and not unit.is_gathered:
             self.gather(unit)
         self._gather_next(unit, self.policy.max_gathered - 1)
 
@@ -317,7 +319,7 @@ class Scope:
         """Start gathering a unit. No effect on what has been gathered."""
         if self.program.announces and not unit.is_gathered:
             self._announce("gather", unit)
-        if torch.is_inference_mode_enabled() or _torch.profiling():
+        if torch.is_inference_mode_enabled() or self._is_profiled:
             # What is made here outlives the pass; made under inference mode, training could never write it again.
             training = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
             with training, self._traced("gather", unit):
@@ -561,7 +563,7 @@ class Scope:
             goal = self._goal(unit, group) if self._one_of_several else gradients.goal(unit.goal)
         if self.program.announces and goal is not Goal.UNREDUCED:
             self._announce("reduce", unit, unit.numbers.index(number))
-        if _torch.profiling():
+        if self._is_profiled:
             with self._traced("reduce", unit):
                 self._reducing.append(gradients.reduce(pool, goal, unit.name))
         else:

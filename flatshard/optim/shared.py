@@ -25,11 +25,15 @@ def sum_shared_gradients(parameters: nn.Parameter | Iterable[nn.Parameter], stag
     """
     if not isinstance(stages, DeviceMesh) or stages.ndim != 1:
         raise ValueError(f"stages={stages!r}: must be a mesh of one axis, along which the stages of a pipeline are")
+    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    for each in listed:
+        if not isinstance(each, torch.Tensor):
+            raise TypeError(f"sum_shared_gradients takes parameters, not {each!r}")
     ends = [int(stages.mesh[0]), int(stages.mesh[-1])]
     if ends[0] == ends[1] or dist.get_rank() not in ends:
         return
     parts = []
-    for parameter in [parameters] if isinstance(parameters, nn.Parameter) else parameters:
+    for parameter in listed:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         grad = parameter.grad

@@ -13,6 +13,7 @@ import json
 import mmap
 import struct
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -108,7 +109,7 @@ class Record:
         self._map: mmap.mmap = mmap.mmap(-1, _SIZE)
         self._path: Path | None = None
         self._names = _Encoded()
-        self._launched: list[Ended | None] = [None] * CAPACITY
+        self._launched: list[weakref.ref[Ended] | None] = [None] * CAPACITY  # who owns them keeps tensors alive
         self._wires: dict[str, Wire] = {}
 
     def wire(self, label: str) -> Wire:
@@ -130,7 +131,7 @@ class Record:
         self.number = number = self.number + 1
         wire.launched = of_wire = wire.launched + 1
         slot = number % CAPACITY
-        self._launched[slot] = launched
+        self._launched[slot] = weakref.ref(launched)
         at = _HEADER + _GROUPS + slot * 128
         _pack(
             self._map, at, number, _now(), 0.0, numbytes, of_wire, self.step, self.phase, kind, wire.index,
@@ -143,15 +144,21 @@ class Record:
         Asking for an event from another thread would break a capture that this process may be in.
         """
         now = time.time()
-        for slot, launched in enumerate(self._launched):
-            if launched is not None and not (unasked and launched.is_on_device) and launched.has_ended():
+        for slot, ref in enumerate(self._launched):
+            launched = None if ref is None else ref()
+            if launched is None:
+                is_over = ref is not None  # it has been waited for, or nobody cares
+            else:
+                is_over = not (unasked and launched.is_on_device) and launched.has_ended()
+            if is_over:
                 self._launched[slot] = None
                 _ENDED.pack_into(self._map, _HEADER + _GROUPS + slot * _ENTRY.size + _ENDED_AT, now)
         self.tell(looked=now)
 
     def is_pending(self) -> bool:
         """Whether something that was launched has not ended."""
-        return any(launched is not None and not launched.has_ended() for launched in self._launched)
+        launched = [each for ref in self._launched if ref is not None and (each := ref()) is not None]
+        return not all(each.has_ended() for each in launched)
 
     def tell(self, **told: Any) -> None:
         """Put into the header what is to be known of this process."""

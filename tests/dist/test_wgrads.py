@@ -171,10 +171,11 @@ def test_weights_that_are_written_directly_are_not_copied(ranks, sync):
 
 def _in_reduce_dtype(rank, world):
     """Products of bf16 numbers, in float32: the gradient is not rounded to bf16 on its way."""
-    torch.manual_seed(rank)
+    torch.manual_seed(0)
     layer = nn.Linear(6, 4, bias=False)
     fully_shard(layer, mp_policy=MIXED)
     direct_wgrads(layer)
+    torch.manual_seed(rank)
     assert type(layer).__name__ == "FSDPDirectLinear"
     x, grad = torch.randn(9, 6).bfloat16(), torch.randn(9, 4).bfloat16()
     layer(x).backward(grad)

@@ -729,6 +729,20 @@ OPTIMIZERS = {
         Case("not finite", lambda b: _nonfinite(b), RuntimeError, "find_nonfinite"),
         Case("no gradients", lambda b: flatshard.clip_grad_norm_(b.model, 1.0), None),
     ],
+    "sum_shared_gradients": [
+        Case(
+            "stages: no mesh",
+            lambda b: flatshard.sum_shared_gradients(list(b.model.parameters()), None),
+            ValueError,
+            "stages=None: must be a mesh of one axis",
+        ),
+        Case(
+            "names for parameters",
+            lambda b: flatshard.sum_shared_gradients(["head.weight"], b.mesh),
+            TypeError,
+            "takes parameters, not 'head.weight'",
+        ),
+    ],
     "grad_norms": [
         Case("no model", lambda b: flatshard.grad_norms([1]), TypeError, "grad_norms takes a module, not list"),
         Case("norm_type: negative", lambda b: flatshard.grad_norms(b.model, -2), ValueError, "must be positive"),

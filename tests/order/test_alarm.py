@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import ClassVar
 from unittest import mock
 
 import pytest
@@ -147,9 +148,11 @@ def test_a_rank_that_hangs_shows_its_record_on_a_signal(job, tmp_path):
 
 class _Done:
     is_on_device = False
+    alive: ClassVar[list[_Done]] = []  # a record does not keep what it has recorded
 
     def __init__(self, ended=True):
         self.ended = ended
+        self.alive.append(self)
 
     def has_ended(self):
         return self.ended

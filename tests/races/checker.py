@@ -293,6 +293,8 @@ class _Watch(TorchDispatchMode):
             return func(*args, **kwargs)  # DTensor asks for shapes
         if any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in types):
             return NotImplemented  # a class that computes with other tensors: those are seen
+        if func is torch.ops.aten.lift_fresh.default and self._checker.block(args[0]) is None:
+            self._checker.allocated("torch.tensor", args[0].untyped_storage())  # on the current stream, out of sight
         operator = self._operators.get(func)
         if operator is None:
             operator = self._operators[func] = _Operator(func)
