@@ -38,6 +38,8 @@ from flatshard.state import show_state, state_of
 
 M = TypeVar("M", nn.Module, list[nn.Module])
 
+default_values: list[Values] = ["same"]  # one: what `fully_shard(values=None)` means, unless the environment says
+
 
 def fully_shard(
     module: M,
@@ -98,10 +100,11 @@ def fully_shard(
     ``optional``: the batches of some ranks may not use this unit, or units below it (a vision encoder, an adapter).
     Those ranks take part in its gathers and reduces with zeros, at the place where it is registered: after the units
     before it, and before those after it, which is the order to call them in. Gradients that no rank has are zero.
-    ``values``: what the ranks' parameters hold when they are cut. ``"same"``: the same, which the first forward checks,
-    apart from those that have been loaded or written since; ``"first"``: keep those of the first rank of the mesh (all
-    ranks of it call this at the same time then); ``"own"``: what each rank has, so that the model is a mixture.
-    Default: the environment variable FLATSHARD_VALUES, or ``"same"``.
+    ``values``: what the ranks' parameters hold when they are cut. ``"same"``: the same, which the first forward
+    checks, apart from those that have been loaded or written since; ``"warn"``: a difference is a warning;
+    ``"first"``: keep those of the first rank of the mesh (all ranks of it call this at the same time then);
+    ``"own"``: what each rank has, so that the model is a mixture. Default: the environment variable
+    FLATSHARD_VALUES, or ``"same"``, or ``"warn"`` after `install`: PyTorch's trains.
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_modules(modules)
@@ -157,7 +160,7 @@ def chosen(
         raise TypeError(f"shard_placement_fn={shard_placement_fn!r}: must be a function of a parameter")
     if not isinstance(offload_policy, OffloadPolicy):
         raise TypeError(f"offload_policy={offload_policy!r}: must be a flatshard.OffloadPolicy or CPUOffloadPolicy")
-    kept: Any = os.environ.get("FLATSHARD_VALUES", "same") if values is None else values
+    kept: Any = os.environ.get("FLATSHARD_VALUES", default_values[0]) if values is None else values
     if kept not in get_args(Values):
         raise ValueError(f"values={kept!r}: must be one of {', '.join(get_args(Values))}")
     if gradient_scale not in ("mean", "sum") and not _is_number(gradient_scale):

@@ -14,7 +14,7 @@ import types
 from typing import Any
 
 from flatshard import _torch
-from flatshard.api import fully_shard
+from flatshard.api import default_values, fully_shard
 from flatshard.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from flatshard.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
@@ -39,6 +39,7 @@ def install() -> None:
     Also in modules that have imported torch's already. Models that torch's has sharded stay what they are. Calling it
     again takes in what has been imported since. `uninstall` undoes it.
     """
+    default_values[0] = "warn"  # ranks that begin with different values are no error with PyTorch's
     for name in _torch.FSDP_HOMES:
         importlib.import_module(name)
     theirs = {id(value): _OURS[name] for name, value in _torch.FSDP_NAMES.items() if name in _OURS}
@@ -52,6 +53,7 @@ def install() -> None:
 
 def uninstall() -> None:
     """Undo `install`. Models that have been sharded meanwhile stay flatshard's."""
+    default_values[0] = "same"
     while _changed:
         module, name, value = _changed.pop()
         if vars(module).get(name) is _OURS.get(_name_of(value)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
@@ -126,18 +127,22 @@ def _difference(scope: Scope, lane: Lane, mesh: DeviceMesh, first: bool) -> str 
         return f"The first difference is, {told}"
     groups = [(unit, group) for unit in units for group in unit.groups if group.mesh == mesh]
     names = [_full_name(unit, member) for unit, group in groups for member in group.members]
+    warns = any(group.initial is not None and group.initial.warns for _, group in groups)
     held = [values for _, group in groups for values in _held(group)]
     different = agreement.different_values(held, about) if held else []
     if not different:
         return None
     at, more = different[0], len(different) - 1
     ranks = agreement.odd_one(held[at].sum, about)
-    return (
+    told = (
         f"Parameter '{names[at]}' was sharded with other values on rank {ranks[1]} than on rank {ranks[0]}"
         + (f", and so were {more} more" if more else "")
         + ". Give all ranks the same (a seed, a checkpoint), keep those of the first rank with "
-        "fully_shard(..., values='first'), or mix what they have with values='own'"
+        "fully_shard(..., values='first') or FLATSHARD_VALUES=first, or mix what they have with 'own'"
     )
+    if warns:
+        warnings.warn(f"ranks differ in their models, which are a mixture now. {told}", stacklevel=2)
+    return None if warns else told
 
 
 def _described(scope: Scope, units: Sequence[Unit], mesh: DeviceMesh, first: bool) -> list[str]:
@@ -172,7 +177,9 @@ def _full_name(unit: Unit, member: Member) -> str:
 class Initial:
     """Sums over the values of a group when it was sharded: of its full parameters, and of this rank's parts."""
 
-    def __init__(self, full: Sequence[torch.Tensor]) -> None:
+    def __init__(self, full: Sequence[torch.Tensor], warns: bool) -> None:
+        """``warns``: a difference is no error."""
+        self.warns = warns
         self.full = [checksum(tensor) for tensor in full]
         self.parts: list[torch.Tensor] = []
 

@@ -165,7 +165,7 @@ class Where:
                 )
 
 
-Values: TypeAlias = Literal["same", "first", "own"]
+Values: TypeAlias = Literal["same", "warn", "first", "own"]
 
 
 @dataclass(frozen=True)
@@ -369,7 +369,8 @@ def _build_group(members: list[Named], dims: list[int], kind: Kind, choices: Cho
     has_values = not any(tensor.is_meta for tensor in full)
     if choices.values == "first" and has_values:
         full = from_first(full, mesh)
-    initial = Initial(full) if choices.values == "same" and has_values and mesh.size() > 1 else None
+    compared = choices.values in ("same", "warn") and has_values and mesh.size() > 1
+    initial = Initial(full, warns=choices.values == "warn") if compared else None
     main = DBuffer.distribute(full, planned, mesh, placements.optimizer)
     if main_dtype is not None and main_dtype != main.dtype:
         main = main.cast(main_dtype)

@@ -125,6 +125,8 @@ def _values(rank, world):
         kept = [p.detach().clone() for p in first.parameters()]
     told = [_told(shard(model(), mesh=mesh), rows(0)), _told(first, rows(0))]
     told.append(_told(shard(model(), values="own"), rows(0)))
+    with pytest.warns(UserWarning, match="a mixture now. Parameter 'output.weight' was sharded with other values"):
+        told.append(_told(shard(model(), values="warn"), rows(0)))
     loaded = shard(model(), offload_policy=CPUOffloadPolicy())
     with torch.no_grad():
         for parameter in loaded.parameters():
@@ -280,5 +282,5 @@ def test_values_that_are_no_choice_are_refused(ranks):
 
 
 def _refused(rank, world):
-    with pytest.raises(ValueError, match="values='rank0': must be one of same, first, own"):
+    with pytest.raises(ValueError, match="values='rank0': must be one of same, warn, first, own"):
         fully_shard(nn.Linear(2, 2), values="rank0")
