@@ -556,7 +556,7 @@ class Scope:
         """Start reducing the gradients of one group, as far as its unit says."""
         unit, group = self._at(number)
         assert group is not None
-        while len(self._reducing) >= self.max_reducing:
+        while len(self._reducing) >= self.max_reducing and self._may_land():
             self._land()
         gradients, pool = group.gradients, self.reduce_pool
         if goal is None:
@@ -570,8 +570,16 @@ class Scope:
             self._reducing.append(gradients.reduce(pool, goal, unit.name))
         self._launched.add(number)
         self.reductions += 1
-        if not self.policy.async_reduce:
+        if not self.policy.async_reduce and self._may_land():
             self._land()
+
+    def _may_land(self) -> bool:
+        """Whether the oldest reduce can be waited for before anything else is launched.
+
+        Where units are optional, a rank that skips some may come to it only after a gather that this rank has yet to
+        launch: then it has to be over already.
+        """
+        return not self._has_optional or self._reducing[0].ticket.has_ended()
 
     def _land(self) -> None:
         """Order the current stream after the oldest reduce; what it read may be freed."""
