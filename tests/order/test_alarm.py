@@ -102,6 +102,7 @@ def test_a_rank_that_raises_ends_the_others_with_its_error(job, tmp_path, capsys
     assert json.loads((tmp_path / "records" / "rank-0.json").read_text())["header"]["rank"] == 0
 
 
+@pytest.mark.full
 @pytest.mark.limit(120)
 def test_a_rank_that_raises_before_its_first_forward_ends_the_others_too(job):
     processes = job("early")
