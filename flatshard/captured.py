@@ -206,7 +206,7 @@ class _Graph:
         if leaves:
             torch._foreach_copy_(list(self._static), list(leaves))
         self._graph.replay()
-        for _ in self._optimizers:
+        if self._optimizers:
             steps.note()
         for scope in scopes:
             scope.refresh_order()

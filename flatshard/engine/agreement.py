@@ -111,8 +111,12 @@ def check_model(scope: Scope, lane: Lane, meshes: Sequence[DeviceMesh]) -> None:
 
     Ranks of a mesh are asked about what is sharded over it: experts may differ between those of different meshes.
     """
-    found = [_difference(scope, lane, mesh, first=number == 0) for number, mesh in enumerate(meshes)]
-    told = next((difference for difference in found if difference is not None), None)
+    told = _difference(scope, lane, meshes[0], first=True) if meshes else None
+    if told is None:  # else the ranks may not even have the same meshes to go on with; all of the first know by now
+        found = [_difference(scope, lane, mesh, first=False) for mesh in meshes[1:]]
+        told = next((difference for difference in found if difference is not None), None)
+    else:
+        meshes = meshes[:1]
     if len(meshes) > 1 and Agreement(lane, meshes).differs(int(told is not None), "the comparison of models"):
         told = told or "ranks of another mesh; they say in what"
     if told is not None:

@@ -186,6 +186,23 @@ def test_the_comparison_takes_two_small_exchanges(interpreters):
         assert count == [2, 3 * parameters]
 
 
+def _other_meshes(rank, world):
+    """One rank has a block on a mesh of its own, which the others do not: nobody must wait for anybody there."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    flat, inner = init_device_mesh("cpu", (4,)), mesh["inner"]
+    model = make()
+    for number, block in enumerate(model.blocks):
+        fully_shard(block, mesh=inner if rank == 1 and number == 1 else flat)
+    return _told(fully_shard(model, mesh=flat), rows(0))
+
+
+def test_ranks_with_other_meshes_are_told_before_they_meet_there(interpreters):
+    for told in interpreters(4, _other_meshes):
+        assert "ranks differ in their models" in told
+        assert "rank 0: meshes [(4,)]" in told
+        assert "rank 1: meshes [(4,), (2,)]" in told
+
+
 # Check mode
 
 
