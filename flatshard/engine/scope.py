@@ -63,6 +63,8 @@ class Scope:
         self._launched: set[int] = set()  # groups that it has reduced
         self._reducing: deque[Reduction] = deque()
         self._alike = True  # all ranks use the same parameters
+        # Ranks compare steps in check mode. Those of the process are more where a rank trains something of its own.
+        self._step, self._taken = 1, steps.taken()
         self._is_profiled = False  # a profiler looks on at the running pass
         self._stopped = False  # a backward has stopped short of final gradients
         self._one_of_several = False  # roots that are asked to reduce what they have accumulated, one after another
@@ -131,7 +133,9 @@ class Scope:
         # The gathers of this pass read main after all that has been enqueued so far, the optimizer's writes included.
         self.refresh_order()
         kind = Pass.FORWARD if grads else Pass.FORWARD_NO_GRAD
-        record.step, record.phase = steps.taken() + 1, _PHASE[kind]
+        if self._taken != steps.taken():
+            self._taken, self._step = steps.taken(), self._step + 1
+        record.step, record.phase = self._step, _PHASE[kind]
         self._is_profiled = _torch.profiling()
         self.program.begin(kind, entry.index)
         for unit in self.units:
