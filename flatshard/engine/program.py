@@ -168,6 +168,10 @@ class Program:
             later = [other for other in upcoming[:place] if is_ahead(other)] if self.running is Pass.BACKWARD else []
             upcoming[: place + 1] = later
 
+    def has_needed(self, unit: int) -> bool:
+        """Whether the running pass has come to this unit."""
+        return unit in self._needed
+
     def before(self, unit: int) -> list[int]:
         """Units that are expected before this one and that the running pass has not needed."""
         return self.upcoming[: self.upcoming.index(unit)] if unit in self.upcoming else []

@@ -171,3 +171,22 @@ def test_ranks_that_skip_optional_units_launch_what_the_others_do(interpreters, 
 @pytest.mark.parametrize("seeds", _batches(50, 1000))
 def test_many_more_ranks_that_skip_optional_units(interpreters, seeds):
     interpreters((2, 4, 3, 2)[seeds[0] // BATCH % 4], _seeds, seeds)
+
+
+def _twice_then_once(rank, world):
+    """What a rank runs twice in its first step, the others and itself may run once later: it is one place."""
+    model = Net([Item(), Item()], "reentrant")
+    for item in model.items:
+        fully_shard(item, optional=True)
+    fully_shard(model)
+    log = Log()
+    for times in ([2, 1], [2, 1] if rank else [1, 1], [1, 1] if rank else [0, 2]):
+        model.times = times
+        model(torch.ones(ROWS, DIM).requires_grad_()).sum().backward()
+        log.look(model, "once")
+        same_launches(log.take(), f"{times}")
+
+
+@pytest.mark.limit(60)
+def test_a_unit_that_was_run_twice_at_first_is_launched_once(interpreters):
+    interpreters(2, _twice_then_once)
