@@ -152,13 +152,13 @@ class Scope:
                 for group in unit.groups:
                     group.gradients.main_grads.rest(always)
 
-    def end_forward(self) -> None:
-        """The forward of ``entry`` is over."""
+    def end_forward(self, grads: bool) -> None:
+        """The forward of ``entry`` is over; ``grads``: a gradient may come to its output."""
         self._end_lingering()
         self._pass_over(self.program.upcoming)
         self.entry = None
         for unit in self.units:
-            unit.forward_over()
+            unit.forward_over(grads)
         self._release_ahead()
         self._end_pass()
 
@@ -304,7 +304,7 @@ class Scope:
 
     def arrive(self, unit: Unit, gather: bool) -> None:
         """The running pass has come to a unit: launch its gather, if there is to be one, and those of the next."""
-        if self._lingering is None or self._lingering[0] != unit.index:  # else it is run again: nobody else's affair
+        if not (unit.settings.is_optional and self.program.has_needed(unit.index)):  # again is nobody else's affair
             self.program.need(unit.index, self._comes_later)
         if unit.index in self._ahead:
             self._ahead.discard(unit.index)

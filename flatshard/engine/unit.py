@@ -32,21 +32,12 @@ from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy
 class Phase(Enum):
     __hash__ = object.__hash__  # Enum's own is a Python function, and this is asked for at every step
 
-    RESTING = "resting"
+    RESTING = "resting"  # no pass is going through it; whether a backward is to come, living graphs say (`is_awaited`)
     FORWARD = "forward"
-    AWAITING = "awaiting backward"  # a forward with gradients is over
     BACKWARD = "backward"  # a gradient has reached an output
 
 
 # A recompute is not a forward: it happens on the way to, or in, BACKWARD and does not change the phase by itself.
-
-
-_NEXT = {
-    Phase.RESTING: {Phase.FORWARD, Phase.AWAITING, Phase.BACKWARD},
-    Phase.FORWARD: {Phase.RESTING, Phase.FORWARD, Phase.AWAITING},
-    Phase.AWAITING: {Phase.RESTING, Phase.FORWARD, Phase.BACKWARD},
-    Phase.BACKWARD: {Phase.RESTING},
-}
 
 
 class Unit:
@@ -133,7 +124,9 @@ class Unit:
     @property
     def is_at_rest(self) -> bool:
         """Whether the running backward has left this unit for good, or has not been here."""
-        return self.phase is Phase.RESTING and self.call is None and not self._unseen and not self.is_gathered
+        if self.phase is not Phase.RESTING or self.call is not None or self._unseen:
+            return False
+        return not (self.is_gathered or self.is_awaited)
 
     @property
     def _is_anchored(self) -> bool:
@@ -149,14 +142,14 @@ class Unit:
     @property
     def is_in_use(self) -> bool:
         """Whether a pass is going through this unit now."""
-        return self.phase in (Phase.FORWARD, Phase.BACKWARD)
+        return self.phase is not Phase.RESTING
 
     @property
     def in_backward(self) -> bool:
         return self.phase is Phase.BACKWARD
 
     def _enter(self, phase: Phase) -> None:
-        if phase not in _NEXT[self.phase] and phase is not self.phase:
+        if self.phase is not phase and self.phase is not Phase.RESTING:
             raise RuntimeError(
                 f"unit '{self.name}' cannot go from {self.phase.value} to {phase.value}; if an exception interrupted "
                 "the last step, call reset() on the root"
@@ -296,7 +289,7 @@ class Unit:
             self._after_exception(module, args, None)
 
     def _after_forward(self, scope: Scope, grads: bool) -> None:
-        self._enter(Phase.AWAITING if self.is_awaited else Phase.RESTING)
+        self.phase = Phase.RESTING
         settings, outermost = self.settings, scope.entry == self.index
         keep = outermost if settings.reshard_after_forward is None else not settings.reshard_after_forward
         if not grads and not outermost and scope.program.running is Pass.FORWARD:
@@ -308,7 +301,7 @@ class Unit:
         else:
             self.leave(keep, grads)
         if outermost:
-            scope.end_forward()
+            scope.end_forward(grads)
 
     def leave(self, keep: bool, grads: bool) -> None:
         """The forward has left this unit. ``keep``: for what comes next; ``grads``: that may be a backward."""
@@ -352,17 +345,23 @@ class Unit:
         for group in self.groups:
             group.gradients.counts_unused = True
 
-    def forward_over(self) -> None:
-        """The forward of the outermost unit is over, and with it this one's, even if a module of it has not run."""
+    def forward_over(self, grads: bool) -> None:
+        """The forward of the outermost unit is over, and with it this one's, even if a module of it has not run.
+
+        Without ``grads`` there it has left no graph, and no recompute comes either.
+        """
         if self.phase is Phase.FORWARD:
             assert self.scope is not None
             self.call = None
             self._after_forward(self.scope, self.is_awaited)
+        if self._unseen and not grads:
+            self._unseen = False
+            if not self.holders:
+                self.hide()
 
     def _after_recompute(self, scope: Scope) -> None:
         if self.in_backward:
             return
-        self._enter(Phase.AWAITING if self.is_awaited else Phase.RESTING)
         scope.retain(self)
 
     # Backward
@@ -503,7 +502,7 @@ class Unit:
         elif self.is_gathered:
             self.keep()
         self.call = None  # a recompute that stopped early, or of a part of a list
-        self.phase = Phase.AWAITING if self.is_awaited else Phase.RESTING
+        self.phase = Phase.RESTING
         self._unseen = False
         for group in self.groups if self.parks else ():
             group.source.unpark()
@@ -535,7 +534,7 @@ class Unit:
         if broken_backward:
             for group in self.groups:
                 group.gradients.drop()
-        self.phase = Phase.AWAITING if self.is_awaited else Phase.RESTING
+        self.phase = Phase.RESTING
         self.release(always=True)
 
     def reset(self) -> None:

@@ -56,7 +56,7 @@ def compare(what: str, ours: torch.Tensor | None, wanted: torch.Tensor | None) -
 
 
 def at_rest(model: nn.Module, evaluated: bool = False) -> None:
-    """Between steps nothing is gathered, but what an evaluation keeps for the next, and every unit rests."""
+    """Between steps nothing is gathered, but what a pass without a backward keeps for the next, and all units rest."""
     scope = unit_of(model).scope
     assert {unit.phase for unit in scope.units} == {Phase.RESTING}
     if evaluated:
@@ -85,7 +85,7 @@ def train_beside_reference(rank: int, world: int, case: Case, reference: Case) -
             mean = loss.detach().clone()
             dist.all_reduce(mean)
             compare(f"loss of step {step}, micro-batch {number}", mean / world, wanted.detach())
-        at_rest(case.model)
+        at_rest(case.model, evaluated=not wanted.requires_grad)
         pairs = list(zip(names, case.model.parameters(), reference.model.parameters()))
         for name, ours, theirs in pairs:
             compare(f"gradient of {name} in step {step}", ours.grad, theirs.grad)
