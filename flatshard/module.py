@@ -23,7 +23,7 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from flatshard import _arguments, _torch
 from flatshard.engine.build import units_below
 from flatshard.engine.roots import scope_of, unit_of
-from flatshard.engine.scope import Scope
+from flatshard.engine.scope import Scope, join_reduces
 from flatshard.engine.unit import Unit
 from flatshard.engine.unit_changes import applying, check_change
 from flatshard.engine.weights import Group
@@ -159,6 +159,8 @@ class FSDPModule(TorchFSDPModule):
         Gradients of micro-batches that wait for the last one are forgotten too. `Optimizer.zero_grad` cannot do that.
         """
         assert isinstance(self, nn.Module)
+        if not set_to_none:
+            join_reduces()
         nn.Module.zero_grad(self, set_to_none)
         for unit in _units(self, True):
             for group in unit.groups:

@@ -321,8 +321,9 @@ class SchedulePolicy:
     ``keep_for_backward``: bytes of gathered weights that units with ``reshard_after_forward="auto"`` may keep from
     their forward to their backward. What saves most time on the wire per byte is kept; `summary` shows what.
     ``keep_for_next``: bytes of gathered weights that may be kept from the backward of one micro-batch to the forward of
-    the next, inside `microbatch(is_last=False)`, which says that the weights do not change in between. Activations
-    take that memory again as the forward goes on, so it seldom adds to the peak.
+    the next, inside `microbatch(is_last=False)`, which says that the weights do not change in between; or gathered
+    at the end of that backward, where it does not need them (embeddings). Activations take that memory again as the
+    forward goes on, so it seldom adds to the peak.
     ``planned_pool``: give gathered weights fixed addresses, planned from which of them are in use together; what is
     kept under ``keep_for_next`` has none. Passes that do not go by the plan are as right as without it, and the next
     plan has room for them; `summary` shows how it does.

@@ -172,6 +172,11 @@ class Program:
         """Whether the running pass has come to this unit."""
         return unit in self._needed
 
+    @property
+    def is_halfway(self) -> bool:
+        """Whether the running pass has come to half of the units that there are."""
+        return 2 * len(self._needed) > len(self._parents)
+
     def before(self, unit: int) -> list[int]:
         """Units that are expected before this one and that the running pass has not needed."""
         return self.upcoming[: self.upcoming.index(unit)] if unit in self.upcoming else []

@@ -206,9 +206,17 @@ class Scope:
                 unit.backward_over()
         self._release_ahead()
         self._retained = None
-        while self._reducing and (self.joins or any(reduction.then is not None for reduction in self._reducing)):
+        joins = self.joins and any(unit.settings.is_last for unit in self.units)
+        while self._reducing and (joins or any(reduction.then is not None for reduction in self._reducing)):
             self._land()
+        if self._reducing:
+            _unjoined.add(self)
         self._end_pass()
+
+    def join_reduces(self) -> None:
+        """Order the current stream after all reduces. For whoever reads gradients."""
+        while self._reducing:
+            self._land()
 
     def reduce_accumulated(self) -> None:
         """Reduce what backwards without gradient synchronisation have left, as the end of a backward does.
@@ -256,14 +264,13 @@ class Scope:
                 self._reduce(number, Goal.FINAL)
         if all_the_way:
             self._stopped = False
-        while wait and self._reducing:
-            self._land()
+        if wait:
+            self.join_reduces()
 
     def recover(self) -> None:
         """Give up the running pass, which an exception broke off. What earlier micro-batches left is kept."""
         broken = self.program.running is Pass.BACKWARD
-        while self._reducing:
-            self._land()
+        self.join_reduces()
         for unit in self.units:
             unit.recover(broken)
         self._ahead.clear()
@@ -313,6 +320,8 @@ class Scope:
         if gather and not unit.is_gathered:
             self.gather(unit)
         self._gather_next(unit, self.policy.max_gathered - 1)
+        if self._reducing and self.program.running is not Pass.BACKWARD and self.program.is_halfway:
+            self.join_reduces()  # of the last micro-batch, whose gradients should not lie beside all activations
 
     def gather_ahead(self, unit: Unit) -> None:
         """Start gathering what comes next, in the place of ``unit``, which is done and released."""
@@ -434,6 +443,11 @@ class Scope:
             room -= index not in self._apart
             if room <= 0 and not bytes_ahead:
                 return
+        if backward and not self._has_optional:
+            # On the way to the next micro-batch, which begins with units that this backward does not gather.
+            for other in self.units:
+                if other.is_kept_for_next and not other.settings.unshard_in_backward and not other.is_gathered:
+                    self.gather(other)
 
     def _release_ahead(self) -> None:
         """Give back what was gathered ahead and not needed after all."""
@@ -683,6 +697,16 @@ class Scope:
     def _traced(self, what: str, unit: Unit) -> AbstractContextManager[Any]:
         """A context that names what its body enqueues, for profilers."""
         return torch.profiler.record_function(f"flatshard::{what} {unit.name}")
+
+
+_unjoined: weakref.WeakSet[Scope] = weakref.WeakSet()  # scopes that have left a backward before its reduces
+
+
+def join_reduces() -> None:
+    """Order the current stream after the reduces of all models: somebody is going to read gradients."""
+    for scope in list(_unjoined):
+        scope.join_reduces()
+    _unjoined.clear()
 
 
 _ran: set[Scope] | None = None  # scopes whose forwards somebody wants to know of

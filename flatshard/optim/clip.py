@@ -22,6 +22,7 @@ from flatshard.buffer import DBuffer, Lane
 from flatshard.buffer.groups import joint_group
 from flatshard.buffer.lanes import Op
 from flatshard.engine.main_grads import MAIN_GRAD
+from flatshard.engine.scope import join_reduces
 
 # Where a tensor is: its mesh, and the axes of it that cut the tensor. Plain tensors: (None, ()).
 _Where = tuple[DeviceMesh | None, tuple[int, ...]]
@@ -61,6 +62,7 @@ def clip_grad_norm_(
     if stages is not None and (not isinstance(stages, DeviceMesh) or stages.ndim != 1):
         raise ValueError(f"stages={stages!r}: must be a DeviceMesh of one axis")
     listed = _listed(parameters)
+    join_reduces()
     places = _gradients(listed)
     if not places and stages is None:
         return torch.tensor(0.0)
@@ -254,6 +256,7 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:
     _arguments.module("grad_norms", model)
     norm_type = _norm_type(norm_type)  # before anything is communicated
     named = list(model.named_parameters())
+    join_reduces()
     everywhere = _has_gradient(named)
     listed = [(name, parameter) for name, parameter in named if name in everywhere]
     return _norms([(name, parameter, _placed(parameter)) for name, parameter in listed], norm_type)
@@ -320,6 +323,7 @@ def find_nonfinite(model: nn.Module) -> list[tuple[str, int]]:
     All ranks must call this. They find the same, except for plain parameters, of which each rank names its own.
     """
     _arguments.module("find_nonfinite", model)
+    join_reduces()
     named = list(model.named_parameters())
     found: list[tuple[str, int]] = []
     for mesh, here in _by_mesh(named).items():

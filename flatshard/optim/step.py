@@ -16,6 +16,7 @@ from flatshard import _arguments, _torch
 from flatshard.engine import steps
 from flatshard.engine.homes import OWNER, generation, is_replaced, successor_of
 from flatshard.engine.main_grads import MAIN_GRAD
+from flatshard.engine.scope import join_reduces
 from flatshard.optim.runs import Run, State, cut, cut_of, is_elementwise, local_part
 
 Opt = TypeVar("Opt", bound=Optimizer)
@@ -158,6 +159,7 @@ def _set_state(self: Optimizer, state: Any) -> None:
 def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
     """As `Optimizer.zero_grad`; main gradients are zeroed by one call for all, or their memory is freed at once."""
     if not set_to_none:
+        join_reduces()
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         if grads and all(hasattr(grad, MAIN_GRAD) for grad in grads):
             torch._foreach_zero_([_torch.local_of(grad) for grad in grads])
@@ -385,6 +387,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     steps.note()
     if torch.compiler.is_compiling():
         return
+    join_reduces()
     now = (generation(), sum(len(group["params"]) for group in optimizer.param_groups))
     if now[0] and optimizer.__dict__.get(_CHECKED) != now:
         _refuse_replaced(optimizer)
