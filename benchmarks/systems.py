@@ -29,7 +29,7 @@ Wrap = Callable[[torch.optim.Optimizer], torch.optim.Optimizer]
 
 Around = Callable[[int], AbstractContextManager[None]]
 
-BETWEEN_MICROBATCHES = 2_000_000_000  # bytes: the blocks of the 1B model in bfloat16
+BETWEEN_MICROBATCHES = 2_600_000_000  # bytes: the 1B model in bfloat16
 
 
 @dataclass(frozen=True)

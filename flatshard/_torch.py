@@ -901,6 +901,11 @@ class RandomState:
         self._generator.graphsafe_set_state(self._state)
 
 
+def clear_workspaces() -> None:
+    """Free what matrix products have as scratch: a small block keeps all of the cached segment that it lies in."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
 def abandon_capture(index: int, pool: Any) -> None:
     """After a capture that failed: let the allocator know that nothing is captured into this pool any more.
 

@@ -15,8 +15,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatshard import _torch
 from flatshard.engine import steps
+from flatshard.engine.main_grads import MainGrads
 from flatshard.engine.scope import Scope, scopes_that_ran
-from flatshard.optim.step import is_settled, state_places
+from flatshard.optim.step import is_settled, state_of, state_places
 
 OtherShapes = Literal["raise", "eager", "capture"]
 
@@ -104,8 +105,9 @@ class Captured:
         before = _gradients(scopes)
         static = [leaf.clone() for leaf in leaves]
         args, kwargs = _torch.tree_unflatten(static, tree)
-        with _quiet(scopes):
-            graph, output = _captured(lambda: self._step(*args, **kwargs), scopes)
+        with _quiet(scopes) as lasting:
+            _move_apart([tensor for optimizer in self._optimizers for tensor in state_of(optimizer)])
+            graph, output = _captured(lambda: self._step(*args, **kwargs), scopes, lasting)
         if _gradients(scopes) != before:
             raise RuntimeError(
                 "the step leaves other gradients behind than it found: a captured step ends with "
@@ -114,20 +116,44 @@ class Captured:
         return _Graph(graph, static, output, scopes, self._optimizers)
 
 
-def _captured(step: Callable[[], Any], scopes: Sequence[Scope]) -> tuple[torch.cuda.CUDAGraph, Any]:
+def _move_apart(tensors: Sequence[torch.Tensor]) -> None:
+    """Take tensors out of the memory that the cache holds for the activations of eager steps, so that it can be freed.
+
+    An optimizer makes its state in the first step, wherever there is room; a graph has other memory for activations.
+    """
+    large = [t.untyped_storage() for t in tensors if t.is_cuda and t.untyped_storage().nbytes() >= _LARGE]
+    apart = [(storage, storage.cpu()) for storage in {storage._cdata: storage for storage in large}.values()]
+    for storage, _ in apart:
+        storage.resize_(0)
+    gc.collect()
+    torch.cuda.empty_cache()
+    for storage, values in apart:
+        storage.resize_(values.nbytes())
+        storage.copy_(values)
+
+
+_LARGE = 1 << 20  # bytes: smaller tensors have segments of their own kind
+
+
+def _captured(
+    step: Callable[[], Any], scopes: Sequence[Scope], lasting: Sequence[MainGrads]
+) -> tuple[torch.cuda.CUDAGraph, Any]:
     """A graph of a step, and what it returned. If it cannot be captured, all is as it was before.
 
-    torch's own context leaves a capture that failed half open.
+    ``lasting`` get their memory first, not amid that of activations. torch's own context leaves a capture that failed
+    half open.
     """
     graph, pool, stream = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.cuda.Stream()
     random = _torch.RandomState()
     error: BaseException | None = None
-    gc.collect()
+    _torch.clear_workspaces()
     torch.cuda.empty_cache()
     with torch.cuda.stream(stream):
         # Threads of NCCL and of the flight record may look at events meanwhile.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
+            for grads in lasting:
+                grads.wake()
             output = step()
             for scope in scopes:
                 scope.join_lanes()
@@ -287,13 +313,15 @@ def _optimizers_that_step(found: list[Optimizer]) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet(scopes: Sequence[Scope]) -> Iterator[None]:
-    """All that was launched before has ended, and nobody waits for it within; nor afterwards for what is captured."""
-    for scope in scopes:
-        scope.start_anew()
+def _quiet(scopes: Sequence[Scope]) -> Iterator[list[MainGrads]]:
+    """All that was launched before has ended, and nobody waits for it within; nor afterwards for what is captured.
+
+    Yields gradients whose memory, hidden between steps, has been given back.
+    """
+    lasting = [grads for scope in scopes for grads in scope.start_anew()]
     torch.cuda.synchronize()
     _torch.epochs.begin()
     try:
-        yield
+        yield lasting
     finally:
         _torch.epochs.begin()

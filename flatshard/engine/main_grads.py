@@ -33,7 +33,7 @@ class MainGrads:
         self.in_flight = 0  # reduces that write here
         self.is_decoupled = False
         self._accumulates = False  # the last backward added to what was there
-        self._is_empty = False  # without storage
+        self.is_empty = False  # there is a buffer, without storage
         self._size = 0  # of the storage
         self._holders: list[int] = []  # of what is shown, while nobody but us does
 
@@ -44,7 +44,7 @@ class MainGrads:
         there anyway, and other tensors that come to lie in its place make the heap larger.
         Within `_torch.PlainAttributes`, since it looks at every parameter.
         """
-        if self.buffer is None or self._is_empty or self.in_flight or self.home.host:
+        if self.buffer is None or self.is_empty or self.in_flight or self.home.host:
             return
         if self._accumulates and not always:
             return
@@ -57,16 +57,21 @@ class MainGrads:
             self.buffer, self.shown = None, []
         else:
             self.buffer.local.untyped_storage().resize_(0)
-            self._is_empty = True
+            self.is_empty = True
+
+    def wake(self) -> None:
+        """Give storage to gradients that have been at rest."""
+        assert self.buffer is not None
+        self.buffer.local.untyped_storage().resize_(self._size)
+        self.is_empty = False
+        zero_between(self.buffer)
 
     def take(self, had_grad: Sequence[bool], lane: Lane) -> tuple[DBuffer, bool, list[torch.Tensor]]:
         """The buffer; whether it is to be written, not added to; and what the lane reads to make it so."""
         any_had, buffer = any(had_grad), self.buffer
         self._accumulates = any_had
-        if buffer is not None and self._is_empty:
-            buffer.local.untyped_storage().resize_(self._size)
-            self._is_empty = False
-            zero_between(buffer)
+        if buffer is not None and self.is_empty:
+            self.wake()
         elif buffer is None or (not any_had and self._is_held):
             buffer = self._make()
         if not any_had:

@@ -17,6 +17,7 @@ from flatshard.buffer import Lane, Planner, Pool, watch_over
 from flatshard.engine import steps
 from flatshard.engine.agreement import Agreement, check_model, digest, patience
 from flatshard.engine.keep import gathered_bytes
+from flatshard.engine.main_grads import MainGrads
 from flatshard.engine.program import Pass, Program
 from flatshard.engine.reduction import Goal, Reduction
 from flatshard.engine.unit_changes import absorb_moved
@@ -638,17 +639,20 @@ class Scope:
         self.gather_lane.join()
         self.reduce_lane.join()
 
-    def start_anew(self) -> None:
-        """Give back what is gathered, also what was to stay, and the memory of gradients that are hidden.
+    def start_anew(self) -> list[MainGrads]:
+        """Give back what is gathered, also what was to stay, and the memory of gradients that are hidden: which.
 
         A graph must derive all from main itself, and must not write to memory that others may get later.
         """
+        groups = [group for unit in self.units for group in unit.groups]
         for unit in self.units:
             unit.release(always=True)
-            for group in unit.groups:
-                group.source.mark_stale()
+        for group in groups:
+            group.source.mark_stale()
+        lasting = [group.gradients.main_grads for group in groups if not group.gradients.main_grads.is_empty]
         self.rest_gradients(always=True)
         self.gather_pool.drop()
+        return [grads for grads in lasting if grads.is_empty]
 
     # Agreement
 

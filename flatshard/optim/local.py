@@ -91,11 +91,10 @@ class Local:
             self._outdated = False
         return outer
 
-    def places(self, optimizer: Optimizer) -> list[object]:
-        """Where the state is, for those who must know if it is elsewhere later. Does not count as a look."""
-        tensors = [value for state in self._state.values() for value in state.values()]
-        outer = optimizer.__dict__["state"]
-        return [id(outer), *[value.data_ptr() for value in tensors if isinstance(value, torch.Tensor)]]
+    def tensors(self) -> list[torch.Tensor]:
+        """Those of the state. Does not count as a look."""
+        values = [value for state in self._state.values() for value in state.values()]
+        return [value for value in values if isinstance(value, torch.Tensor)]
 
     def settle(self) -> bool:
         """See now what others have done to the state, since a step that is captured cannot. Whether it is nothing."""

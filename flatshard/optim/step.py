@@ -175,14 +175,19 @@ def is_settled(optimizer: Optimizer) -> bool:
     return local is None or local.settle()
 
 
-def state_places(optimizer: Optimizer) -> list[object]:
-    """Where the state of an optimizer is."""
+def state_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The tensors that a step of an optimizer reads and writes, local ones."""
     local: Local | None = optimizer.__dict__.get(_LOCAL)
     if local is not None:
-        return local.places(optimizer)
+        return local.tensors()
     tensors = [value for state in optimizer.state.values() for value in state.values()]
     locals_ = [_torch.local_of(value) if isinstance(value, DTensor) else value for value in tensors]
-    return [value.data_ptr() for value in locals_ if isinstance(value, torch.Tensor)]
+    return [value for value in locals_ if isinstance(value, torch.Tensor)]
+
+
+def state_places(optimizer: Optimizer) -> list[object]:
+    """Where the state of an optimizer is, for those who must know if it is elsewhere later."""
+    return [id(optimizer.__dict__["state"]), *[tensor.data_ptr() for tensor in state_of(optimizer)]]
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
