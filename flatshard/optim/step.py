@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
@@ -21,6 +20,7 @@ from flatshard.engine.main_grads import MAIN_GRAD
 from flatshard.optim.local import Local, refuse_replaced
 from flatshard.optim.owners import Cost, newton_schulz
 from flatshard.optim.runs import is_elementwise, local_part
+from flatshard.optim.together import Together
 from flatshard.optim.whole import BUCKET, Choice, Predicate, Splits, Whole
 
 Opt = TypeVar("Opt", bound=Optimizer)
@@ -271,7 +271,8 @@ def _state_dict(self: Optimizer) -> Any:
             f"state_dict of whole matrices needs torch 2.13 or newer; this is {torch.__version__}. "
             "flatshard.checkpoint.save takes the optimizer itself"
         )
-    with _whole(self).showing(self):
+    side = _whole(self)
+    with side.lending(side.show(self)):
         return type(self).__mro__[1].state_dict(self)  # type: ignore[attr-defined]
 
 
@@ -285,21 +286,32 @@ def _take_state(self: Optimizer, state: dict[str, Any]) -> None:
         base(self, {**state, "state": rest})
 
 
-def whole_of(optimizer: Optimizer) -> Whole | None:
-    """The whole side of an optimizer, if it has one."""
-    found = optimizer.__dict__.get(_LOCAL)
-    return found if isinstance(found, Whole) else None
-
-
-@contextmanager
-def shown_state(optimizer: Optimizer) -> Iterator[Mapping[Any, Any]]:
+def shown_state(optimizer: Optimizer) -> Mapping[Any, Any]:
     """The state of an optimizer by parameter, with the same entries on all ranks, to be saved. All ranks call it."""
-    side = whole_of(optimizer)
-    if side is None:
-        yield optimizer.state
-    else:
-        with side.showing(optimizer) as state:
-            yield state
+    if isinstance(optimizer, Together):
+        return {key: value for each in optimizer.optimizers for key, value in shown_state(each).items()}
+    side = optimizer.__dict__.get(_LOCAL)
+    return side.show(optimizer) if isinstance(side, Whole) else optimizer.state
+
+
+def owner_of_entries(optimizer: Optimizer) -> Callable[[torch.Tensor, Iterable[str]], dict[str, bool] | None]:
+    """Says which entries of the state of a parameter this rank is to have; None of one that is not whole.
+
+    ValueError for entries of a parameter that was split in another way.
+    """
+    parts = optimizer.optimizers if isinstance(optimizer, Together) else [optimizer]
+    sides = [(each, each.__dict__[_LOCAL]) for each in parts if isinstance(each.__dict__.get(_LOCAL), Whole)]
+    for each, side in sides:
+        side.plan(each)
+
+    def owned(parameter: torch.Tensor, keys: Iterable[str]) -> dict[str, bool] | None:
+        for _, side in sides:
+            if side.has(parameter):
+                side.check(parameter, keys)
+                return {key: side.owns(parameter, key) for key in keys}
+        return None
+
+    return owned
 
 
 def _get_state(self: Optimizer) -> Any:

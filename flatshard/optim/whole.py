@@ -10,8 +10,9 @@ for each copy of the model among those who own it (`Whole.most_bytes`).
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -36,6 +37,7 @@ Predicate: TypeAlias = Callable[[str, torch.Tensor], bool]
 Splits: TypeAlias = Mapping[str, Split] | Callable[[str, torch.Tensor], Split] | None
 _NUMBERS = (int, float, bool)  # what optimizers count with, on themselves
 BUCKET = 64 << 20
+_LABEL = re.compile(r"\[\d+(, \d+:\d+|:\d+)?\]$")
 _CAPTURED = "a step on whole matrices cannot be captured; leave the optimizer's step outside"
 
 
@@ -72,6 +74,7 @@ class Whole:
         self.batches: list[list[Seen]] = []  # parameters that came together; their owners do not change
         self.buckets: list[Bucket] = []
         self._known: dict[int, nn.Parameter | None] = {}  # all parameters by id; None for those that are not whole
+        self._parts: dict[torch.Tensor, list[Seen]] = {}
         self._generation = -1
         self._lanes: dict[torch.device, Lane] = {}
         self._lent: Any = None  # what `optimizer.state` is for now
@@ -110,6 +113,7 @@ class Whole:
             for each, owner in zip(here, owners):
                 each.owner = owner
         self.batches.append(batch)
+        self._parts.clear()
         self._known.update({id(parameter): parameter for _, parameter, _ in named})
         self._generation = -1
         return batch
@@ -243,12 +247,8 @@ class Whole:
         missed = [] if mine else [n for n in {each.number for each in self.seen} if n not in calls.seen]
         if not mine and not missed:
             return
-        self._lent = self.state
-        try:
-            with calls.lent(params, missed) as step:
-                calls.result = step()
-        finally:
-            self._lent = None
+        with self.lending(self.state), calls.lent(params, missed) as step:
+            calls.result = step()
 
     def rest_gradients(self) -> None:
         """Free the memory of gradients that have been set to None."""
@@ -284,17 +284,16 @@ class Whole:
         }
         return defaultdict(dict, {**outer, **whole})
 
-    def _by_parameter(self) -> dict[nn.Parameter, list[Seen]]:
-        found: dict[nn.Parameter, list[Seen]] = {}
-        for each in self.seen:
-            found.setdefault(each.parameter, []).append(each)
-        return found
+    def _by_parameter(self) -> dict[torch.Tensor, list[Seen]]:
+        if not self._parts:
+            for each in self.seen:
+                self._parts.setdefault(each.parameter, []).append(each)
+        return self._parts
 
-    @contextmanager
-    def showing(self, optimizer: Optimizer) -> Iterator[dict[Any, Any]]:
-        """In it, `optimizer.state` is alike on all ranks: whole parameters have DTensors. All ranks call it."""
+    def show(self, optimizer: Optimizer) -> dict[Any, State]:
+        """The state by parameter, with the same entries on all ranks: whole parameters have DTensors. All call it."""
         self.plan(optimizer)
-        outer = {key: value for key, value in self.look(optimizer).items() if self._known.get(id(key)) is None}
+        outer = {key: value for key, value in self.look(optimizer).items() if not self.has(key)}
         seen = list(self.seen)
         found: dict[int, Any] = {}
         for meeting in dict.fromkeys(each.meeting for each in seen):
@@ -306,9 +305,14 @@ class Whole:
             parts.setdefault(seen[number].parameter, []).append((seen[number].matrix.label, state))
         outer.update({parameter: _joined(entries) for parameter, entries in parts.items()})
         order = [p for group in optimizer.param_groups for p in group["params"] if p in outer]
-        self._lent = {key: outer[key] for key in dict.fromkeys([*order, *outer])}
+        return {key: outer[key] for key in dict.fromkeys([*order, *outer])}
+
+    @contextmanager
+    def lending(self, state: Any) -> Iterator[None]:
+        """In it, this is `optimizer.state`."""
+        self._lent = state
         try:
-            yield self._lent
+            yield
         finally:
             self._lent = None
 
@@ -321,23 +325,36 @@ class Whole:
         self.plan(optimizer)
         self.state.clear()
         self._has_state = bool(state)
-        rest = {key: value for key, value in state.items() if self._known.get(id(key)) is None}
+        rest = {key: value for key, value in state.items() if not self.has(key)}
         for parameter, parts in self._by_parameter().items():
+            entries = state.get(parameter, {})
+            self.check(parameter, entries)
             for each in parts:
-                mine = taken(each.meeting, each.owner, parts_of(state.get(parameter, {}), each.matrix.label))
+                mine = taken(each.meeting, each.owner, parts_of(entries, each.matrix.label))
                 if mine:
                     self.state[each.tensor] = mine
-        self._lent = defaultdict(dict, {**rest, **self.state})
-        try:
+        with self.lending(defaultdict(dict, {**rest, **self.state})):
             yield defaultdict(dict, rest)
-        finally:
-            self._lent = None
 
-    def owns(self, parameter: torch.Tensor, key: str) -> bool | None:
-        """Whether this rank has an entry of the state of a parameter; None if the parameter is not whole."""
-        if self._known.get(id(parameter)) is None:
-            return None
-        return any(e.parameter is parameter and e.is_mine and label_of(key) == e.matrix.label for e in self.seen)
+    def check(self, parameter: torch.Tensor, keys: Iterable[Any]) -> None:
+        """ValueError unless these are keys of the state of a whole parameter that is split as this one is."""
+        labels = [each.matrix.label for each in self._by_parameter()[parameter]]
+        for key in keys:
+            label = _LABEL.search(str(key))
+            if (label is not None or labels != [""]) and (label is None or label.group() not in labels):
+                raise ValueError(
+                    f"'{key}' is of a parameter that was split in another way than here, where its parts are "
+                    f"{', '.join(labels[:4]) or 'one'}{', ...' if len(labels) > 4 else ''}"
+                )
+
+    def has(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is whole."""
+        return self._known.get(id(parameter)) is not None
+
+    def owns(self, parameter: torch.Tensor, key: str) -> bool:
+        """Whether this rank has an entry of the state of a whole parameter."""
+        parts = self._by_parameter()[parameter]
+        return any(each.is_mine and (len(parts) == 1 or key.endswith(each.matrix.label)) for each in parts)
 
     def places(self, optimizer: Optimizer) -> list[object]:
         """Where the state is, for a captured step, which has none of it."""
@@ -406,11 +423,6 @@ def _joined(entries: Sequence[tuple[str, State]]) -> State:
     if len(entries) == 1 and not entries[0][0]:
         return entries[0][1]
     return {f"{key}{label}": value for label, state in entries for key, value in state.items()}
-
-
-def label_of(key: str) -> str:
-    begin = key.find("[")
-    return "" if begin < 0 else key[begin:]
 
 
 def parts_of(entries: Mapping[Any, Any], label: str) -> State:
