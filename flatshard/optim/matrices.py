@@ -13,7 +13,7 @@ from flatshard.buffer import Lane
 from flatshard.engine.homes import group_of
 from flatshard.engine.main_grads import MAIN_GRAD
 from flatshard.optim.owners import Matrix
-from flatshard.optim.routes import Meeting, Piece, Route
+from flatshard.optim.routes import Meeting, Piece, Route, held_of
 from flatshard.optim.runs import cut_of
 
 
@@ -40,7 +40,7 @@ class Seen:
 
     def _nothing(self) -> torch.Tensor:
         """A tensor of its shape that takes no memory."""
-        local = _torch.local_of(self.parameter)
+        local = held_of(self.parameter)
         return torch.zeros((), dtype=local.dtype, device=local.device).expand(self.matrix.shape)
 
     def arrive(self, gradient: torch.Tensor, weight: torch.Tensor, uncast: bool) -> None:
@@ -87,7 +87,7 @@ class Bucket:
     def arrive(self, uncast: bool) -> None:
         """Let the matrices of this rank have the values that have come."""
         for number in self.mine:
-            sizes, device = self.seen[number].matrix.box.sizes, _torch.local_of(self.seen[number].parameter).device
+            sizes, device = self.seen[number].matrix.box.sizes, held_of(self.seen[number].parameter).device
             gradient, weight = self.seen[number].dtypes
             self._gradients[number] = torch.empty(sizes, dtype=gradient, device=device)
             self._weights[number] = torch.empty(sizes, dtype=weight, device=device)
@@ -124,7 +124,7 @@ class Bucket:
         """What this rank holds of the parameter of a piece, or of its gradient."""
         parameter = self.seen[piece.number].parameter
         if piece.role == "weight":
-            return _torch.local_of(parameter).detach()
+            return held_of(parameter)
         if piece.number not in self._locals:
             self._locals[piece.number] = _gradient_of(parameter)
         return self._locals[piece.number]
@@ -138,4 +138,4 @@ def _gradient_of(parameter: nn.Parameter) -> torch.Tensor | None:
     assert isinstance(parameter, DTensor)
     if not hasattr(grad, MAIN_GRAD) and cut_of(grad) != cut_of(parameter):
         grad = grad.redistribute(parameter.device_mesh, parameter.placements)
-    return _torch.local_of(grad).detach()
+    return held_of(grad)

@@ -89,6 +89,11 @@ class Meeting:
         return [parts[i * longest : i * longest + int(count)] for i, count in enumerate(lengths.tolist())]
 
 
+def held_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor: all of a plain one."""
+    return (_torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor).detach()
+
+
 def cut_axes(parameter: DTensor) -> tuple[int, ...]:
     """The axes of its mesh that cut a tensor."""
     mesh = parameter.device_mesh

@@ -30,7 +30,7 @@ from flatshard.optim.local import Local, refuse_replaced
 from flatshard.optim.matrices import Bucket, Seen
 from flatshard.optim.owned import shown, taken
 from flatshard.optim.owners import Cost, Load, Split, assign, in_buckets, matrices_of, newton_schulz
-from flatshard.optim.routes import Meeting, cut_axes, routes
+from flatshard.optim.routes import Meeting, cut_axes, held_of, routes
 from flatshard.optim.runs import State
 
 Predicate: TypeAlias = Callable[[str, torch.Tensor], bool]
@@ -151,7 +151,7 @@ class Whole:
         return any(parameter is None for parameter in self._known.values())
 
     def _meeting(self, parameter: nn.Parameter, known: dict[Any, Meeting]) -> Meeting:
-        local = _torch.local_of(parameter)
+        local = held_of(parameter)
         if not isinstance(parameter, DTensor):
             return known.setdefault(local.device, Meeting(None, (), local.device))
         mesh, axes = parameter.device_mesh, cut_axes(parameter)

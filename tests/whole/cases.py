@@ -87,7 +87,7 @@ class Spectral(Optimizer):
                     flat = grad.flatten(1)
                     state["gram"][0] = 0.9 * state["gram"][0] + flat @ flat.T  # a new tensor every step
                     grad = torch.linalg.solve(state["gram"][0] + torch.eye(p.shape[0]), flat).view_as(p)
-                p.mul_(1 - 0.01 * group["lr"]).sub_(grad, alpha=group["lr"] / (1 + 0.1 * (self.calls + group["steps"])))
+                p.mul_(1 - 0.01 * group["lr"]).sub_(grad, alpha=group["lr"] / (1 + 0.1 * group["steps"]))
 
 
 def muon(params: Any) -> Optimizer:

@@ -30,6 +30,7 @@ def train(model: Net, reference: Net, optimizer: Any, wanted: Any, steps: int = 
         for each in (optimizer, wanted):
             each.zero_grad()
     assert_equal_bits(model, reference)
+    assert getattr(optimizer, "calls", steps) == steps
     assert [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups] == [
         {k: v for k, v in g.items() if k != "params"} for g in wanted.param_groups
     ]
