@@ -24,7 +24,9 @@ class Seen:
         self.name, self.parameter, self.matrix = f"{name}{matrix.label}", parameter, matrix
         self.number = number  # of its parameter group
         self.meeting, self.owner = meeting, 0
-        self.tensor = nn.Parameter(self._nothing(), parameter.requires_grad)
+        local = held_of(parameter)
+        self._nothing = torch.zeros((), dtype=local.dtype, device=local.device).expand(matrix.shape)  # takes no memory
+        self.tensor = nn.Parameter(self._nothing, parameter.requires_grad)
         self.tensor.__dict__.update({k: v for k, v in parameter.__dict__.items() if k in _marks(parameter)})
         self.tensor.__dict__["matrix_name"] = self.name
 
@@ -37,11 +39,6 @@ class Seen:
         """Of its gradient and its weight, the same on all ranks."""
         group = group_of(self.parameter)
         return self.parameter.dtype if group is None else group.gradients.grad_dtype, self.parameter.dtype
-
-    def _nothing(self) -> torch.Tensor:
-        """A tensor of its shape that takes no memory."""
-        local = held_of(self.parameter)
-        return torch.zeros((), dtype=local.dtype, device=local.device).expand(self.matrix.shape)
 
     def arrive(self, gradient: torch.Tensor, weight: torch.Tensor, uncast: bool) -> None:
         """Have values. Without a gradient here, the parameter has been used nowhere."""
@@ -58,7 +55,7 @@ class Seen:
 
     def leave(self) -> None:
         self.tensor.grad = None
-        self.tensor.data = self._nothing()
+        self.tensor.data = self._nothing
 
 
 def _marks(parameter: nn.Parameter) -> set[str]:

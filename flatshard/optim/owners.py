@@ -108,13 +108,19 @@ def _rows(rows: int, split: Split) -> list[int]:
     return counts
 
 
-def assign(costs: Sequence[float], world: int) -> tuple[list[int], list[int]]:
+def assign(costs: Sequence[float], holders: Sequence[int], world: int) -> tuple[list[int], list[int]]:
     """The order in which matrices are given out, the dearest first, and the owner of each: whoever has least by then.
 
     No rank has more than a third too much, and where there are several matrices of a kind for each rank, next to
-    nothing. Equal costs go in the order of the parameters, equal loads to the first rank.
+    nothing. Of equal costs, those take turns that different ranks hold most of, ``holders``: matrices that are near
+    each other travel together, and are then sent by many. Equal loads go to the first rank.
     """
-    order = sorted(range(len(costs)), key=lambda number: (-costs[number], number))
+    turns: dict[tuple[float, int], int] = {}
+    keys = []
+    for number, key in enumerate(zip(costs, holders)):
+        turns[key] = turns.get(key, 0) + 1
+        keys.append((-key[0], turns[key], number))
+    order = sorted(range(len(costs)), key=keys.__getitem__)
     loads, owners = [(0.0, 0, rank) for rank in range(world)], [0] * len(costs)
     for number in order:
         load, count, rank = loads[0]

@@ -109,14 +109,18 @@ class Whole:
             batch += [Seen(name, parameter, matrix, number, meeting) for matrix in matrices]
         for meeting in meetings.values():
             here = [each for each in batch if each.meeting is meeting]
-            _, owners = assign([self.choice.cost(each.matrix.shape) for each in here], meeting.size)
-            for each, owner in zip(here, owners):
+            for each, owner in zip(here, self._assign(meeting, here)[1]):
                 each.owner = owner
         self.batches.append(batch)
         self._parts.clear()
         self._known.update({id(parameter): parameter for _, parameter, _ in named})
         self._generation = -1
         return batch
+
+    def _assign(self, meeting: Meeting, here: Sequence[Seen]) -> tuple[list[int], list[int]]:
+        holders = {id(each.parameter): meeting.holders(each.parameter) for each in here}
+        most = [int(holders[id(each.parameter)].counts(each.matrix.box).argmax()) for each in here]
+        return assign([self.choice.cost(each.matrix.shape) for each in here], most, meeting.size)
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Let an optimizer that was made of stand-ins have the parameters in its groups, each once; take its state."""
@@ -184,8 +188,7 @@ class Whole:
         found: list[Bucket] = []
         for meeting in dict.fromkeys(each.meeting for each in batch):
             here = [each for each in batch if each.meeting is meeting]
-            order, _ = assign([self.choice.cost(each.matrix.shape) for each in here], meeting.size)
-            here = [here[number] for number in order]
+            here = [here[number] for number in self._assign(meeting, here)[0]]
             holders = {id(each.parameter): meeting.holders(each.parameter) for each in here}
             loads = []
             for each in here:
