@@ -11,7 +11,7 @@ from flatshard.model import shard_model
 from flatshard.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from flatshard.optim.clip import clip_grad_norm_, find_nonfinite, grad_norms, weight_norms
 from flatshard.optim.shared import sum_shared_gradients
-from flatshard.optim.step import fully_shard_optimizer
+from flatshard.optim.step import fully_shard_optimizer, whole_optimizer
 from flatshard.policy import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -63,4 +63,5 @@ __all__ = [
     "summary",
     "uninstall",
     "weight_norms",
+    "whole_optimizer",
 ]

@@ -33,7 +33,10 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as FSDPState
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor._utils import (
+    _compute_local_shape_and_global_offset,
+    compute_local_shape_and_global_offset,
+)
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
@@ -804,6 +807,15 @@ def boxes_of(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], tuple[int, ...
     assert isinstance(tensor, DTensor)
     chunks: list[ChunkStorageMetadata] = tensor.__create_chunk_list__()
     return [(tuple(found.offsets), tuple(found.sizes)) for found in chunks]
+
+
+@functools.lru_cache(maxsize=4096)
+def box_at(
+    shape: tuple[int, ...], mesh: tuple[int, ...], place: tuple[int, ...], placements: tuple[TorchPlacement, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offsets and sizes of what the rank at ``place`` of a mesh of this shape holds of a DTensor."""
+    sizes, offsets = _compute_local_shape_and_global_offset(shape, mesh, list(place), placements)
+    return tuple(offsets), tuple(sizes)
 
 
 def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -105,6 +105,8 @@ class RaggedDTensor(DTensor):
         """The whole tensor, on every rank. A collective call; no gradient flows through it."""
         cut, local = self._cut, _torch.local_of(self).detach()
         pieces = [cut.rows(Holding(piece, 1))[1] for piece in range(cut.layout.num_shards)]
+        if sum(count > 0 for count in pieces) == 1 and local.device.type != "meta":
+            return self._from_one(local)
         rows = local.movedim(cut.dim, 0)
         padded = rows.new_zeros(max(pieces), *rows.shape[1:])
         padded[: len(rows)].copy_(rows)
@@ -121,6 +123,15 @@ class RaggedDTensor(DTensor):
         by_piece = current.view(cut.layout.num_shards, *padded.shape)
         whole = torch.cat([by_piece[piece, :count] for piece, count in enumerate(pieces)])
         return whole.movedim(0, cut.dim).contiguous()
+
+    def _from_one(self, local: torch.Tensor) -> torch.Tensor:
+        """The whole tensor, where one rank has it all: a sum of bytes, which are zero on the others."""
+        axes = [axis for axis, sharded in enumerate(self._cut.sharded) if sharded]
+        whole = local.contiguous().clone() if local.numel() else local.new_zeros(self.shape)
+        lane, group = Lane("full_tensor", local.device), joint_group(self._cut.mesh, axes)
+        flat = whole.view(-1).view(torch.uint8)
+        lane.all_reduce(group, [flat], after=(lane.mark(),), name="full_tensor").wait()
+        return whole
 
     @property
     def placements(self) -> tuple[Any, ...]:

@@ -19,6 +19,7 @@ from flatshard.checkpoint.progress import bar
 from flatshard.checkpoint.reader import Reader, Reads
 from flatshard.checkpoint.state import local_part, name_of, names_of
 from flatshard.checkpoint.trees import decode
+from flatshard.optim.step import owner_of_entries
 
 _SHOWN = 8  # names in one error
 
@@ -163,7 +164,7 @@ def _stage_optimizer(manifest: Manifest, reader: Reader, model: nn.Module, optim
         raise CheckpointError(
             f"{manifest.folder} has {len(groups)} parameter groups; the optimizer has {len(optimizer.param_groups)}"
         )
-    names = names_of(model)
+    names, owned_of = names_of(model), owner_of_entries(optimizer)
     state: dict[Any, Any] = defaultdict(dict)
     for number, (theirs, ours) in enumerate(zip(groups, optimizer.param_groups)):
         mine = [name_of(parameter, names) for parameter in ours["params"]]
@@ -177,22 +178,37 @@ def _stage_optimizer(manifest: Manifest, reader: Reader, model: nn.Module, optim
         for name, parameter in zip(mine, ours["params"]):
             if name in states:
                 entries = dict(states[name]["dict"])
+                try:
+                    owned = owned_of(parameter, entries)
+                except ValueError as error:
+                    raise CheckpointError(f"{manifest.folder}: state of '{name}': {error}") from None
                 state[parameter] = {
-                    key: _entry(manifest, reader, f"{name}: {key}", tree, parameter, key != "step" or bool(on_device))
+                    key: _entry(
+                        manifest,
+                        reader,
+                        f"{name}: {key}",
+                        tree,
+                        parameter,
+                        on_device=key != "step" or bool(on_device),
+                        whole=owned is not None,
+                    )
                     for key, tree in entries.items()
+                    if owned is None or owned[key]
                 }
     kept = [{**ours, **theirs} for theirs, ours in zip(groups, optimizer.param_groups)]
     return {"state": state, "param_groups": kept}
 
 
-def _entry(manifest: Manifest, reader: Reader, name: str, tree: Any, parameter: torch.Tensor, on_device: bool) -> Any:
-    """One entry of the state of a parameter, cut as the parameter is if it has a number for each element of it."""
+def _entry(
+    manifest: Manifest, reader: Reader, name: str, tree: Any, parameter: torch.Tensor, *, on_device: bool, whole: bool
+) -> Any:
+    """One entry of the state of a parameter: ``whole``, or cut as that is if it has a number for each element of it."""
     if not (isinstance(tree, dict) and "tensor" in tree):
         return decode(tree, lambda key: _whole(manifest, reader, key))
     key = tree["tensor"]
     entry = manifest.tensors[key]
     per_element = entry.shape == tuple(parameter.shape) and (bool(entry.shape) or not name.endswith(": step"))
     device = parameter.device if on_device and not parameter.is_meta else torch.device("cpu")
-    if per_element and isinstance(parameter, DTensor):
+    if per_element and isinstance(parameter, DTensor) and not whole:
         return _torch.like_dtensor(parameter, _read_part(manifest, reader, name, key, parameter).to(device))
     return reader.read(name, entry, (0,) * len(entry.shape), entry.shape).to(device)

@@ -19,6 +19,7 @@ from flatshard.checkpoint.errors import CheckpointError, exchange, together
 from flatshard.checkpoint.files import FORMAT, MANIFEST, Manifest, sync_folder, write_boxes, write_manifest
 from flatshard.checkpoint.progress import bar
 from flatshard.checkpoint.state import Snapshot, take
+from flatshard.optim.step import shown_state
 
 _LOG = logging.getLogger("flatshard.checkpoint")
 _SAVING, _DELETING = ".saving-", ".deleting-"
@@ -93,12 +94,13 @@ def save(
     if previous is not None:
         previous.wait_unless_told()
     ranks = exchange("checkpoint_save")
+    state = {} if optimizer is None else shown_state(optimizer)
     taken: list[Snapshot] = []
 
     def prepare() -> tuple[str, Any]:
         if path.exists():
             raise CheckpointError(f"{path} exists; a checkpoint is never overwritten: choose another name")
-        taken.append(take(model, optimizer, extra, ranks.rank, ranks.size))
+        taken.append(take(model, optimizer, state, extra, ranks.rank, ranks.size))
         if asynchronous:
             taken[0].to_host()
         kinds = [(key, *kind) for key, kind in taken[0].tensors.items() if not key.startswith("extra/")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,8 +127,13 @@ def _are_copies(few: list[float], others: list[float]) -> bool:
     return sum(abs(a - b) for a, b in pairs) <= 0.3 * sum(abs(a) + abs(b) for a, b in pairs)
 
 
-def take(model: nn.Module, optimizer: Optimizer | None, extra: Any, rank: int, world: int) -> Snapshot:
-    """The state of a model, of its optimizer, and what this rank adds. Nothing is copied or communicated."""
+def take(
+    model: nn.Module, optimizer: Optimizer | None, state: Mapping[Any, Any], extra: Any, rank: int, world: int
+) -> Snapshot:
+    """The state of a model, of its optimizer, and what this rank adds. Nothing is copied or communicated.
+
+    ``state``: the optimizer's, by parameter, with the same entries on all ranks.
+    """
     found = Snapshot(rank, world)
     known: dict[int, str] = {}
 
@@ -137,15 +142,14 @@ def take(model: nn.Module, optimizer: Optimizer | None, extra: Any, rank: int, w
             known[id(tensor)] = found.put(key, tensor)
         return known[id(tensor)]
 
-    state = model.state_dict(keep_vars=True)
-    found.model = encode(dict(state), put_once, "model")
+    found.model = encode(dict(model.state_dict(keep_vars=True)), put_once, "model")
     if optimizer is not None:
         names = names_of(model)
         groups = []
         for group in optimizer.param_groups:
             options = {key: value for key, value in group.items() if key != "params"}
             groups.append({**options, "params": [name_of(p, names) for p in group["params"]]})
-        entries = {names[p]: optimizer.state[p] for p in _parameters(optimizer) if p in optimizer.state}
+        entries = {names[p]: state[p] for p in _parameters(optimizer) if p in state}
         found.optimizer = encode({"groups": groups, "state": entries}, found.put, "optimizer")
     found.extra = encode(extra, lambda path, tensor: _put_extra(found, path, tensor), f"extra/{rank}")
     return found

@@ -36,6 +36,11 @@ class Local:
         self._looked = True
         self._lent = False
 
+    @property
+    def is_lent(self) -> bool:
+        """Whether the optimizer's step is running, and has our state."""
+        return self._lent
+
     def step(self, optimizer: Optimizer, base: Callable[[], Any]) -> Any:
         """Run the step of the optimizer's class on the runs."""
         groups = optimizer.param_groups

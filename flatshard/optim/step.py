@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -17,7 +19,10 @@ from flatshard.engine.homes import generation, is_replaced, successor_of
 from flatshard.engine.main_grads import MAIN_GRAD
 from flatshard.engine.scope import join_reduces
 from flatshard.optim.local import Local, refuse_replaced
+from flatshard.optim.owners import Cost, newton_schulz
 from flatshard.optim.runs import is_elementwise, local_part
+from flatshard.optim.together import Together
+from flatshard.optim.whole import BUCKET, Choice, Predicate, Splits, Whole
 
 Opt = TypeVar("Opt", bound=Optimizer)
 
@@ -41,22 +46,31 @@ _WHOLE = {
     **dict.fromkeys(("Adafactor", "CAME"), "factors second moments over rows and columns"),
     **dict.fromkeys(("Muon", "Shampoo", "DistributedShampoo", "SOAP"), "works on whole matrices"),
     **dict.fromkeys(("LAMB", "Lamb", "LARS", "Lars", "NovoGrad"), "scales by norms of whole parameters"),
-    **dict.fromkeys(("Prodigy", "DAdaptAdam", "DAdaptSGD"), "sums over all parameters"),
 }
+_OVER_ALL = {"Prodigy", "DAdaptAdam", "DAdaptSGD"}
 _LOCAL = "_flatshard_local"
 _CHECKED = "_flatshard_checked"
 _SCALARS = "_flatshard_scalars"
 _NUMBERS = {"step", "mu_product", "mu", "eta"}  # in the state of torch's optimizers, plain tensors for any parameter
 
 
-def fully_shard_optimizer(optimizer: Opt, *, precision_aware: bool = False) -> Opt:
+def fully_shard_optimizer(
+    optimizer: Opt,
+    *,
+    precision_aware: bool = False,
+    whole: bool | Predicate = False,
+    split: Splits = None,
+    cost: Cost = newton_schulz,
+    owners: Literal["shards", "all"] = "shards",
+    bucket_bytes: int = BUCKET,
+) -> Opt:
     """Make ``step`` of an optimizer over sharded parameters work on plain local tensors; returns the optimizer itself.
 
     An optimizer works on sharded parameters without this call too, through DTensor, which costs host time for every
     parameter. With it, neighbours in a group's buffer that are of one parameter group, have a gradient, and have taken
     as many steps are stepped as one flat tensor, if the optimizer is one of torch's elementwise ones. Any other class
     is given the local part of each parameter, in its shape: that is right if its update of an element reads only that
-    element. Optimizers known to read more (LBFGS, Adafactor, Muon, LAMB, ...) are refused.
+    element. Optimizers known to read more (LBFGS, Adafactor, Muon, LAMB, ...) are refused, unless ``whole``.
 
     From outside nothing changes: ``param_groups``, ``state[p]`` (DTensors over the flat state), ``state_dict``,
     ``load_state_dict``, ``add_param_group``, hooks, schedulers and GradScaler. ``optimizer.state`` is brought up to
@@ -65,29 +79,113 @@ def fully_shard_optimizer(optimizer: Opt, *, precision_aware: bool = False) -> O
 
     Gradients whose dtype is not that of the main weights (``MixedPrecisionPolicy(grad_dtype=...)``) are cast for the
     step; with ``precision_aware=True`` the optimizer is given them as they are.
+
+    ``whole``: True, or a function of the name and the parameter that says which. Each such parameter has an owner
+    among the ranks that hold it, whose optimizer sees it, its gradient and its state as ordinary whole tensors; that is
+    right for every optimizer that steps its parameters one by one (docs/optimizers.md). All ranks must call ``step``
+    and ``state_dict`` then. Names are those of ``named_parameters`` where the optimizer was built on that, and else go
+    from the parameter's unit down.
+    ``split``: whole parameters that are several matrices, by patterns of names or as a function of name and parameter:
+    how many equal parts of their rows, or the rows of each part. ``cost``: of a matrix, from its shape; owners are
+    balanced by it. ``owners="all"``: ranks that hold copies of a shard (HSDP's outer axis) share the work as well.
+    ``bucket_bytes``: gradients and weights that an owner is sent at a time.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"fully_shard_optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
     precision_aware = _arguments.flag("precision_aware", precision_aware)
+    choice = _choice(whole, split, cost, owners, bucket_bytes)
     if _LOCAL in optimizer.__dict__:
+        if isinstance(optimizer.__dict__[_LOCAL], Whole) != (choice is not None):
+            raise ValueError("fully_shard_optimizer was called on this optimizer before, with another `whole`")
         optimizer.__dict__[_LOCAL].uncast = precision_aware
         return optimizer
-    _refuse(optimizer)
-    refuse_replaced(optimizer)
+    side = Local(type(optimizer) in ELEMENTWISE, precision_aware)
+    if choice is None:
+        _refuse(optimizer, "all")
+        refuse_replaced(optimizer)
+        return _install(optimizer, side)
+    return _install(optimizer, Whole(choice, side))
+
+
+def whole_optimizer(
+    factory: Callable[[list[nn.Parameter]], Opt],
+    model: nn.Module,
+    whole: Predicate | None = None,
+    *,
+    split: Splits = None,
+    cost: Cost = newton_schulz,
+    owners: Literal["shards", "all"] = "shards",
+    bucket_bytes: int = BUCKET,
+    precision_aware: bool = False,
+) -> Opt:
+    """An optimizer that ``factory`` makes of the matrices of a model, each stepped whole by the rank that owns it.
+
+    For optimizers whose constructor must see the matrices as they will be, as torch's Muon does, which takes nothing
+    but matrices. ``whole(name, parameter)`` says of which parameters that need gradients they are made; by default,
+    those of two dims or more. A tensor of three dims (experts, rows, columns) is so many matrices, one of more dims is
+    a matrix of as many rows as its first dim has; ``split`` splits rows, and all else is as in `fully_shard_optimizer`.
+
+    ``factory`` is given a list of plain parameters, alike on all ranks, without values: shape, dtype, device and what
+    users have put on the model's parameters are there, and ``matrix_name``. It may make several parameter groups of
+    them, and put other parameters of the model beside them, which are stepped on shards. Afterwards the optimizer's
+    groups hold the model's parameters. The model may be unsharded; then every rank steps everything.
+    """
+    _arguments.module("whole_optimizer", model)
+    choice = _choice(whole or (lambda name, p: p.dim() >= 2), split, cost, owners, bucket_bytes)
+    assert choice is not None
+    side = Whole(replace(choice, unbind=True), Local(False, _arguments.flag("precision_aware", precision_aware)))
+    named = [(n, p, 0) for n, p in model.named_parameters() if p.requires_grad and choice.wants(n, p)]
+    if not named:
+        raise ValueError("whole_optimizer: no parameter of the model is to be whole")
+    seen = {id(each.tensor): each for each in side.add(named)}
+    optimizer = factory([each.tensor for each in seen.values()])
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"the factory must return a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    side.rest.flat = type(optimizer) in ELEMENTWISE
+    side.adopt(optimizer)
+    return _install(optimizer, side)
+
+
+def _choice(whole: Any, split: Any, cost: Any, owners: Any, bucket_bytes: Any) -> Choice | None:
+    if not isinstance(whole, bool) and not callable(whole):
+        raise TypeError(f"whole={whole!r}: must be True, False, or a function of a name and a parameter")
+    if whole is False:
+        if split is not None:
+            raise ValueError("split is for whole parameters; say which those are with `whole`")
+        return None
+    if split is not None and not callable(split) and not isinstance(split, Mapping):
+        raise TypeError(f"split={split!r}: must be a dict of patterns of names, or a function of name and parameter")
+    if not callable(cost):
+        raise TypeError(f"cost={cost!r}: must be a function of the shape of a matrix")
+    if owners not in ("shards", "all"):
+        raise ValueError(f"owners={owners!r}: must be 'shards' or 'all'")
+    return Choice(whole, split, cost, owners, _arguments.whole("bucket_bytes", bucket_bytes, 1))
+
+
+def _install(optimizer: Opt, side: Local | Whole) -> Opt:
+    """Let an optimizer step by way of ``side``."""
     scheduled = _torch.take_scheduler_patch(optimizer)
     if "step" in optimizer.__dict__:
         raise ValueError(
             f"`step` of this {type(optimizer).__name__} has been replaced on the instance, which would go past the "
             "local step; call fully_shard_optimizer first and replace it then"
         )
-    optimizer.__dict__[_LOCAL] = Local(type(optimizer) in ELEMENTWISE, precision_aware)
-    optimizer.__class__ = _local_class(type(optimizer))  # type: ignore[assignment]
+    state = optimizer.__dict__["state"]
+    if isinstance(side, Whole):
+        side.plan(optimizer)
+        _refuse(optimizer, "rest" if side.leaves_any else "none")
+    optimizer.__dict__[_LOCAL] = side
+    optimizer.__class__ = _local_class(type(optimizer), isinstance(side, Whole))  # type: ignore[assignment]
+    if isinstance(side, Whole) and state:
+        with side.taking(optimizer, state) as rest:
+            optimizer.__dict__["state"] = rest
     if scheduled:
         _torch.put_scheduler_patch(optimizer)
     return optimizer
 
 
-def _refuse(optimizer: Optimizer) -> None:
+def _refuse(optimizer: Optimizer, on_shards: Literal["all", "rest", "none"]) -> None:
+    """Refuse what cannot work; ``on_shards`` says whether all parameters, some or none are stepped in parts."""
     names = [cls.__name__ for cls in type(optimizer).__mro__]
     name = names[0]
     if "LBFGS" in names:
@@ -98,10 +196,17 @@ def _refuse(optimizer: Optimizer) -> None:
     if "SparseAdam" in names:
         raise ValueError(f"{name} takes sparse gradients; those of sharded parameters are dense: use Adam")
     for found in names:
-        if found in _WHOLE:
+        if found in _OVER_ALL:
+            raise ValueError(f"{name} sums over all parameters, which no rank has; use another optimizer")
+        if found in _WHOLE and on_shards == "all":
             raise ValueError(
-                f"{name} {_WHOLE[found]}, which a rank has only parts of; use it without fully_shard_optimizer, if it "
-                "works on DTensor parameters, or an elementwise optimizer such as AdamW"
+                f"{name} {_WHOLE[found]}, which a rank has only parts of; give whole=True, which lets it have the "
+                "whole, or use an elementwise optimizer such as AdamW"
+            )
+        if found in _WHOLE and on_shards == "rest":
+            raise ValueError(
+                f"{name} {_WHOLE[found]}, and `whole` leaves it parameters of which a rank has only parts; let it have "
+                "those that are whole, and an elementwise optimizer such as AdamW the others"
             )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(f"{name}(differentiable=True): sharded main weights have no graph; leave it out")
@@ -110,21 +215,23 @@ def _refuse(optimizer: Optimizer) -> None:
 # Class
 
 
-_CLASSES: dict[type[Optimizer], type[Optimizer]] = {}
+_CLASSES: dict[tuple[type[Optimizer], bool], type[Optimizer]] = {}
 
 
-def _local_class(cls: type[Optimizer]) -> type[Optimizer]:
-    """A subclass of ``cls`` whose step and state are `Local`'s."""
-    if cls not in _CLASSES:
+def _local_class(cls: type[Optimizer], whole: bool) -> type[Optimizer]:
+    """A subclass of ``cls`` whose step and state are `Local`'s, or `Whole`'s."""
+    if (cls, whole) not in _CLASSES:
         base = cls.step
         if getattr(base, "hooked", False):  # hooks run around our step, not inside, where the optimizer is not itself
             base = base.__wrapped__  # type: ignore[attr-defined]
         step = Optimizer.profile_hook_step(_step_over(base))
         step.hooked = True  # type: ignore[attr-defined]
-        members = {"step": step, "state": property(_get_state, _set_state), "zero_grad": _zero_grad}
+        members: dict[str, Any] = {"step": step, "state": property(_get_state, _set_state), "zero_grad": _zero_grad}
+        if whole:
+            members.update(state_dict=_state_dict, __setstate__=_take_state)
         names = {"__doc__": cls.__doc__, "__module__": cls.__module__}
-        _CLASSES[cls] = type(f"FSDP{cls.__name__}", (cls,), {**names, **members})
-    return _CLASSES[cls]
+        _CLASSES[cls, whole] = type(f"FSDP{cls.__name__}", (cls,), {**names, **members})
+    return _CLASSES[cls, whole]
 
 
 def _step_over(base: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,12 +247,72 @@ def _step_over(base: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def _local(optimizer: Optimizer) -> Local:
+def _local(optimizer: Optimizer) -> Local | Whole:
     if _LOCAL not in optimizer.__dict__:  # a copy: it has its parameters and its state, not the rest
+        if "__setstate__" in type(optimizer).__dict__:
+            raise RuntimeError(
+                "this is a copy of an optimizer of whole matrices; call fully_shard_optimizer on a new one"
+            )
         optimizer.__dict__[_LOCAL] = Local(type(optimizer).__mro__[1] in ELEMENTWISE, False)
     found = optimizer.__dict__[_LOCAL]
-    assert isinstance(found, Local)
+    assert isinstance(found, (Local, Whole))
     return found
+
+
+def _whole(optimizer: Optimizer) -> Whole:
+    found = _local(optimizer)
+    assert isinstance(found, Whole)
+    return found
+
+
+def _state_dict(self: Optimizer) -> Any:
+    """As `Optimizer.state_dict`; all ranks call it. Tensors of whole parameters are DTensors that their owners hold."""
+    if not _torch.SUBCLASSES_DISPATCH and any(each.meeting.size > 1 for each in _whole(self).seen):
+        raise NotImplementedError(
+            f"state_dict of whole matrices needs torch 2.13 or newer; this is {torch.__version__}. "
+            "flatshard.checkpoint.save takes the optimizer itself"
+        )
+    side = _whole(self)
+    with side.lending(side.show(self)):
+        return type(self).__mro__[1].state_dict(self)  # type: ignore[attr-defined]
+
+
+def _take_state(self: Optimizer, state: dict[str, Any]) -> None:
+    """As `Optimizer.__setstate__`. All ranks call it."""
+    base = type(self).__mro__[1].__setstate__  # type: ignore[attr-defined]
+    if _LOCAL not in self.__dict__ or "state" not in state:
+        base(self, state)
+        return
+    with _whole(self).taking(self, state["state"]) as rest:
+        base(self, {**state, "state": rest})
+
+
+def shown_state(optimizer: Optimizer) -> Mapping[Any, Any]:
+    """The state of an optimizer by parameter, with the same entries on all ranks, to be saved. All ranks call it."""
+    if isinstance(optimizer, Together):
+        return {key: value for each in optimizer.optimizers for key, value in shown_state(each).items()}
+    side = optimizer.__dict__.get(_LOCAL)
+    return side.show(optimizer) if isinstance(side, Whole) else optimizer.state
+
+
+def owner_of_entries(optimizer: Optimizer) -> Callable[[torch.Tensor, Iterable[str]], dict[str, bool] | None]:
+    """Says which entries of the state of a parameter this rank is to have; None of one that is not whole.
+
+    ValueError for entries of a parameter that was split in another way.
+    """
+    parts = optimizer.optimizers if isinstance(optimizer, Together) else [optimizer]
+    sides = [(each, each.__dict__[_LOCAL]) for each in parts if isinstance(each.__dict__.get(_LOCAL), Whole)]
+    for each, side in sides:
+        side.plan(each)
+
+    def owned(parameter: torch.Tensor, keys: Iterable[str]) -> dict[str, bool] | None:
+        for _, side in sides:
+            if side.has(parameter):
+                side.check(parameter, keys)
+                return {key: side.owns(parameter, key) for key in keys}
+        return None
+
+    return owned
 
 
 def _get_state(self: Optimizer) -> Any:
@@ -171,13 +338,13 @@ def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
 
 def is_settled(optimizer: Optimizer) -> bool:
     """Before a step is captured: whether it can go without reading what others have done to its state."""
-    local: Local | None = optimizer.__dict__.get(_LOCAL)
+    local: Local | Whole | None = optimizer.__dict__.get(_LOCAL)
     return local is None or local.settle()
 
 
 def state_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """The tensors that a step of an optimizer reads and writes, local ones."""
-    local: Local | None = optimizer.__dict__.get(_LOCAL)
+    local: Local | Whole | None = optimizer.__dict__.get(_LOCAL)
     if local is not None:
         return local.tensors()
     tensors = [value for state in optimizer.state.values() for value in state.values()]

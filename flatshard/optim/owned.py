@@ -1,0 +1,119 @@
+"""The state of whole matrices as others see it: by parameter, alike on all ranks, each tensor at its owner.
+
+A tensor of the state lives at one rank. In a state dict it is a DTensor of which that rank holds all rows and others
+none, so that it is saved, gathered and distributed like any other. The ranks learn from its owner what it is like.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from flatshard import _torch
+from flatshard.buffer import Lane
+from flatshard.buffer.ragged import Cut, RaggedDTensor
+from flatshard.layout import Holding, Layout, Segment, Slot, Whole
+from flatshard.optim.routes import Meeting
+
+
+class OwnedCut(Cut):
+    """Of a tensor that one of the ranks along the sharded axes holds. The axes may be any of the mesh."""
+
+    @property
+    def held(self) -> Holding:
+        place = self.mesh.get_coordinate()
+        assert place is not None
+        return Holding(_number(self.mesh, self.sharded, place), 1)
+
+
+def _number(mesh: DeviceMesh, sharded: Iterable[bool], place: Iterable[int]) -> int:
+    """Of a rank among those along the sharded axes, the last of which counts most."""
+    number = 0
+    for size, cut, at in reversed(list(zip(mesh.shape, sharded, place))):
+        number = number * size + at if cut else number
+    return number
+
+
+def owned(meeting: Meeting, owner: int, shape: torch.Size, local: torch.Tensor) -> torch.Tensor:
+    """A tensor of this shape, which rank ``owner`` of a meeting has. A plain tensor where every rank has its own."""
+    if meeting.size == 1:
+        return local
+    mesh = meeting.mesh
+    assert mesh is not None
+    sharded = tuple(axis in meeting.axes for axis in range(mesh.ndim))
+    numel = math.prod(shape)
+    slot = Slot(0, _number(mesh, sharded, meeting.places[owner]) * numel, tuple(shape), numel // shape[0], numel)
+    layout = Layout((slot,), (Segment(numel),), meeting.size, Whole())
+    like = torch.empty(shape, device="meta")
+    placements = [Shard(0) if cut else Replicate() for cut in sharded]
+    made = _torch.make_dtensor(local, mesh, placements, like.shape, like.stride())
+    return RaggedDTensor.make(local, made, OwnedCut(layout, 0, mesh, sharded))
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A tensor of the state, told to ranks that do not have it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    on_host: bool
+
+
+def _is_shared(tensor: torch.Tensor) -> bool:
+    """Whether all ranks can have a copy: a step counter, say."""
+    return tensor.dim() == 0 or tensor.numel() == 0
+
+
+def shown(meeting: Meeting, lane: Lane, mine: Mapping[int, Any], owners: Mapping[int, int]) -> dict[int, Any]:
+    """The state of all numbered matrices of a meeting, from that of those which this rank owns. All ranks call it."""
+
+    def told(value: Any) -> Any:
+        if _is_shared(value):
+            return value.detach().cpu()
+        return _Leaf(value.dtype, tuple(value.shape), value.device.type == "cpu")
+
+    message = {number: _torch.map_leaves(torch.Tensor, told, state) for number, state in mine.items()}
+    everything: dict[int, Any] = {}
+    for found in meeting.messages(lane, pickle.dumps(message)):
+        everything.update(pickle.loads(found))
+
+    def own(number: int) -> Any:
+        return _torch.map_leaves(
+            torch.Tensor,
+            lambda value: value if _is_shared(value) else owned(meeting, owners[number], value.shape, value),
+            mine[number],
+        )
+
+    def others(number: int, state: Any) -> Any:
+        def empty(leaf: _Leaf) -> torch.Tensor:
+            device = torch.device("cpu") if leaf.on_host else meeting.device
+            local = torch.empty((0, *leaf.shape[1:]), dtype=leaf.dtype, device=device)
+            return owned(meeting, owners[number], torch.Size(leaf.shape), local)
+
+        return _torch.map_leaves(_Leaf, empty, state)
+
+    return {number: own(number) if number in mine else others(number, everything[number]) for number in everything}
+
+
+def taken(meeting: Meeting, owner: int, state: Any) -> Any:
+    """State of a matrix that was loaded, as its owner is to have it. Collective where it is cut in another way."""
+    is_owner = owner == meeting.rank
+
+    def take(value: torch.Tensor) -> torch.Tensor | None:
+        if not isinstance(value, DTensor):
+            # Where numbers belong, only the optimizer knows.
+            return value if _is_shared(value) or not is_owner else value.to(meeting.device)
+        like = owned(meeting, owner, value.shape, _torch.local_of(value))
+        if isinstance(value, RaggedDTensor) and isinstance(like, RaggedDTensor) and value._cut == like._cut:
+            return _torch.local_of(value)
+        return value.full_tensor()
+
+    found = _torch.map_leaves(torch.Tensor, take, state)
+    return found if is_owner else None

@@ -1,0 +1,240 @@
+"""Pieces of matrices on their way between the ranks that hold them and the ranks that own them.
+
+The ranks among which a matrix is cut meet: for each bucket of matrices there is one all-to-all in, of gradients and
+weights to the owners, and one out, of new weights to all who hold them. What goes from one rank to another is packed
+into one run of bytes, in the order of the matrices, so that both ends know where each piece lies.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from flatshard import _torch
+from flatshard.buffer import Lane
+from flatshard.buffer.groups import joint_group
+from flatshard.buffer.lanes import Ticket
+from flatshard.buffer.ragged import RaggedDTensor
+from flatshard.layout import holding
+from flatshard.optim.owners import Box, Holders, Load
+
+Role: TypeAlias = Literal["gradient", "weight"]
+_ALIGN = 16  # bytes: a piece begins where vectorised copies can
+
+
+class Meeting:
+    """The ranks among which parameters are cut, and which own them: those along some axes of a mesh, or this one alone.
+
+    Of matrices that are not sharded, ``mesh`` is None: every rank has them, and owns them.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None, axes: tuple[int, ...], device: torch.device) -> None:
+        self.mesh, self.axes, self.device = mesh, axes, device
+        self.places: list[tuple[int, ...]] = [()]
+        self.rank = 0
+        if mesh is not None and axes:
+            own = mesh.get_coordinate()
+            assert own is not None
+            reach = [range(mesh.size(axis)) if axis in axes else (own[axis],) for axis in range(mesh.ndim)]
+            places = sorted(itertools.product(*reach), key=lambda place: int(mesh.mesh[place]))
+            self.places, self.rank = places, places.index(tuple(own))
+        elif mesh is not None:
+            self.places = [tuple(mesh.get_coordinate() or ())]
+        self._group: ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.places)
+
+    @property
+    def group(self) -> ProcessGroup:
+        """Its process group. The first call may be collective among its ranks."""
+        if self._group is None:
+            assert self.mesh is not None
+            self._group = joint_group(self.mesh, self.axes)
+            assert sorted(dist.get_process_group_ranks(self._group)) == [int(self.mesh.mesh[p]) for p in self.places]
+        return self._group
+
+    def holders(self, parameter: torch.Tensor) -> Holders:
+        """What each of its ranks holds of a parameter."""
+        if not isinstance(parameter, DTensor):
+            return Holders((Box((0,) * parameter.dim(), tuple(parameter.shape)),), (0,))
+        cut = cut_axes(parameter)
+        loose = [axis for axis in self.axes if axis not in cut]
+        copies = [tuple(place[axis] for axis in loose) for place in self.places]
+        numbers = {copy: number for number, copy in enumerate(sorted(set(copies)))}
+        boxes = tuple(_box_at(parameter, place) for place in self.places)
+        return Holders(boxes, tuple(numbers[copy] for copy in copies))
+
+    def messages(self, lane: Lane, message: bytes) -> list[bytes]:
+        """What each of its ranks says. All of them call it."""
+        if self.size == 1:
+            return [message]
+        length = torch.tensor([len(message)], dtype=torch.int64, device=self.device)
+        lengths = length.new_empty(self.size)
+        lane.all_gather(self.group, [lengths], [length], after=(lane.mark(),), name="lengths").wait()
+        longest = max(int(lengths.max()), 1)
+        padded = torch.frombuffer(bytearray(message.ljust(longest)), dtype=torch.uint8).to(self.device)
+        found = padded.new_empty(self.size * longest)
+        lane.all_gather(self.group, [found], [padded], after=(lane.mark(),), name="messages").wait()
+        parts = found.cpu().numpy().tobytes()
+        return [parts[i * longest : i * longest + int(count)] for i, count in enumerate(lengths.tolist())]
+
+
+def held_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor: all of a plain one."""
+    return (_torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def cut_axes(parameter: DTensor) -> tuple[int, ...]:
+    """The axes of its mesh that cut a tensor."""
+    mesh = parameter.device_mesh
+    return tuple(
+        axis for axis, p in enumerate(parameter.placements) if not isinstance(p, Replicate) and mesh.size(axis) > 1
+    )
+
+
+def _box_at(parameter: DTensor, place: tuple[int, ...]) -> Box:
+    shape = tuple(parameter.shape)
+    if not isinstance(parameter, RaggedDTensor):
+        mesh = tuple(parameter.device_mesh.shape)
+        return Box(*_torch.box_at(shape, mesh, place, tuple(parameter.placements)))
+    cut = parameter._cut
+    first, count = cut.rows(holding(cut.layout.num_shards, cut.mesh.shape, place, cut.sharded))
+    offsets, sizes = [0] * len(shape), list(shape)
+    offsets[cut.dim], sizes[cut.dim] = first, count
+    return Box(tuple(offsets), tuple(sizes))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of matrix ``number`` in a run of bytes, and where it lies in the tensor it is taken from or put into."""
+
+    number: int
+    role: Role
+    where: tuple[slice, ...]
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+
+    def of(self, packed: torch.Tensor) -> torch.Tensor:
+        size = self.dtype.itemsize
+        for count in self.sizes:
+            size *= count
+        return packed[self.start : self.start + size].view(self.dtype).view(self.sizes)
+
+
+Find: TypeAlias = Callable[[Piece], torch.Tensor | None]
+
+
+class _Run:
+    """Pieces between this rank and each other one, and where they lie when packed."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+        self.splits: list[int] = []
+        self.bytes = 0
+
+    def add(self, number: int, role: Role, box: Box, within: Box, dtype: torch.dtype) -> None:
+        self.pieces.append(Piece(number, role, box.inside(within), box.sizes, dtype, self.bytes))
+        self.bytes += -(-box.numel * dtype.itemsize // _ALIGN) * _ALIGN
+
+    def close(self) -> None:
+        """All pieces for one rank have been added."""
+        self.splits.append(self.bytes - sum(self.splits))
+
+
+class Route:
+    """One all-to-all of a bucket, again and again. ``name`` tells it from others in records of what was launched."""
+
+    def __init__(self, meeting: Meeting, sent: _Run, received: _Run, name: str) -> None:
+        self._meeting, self._sent, self._received, self._name = meeting, sent, received, name
+        self._flying: tuple[torch.Tensor, torch.Tensor, Ticket | None] | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Of the packed pieces, sent and received."""
+        return self._sent.bytes + (self._received.bytes if self._meeting.size > 1 else 0)
+
+    def launch(self, lane: Lane, find: Find) -> None:
+        """Pack and send pieces of the tensors that ``find`` gives; None counts as zeros."""
+        device = self._meeting.device
+        packed = torch.empty(self._sent.bytes, dtype=torch.uint8, device=device)
+        targets, sources = [], []
+        for piece in self._sent.pieces:
+            found, target = find(piece), piece.of(packed)
+            if found is None:
+                target.zero_()
+            else:
+                targets.append(target)
+                sources.append(found[piece.where])
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        if self._meeting.size == 1:
+            self._flying = packed, packed, None
+            return
+        output = torch.empty(self._received.bytes, dtype=torch.uint8, device=device)
+        splits = self._received.splits, self._sent.splits
+        ticket = lane.all_to_all(self._meeting.group, output, packed, *splits, after=(lane.mark(),), name=self._name)
+        self._flying = packed, output, ticket
+
+    def land(self, find: Find) -> None:
+        """Put what has come into the tensors that ``find`` gives, and free the bytes."""
+        assert self._flying is not None
+        _, output, ticket = self._flying
+        if ticket is not None:
+            ticket.wait()
+        targets, sources = [], []
+        for piece in self._received.pieces:
+            target = find(piece)
+            assert target is not None
+            targets.append(target[piece.where])
+            sources.append(piece.of(output))
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        self._flying = None
+
+    def drop(self) -> None:
+        """Forget what is on its way, after an exception."""
+        self._flying = None
+
+
+def routes(
+    meeting: Meeting, bucket: Sequence[tuple[int, Load]], dtypes: Sequence[tuple[torch.dtype, torch.dtype]], name: str
+) -> tuple[Route, Route]:
+    """The way in and the way out of a bucket of numbered matrices, whose gradients and weights have these dtypes."""
+    me = meeting.rank
+    runs = [_Run() for _ in range(4)]
+    to_owner, at_owner, from_owner, at_holder = runs
+    for rank in range(meeting.size):
+        for (number, load), (gradient, weight) in zip(bucket, dtypes):
+            whole, held = load.matrix.box, load.holders.boxes
+            copies = load.holders.copies
+            if load.owner == rank:
+                mine = whole.meet(held[me]) if whole.sizes else whole
+                if mine is not None:
+                    if copies[me] == copies[rank]:
+                        to_owner.add(number, "gradient", mine, held[me], gradient)
+                        to_owner.add(number, "weight", mine, held[me], weight)
+                    at_holder.add(number, "weight", mine, held[me], weight)
+            if load.owner == me:
+                theirs = whole.meet(held[rank]) if whole.sizes else whole
+                if theirs is not None:
+                    if copies[me] == copies[rank]:
+                        at_owner.add(number, "gradient", theirs, whole, gradient)
+                        at_owner.add(number, "weight", theirs, whole, weight)
+                    from_owner.add(number, "weight", theirs, whole, weight)
+        for run in runs:
+            run.close()
+    return (
+        Route(meeting, to_owner, at_owner, f"{name} in"),
+        Route(meeting, from_owner, at_holder, f"{name} out"),
+    )

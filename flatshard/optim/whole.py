@@ -1,0 +1,435 @@
+"""The whole side of an optimizer: it steps whole matrices, each on the rank that owns it.
+
+    gradient shards  --in-->  owner: gradient, weight, state  --step-->  new weight  --out-->  weight shards
+
+Matrices go in buckets (`flatshard.optim.routes`). While the owners step one, the next comes in and the one before goes
+out. A rank has, beside its shards and the state of what it owns, the matrices of one bucket, and packed pieces of two:
+with B the larger of ``bucket_bytes`` and the largest matrix, weight and gradient together, at most 4 B, and 1.5 B more
+for each copy of the model among those who own it (`Whole.most_bytes`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from flatshard import _torch
+from flatshard.buffer import Lane
+from flatshard.engine.homes import OWNER, generation, group_of
+from flatshard.optim.local import Local, refuse_replaced
+from flatshard.optim.matrices import Bucket, Seen
+from flatshard.optim.owned import shown, taken
+from flatshard.optim.owners import Cost, Load, Split, assign, in_buckets, matrices_of, newton_schulz
+from flatshard.optim.routes import Meeting, cut_axes, held_of, routes
+from flatshard.optim.runs import State
+
+Predicate: TypeAlias = Callable[[str, torch.Tensor], bool]
+Splits: TypeAlias = Mapping[str, Split] | Callable[[str, torch.Tensor], Split] | None
+_NUMBERS = (int, float, bool)  # what optimizers count with, on themselves
+BUCKET = 64 << 20
+_LABEL = re.compile(r"\[\d+(, \d+:\d+|:\d+)?\]$")
+_CAPTURED = "a step on whole matrices cannot be captured; leave the optimizer's step outside"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which parameters are whole, and how; as the arguments of `fully_shard_optimizer`."""
+
+    whole: Predicate | bool = True
+    split: Splits = None
+    cost: Cost = newton_schulz
+    owners: Literal["shards", "all"] = "shards"
+    bucket_bytes: int = BUCKET
+    unbind: bool = False  # let tensors of three dims be so many matrices
+
+    def wants(self, name: str, parameter: torch.Tensor) -> bool:
+        return self.whole if isinstance(self.whole, bool) else bool(self.whole(name, parameter))
+
+    def split_of(self, name: str, parameter: torch.Tensor) -> Split:
+        if self.split is None or callable(self.split):
+            return None if self.split is None else self.split(name, parameter)
+        return next((split for pattern, split in self.split.items() if fnmatchcase(name, pattern)), None)
+
+
+class Whole:
+    """What of an optimizer's parameters is whole; the rest is stepped on shards, by `Local`.
+
+    It has the members of `Local` that optimizers ask for. The state of a matrix is known by its stand-in here, and by
+    its parameter from outside.
+    """
+
+    def __init__(self, choice: Choice, rest: Local) -> None:
+        self.choice, self.rest = choice, rest
+        self.state: defaultdict[Any, State] = defaultdict(dict)  # of the matrices that this rank owns
+        self.batches: list[list[Seen]] = []  # parameters that came together; their owners do not change
+        self.buckets: list[Bucket] = []
+        self._known: dict[int, nn.Parameter | None] = {}  # all parameters by id; None for those that are not whole
+        self._parts: dict[torch.Tensor, list[Seen]] = {}
+        self._generation = -1
+        self._lanes: dict[torch.device, Lane] = {}
+        self._lent: Any = None  # what `optimizer.state` is for now
+        self._has_state = False
+
+    @property
+    def uncast(self) -> bool:
+        return self.rest.uncast
+
+    @uncast.setter
+    def uncast(self, value: bool) -> None:
+        self.rest.uncast = value
+
+    # Plan
+
+    @property
+    def seen(self) -> Iterator[Seen]:
+        return (each for batch in self.batches for each in batch)
+
+    def add(self, named: Sequence[tuple[str, nn.Parameter, int]]) -> list[Seen]:
+        """Make matrices of parameters, given with their names and the numbers of their groups, and choose owners."""
+        batch: list[Seen] = []
+        meetings: dict[Any, Meeting] = {}
+        for name, parameter, number in named:
+            meeting = self._meeting(parameter, meetings)
+            try:
+                matrices = matrices_of(
+                    tuple(parameter.shape), self.choice.split_of(name, parameter), self.choice.unbind
+                )
+            except ValueError as error:
+                raise ValueError(f"split of '{name}': {error}") from None
+            batch += [Seen(name, parameter, matrix, number, meeting) for matrix in matrices]
+        for meeting in meetings.values():
+            here = [each for each in batch if each.meeting is meeting]
+            for each, owner in zip(here, self._assign(meeting, here)[1]):
+                each.owner = owner
+        self.batches.append(batch)
+        self._parts.clear()
+        self._known.update({id(parameter): parameter for _, parameter, _ in named})
+        self._generation = -1
+        return batch
+
+    def _assign(self, meeting: Meeting, here: Sequence[Seen]) -> tuple[list[int], list[int]]:
+        holders = {id(each.parameter): meeting.holders(each.parameter) for each in here}
+        most = [int(holders[id(each.parameter)].counts(each.matrix.box).argmax()) for each in here]
+        return assign([self.choice.cost(each.matrix.shape) for each in here], most, meeting.size)
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Let an optimizer that was made of stand-ins have the parameters in its groups, each once; take its state."""
+        seen = {id(each.tensor): each for each in self.seen}
+        listed: set[int] = set()
+        for number, group in enumerate(optimizer.param_groups):
+            params: list[torch.Tensor] = []
+            for tensor in group["params"]:
+                each = seen.get(id(tensor))
+                if each is not None:
+                    each.number = number
+                    seen.pop(id(tensor))
+                found = tensor if each is None else each.parameter
+                if id(found) not in listed:
+                    params.append(found)
+                    listed.add(id(found))
+                self._known.setdefault(id(found), None)
+            group["params"] = params
+            group.pop("param_names", None)
+        if seen:
+            name = next(iter(seen.values())).name
+            raise ValueError(f"the factory has left out '{name}'; say with `whole` which parameters are to be whole")
+        made = optimizer.__dict__["state"]
+        for each in self.seen:
+            state = made.pop(each.tensor, None)  # some optimizers make it at once
+            if state is not None and each.is_mine:
+                self.state[each.tensor] = state
+
+    @property
+    def leaves_any(self) -> bool:
+        """Whether some of the optimizer's parameters are not whole."""
+        return any(parameter is None for parameter in self._known.values())
+
+    def _meeting(self, parameter: nn.Parameter, known: dict[Any, Meeting]) -> Meeting:
+        local = held_of(parameter)
+        if not isinstance(parameter, DTensor):
+            return known.setdefault(local.device, Meeting(None, (), local.device))
+        mesh, axes = parameter.device_mesh, cut_axes(parameter)
+        if self.choice.owners == "all":
+            axes = tuple(axis for axis in range(mesh.ndim) if mesh.size(axis) > 1)
+        device = local.device
+        if axes and mesh.device_type != device.type:  # weights on the host, which communicate on the device
+            device = torch.empty(0, device=mesh.device_type).device
+        key = (mesh, axes, device)
+        return known.setdefault(key, Meeting(mesh, axes, device))
+
+    def plan(self, optimizer: Optimizer) -> None:
+        """Know all parameters of the optimizer, and the buckets in which they go."""
+        new = []
+        for number, group in enumerate(optimizer.param_groups):
+            names = group.get("param_names") or [name_of(parameter) for parameter in group["params"]]
+            for name, parameter in zip(names, group["params"]):
+                if id(parameter) not in self._known:
+                    self._known[id(parameter)] = None
+                    if self.choice.wants(name, parameter):
+                        new.append((name, parameter, number))
+        if new:
+            self.add(new)
+        if self._generation != generation():
+            refuse_replaced(optimizer)
+            self.buckets = [bucket for batch in self.batches for bucket in self._buckets(batch)]
+            self._generation = generation()
+
+    def _buckets(self, batch: Sequence[Seen]) -> list[Bucket]:
+        found: list[Bucket] = []
+        for meeting in dict.fromkeys(each.meeting for each in batch):
+            here = [each for each in batch if each.meeting is meeting]
+            here = [here[number] for number in self._assign(meeting, here)[0]]
+            holders = {id(each.parameter): meeting.holders(each.parameter) for each in here}
+            loads = []
+            for each in here:
+                width = sum(dtype.itemsize for dtype in each.dtypes)
+                loads.append(Load(each.matrix, holders[id(each.parameter)], width, each.owner))
+            for bucket in in_buckets(loads, self.choice.bucket_bytes):
+                numbered = [(place, loads[number]) for place, number in enumerate(bucket)]
+                seen = [here[number] for number in bucket]
+                ways = routes(meeting, numbered, [each.dtypes for each in seen], f"whole {len(found)}")
+                found.append(Bucket(seen, *ways))
+        return found
+
+    def lane(self, meeting: Meeting) -> Lane:
+        if meeting.device not in self._lanes:
+            self._lanes[meeting.device] = Lane("whole", meeting.device)
+        return self._lanes[meeting.device]
+
+    # Step
+
+    @torch.no_grad()
+    def step(self, optimizer: Optimizer, base: Callable[[], Any]) -> Any:
+        """Run the step of the optimizer's class, on shards for what is not whole, then bucket after bucket."""
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise NotImplementedError(_CAPTURED)
+        self.plan(optimizer)
+        calls = _Calls(optimizer, base)
+        rest = [[p for p in group["params"] if self._known[id(p)] is None] for group in optimizer.param_groups]
+        self._has_state = True
+        try:
+            if any(rest):
+                with calls.lent(rest) as step:
+                    calls.result = self.rest.step(optimizer, step)
+            for number, bucket in enumerate(self.buckets):
+                lane = self.lane(bucket.seen[0].meeting)
+                if number == 0:
+                    bucket.come(lane)
+                bucket.arrive(self.uncast)
+                if number + 1 < len(self.buckets):
+                    following = self.buckets[number + 1]
+                    following.come(self.lane(following.seen[0].meeting))
+                self._step_on(calls, [bucket.seen[place] for place in bucket.mine])
+                if number > 0:
+                    self.buckets[number - 1].land()
+                bucket.go(lane)
+            if self.buckets:
+                self.buckets[-1].land()
+            self._step_on(calls, [])  # groups of which this rank owns nothing may count too
+        except BaseException:
+            for bucket in self.buckets:
+                bucket.drop()
+            raise
+        calls.close()
+        return calls.result
+
+    def _step_on(self, calls: _Calls, mine: Sequence[Seen]) -> None:
+        params: list[list[torch.Tensor]] = [[] for _ in calls.groups]
+        for each in mine:
+            params[each.number].append(each.tensor)
+        missed = [] if mine else [n for n in {each.number for each in self.seen} if n not in calls.seen]
+        if not mine and not missed:
+            return
+        with self.lending(self.state), calls.lent(params, missed) as step:
+            calls.result = step()
+
+    def rest_gradients(self) -> None:
+        """Free the memory of gradients that have been set to None."""
+        self.rest.rest_gradients()
+        with _torch.PlainAttributes():
+            for group in dict.fromkeys(group_of(each.parameter) for each in self.seen):
+                if group is not None:
+                    group.gradients.main_grads.rest()
+
+    @property
+    def most_bytes(self) -> int:
+        """The most that a step has at once in matrices and packed pieces, besides what the optimizer itself takes."""
+        largest, copies, share = 0, 1, 0.0
+        for each in self.seen:
+            gradient, weight = (dtype.itemsize for dtype in each.dtypes)
+            largest = max(largest, each.matrix.box.numel * (gradient + weight), self.choice.bucket_bytes)
+            copies = max(copies, max(each.meeting.holders(each.parameter).copies) + 1)
+            share = max(share, weight / (gradient + weight))
+        return int(largest * (2 + 2 * copies + 3 * copies * share))
+
+    # State
+
+    def look(self, optimizer: Optimizer) -> Any:
+        """The state as others see it: of whole parameters, what this rank owns. The entries are ours."""
+        if self._lent is not None:
+            return self._lent
+        outer = self.rest.look(optimizer)
+        if self.rest.is_lent or not self._has_state:
+            return outer
+        whole = {
+            parameter: _joined([(each.matrix.label, self.state.get(each.tensor, {})) for each in parts])
+            for parameter, parts in self._by_parameter().items()
+        }
+        return defaultdict(dict, {**outer, **whole})
+
+    def _by_parameter(self) -> dict[torch.Tensor, list[Seen]]:
+        if not self._parts:
+            for each in self.seen:
+                self._parts.setdefault(each.parameter, []).append(each)
+        return self._parts
+
+    def show(self, optimizer: Optimizer) -> dict[Any, State]:
+        """The state by parameter, with the same entries on all ranks: whole parameters have DTensors. All call it."""
+        self.plan(optimizer)
+        outer = {key: value for key, value in self.look(optimizer).items() if not self.has(key)}
+        seen = list(self.seen)
+        found: dict[int, Any] = {}
+        for meeting in dict.fromkeys(each.meeting for each in seen):
+            here = {number: each for number, each in enumerate(seen) if each.meeting is meeting}
+            mine = {n: self.state[each.tensor] for n, each in here.items() if each.tensor in self.state}
+            found.update(shown(meeting, self.lane(meeting), mine, {n: each.owner for n, each in here.items()}))
+        parts: dict[nn.Parameter, list[tuple[str, State]]] = {}
+        for number, state in sorted(found.items()):
+            parts.setdefault(seen[number].parameter, []).append((seen[number].matrix.label, state))
+        outer.update({parameter: _joined(entries) for parameter, entries in parts.items()})
+        order = [p for group in optimizer.param_groups for p in group["params"] if p in outer]
+        return {key: outer[key] for key in dict.fromkeys([*order, *outer])}
+
+    @contextmanager
+    def lending(self, state: Any) -> Iterator[None]:
+        """In it, this is `optimizer.state`."""
+        self._lent = state
+        try:
+            yield
+        finally:
+            self._lent = None
+
+    @contextmanager
+    def taking(self, optimizer: Optimizer, state: Mapping[Any, State]) -> Iterator[dict[Any, State]]:
+        """Let what ``state`` has of whole parameters be that of their matrices; gives what it has of others.
+
+        In it, `optimizer.state` has both, so that optimizers can bring old entries up to date. All ranks call it.
+        """
+        self.plan(optimizer)
+        self.state.clear()
+        self._has_state = bool(state)
+        rest = {key: value for key, value in state.items() if not self.has(key)}
+        for parameter, parts in self._by_parameter().items():
+            entries = state.get(parameter, {})
+            self.check(parameter, entries)
+            for each in parts:
+                mine = taken(each.meeting, each.owner, parts_of(entries, each.matrix.label))
+                if mine:
+                    self.state[each.tensor] = mine
+        with self.lending(defaultdict(dict, {**rest, **self.state})):
+            yield defaultdict(dict, rest)
+
+    def check(self, parameter: torch.Tensor, keys: Iterable[Any]) -> None:
+        """ValueError unless these are keys of the state of a whole parameter that is split as this one is."""
+        labels = [each.matrix.label for each in self._by_parameter()[parameter]]
+        for key in keys:
+            label = _LABEL.search(str(key))
+            if (label is not None or labels != [""]) and (label is None or label.group() not in labels):
+                raise ValueError(
+                    f"'{key}' is of a parameter that was split in another way than here, where its parts are "
+                    f"{', '.join(labels[:4]) or 'one'}{', ...' if len(labels) > 4 else ''}"
+                )
+
+    def has(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is whole."""
+        return self._known.get(id(parameter)) is not None
+
+    def owns(self, parameter: torch.Tensor, key: str) -> bool:
+        """Whether this rank has an entry of the state of a whole parameter."""
+        parts = self._by_parameter()[parameter]
+        return any(each.is_mine and (len(parts) == 1 or key.endswith(each.matrix.label)) for each in parts)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Those of the state, for a captured step, which has none of it."""
+        raise NotImplementedError(_CAPTURED)
+
+    def settle(self) -> bool:
+        """Of a step that is to be captured: it cannot be."""
+        raise NotImplementedError(_CAPTURED)
+
+
+class _Calls:
+    """Several calls of an optimizer's step that count as one: each begins with the same options and numbers."""
+
+    def __init__(self, optimizer: Optimizer, base: Callable[[], Any]) -> None:
+        self.groups, self.seen = optimizer.param_groups, set[int]()
+        self.result: Any = None
+        self._optimizer, self._base = optimizer, base
+        self._options = [{k: v for k, v in group.items() if k != "params"} for group in self.groups]
+        self._after: dict[int, dict[str, Any]] = {}
+        self._numbers = {k: v for k, v in optimizer.__dict__.items() if type(v) in _NUMBERS}
+
+    @contextmanager
+    def lent(self, params: Sequence[Sequence[torch.Tensor]], empty: Sequence[int] = ()) -> Iterator[Callable[[], Any]]:
+        """In it, the optimizer has these parameters. Groups without any are left out, but for those in ``empty``."""
+        numbers = [number for number, mine in enumerate(params) if mine or number in empty]
+        lent = [{**self._options[number], "params": list(params[number])} for number in numbers]
+        self._optimizer.__dict__.update(self._numbers)
+        self._optimizer.param_groups = lent
+        try:
+            yield self._base
+        finally:
+            self._optimizer.param_groups = self.groups
+        for number, group in zip(numbers, lent):
+            group.pop("params")
+            self.seen.add(number)
+            before = self._after.setdefault(number, group)
+            if before.keys() != group.keys() or any(not _same(before[key], group[key]) for key in group):
+                odd = next(key for key in group if key not in before or not _same(before[key], group[key]))
+                raise RuntimeError(
+                    f"{type(self._optimizer).__name__} has other values of '{odd}' in its parameter group after some "
+                    "matrices than after others: it adds up over all parameters, which no rank has"
+                )
+
+    def close(self) -> None:
+        """Let the groups have the options that the calls have made of theirs."""
+        for number, options in self._after.items():
+            self.groups[number].update(options)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return one is other or (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.equal(other))
+    return bool(one == other)
+
+
+def name_of(parameter: torch.Tensor) -> str:
+    """The name of a sharded parameter, from its unit down."""
+    known = parameter.__dict__.get(OWNER)
+    return "" if known is None else str(known[0])
+
+
+# Entries of the state of a parameter that is several matrices: key and label together.
+
+
+def _joined(entries: Sequence[tuple[str, State]]) -> State:
+    if len(entries) == 1 and not entries[0][0]:
+        return entries[0][1]
+    return {f"{key}{label}": value for label, state in entries for key, value in state.items()}
+
+
+def parts_of(entries: Mapping[Any, Any], label: str) -> State:
+    """The entries of one matrix."""
+    if not label:
+        return dict(entries)
+    return {key[: -len(label)]: value for key, value in entries.items() if str(key).endswith(label)}

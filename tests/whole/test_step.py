@@ -1,0 +1,177 @@
+"""What a step on whole matrices takes and launches, what it refuses, and gradients of other dtypes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flatshard import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer, whole_optimizer
+from tests.whole.cases import Net, Spectral, assert_equal_bits, give, gradients, inside, muon, shard
+
+COUNT, ROWS, COLUMNS = 40, 24, 32
+
+
+class Live(TorchDispatchMode):
+    """The most bytes that tensors made in it have had at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._sizes: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        self._sizes = {key: each for key, each in self._sizes.items() if not each[0].expired()}
+        for tensor in _tensors(result):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known and storage._cdata not in self._sizes:
+                self._sizes[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, sum(size for _, size in self._sizes.values()))
+        return result
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+class Plain(Optimizer):
+    """Takes no memory of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            assert p.grad is None or not torch.equal(p.grad, p)
+            p.sub_(p.grad, alpha=0.1)
+
+
+def _bounded(rank: int, world: int, how: dict[str, Any]) -> None:
+    model = nn.Sequential(*[nn.Linear(COLUMNS, ROWS, bias=False) for _ in range(COUNT)])
+    fully_shard(model, **how)
+    optimizer = fully_shard_optimizer(Plain(model.parameters()), whole=True, bucket_bytes=1)
+    give(model, gradients(model, 0))
+    optimizer.step()  # the plan is made once
+    side = optimizer.__dict__["_flatshard_local"]
+    (lane,) = side._lanes.values()
+    before = lane.launched
+    with Live() as live:
+        optimizer.step()
+    pair = 2 * 4 * ROWS * COLUMNS  # a matrix and its gradient
+    assert side.most_bytes == 5.5 * pair
+    assert 2 * pair <= live.peak <= side.most_bytes, (live.peak / pair, world)
+    assert lane.launched - before == 2 * len(side.buckets)
+    assert len(side.buckets) == -(-COUNT // world)  # each owner has one of every bucket
+    names = [operation.name for operation in lane.history][before:]
+    assert names[:5] == ["whole 0 in", "whole 1 in", "whole 0 out", "whole 2 in", "whole 1 out"]  # the next comes early
+
+
+def test_memory_is_that_of_a_few_buckets(ranks):
+    ranks(2, _bounded, {})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", [3, 4])
+def test_memory_is_that_of_a_few_buckets_everywhere(ranks, world):
+    for layout in ("tensor", "flat"):
+        ranks(world, _bounded, {"layout": layout})
+
+
+def _dtypes(rank: int, world: int) -> None:
+    """Gradients in bfloat16 are cast for the step, or given as they are."""
+    tokens = torch.arange(8) % 13
+    for aware in (False, True):
+        policy = MixedPrecisionPolicy(grad_dtype=torch.bfloat16)
+        model = shard(Net(), mp_policy=policy)
+        seen: list[torch.dtype] = []
+
+        class Watching(Spectral):
+            def step(self, closure: Any = None, seen=seen, aware=aware) -> None:
+                params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+                seen += [p.grad.dtype for p in params]
+                if not aware:
+                    super().step()
+
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        optimizer = fully_shard_optimizer(Watching(matrices), whole=True, precision_aware=aware)
+        torch.nn.functional.cross_entropy(model(tokens), tokens).backward()
+        assert all(p.grad.dtype == torch.bfloat16 for p in matrices)
+        optimizer.step()
+        assert set(seen) == {torch.bfloat16 if aware else torch.float32}
+
+
+def test_gradients_of_another_dtype(ranks):
+    ranks(2, _dtypes)
+
+
+class Summing(Optimizer):
+    """Adds up over parameters, which no rank can."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"total": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["total"] = sum((p.grad.sum().item() for p in group["params"]), group["total"])
+
+
+def _refused(rank: int, world: int) -> None:
+    model = shard(Net())
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    with pytest.raises(ValueError, match="give whole=True"):
+        fully_shard_optimizer(muon(matrices))
+    with pytest.raises(ValueError, match="`whole` leaves it parameters"):
+        fully_shard_optimizer(muon(matrices), whole=lambda name, p: p.shape[0] > 10)
+    with pytest.raises(ValueError, match="evaluates the model several times"):
+        fully_shard_optimizer(torch.optim.LBFGS(matrices), whole=True)
+    with pytest.raises(ValueError, match=r"split of 'blocks.0.qkv.weight': 18 rows cannot be split into 4"):
+        whole_optimizer(muon, model, inside, split={"*qkv*": 4})
+    with pytest.raises(ValueError, match="has left out"):
+        whole_optimizer(lambda matrices: muon(matrices[1:]), model, inside)
+    with pytest.raises(ValueError, match="no parameter"):
+        whole_optimizer(muon, model, lambda name, p: False)
+    with pytest.raises(ValueError, match="owners='every'"):
+        fully_shard_optimizer(muon(matrices), whole=True, owners="every")
+    optimizer = fully_shard_optimizer(muon(matrices), whole=True)
+    with pytest.raises(ValueError, match="with another `whole`"):
+        fully_shard_optimizer(optimizer)
+    assert fully_shard_optimizer(optimizer, whole=True) is optimizer
+    with pytest.raises(RuntimeError, match="copy of an optimizer of whole matrices"):
+        copy.copy(optimizer).step()
+    give(model, gradients(model, 0))
+    with pytest.raises(RuntimeError, match="other values of 'total'"):
+        fully_shard_optimizer(Summing(matrices), whole=True, bucket_bytes=1).step()
+
+
+def test_refusals(ranks):
+    ranks(1, _refused)
+
+
+def _added(rank: int, world: int) -> None:
+    """Parameters that are added later are whole too, and nobody's owner changes."""
+    reference = Net()
+    model = shard(copy.deepcopy(reference))
+    optimizers = [muon([each.head.weight]) for each in (model, reference)]
+    fully_shard_optimizer(optimizers[0], whole=True)
+    for step in range(4):
+        if step == 2:
+            for each, optimizer in zip((model, reference), optimizers):
+                optimizer.add_param_group({"params": [block.down.weight for block in each.blocks], "lr": 0.3})
+        for each, optimizer in zip((model, reference), optimizers):
+            give(each, gradients(reference, 0))
+            optimizer.step()
+    assert_equal_bits(model, reference)
+
+
+def test_groups_that_are_added_later(ranks):
+    ranks(2, _added)
