@@ -35,6 +35,7 @@ class GroupRow:
     waste: float
     kept: str
     mesh: str = ""
+    formats: str = ""  # of gathers / reduces, and how many tensors are encoded
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Summary:
         return sum(row.bytes_per_rank for row in self.rows)
 
     def __str__(self) -> str:
+        formats = any(row.formats for row in self.rows)
         header = (
             "unit",
             "tensors",
@@ -62,6 +64,7 @@ class Summary:
             "bytes/rank",
             "padding",
             "kept",
+            *(("gathers / reduces",) if formats else ()),
         )
         table = [header]
         for row in self.rows:
@@ -78,6 +81,7 @@ class Summary:
                     _bytes(row.bytes_per_rank),
                     f"{100 * row.waste:.2f}%",
                     row.kept,
+                    *((row.formats or "-",) if formats else ()),
                 )
             )
         widths = [max(len(line[column]) for line in table) for column in range(len(header))]
@@ -118,6 +122,7 @@ def summary(model: nn.Module) -> Summary:
                     waste=group.layout.waste if any(is_sharded(p) for p in main.placements) else 0.0,
                     kept=_kept(unit, group, keeps),
                     mesh=_mesh(group.mesh),
+                    formats=str(group.formats),
                 )
             )
         rows.extend(_plain_rows(name or "(root)", unit))
