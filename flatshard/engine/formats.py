@@ -63,12 +63,10 @@ class Formats:
         return cls(layout, encoded, gather, reduces, policy.block, policy.stochastic)
 
     def __str__(self) -> str:
-        """Gathers / reduces (tensors that are encoded), or nothing."""
+        """Gathers / reduces, or nothing."""
         if self.gather is None and not any(self.reduces):
             return ""
-        said = f"{self.gather or '-'} / {', '.join(str(each or '-') for each in self.reduces)}"
-        counts = self.gather is not None or "int8" in self.reduces
-        return f"{said} ({sum(self.encoded)} of {len(self.encoded)})" if counts else said
+        return f"{self.gather or '-'} / {', '.join(str(each or '-') for each in self.reduces)}"
 
     def gather_coder(self, dtype: torch.dtype) -> Coder:
         """For weights; ``dtype`` is of those that stay as they are."""

@@ -30,7 +30,24 @@ CASES = [
     ((2, 2), None, None, "tensor", None, ("int8", None), {}),
     ((2, 2), None, "optim", "tensor", "int8", ("int8", "bf16_fp32"), {}),
     ((2, 2), None, "optim", "flat", "int8", ("int8", "int8"), {"micro": 2}),
+    ((2,), None, None, "tensor", "int8", "int8", {"change": "frozen"}),
+    ((3,), None, None, "flat", "int8", "int8", {"change": "frozen"}),
+    ((2,), None, None, "tensor", "int8", "int8", {"change": "tied"}),
+    ((3,), "optim", None, "tensor", "int8", "int8", {"change": "tied"}),
+    ((3,), None, None, "flat", "float8", "int8", {"change": "meta"}),
 ]
+DEFAULT = (0, 2, 5, 10, 15)  # cases in every run
+
+
+def _net(change, recompute=None):
+    """A net of which some parameters are frozen, or shared, before it is sharded."""
+    net = make_net(depth=2, recompute=recompute)
+    if change == "frozen":
+        net.blocks[1].requires_grad_(False)
+        net.blocks[0].up.requires_grad_(False)
+    if change == "tied":
+        net.head.weight = net.embed.weight
+    return net
 
 
 def _reduced(gradients, sizes, formats):
@@ -56,16 +73,17 @@ def _travelled(gradient, kind):
     return through(gradient, "int8") if kind == "int8" else gradient
 
 
-def _reference(sizes, gather, reduce, micro, world):
+def _reference(sizes, gather, reduce, micro, world, change):
     """Losses and weights of one process that does what all ranks do."""
-    net = make_net(depth=2)
+    net = _net(change)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for tokens in batches(STEPS, ROWS):
         weights = {}
         for name, parameter in net.named_parameters():
             coded = gather is not None and is_encoded(name, parameter)
-            weights[name] = (through(parameter, gather) if coded else parameter.detach()).requires_grad_()
+            values = through(parameter, gather) if coded else parameter.detach()
+            weights[name] = values.requires_grad_(parameter.requires_grad)
         of_ranks, total = [], 0.0
         for part in tokens.chunk(world):
             for leaf in weights.values():
@@ -77,6 +95,8 @@ def _reference(sizes, gather, reduce, micro, world):
             of_ranks.append({name: leaf.grad for name, leaf in weights.items()})
         formats = reduce if isinstance(reduce, tuple) else (None, reduce)
         for name, parameter in net.named_parameters():
+            if not parameter.requires_grad:
+                continue
             coded = is_encoded(name, parameter)
             kinds = [kind if coded or kind == "bf16_fp32" else None for kind in formats]
             parameter.grad = _reduced([each[name] for each in of_ranks], sizes, kinds)
@@ -88,8 +108,10 @@ def _reference(sizes, gather, reduce, micro, world):
 def _train(rank, world, sizes, strategy, outer, layout, gather, reduce, more):
     more = dict(more)
     micro = more.pop("micro", 1)
-    wanted, reference = _reference(sizes, gather, reduce, micro, world)
-    net = make_net(depth=2, recompute=more.pop("recompute", None))
+    change = more.pop("change", None)
+    wanted, reference = _reference(sizes, gather, reduce, micro, world, change)
+    with torch.device("meta" if change == "meta" else "cpu"):
+        net = _net(change, more.pop("recompute", None))
     mesh = mesh_of(sizes)
     for unit in units_of(net):
         fully_shard(
@@ -101,6 +123,11 @@ def _train(rank, world, sizes, strategy, outer, layout, gather, reduce, more):
             mp_policy=policy(gather_format=gather, reduce_format=reduce),
             **more,
         )
+    if change == "meta":
+        net.to_empty(device="cpu")
+        with gathered(net, write=True):
+            for parameter, value in zip(net.parameters(), _net(change).parameters()):
+                parameter.data.copy_(value)
     optimizer = fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
     losses = []
     for tokens in batches(STEPS, ROWS):
@@ -128,7 +155,11 @@ def _train(rank, world, sizes, strategy, outer, layout, gather, reduce, more):
                 assert torch.equal(shown[name], coded), name
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case)))
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[] if n in DEFAULT else [pytest.mark.full]) for n, case in enumerate(CASES)],
+    ids=[" ".join(map(str, case)) for case in CASES],
+)
 def test_training_equals_one_process(ranks, case):
     world = 1
     for size in case[0]:
