@@ -285,6 +285,10 @@ class FSDPModule(TorchFSDPModule):
         taken; ``comm(output_tensor=, input_tensor=, group=, op=, async_op=)`` reduces, once per reduce.
         """
         for group in _one_mesh("set_custom_reduce_scatter", _unit(self)):
+            if comm is not None and group.gradients.is_encoded:
+                raise ValueError(
+                    "set_custom_reduce_scatter: gradients with a reduce_format are exchanged, not scattered"
+                )
             group.gradients.comm = _checked_comm("set_custom_reduce_scatter", comm)
 
     def set_gather_group(self, group: ProcessGroup, mesh: DeviceMesh | None = None) -> None:
@@ -348,7 +352,8 @@ class FSDPModule(TorchFSDPModule):
                 )
             gather, reduce = make(group.mesh.get_group(group.mesh.ndim - 1)) if make is not None else (None, None)
             group.all_gather_comm = gather
-            if make is not _torch.symmetric_comms or group.gradients.sums_only:
+            adds = make is not _torch.symmetric_comms or group.gradients.sums_only
+            if adds and not group.gradients.is_encoded:
                 group.gradients.comm = reduce
 
     def set_post_optim_event(self, event: Any) -> None:

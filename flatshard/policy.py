@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -23,6 +23,10 @@ class Unsupported(ValueError, NotImplementedError):
     """As `Refusal`, where PyTorch raises NotImplementedError."""
 
 
+GatherFormat: TypeAlias = Literal["int8", "float8"]
+ReduceFormat: TypeAlias = Literal["int8", "bf16_fp32"]
+
+
 @dataclass(frozen=True)
 class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
     """The dtypes of a unit. ``None`` keeps what is there. It is one of PyTorch's, too, for those who ask.
@@ -33,6 +37,18 @@ class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
     ``cast_forward_inputs``: floating-point inputs of the forward are cast to ``param_dtype``.
     ``main_dtype``: what the optimizer updates and checkpoints hold; default: the dtype of the parameter.
     ``grad_dtype``: what gradients rest in; default: ``main_dtype``.
+
+    Formats on the wire, with fewer bytes than dtypes have (docs/formats.md); by default there are none:
+
+    ``gather_format``: weights travel as one byte each, ``"int8"`` or ``"float8"`` (e4m3), and a scale per block. They
+    are encoded once per optimizer step, from main weights, and multiplied with in ``param_dtype``.
+    ``reduce_format``: gradients travel as ``"int8"`` with a scale per block, or as ``"bf16_fp32"``: in bfloat16. Either
+    way they are added in float32, in the order of ranks, and rounded no more. A pair is of the two axes of a mesh,
+    (outer, inner); one alone is of the axis that shards.
+    ``block``: elements of a row that share a scale: a power of two.
+    ``stochastic``: round gradients in int8 up or down at random, so that their mean is right.
+    ``encodes``: called with the name of a parameter, from its unit down, and the parameter: whether it is to travel in
+    one byte. Default: matrices do, apart from embeddings, heads, routers and small ones.
     """
 
     param_dtype: torch.dtype | None = None
@@ -41,6 +57,12 @@ class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
     cast_forward_inputs: bool = True
     main_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
+    gather_format: GatherFormat | None = None
+    reduce_format: ReduceFormat | tuple[ReduceFormat | None, ReduceFormat | None] | None = None
+    block: int = 128
+    stochastic: bool = False
+    # Not shown: it would look different on every rank, which are asked what it has chosen instead.
+    encodes: Callable[[str, nn.Parameter], bool] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype", "main_dtype", "grad_dtype"):
@@ -48,6 +70,33 @@ class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
             if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
                 raise TypeError(f"MixedPrecisionPolicy({name}={value!r}): must be a floating-point torch.dtype or None")
         _arguments.flag("cast_forward_inputs", self.cast_forward_inputs)
+        self._check_formats()
+
+    def _check_formats(self) -> None:
+        gathers, reduces = (get_args(kind) for kind in (GatherFormat, ReduceFormat))
+        if self.gather_format is not None and self.gather_format not in gathers:
+            raise ValueError(f"gather_format={self.gather_format!r}: must be one of {', '.join(gathers)} or None")
+        given = self.reduce_format
+        for each in given if isinstance(given, tuple) else (given,):
+            if each is not None and each not in reduces:
+                raise ValueError(f"reduce_format={given!r}: must be one of {', '.join(reduces)}, None, or two of these")
+        if isinstance(given, tuple) and len(given) != 2:
+            raise ValueError(f"reduce_format={given!r}: a pair is of the two axes of a mesh, (outer, inner)")
+        _arguments.whole("block", self.block, 16)
+        if self.block & (self.block - 1) or self.block > 1024:
+            raise ValueError(f"block={self.block}: must be a power of two, 16 to 1024")
+        _arguments.flag("stochastic", self.stochastic)
+        if self.encodes is not None and not callable(self.encodes):
+            raise TypeError(f"encodes={self.encodes!r}: must be a function of a name and a parameter, or None")
+
+    def reduce_formats(self, axes: int) -> tuple[ReduceFormat | None, ...]:
+        """Of each axis of a mesh of so many."""
+        given = self.reduce_format if isinstance(self.reduce_format, tuple) else (None, self.reduce_format)
+        return (None,) * (axes - 2) + given[-axes:] if axes else ()
+
+    @property
+    def has_formats(self) -> bool:
+        return self.gather_format is not None or self.reduce_format not in (None, (None, None))
 
     # What the dtypes of one group are. The parameters that were sharded had dtype ``own``.
 

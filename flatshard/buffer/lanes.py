@@ -348,12 +348,15 @@ class Lane:
         after: Sequence[Ticket] = (),
         name: str = "",
     ) -> Ticket:
-        """Send split ``r`` of the input to rank ``r``; splits are counted in elements."""
+        """Send split ``r`` of the input to rank ``r``; splits are counted in elements, and equal if none are given."""
         (out,), (inp,) = _as_bytes([output]), _as_bytes([input])
         scale = output.element_size() if out.dtype != output.dtype else 1
         sizes = [scale * n for n in output_splits], [scale * n for n in input_splits]
         with self.entered(after):
-            works = [_torch.all_to_all_one(group, out, inp, *sizes, _torch.ALL_TO_ALL)]
+            alone = group.size() == 1
+            works = (
+                _copied([out], [inp]) if alone else [_torch.all_to_all_one(group, out, inp, *sizes, _torch.ALL_TO_ALL)]
+            )
             return self._finish(group, "all_to_all", name, input.nbytes, works)
 
     @property

@@ -163,10 +163,12 @@ def _described(scope: Scope, units: Sequence[Unit], mesh: DeviceMesh, first: boo
         for group in groups:
             layout, rests = group.main.layout, group.placements
             where = f"{rests.parameter} {rests.gradient} {rests.optimizer}, in one of {len(layout.segments)} segments"
-            for member, slot in zip(group.members, layout.slots):
+            formats = str(group.formats)
+            for member, slot, encoded in zip(group.members, layout.slots, group.formats.encoded):
                 said.append(
                     f"parameter '{_full_name(unit, member)}' of shape {tuple(slot.shape)}, {group.main.dtype}, "
                     f"requires_grad={member.sharded.requires_grad}, cut on dim {slot.dim} at {slot.offset}, {where}"
+                    + (f", {'encoded' if encoded else 'not encoded'} by {formats}" if formats else "")
                 )
     return said
 

@@ -18,6 +18,7 @@ from flatshard.buffer import DBuffer, from_first, watch_over
 from flatshard.buffer.groups import group_among
 from flatshard.engine.agreement import Initial
 from flatshard.engine.codec import is_extended, unfilled
+from flatshard.engine.formats import chosen
 from flatshard.engine.gradients import GradientScale
 from flatshard.engine.homes import OWNER, owner_of, register
 from flatshard.engine.host import Home
@@ -353,9 +354,10 @@ def _build_group(members: list[Named], dims: list[int], kind: Kind, choices: Cho
     shards = math.prod(mesh.size(axis) for axis, p in enumerate(placements.optimizer) if is_sharded(p))
     # What is a part of a DTensor already must be cut as torch.chunk does; older versions of torch know nothing else.
     chunked = kind.parallel is not None or kind.apart is not None or not _torch.SUBCLASSES_DISPATCH
-    planned = plan(
-        shapes, shards, layout="tensor" if chunked and choices.layout == "auto" else choices.layout, dims=dims
-    )
+    # What is encoded on the wire shares no segment with what is not.
+    apart = [precision.has_formats and chosen(name, p, sites, precision) for name, p, sites in members]
+    layout: LayoutName = "tensor" if chunked and choices.layout == "auto" else choices.layout
+    planned = plan(shapes, shards, layout=layout, dims=dims, apart=apart)
     home = Home.of(choices.device, choices.offload)
     if kind.alone is not None:
         made = _build_extended(members[0], planned, mesh, placements, precision, home, choices.where.axes)

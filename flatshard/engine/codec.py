@@ -1,7 +1,8 @@
 """How this rank's part of main weights becomes what travels, and what was gathered becomes full weights.
 
-There are two kinds. Under a `Cast` full weights are views of what was gathered: a part is written where it belongs in
-the gathered buffer, and there is nothing to decode. A codec that decodes sends tensors of its own choice.
+There are three. Under a `Cast` full weights are views of what was gathered: a part is written where it belongs in the
+gathered buffer, and there is nothing to decode. `Blocks` has a buffer of bytes for what travels, which is decoded into
+the gathered buffer. An `Extension` sends tensors of its own choice.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import _torch
 from flatshard.buffer import DBuffer
+from flatshard.engine.formats import Formats
 from flatshard.engine.parameters import Member
 from flatshard.layout import Layout
 from flatshard.policy import MixedPrecisionPolicy, Placements
@@ -34,6 +36,27 @@ class Cast:
     def encode(self, main: Sequence[torch.Tensor], wire: Sequence[torch.Tensor]) -> None:
         """Write each run of ``main`` into the run of ``wire`` beside it."""
         torch._foreach_copy_(list(wire), list(main))
+
+
+class Blocks:
+    """Some tensors travel as one byte per element and a scale per block, the others cast as by a `Cast`.
+
+    What travels are buffers of bytes, cut into as many pieces as main is. All of a group is in one of them.
+    """
+
+    def __init__(self, formats: Formats, dtype: torch.dtype) -> None:
+        self.dtype, self.formats = dtype, formats
+        self._coder = formats.gather_coder(dtype)
+        self.layout = self._coder.wire.bytes  # of what travels
+
+    def encode(self, main: DBuffer, wire: DBuffer) -> None:
+        """Write this rank's part of main where it belongs in a buffer of bytes."""
+        (piece,) = wire.runs(main.held)
+        self._coder.encode(main.runs(), main.held, piece)
+
+    def decode(self, wire: DBuffer, full: DBuffer) -> None:
+        """Bring the values of all pieces into a buffer that holds everything."""
+        self._coder.decode(wire.runs()[0].view(1, -1), full.held, full.local)
 
 
 class DecodingCodec(Codec, Protocol):

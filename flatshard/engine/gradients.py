@@ -25,6 +25,7 @@ from flatshard.buffer import DBuffer, Pool, Ticket
 from flatshard.buffer.lanes import DONE
 from flatshard.engine.codec import as_plain
 from flatshard.engine.direct import Direct, fill
+from flatshard.engine.formats import Formats
 from flatshard.engine.hooks import call_finished, change_gradients
 from flatshard.engine.host import Home
 from flatshard.engine.main_grads import MainGrads, zero_between
@@ -51,6 +52,7 @@ class Gradients:
         policy: MixedPrecisionPolicy,
         compute: torch.dtype,
         home: Home,
+        formats: Formats,
     ) -> None:
         self.members = members
         self.home = home
@@ -69,7 +71,7 @@ class Gradients:
         self.on_first: Callable[[], None] | None = None  # called when one arrives and none has, if watched
         self._arrived: set[int] = set()  # of those watched
         self._sole = sole_owners(main.layout)
-        self._stages = stages_to(main.mesh, placements.optimizer)
+        self._stages = stages_to(main.mesh, placements.optimizer, formats, self.reduce_dtype)
         # As many of them as there are axes that gradients rest reduced over.
         self._rests_after = sum(is_sharded(placement) for placement in placements.gradient)
         self._unreduced: DBuffer | None = None
@@ -86,10 +88,11 @@ class Gradients:
         self.direct = None if other.direct is None else Direct()
         self.main_grads.is_decoupled = other.main_grads.is_decoupled
 
-    def set_dtypes(self, policy: MixedPrecisionPolicy, compute: torch.dtype) -> None:
+    def set_dtypes(self, policy: MixedPrecisionPolicy, compute: torch.dtype, formats: Formats) -> None:
         """Reduce, and keep gradients, in what another policy says; ``compute`` is the dtype of full parameters."""
         before, self.grad_dtype = self.grad_dtype, policy.grad_of(self.main.dtype, compute)
         self.reduce_dtype = policy.reduce_of(compute, self.grad_dtype)
+        self._stages = stages_to(self.main.mesh, self.placements.optimizer, formats, self.reduce_dtype)
         if self.grad_dtype != before:
             known, self.main_grads = self.main_grads, MainGrads(self.members, self.main, self.grad_dtype, self.home)
             self.main_grads.is_decoupled = known.is_decoupled
@@ -97,6 +100,16 @@ class Gradients:
     @property
     def layout(self) -> Layout:
         return self.main.layout
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether a reduce over some axis travels in a format of its own."""
+        return any(stage.is_encoded for stage in self._stages)
+
+    def _result(self, number: int, stages: Sequence[Stage]) -> torch.dtype:
+        """What one of some stages results in: sums of encoded inputs stay in float32 unless a plain stage is next."""
+        goes_on = number + 1 < len(stages) and not stages[number + 1].is_encoded
+        return torch.float32 if stages[number].is_encoded and not goes_on else self.reduce_dtype
 
     @property
     def _op(self) -> Literal["avg", "sum"]:
@@ -263,7 +276,7 @@ class Gradients:
             resting = self._buffer(stages[-1].placements, self.grad_dtype, self._empty)
         with lane.entered((lane.mark(),)):
             inputs, held = self._inputs(gradients, pool)
-            target = self._buffer(stages[-1].placements, self.reduce_dtype, pool.temporary)
+            target = self._buffer(stages[-1].placements, self._result(len(stages) - 1, stages), pool.temporary)
             write = functools.partial(_add_or_write, resting, target, fresh, 1.0)
             ticket = self._rested = self._through(stages, inputs, target, pool, held, name, write)
         self._resting = resting  # once something is on its way there
@@ -280,8 +293,9 @@ class Gradients:
         with lane.entered((lane.mark(),)):
             inputs, held = self._inputs(gradients, pool)
             held += replaced
-            in_place = fresh and self.grad_dtype == self.reduce_dtype and not self.home.host
-            target = main_grad if in_place else self._buffer(self.main.placements, self.reduce_dtype, pool.temporary)
+            result = self._result(len(self._stages) - 1, self._stages)
+            in_place = fresh and self.grad_dtype == result and not self.home.host
+            target = main_grad if in_place else self._buffer(self.main.placements, result, pool.temporary)
             # What is done to the result, in the order of the lane.
             then: list[Callable[[], None]] = []
             if self.hook is not None:
@@ -320,9 +334,9 @@ class Gradients:
         op, comm, lane = self._op, self.comm, pool.lane
         after: tuple[Ticket, ...] = ()
         for number, stage in enumerate(stages[:-1], start=1):
-            reduced = self._buffer(stage.placements, self.reduce_dtype, pool.temporary)
+            reduced = self._buffer(stage.placements, self._result(number - 1, stages), pool.temporary)
             held.append(reduced.local)
-            ticket = stage.launch(inputs, reduced, lane, op, after=after, name=name, comm=comm)
+            ticket = stage.launch(inputs, reduced, pool, op, held, after=after, name=name, comm=comm)
             inputs, after, comm = reduced.runs(), (ticket,), None
             if number == self._rests_after and self._resting is not None:
                 resting, self._resting = self._resting, None
@@ -333,7 +347,7 @@ class Gradients:
                     reduced.local.copy_(resting.local)
                 held.append(resting.local)
                 after = ()
-        return stages[-1].launch(inputs, target, lane, op, after=after, then=then, name=name, comm=comm)
+        return stages[-1].launch(inputs, target, pool, op, held, after=after, then=then, name=name, comm=comm)
 
     def _partial(self) -> tuple[Placement, ...]:
         return tuple(Partial(self._op) for _ in self.main.placements)

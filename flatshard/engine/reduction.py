@@ -11,8 +11,11 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard.buffer import DBuffer, Lane, Ticket
+from flatshard.buffer import DBuffer, Lane, Pool, Ticket
+from flatshard.buffer.blocks import Coder
+from flatshard.buffer.dbuffer import held_by_this_rank
 from flatshard.buffer.lanes import Op
+from flatshard.engine.formats import Formats
 from flatshard.engine.main_grads import MainGrads
 from flatshard.layout import Partial, Placement, is_sharded
 
@@ -45,7 +48,9 @@ class Reduction:
 
 
 class Stage:
-    """A reduce over one axis of the mesh. ``placements`` are those of the result."""
+    """A reduce over one axis of the mesh. ``placements`` are those of the result; inputs and result have one dtype."""
+
+    is_encoded = False
 
     def __init__(self, mesh: DeviceMesh, axis: int, placements: tuple[Placement, ...]) -> None:
         self.placements = placements
@@ -57,20 +62,22 @@ class Stage:
         self,
         inputs: Sequence[torch.Tensor],
         out: DBuffer,
-        lane: Lane,
+        pool: Pool,
         op: Op,
+        held: list[torch.Tensor],
         *,
         after: Sequence[Ticket] = (),
         then: Callable[[], None] | None = None,
         name: str = "",
         comm: Any = None,
     ) -> Ticket:
-        """Reduce runs into ``out`` and do ``then``, inside the lane. ``comm``: a `ReduceScatter` of torch's to use."""
+        """Reduce runs into ``out`` and do ``then``, inside the lane. ``comm``: a `ReduceScatter` of torch's to use.
+
+        ``held`` gets what the lane reads besides the inputs.
+        """
         if not inputs:  # only empty tensors
             return Ticket()
-        if self._group is None or self._group[0] is not lane or self._group[1] != lane.own_groups:
-            self._group = lane, lane.own_groups, lane.group(self._mesh, self._axis)
-        group = self._group[2]
+        group, lane = self._among(pool.lane), pool.lane
         if self._scatters:
             return lane.reduce_scatter(group, out.runs(), inputs, op, after=after, then=then, name=name, comm=comm)
         with lane.entered(after):
@@ -78,8 +85,91 @@ class Stage:
         ticket = lane.all_reduce(group, [out.local], op, name=name)
         return ticket if then is None else lane.follow(ticket, then)
 
+    def _among(self, lane: Lane) -> ProcessGroup:
+        if self._group is None or self._group[0] is not lane or self._group[1] != lane.own_groups:
+            self._group = lane, lane.own_groups, lane.group(self._mesh, self._axis)
+        return self._group[2]
 
-def stages_to(mesh: DeviceMesh, final: tuple[Placement, ...]) -> list[Stage]:
-    """From unreduced gradients, every rank's own, to placements ``final``: one axis after the other, the last first."""
+
+class EncodedStage(Stage):
+    """A reduce whose inputs travel encoded and are added in float32, in the order of ranks, where they are wanted.
+
+    Each rank sends the others their pieces; where all of them want the whole, all that it has. Inputs and result may
+    have any floating-point dtypes.
+    """
+
+    is_encoded = True
+
+    def __init__(
+        self, mesh: DeviceMesh, axis: int, placements: tuple[Placement, ...], coder: Coder, stochastic: bool
+    ) -> None:
+        super().__init__(mesh, axis, placements)
+        self._coder = coder
+        before = (*placements[:axis], Partial(), *placements[axis + 1 :])
+        self._from = held_by_this_rank(coder.wire.layout, mesh, before)
+        self._is_padded = coder.wire.layout.payload < coder.wire.layout.num_shards * coder.wire.layout.run_numel
+        self._is_stochastic = stochastic
+        self._noise: torch.Tensor | None = None  # another number on each rank, and in each reduce
+
+    def launch(
+        self,
+        inputs: Sequence[torch.Tensor],
+        out: DBuffer,
+        pool: Pool,
+        op: Op,
+        held: list[torch.Tensor],
+        *,
+        after: Sequence[Ticket] = (),
+        then: Callable[[], None] | None = None,
+        name: str = "",
+        comm: Any = None,
+    ) -> Ticket:
+        if not inputs:
+            return Ticket()
+        assert comm is None  # refused where it is set
+        coder, lane, piece = self._coder, pool.lane, self._coder.wire.piece
+        group = self._among(lane)
+        ranks = group.size()
+        with lane.entered(after):
+            sent = pool.temporary(piece * self._from.count, torch.uint8)
+            received = pool.temporary(ranks * piece * out.held.count, torch.uint8)
+            coder.encode(inputs, self._from, sent, self._next_noise(sent.device))
+        held += (sent, received)
+        if self._scatters:
+            ticket = lane.all_to_all(group, received, sent, [], [], name=name)
+        else:
+            ticket = lane.all_gather(group, [received], [sent], name=name)
+        factor = 1.0 / ranks if op == "avg" else 1.0
+
+        def add() -> None:
+            if self._is_padded:
+                out.local.zero_()
+            coder.decode(received.view(ranks, -1), out.held, out.local, factor)
+            if then is not None:
+                then()
+
+        return lane.follow(ticket, add)
+
+    def _next_noise(self, device: torch.device) -> torch.Tensor | None:
+        if not self._is_stochastic:
+            return None
+        if self._noise is None:
+            rank = self._mesh.get_rank()
+            self._noise = torch.tensor(rank * 0x9E3779B1 + self._axis, dtype=torch.int64, device=device)
+        return self._noise.add_(0x2545F491)
+
+
+def stages_to(mesh: DeviceMesh, final: tuple[Placement, ...], formats: Formats, dtype: torch.dtype) -> list[Stage]:
+    """From unreduced gradients, every rank's own, to placements ``final``: one axis after the other, the last first.
+
+    ``dtype``: what travels where no format says otherwise.
+    """
     unreduced = (Partial(),) * len(final)
-    return [Stage(mesh, axis, (*unreduced[:axis], *final[axis:])) for axis in reversed(range(len(final)))]
+    stages: list[Stage] = []
+    for axis in reversed(range(len(final))):
+        placements = (*unreduced[:axis], *final[axis:])
+        if formats.reduces[axis] is None:
+            stages.append(Stage(mesh, axis, placements))
+        else:
+            stages.append(EncodedStage(mesh, axis, placements, formats.reduce_coder(axis, dtype), formats.stochastic))
+    return stages

@@ -4,11 +4,13 @@
 `OfCompute`   persistent compute weights, of which every rank has all; refreshed from main after a step
 `Gathered`    a buffer that comes and goes, filled from all ranks' parts of main, or of persistent compute weights;
               in a backward from parts on a smaller mesh, if the forward has left some there
+`FromBytes`   the same, decoded from what all ranks have encoded of main, once per step
 `Decoded`     what a codec makes of what it has sent
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatshard import _torch
 from flatshard.buffer import DBuffer, Pool, Ticket, turns
 from flatshard.buffer.lanes import DONE
-from flatshard.engine.codec import Cast, DecodingCodec
+from flatshard.engine.codec import Blocks, Cast, DecodingCodec
 from flatshard.engine.host import Home
 from flatshard.layout import Flat, Layout, Placement, Replicate
 from flatshard.policy import Placements
@@ -135,33 +137,47 @@ class _Buffered(Source):
 
 
 class Compute:
-    """Persistent compute weights: less sharded than main, and brought up to date with it when they are stale."""
+    """Persistent compute weights: less sharded than main, and brought up to date with it when they are stale.
 
-    def __init__(self, main: DBuffer, codec: Cast, home: Home, placements: Placements) -> None:
+    Where a codec encodes them they are the bytes that travel, unless this rank has all of them: then it decodes them.
+    """
+
+    def __init__(self, main: DBuffer, codec: Cast | Blocks, home: Home, placements: Placements) -> None:
         self._main, self._codec, self._home, self._placement = main, codec, home, placements.parameter
         self.buffer: DBuffer | None = None
         self.is_stale = True
-        self._fetched: DBuffer | None = None
+        self._in_use: list[DBuffer] = []  # by the refresh on its way
         self._done = DONE  # when they are up to date
         self.has_read = DONE  # when main may be written again
 
     def refresh(self, pool: Pool, name: str) -> tuple[DBuffer, Ticket]:
         """The weights, and when they are up to date."""
-        main, buffer, lane = self._main, self.buffer, pool.lane
+        main, buffer, lane, codec = self._main, self.buffer, pool.lane, self._codec
+        decodes = isinstance(codec, Blocks) and _everywhere(self._placement)
         with lane.entered():
             if buffer is None:
-                dtype, device = self._codec.dtype, self._home.device
-                buffer = DBuffer.zeros(main.layout, main.mesh, self._placement, dtype=dtype, device=device)
+                layout, dtype = main.layout, codec.dtype
+                if isinstance(codec, Blocks) and not decodes:
+                    layout, dtype = codec.layout, torch.uint8
+                device = self._home.device
+                buffer = DBuffer.zeros(layout, main.mesh, self._placement, dtype=dtype, device=device)
                 self.buffer = buffer
             if not self.is_stale or not buffer.runs():
                 return buffer, self._done
-            self._fetched = self._home.on_device(main, pool)
-            self._codec.encode(self._fetched.runs(), buffer.runs(main.held))
-            self.has_read = lane.mark()
-            if self._placement == main.placements:  # nothing is missing of what is held
-                self._done = self.has_read
+            fetched, wire = self._home.on_device(main, pool), buffer
+            if isinstance(codec, Cast):
+                codec.encode(fetched.runs(), buffer.runs(main.held))
             else:
-                self._done = buffer.gather_in_place(main.placements, lane=lane, name=f"refresh {name}")
+                if decodes:
+                    make = functools.partial(pool.temporary, dtype=torch.uint8)
+                    wire = DBuffer.made(codec.layout, main.mesh, self._placement, make)
+                codec.encode(fetched, wire)
+            self._in_use = [fetched, wire]
+            self.has_read = self._done = lane.mark()
+            if self._placement != main.placements:  # else nothing is missing of what is held
+                self._done = wire.gather_in_place(main.placements, lane=lane, name=f"refresh {name}")
+            if isinstance(codec, Blocks) and decodes:
+                self._done = lane.follow(self._done, functools.partial(codec.decode, wire, buffer))
             self.is_stale = False
             return buffer, self._done
 
@@ -171,7 +187,7 @@ class Compute:
 
     def read(self) -> None:
         """The last refresh has been waited for."""
-        self._fetched = None
+        self._in_use = []
 
 
 class OfCompute(_Buffered):
@@ -198,10 +214,11 @@ class OfCompute(_Buffered):
 class Gathered(_Buffered):
     """``compute``: what is gathered are parts of these, and not of main."""
 
-    def __init__(self, main: DBuffer, codec: Cast, home: Home, compute: Compute | None) -> None:
+    def __init__(self, main: DBuffer, codec: Cast | Blocks, home: Home, compute: Compute | None) -> None:
         super().__init__(main.layout, codec.dtype)
         self.compute = compute
-        self._main, self._codec, self._home = main, codec, home
+        self._main, self._home, self._dtype = main, home, codec.dtype
+        self._cast = codec if isinstance(codec, Cast) else None
         self._fetched: DBuffer | None = None  # main, where it rests in host memory
         self._pool: Pool | None = None
         self._own: list[torch.Tensor] | None = None  # this rank's runs of the buffer
@@ -214,7 +231,7 @@ class Gathered(_Buffered):
         part, refreshed = (None, DONE) if self.compute is None else self.compute.refresh(pool, name)
         buffer, layout, mesh = self.buffer, self._main.layout, self._main.mesh
         if buffer is None:
-            local = pool.empty(layout.buffer_numel(layout.num_shards), self._codec.dtype)
+            local = pool.empty(layout.buffer_numel(layout.num_shards), self._dtype)
             buffer = self.buffer = DBuffer(layout, mesh, [Replicate()] * mesh.ndim, local)
         pool.allocate(buffer.local, lasting)
         if self._turned is not None:
@@ -228,20 +245,24 @@ class Gathered(_Buffered):
                 seen = DBuffer(layout, part.mesh, [Replicate()], buffer.local)
                 ticket = _gather(part, seen, pool, name, comm, (parked,))
             elif part is not None:
-                ticket = _gather(part, buffer, pool, name, comm)
+                ticket = self._from_parts(part, buffer, pool, name, comm)
             else:
                 ticket = self._from_main(buffer, pool, name, comm)
         return ticket if self._turned is None else self._turned.fill(ticket, buffer)
 
+    def _from_parts(self, part: DBuffer, buffer: DBuffer, pool: Pool, name: str, comm: Any) -> Ticket:
+        return _gather(part, buffer, pool, name, comm)
+
     def _from_main(self, buffer: DBuffer, pool: Pool, name: str, comm: Any) -> Ticket:
-        main, lane = self._main, pool.lane
+        main, lane, cast = self._main, pool.lane, self._cast
+        assert cast is not None
         if self._home.host:
             main = self._fetched = self._home.on_device(main, pool)
-        if self._codec.sends_main and self._is_sharded:
+        if cast.sends_main and self._is_sharded:
             return _gather(main, buffer, pool, name, comm)
         if self._own is None:
             self._own = buffer.runs(main.held)
-        self._codec.encode(main.runs(), self._own)
+        cast.encode(main.runs(), self._own)
         if not self._is_sharded:
             return lane.mark()
         return buffer.gather_in_place(main.placements, lane=lane, name=name, comm=comm)
@@ -268,7 +289,7 @@ class Gathered(_Buffered):
     def park(self, mesh: DeviceMesh) -> None:
         if self.buffer is None or self._parked is not None or not self._is_sharded:
             return
-        dtype, device = self._codec.dtype, self._home.device
+        dtype, device = self._dtype, self._home.device
         part = DBuffer.zeros(self._main.layout, mesh, [Flat()], dtype=dtype, device=device)
         if part.runs():
             torch._foreach_copy_(part.runs(), self.buffer.runs(part.held))
@@ -277,6 +298,34 @@ class Gathered(_Buffered):
 
     def unpark(self) -> None:
         self._parked = None
+
+
+class FromBytes(Gathered):
+    """The parts are bytes, gathered into memory that is theirs until they are decoded."""
+
+    def __init__(self, main: DBuffer, codec: Blocks, home: Home, compute: Compute) -> None:
+        super().__init__(main, codec, home, compute)
+        self._blocks = codec
+        self._wire: DBuffer | None = None
+
+    def _from_parts(self, part: DBuffer, buffer: DBuffer, pool: Pool, name: str, comm: Any) -> Ticket:
+        wire = self._wire
+        if wire is None:
+            local = pool.empty(self._blocks.layout.buffer_numel(part.layout.num_shards), torch.uint8)
+            wire = self._wire = DBuffer(self._blocks.layout, buffer.mesh, buffer.placements, local)
+        pool.allocate(wire.local)
+        gathered = _gather(part, wire, pool, name, comm)
+
+        def decode() -> None:
+            self._blocks.decode(wire, buffer)
+            pool.release(wire.local)
+
+        return pool.lane.follow(gathered, decode)
+
+    def give_up(self) -> None:
+        super().give_up()
+        if self._wire is not None and self._pool is not None:
+            self._pool.release(self._wire.local)
 
 
 class Decoded(Source):
@@ -328,15 +377,18 @@ class Decoded(Source):
 
 
 def source_for(
-    main: DBuffer, placements: Placements, codec: Cast | DecodingCodec, home: Home, is_held: bool = False
+    main: DBuffer, placements: Placements, codec: Cast | Blocks | DecodingCodec, home: Home, is_held: bool = False
 ) -> Source:
     """The way to full weights that these placements, this codec and this home leave.
 
     ``is_held``: from a copy of main's values, whatever becomes of main.
     """
-    if not isinstance(codec, Cast):
+    if not isinstance(codec, (Cast, Blocks)):
         return Decoded(codec, main.mesh)
     everywhere = _everywhere(placements.parameter)
+    if isinstance(codec, Blocks):
+        encoded = Compute(main, codec, home, placements)
+        return OfCompute(encoded, main.layout, codec.dtype) if everywhere else FromBytes(main, codec, home, encoded)
     if is_held or placements.parameter != placements.optimizer:
         compute = Compute(main, codec, home, placements)
         return OfCompute(compute, main.layout, codec.dtype) if everywhere else Gathered(main, codec, home, compute)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatshard import _arguments, _torch
 from flatshard.buffer import PoolStatistics
 from flatshard.engine.build import units_below
+from flatshard.engine.formats import Formats
 from flatshard.engine.unit import Unit
 from flatshard.engine.weights import Group
 from flatshard.layout import is_sharded
@@ -35,6 +36,7 @@ class GroupRow:
     waste: float
     kept: str
     mesh: str = ""
+    formats: str = ""  # of gathers / reduces, and how many tensors are encoded
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Summary:
         return sum(row.bytes_per_rank for row in self.rows)
 
     def __str__(self) -> str:
+        formats = any(row.formats for row in self.rows)
         header = (
             "unit",
             "tensors",
@@ -62,6 +65,7 @@ class Summary:
             "bytes/rank",
             "padding",
             "kept",
+            *(("gathers / reduces",) if formats else ()),
         )
         table = [header]
         for row in self.rows:
@@ -78,6 +82,7 @@ class Summary:
                     _bytes(row.bytes_per_rank),
                     f"{100 * row.waste:.2f}%",
                     row.kept,
+                    *((row.formats or "-",) if formats else ()),
                 )
             )
         widths = [max(len(line[column]) for line in table) for column in range(len(header))]
@@ -118,6 +123,7 @@ def summary(model: nn.Module) -> Summary:
                     waste=group.layout.waste if any(is_sharded(p) for p in main.placements) else 0.0,
                     kept=_kept(unit, group, keeps),
                     mesh=_mesh(group.mesh),
+                    formats=_formats(group.formats),
                 )
             )
         rows.extend(_plain_rows(name or "(root)", unit))
@@ -128,6 +134,11 @@ def _mesh(mesh: DeviceMesh) -> str:
     """The sizes of its axes, with their names if they have any."""
     names = mesh.mesh_dim_names or [""] * mesh.ndim
     return " x ".join(f"{name} {mesh.size(axis)}".strip() for axis, name in enumerate(names))
+
+
+def _formats(formats: Formats) -> str:
+    counts = formats.gather is not None or "int8" in formats.reduces
+    return f"{formats} ({sum(formats.encoded)} of {len(formats.encoded)})" if counts else str(formats)
 
 
 def _kept(unit: Unit, group: Group, keeps: bool) -> str:

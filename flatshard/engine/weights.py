@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatshard.buffer import DBuffer, Pool, Ticket
 from flatshard.engine import steps
 from flatshard.engine.agreement import Initial
-from flatshard.engine.codec import Cast, DecodingCodec, Extension, is_extended
+from flatshard.engine.codec import Blocks, Cast, DecodingCodec, Extension, is_extended
 from flatshard.engine.direct import Direct, destine
+from flatshard.engine.formats import Formats, chosen
 from flatshard.engine.gradients import Gradients, gradient_arrived
 from flatshard.engine.host import Home
 from flatshard.engine.look import Look
@@ -71,16 +72,25 @@ class Group:
         self.own = self.own if main.dtype == self.main.dtype else main.dtype
         self.main = main
         self._set_codec()
-        self.gradients = Gradients(self.members, main, self.placements, self.policy, self.codec.dtype, self.home)
+        self.gradients = Gradients(
+            self.members, main, self.placements, self.policy, self.codec.dtype, self.home, self.formats
+        )
         if known is not None:
             self.gradients.take_settings(known)
         self._set_source()
 
     def _set_codec(self) -> None:
         main, policy, dtype = self.main, self.policy, self.policy.compute_of(self.own)
-        self.codec: Cast | DecodingCodec
+        marks = [
+            policy.has_formats and not self.is_extended and chosen(member.name, member.sharded, member.sites, policy)
+            for member in self.members
+        ]
+        self.formats = Formats.of(main.layout, marks, policy, main.mesh.ndim)
+        self.codec: Cast | Blocks | DecodingCodec
         if self.is_extended:
             self.codec = Extension(self.members[0], main.layout, main.mesh, policy, self.home.device, dtype)
+        elif self.formats.gather is not None:
+            self.codec = Blocks(self.formats, dtype)
         else:
             self.codec = Cast(main.dtype, dtype)
 
@@ -91,6 +101,8 @@ class Group:
             raise ValueError(
                 f"main_dtype={policy.main_dtype}: the main weights of '{name}' and its group are {main}, and keep it"
             )
+        if self.gradients.comm is not None and policy.reduce_format is not None:
+            raise ValueError(f"reduce_format={policy.reduce_format!r}: '{name}' has a custom reduce-scatter")
         dtype, known = policy.grad_of(main, policy.compute_of(self.own)), self.gradients.grad_dtype
         has_some = self.gradients.has_partial or any(member.sharded.grad is not None for member in self.members)
         if has_some and dtype != known:
@@ -100,10 +112,10 @@ class Group:
 
     def set_policy(self, policy: MixedPrecisionPolicy) -> None:
         """Compute and reduce in other dtypes; what was gathered has been released."""
-        self.policy, before = policy, self.codec.dtype
+        self.policy, before = policy, (self.codec.dtype, self.formats)
         self._set_codec()
-        self.gradients.set_dtypes(policy, self.codec.dtype)
-        if self.codec.dtype != before or self.is_extended:
+        self.gradients.set_dtypes(policy, self.codec.dtype, self.formats)
+        if (self.codec.dtype, self.formats) != before or self.is_extended:
             self._set_source()
 
     def _set_source(self, is_held: bool = False) -> None:
@@ -179,13 +191,15 @@ class Group:
         if self.source.compute is None:
             self.release()
             self._set_source(is_held=True)
+        else:
+            self.mark_stale()
         self.is_held = True
         self._derive(pool, name)
 
     def refresh(self, pool: Pool, name: str) -> None:
         """Start deriving compute weights from main as it is, where they rest elsewhere."""
         held, self.is_held = self.is_held, False
-        if held and self.placements.parameter == self.placements.optimizer:
+        if held and self.placements.parameter == self.placements.optimizer and isinstance(self.codec, Cast):
             self.release()
             self._set_source()
         elif self.source.compute is not None:

@@ -13,6 +13,7 @@ from flatshard.layout.placement import (
 )
 from flatshard.layout.planner import Layout, Segment, Slot, least_padded_dim, plan
 from flatshard.layout.ranges import Holding, Range, holding, local_ranges, rectangles
+from flatshard.layout.wire import Wire, encodable, wire_of
 
 __all__ = [
     "Block",
@@ -27,6 +28,8 @@ __all__ = [
     "Slot",
     "Transition",
     "Whole",
+    "Wire",
+    "encodable",
     "holding",
     "is_sharded",
     "least_padded_dim",
@@ -34,4 +37,5 @@ __all__ = [
     "plan",
     "rectangles",
     "transition",
+    "wire_of",
 ]

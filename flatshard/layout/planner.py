@@ -204,6 +204,7 @@ def plan(
     layout: LayoutName = "tensor",
     placement: Placement | None = None,
     dims: Sequence[int] | None = None,
+    apart: Sequence[bool] | None = None,
 ) -> Layout:
     """Cut tensors of these shapes over ``num_shards``, each on its dim of ``dims`` (default: 0).
 
@@ -211,6 +212,7 @@ def plan(
     is contiguous in the run of its segment; all pieces of a segment have equal length. ``tensor`` with `Flat` gives
     each shard the rows that ``torch.chunk(tensor, num_shards, dim)`` gives it. Tensors without dims count as one row of
     one element; empty tensors occupy nothing. Other dims than 0 need layout ``tensor`` (``auto`` chooses it for them).
+    Tensors marked in ``apart`` share segments with each other only: they travel in another format than the rest.
 
     `Whole` packs all tensors into one segment under either layout: a segment per tensor would pad every one of them
     ``num_shards``-fold.
@@ -232,12 +234,18 @@ def plan(
             raise ValueError(f"dim {dim} is not one of shape {shape}")
     if any(rows_of) and (layout == "flat" or not isinstance(placement, Flat)):
         raise ValueError("a tensor can be cut on another dim than 0 with layout 'tensor' and Flat() only")
-    return _plan(frozen, rows_of, num_shards, layout, placement)
+    marks = tuple(False for _ in frozen) if apart is None else tuple(apart)
+    return _plan(frozen, rows_of, num_shards, layout, placement, marks)
 
 
 @lru_cache(maxsize=4096)
 def _plan(
-    shapes: tuple[Shape, ...], dims: tuple[int, ...], num_shards: int, layout: LayoutName, placement: Placement
+    shapes: tuple[Shape, ...],
+    dims: tuple[int, ...],
+    num_shards: int,
+    layout: LayoutName,
+    placement: Placement,
+    marks: tuple[bool, ...],
 ) -> Layout:
     if layout == "auto":
         mean = sum(math.prod(shape) for shape in shapes) / max(len(shapes), 1)
@@ -251,7 +259,9 @@ def _plan(
     elif layout == "tensor":
         runs = [_chunk(slot, index, num_shards) for index, slot in enumerate(bare)]
     else:
-        runs = _tightest(bare, num_shards)
+        kinds = [[index for index, mark in enumerate(marks) if mark is kind] for kind in (False, True)]
+        runs = [run for members in kinds if members for run in _tightest(bare, members, num_shards)]
+        runs = runs or [_Run(0, {})]
     slots: list[Slot | None] = [None] * len(bare)
     for number, run in enumerate(runs):
         for index, offset in run.offsets.items():
@@ -301,22 +311,22 @@ def _pack_whole(slots: Sequence[Slot], num_shards: int) -> _Run:
     return _Run(piece, {index: target * piece + offset for index, target, offset in place})
 
 
-def _tightest(slots: Sequence[Slot], num_shards: int) -> list[_Run]:
-    """Pack tensors into runs by the size of their atoms, so that the runs pad little and are few.
+def _tightest(slots: Sequence[Slot], members: Sequence[int], num_shards: int) -> list[_Run]:
+    """Pack some of the tensors into runs by the size of their atoms, so that the runs pad little and are few.
 
     Where a contiguous tensor crosses piece boundaries, the piece must be a multiple of its atom. One run for all
     therefore has a piece that is a multiple of the lcm of all atoms, which can pad a lot; a run per atom size pads
     each run by less than one atom per shard. What is best depends on the shapes and on the number of shards.
     """
-    classes = _classes(slots)
+    classes = _classes(slots, members)
     if not classes:
-        return [_Run(0, dict.fromkeys(range(len(slots)), 0))]
+        return [_Run(0, dict.fromkeys(members, 0))]
     partitions = _partitions(classes) if len(classes) <= EXHAUSTIVE_CLASSES else _merges(classes)
     best = [
         [_pack_rows(slots, [index for members in part for index in members], num_shards) for part in partition]
         for partition in partitions
     ]
-    payload = sum(slot.numel for slot in slots)
+    payload = sum(slots[index].numel for index in members)
     tight = min(_padded(runs, num_shards) for runs in best)
     good = [runs for runs in best if _padded(runs, num_shards) <= tight + FEWER_SEGMENTS_WORTH * payload]
     return min(good, key=lambda runs: (len(runs), _padded(runs, num_shards)))
@@ -326,13 +336,13 @@ def _padded(runs: Sequence[_Run], num_shards: int) -> int:
     return num_shards * sum(_round_up(run.piece, ALIGN) for run in runs)
 
 
-def _classes(slots: Sequence[Slot]) -> list[list[int]]:
+def _classes(slots: Sequence[Slot], members: Sequence[int]) -> list[list[int]]:
     """Tensors by the size of their atoms, largest first; empty tensors ride along with the first class.
 
     Where there are many sizes, a class whose atom divides another's joins it: that asks nothing more of the piece.
     """
     by_atom: dict[int, list[int]] = {}
-    for index in sorted(range(len(slots)), key=lambda i: -slots[i].atom):
+    for index in sorted(members, key=lambda i: -slots[i].atom):
         if slots[index].numel:
             by_atom.setdefault(slots[index].atom, []).append(index)
     if len(by_atom) > EXHAUSTIVE_CLASSES:
@@ -342,7 +352,7 @@ def _classes(slots: Sequence[Slot]) -> list[list[int]]:
                 by_atom[host] += by_atom.pop(atom)
     classes = list(by_atom.values())
     if classes:
-        classes[0].extend(index for index, slot in enumerate(slots) if not slot.numel)
+        classes[0].extend(index for index in members if not slots[index].numel)
     return classes
 
 

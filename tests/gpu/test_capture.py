@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 import os
@@ -104,6 +105,14 @@ def run(trainer: Trainer, step: Any, steps: int = STEPS) -> list[float]:
     return losses
 
 
+IN_BYTES = MixedPrecisionPolicy(
+    param_dtype=torch.bfloat16,
+    gather_format="int8",
+    reduce_format="int8",
+    block=32,
+    stochastic=True,
+    encodes=lambda name, parameter: "." in name,
+)
 CASES: dict[str, dict[str, Any]] = {
     "zero 3": {},
     "zero 3, kept": {"reshard_after_forward": False},
@@ -117,6 +126,9 @@ CASES: dict[str, dict[str, Any]] = {
     "bfloat16, zero 1": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16), "strategy": 1},
     "through DTensor": {"local": False},
     "one micro-batch": {"micro": 1},
+    "int8": {"mp_policy": IN_BYTES},
+    "int8, zero 1": {"mp_policy": IN_BYTES, "strategy": 1},
+    "int8, hsdp": {"mp_policy": dataclasses.replace(IN_BYTES, reduce_format=("int8", "bf16_fp32")), "hsdp": True},
     "hsdp": {"hsdp": True},
     "hfsdp": {"hsdp": True, "outer_strategy": "optim"},
 }

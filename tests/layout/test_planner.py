@@ -145,7 +145,7 @@ def test_planning_work_does_not_grow_with_the_number_of_shards(monkeypatch):
     lay = planner._lay
     monkeypatch.setattr(planner, "_lay", counting)
     shapes = tuple(layer(16384, 53248, 1024))
-    planner._plan.__wrapped__(shapes, (0,) * len(shapes), 4096, "flat", Flat())
+    planner._plan.__wrapped__(shapes, (0,) * len(shapes), 4096, "flat", Flat(), (False,) * len(shapes))
     assert 0 < calls <= 40
 
 

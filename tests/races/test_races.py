@@ -5,6 +5,7 @@ Each case runs as one rank of several in this process, under `checker.watching`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -143,8 +144,35 @@ CHOICES: dict[str, dict[str, Any]] = {
     "planned, bf16": {"schedule": SchedulePolicy(planned_pool=True, max_gathered=3), "mp_policy": TO_BF16},
 }
 
+IN_BYTES = MixedPrecisionPolicy(
+    param_dtype=BF16,
+    gather_format="int8",
+    reduce_format="int8",
+    block=16,
+    stochastic=True,
+    encodes=lambda name, parameter: "." in name,
+)
+PER_AXIS = dataclasses.replace(IN_BYTES, reduce_format=("int8", "bf16_fp32"), gather_format="float8")
+CHOICES |= {
+    "in bytes": {"mp_policy": IN_BYTES},
+    "in bytes, optim": {"mp_policy": IN_BYTES, "strategy": "optim"},
+    "in bytes, HSDP": {"mp_policy": PER_AXIS, **HSDP},
+    "in bytes, flat HFSDP": {"mp_policy": PER_AXIS, "layout": "flat", **HFSDP},
+    "in bytes, resharded to two": {"mp_policy": IN_BYTES, "reshard_after_forward": 2},
+    "in bytes, planned": {"mp_policy": IN_BYTES, "schedule": SchedulePolicy(planned_pool=True, max_gathered=3)},
+}
 
-@pytest.mark.parametrize("name", list(CHOICES))
+
+_OFTEN = ("in bytes, HSDP", "in bytes, planned")  # of these, in every run
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.full] if name.startswith("in bytes") and name not in _OFTEN else [])
+        for name in CHOICES
+    ],
+)
 def test_choices(name):
     with one_rank():
         train(sharded(make_net(depth=3 if "gathered" in name else 2), **CHOICES[name]))

@@ -1,0 +1,236 @@
+"""Formats as ranks use them: what is sent, what forward and backward see, what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import flatshard
+from flatshard import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer, gathered, summary
+from flatshard.engine.unit import unit_of
+from tests.dist.models import batches, loss_of, make_net
+from tests.formats.cases import is_encoded, mesh_of, policy, sent, through, units_of
+
+BF16 = torch.bfloat16
+
+
+def sharded(sizes, net=None, **choices):
+    net = make_net(depth=2) if net is None else net
+    for unit in units_of(net):
+        fully_shard(unit, mesh=mesh_of(sizes), **choices)
+    return net
+
+
+def step(net, tokens, optimizer=None):
+    loss_of(net, tokens).backward()
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Seen:
+    """The weights of a layer, whenever its forward runs and when a gradient comes to it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.forward: list[torch.Tensor] = []
+        self.backward: list[torch.Tensor] = []
+        layer.register_forward_pre_hook(lambda m, args: self.forward.append(m.weight.detach().clone()))
+        layer.register_full_backward_pre_hook(lambda m, grads: self.backward.append(m.weight.detach().clone()))
+
+
+def _same_bits(rank, world, layout, code):
+    net = make_net(depth=2, recompute="non-reentrant")
+    weight = net.blocks[0].up.weight.detach().clone()
+    sharded([world], net, layout=layout, mp_policy=policy(gather_format=code, param_dtype=BF16))
+    seen = Seen(net.blocks[0].up)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    tokens = next(iter(batches(1, 4)))
+    step(net, tokens)
+    wanted = through(weight, code).to(BF16)
+    assert len(seen.forward) == 2  # the second is the recompute
+    assert len(seen.backward) == 1
+    for found in (*seen.forward, *seen.backward):
+        assert torch.equal(found, wanted)
+    optimizer.step()
+    optimizer.zero_grad()
+    step(net, tokens)
+    assert not torch.equal(seen.forward[-1], wanted)
+    assert torch.equal(seen.forward[-1], seen.backward[-1])
+    main = net.blocks[0].up.weight.full_tensor()  # of the sharded one: what optimizers and checkpoints see
+    assert torch.equal(through(main, code).to(BF16), seen.forward[-1])
+    return net.blocks[0].up.weight.full_tensor().tolist()
+
+
+@pytest.mark.parametrize(
+    "world", [1, 2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)]
+)
+def test_forward_recompute_and_backward_see_the_same_bits(ranks, world):
+    ranks(world, _same_bits, "flat" if world == 2 else "tensor", "float8" if world == 3 else "int8")
+
+
+def _bytes(rank, world):
+    def run(precision):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(256, 512), nn.LayerNorm(512), nn.Linear(512, 256), nn.Linear(256, 512))
+        for each in (net[0], net):
+            fully_shard(each, mesh=mesh_of([world]), mp_policy=precision)
+        net(torch.randn(4, 256)).sum().backward()
+        return sent(net, "gather"), sent(net, "reduce")
+
+    encoded = {"gather_format": "int8", "reduce_format": "int8", "encodes": lambda name, p: p.dim() == 2}
+    plain = run(MixedPrecisionPolicy(param_dtype=BF16))
+    ours = run(MixedPrecisionPolicy(param_dtype=BF16, **encoded))
+    in_float32 = run(MixedPrecisionPolicy(param_dtype=BF16, reduce_format="bf16_fp32"))
+    assert list(ours[0]) == ["all_gather"]
+    assert list(ours[1]) == list(in_float32[1]) == ["all_to_all"]
+    assert list(plain[1]) == ["reduce_scatter"]
+    for kind, mine in (("all_gather", 0), ("reduce_scatter", 1)):
+        bytes_of_bf16 = plain[mine][kind]
+        bytes_of_ours = next(iter(ours[mine].values()))
+        assert len(bytes_of_ours) == len(bytes_of_bf16)  # a group is one launch, scales and all
+        for few, many in zip(bytes_of_ours, bytes_of_bf16):
+            assert few <= 0.52 * many
+    assert sum(in_float32[1]["all_to_all"]) == sum(plain[1]["reduce_scatter"])
+
+
+def test_bytes_and_launches(ranks):
+    ranks(2, _bytes)
+
+
+def _reduce_is_within_its_bound(rank, world, stochastic):
+    """Each rank's gradient as it is, and the mean that comes out of the reduce."""
+    net = nn.Sequential(nn.Linear(40, 24, bias=False))
+    fully_shard(net, mesh=mesh_of([world]), mp_policy=policy(reduce_format="int8", stochastic=stochastic))
+    x = torch.randn(5, 40, generator=torch.Generator().manual_seed(rank))
+    net(x).sum().backward()
+    grads = [torch.randn(5, 40, generator=torch.Generator().manual_seed(r)).sum(0).expand(24, 40) for r in range(world)]
+    exact = sum(grads) / world
+    scale = [through(g, "int8") for g in grads]
+    largest = [g.view(24, 40).unfold(1, 8, 8).abs().amax((1, 2)) / 127 * 1.01 for g in grads]  # of a row, at least
+    bound = sum(each[:, None] for each in largest) / world / (1 if stochastic else 2)
+    found = net[0].weight.grad.full_tensor()
+    assert ((found - exact).abs() <= bound + 1e-6).all()
+    return torch.allclose(found, sum(scale) / world, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_the_mean_is_off_by_the_mean_of_half_the_scales(ranks, stochastic):
+    nearest = ranks(3, _reduce_is_within_its_bound, stochastic)
+    assert all(nearest) != stochastic
+
+
+def _nonfinite(rank, world, value, layout):
+    net = sharded([world], layout=layout, mp_policy=policy(reduce_format="int8", gather_format="int8"))
+
+    def spoil(grad):
+        if rank == 1:
+            grad = grad.clone()
+            grad[0, 0] = value
+        return grad
+
+    seen = []
+
+    def hook(module, args):
+        if not seen:
+            seen.append(module.weight.register_hook(spoil))
+
+    net.blocks[1].down.register_forward_pre_hook(hook)
+    step(net, next(iter(batches(1, 4))))
+    assert {name for name, _ in flatshard.find_nonfinite(net)} == {"blocks.1.down.weight"}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_find_nonfinite_names_the_parameter(ranks, value):
+    ranks(2, _nonfinite, value, "flat" if value == value else "tensor")
+
+
+def _differ(rank, world):
+    mine = policy(gather_format="int8", encodes=lambda name, p: p.dim() == 2 and (rank == 0 or "up" not in name))
+    net = sharded([world], mp_policy=mine)
+    with pytest.raises(RuntimeError, match=r"blocks.0.up.weight.*, encoded by int8.*not encoded by int8"):
+        net(next(iter(batches(1, 4))))
+
+
+def test_ranks_that_encode_different_parameters_are_told(ranks):
+    ranks(2, _differ)
+
+
+def _switch(rank, world):
+    """Formats come and go between steps; what main holds, and so checkpoints, does not change by that."""
+    net = sharded([world])
+    tokens = next(iter(batches(1, 4)))
+    step(net, tokens)
+    before = {name: value.full_tensor() for name, value in net.state_dict().items()}
+    net.zero_grad()
+    net.set_mp_policy(policy(gather_format="int8", reduce_format="int8"))
+    shown = [row.formats for row in summary(net).rows if row.formats]
+    assert shown == ["int8 / int8 (1 of 3)", "int8 / int8 (2 of 5)", "int8 / int8 (2 of 5)"]
+    step(net, tokens)
+    after = net.state_dict()
+    assert all(torch.equal(value, after[name].full_tensor()) for name, value in before.items())
+    with gathered(net):
+        for name, parameter in net.named_parameters():
+            coded = through(before[name], "int8") if is_encoded(name, before[name]) else before[name]
+            assert torch.equal(parameter.detach(), coded), name
+    assert "all_to_all" in sent(net, "reduce")
+    net.set_mp_policy(MixedPrecisionPolicy())
+    assert not any(row.formats for row in summary(net).rows)
+    with gathered(net):
+        assert all(torch.equal(parameter.detach(), before[name]) for name, parameter in net.named_parameters())
+
+
+def test_formats_can_be_switched_between_steps(ranks):
+    ranks(2, _switch)
+
+
+def _default(rank, world):
+    """A model as people write them: what stays as it is."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(256)
+            self.proj = nn.Linear(256, 512)
+            self.gate = nn.Linear(512, 128)  # a router
+            self.gate_proj = nn.Linear(128, 512)
+            self.small = nn.Linear(16, 16)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens = nn.Embedding(1000, 256)
+            self.layer = Layer()
+            self.lm_head = nn.Linear(256, 1000)
+            self.last = nn.Linear(256, 1000)
+
+    model, precision = Model(), MixedPrecisionPolicy(gather_format="int8")
+    for unit in (model.layer, model.last, model):
+        fully_shard(unit, mesh=mesh_of([world]), mp_policy=precision)
+    found = {}
+    for unit in (model.layer, model.last, model):
+        for group in unit_of(unit).groups:
+            found.update((member.name, mark) for member, mark in zip(group.members, group.formats.encoded))
+    assert {name for name, mark in found.items() if mark} == {"proj.weight", "gate_proj.weight"}
+
+
+def test_what_stays_as_it_is_by_default(ranks):
+    ranks(1, _default)
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"gather_format": "int4"}, "gather_format"),
+        ({"reduce_format": "float8"}, "reduce_format"),
+        ({"reduce_format": ("int8", "fp8")}, "reduce_format"),
+        ({"reduce_format": ("int8", "int8", "int8")}, "pair"),
+        ({"block": 100}, "power of two"),
+        ({"block": 8}, "at least 16"),
+        ({"encodes": "all"}, "encodes"),
+        ({"stochastic": "yes"}, "stochastic"),
+    ],
+)
+def test_refusals(fields, match):
+    with pytest.raises((ValueError, TypeError), match=match):
+        MixedPrecisionPolicy(**fields)
