@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import inspect
 import math
@@ -868,8 +869,9 @@ def set_stream(stream: torch.cuda.Stream) -> None:
 class AllocatingFrom:
     """Within, this thread's CUDA allocations come from a memory pool. Can be entered again and again."""
 
-    def __init__(self, pool: torch.cuda.MemPool, index: int) -> None:
+    def __init__(self, pool: torch.cuda.MemPool, index: int, owner: object) -> None:
         self._where = index, pool.id
+        self._owner = owner  # keeps the pool
 
     def __enter__(self) -> None:
         torch._C._cuda_beginAllocateCurrentThreadToPool(*self._where)
@@ -877,6 +879,37 @@ class AllocatingFrom:
     def __exit__(self, *error: object) -> None:
         torch._C._cuda_endAllocateToPool(*self._where)
         torch._C._cuda_releasePool(*self._where)
+
+
+class _Registered:
+    """A memory pool whose memory NCCL registers with the communicators of some process groups, as it comes.
+
+    It goes with this object, unless a group has been destroyed by then: torch ends the process when registered memory
+    is freed after its communicator. Then it stays to the end.
+    """
+
+    def __init__(self, groups: Sequence[ProcessGroup], device: torch.device) -> None:
+        self._backends = [backend_of(group, device) for group in groups]
+        self._groups = groups
+        first = self._backends[0]
+        # What NCCL has allocated it can do most with; but ordinary memory can be registered, too.
+        self.pool = torch.cuda.MemPool(first.mem_allocator if first.supports_tensor_alloc(device) else None)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.pool))
+        for backend in self._backends:
+            backend.register_mem_pool(self.pool)
+
+    def __del__(self) -> None:
+        if sys.is_finalizing() or any(group not in c10d._world.pg_map for group in self._groups):
+            return
+        for backend in self._backends:
+            backend.deregister_mem_pool(self.pool)
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(self.pool))
+
+
+def memory(device: torch.device, groups: Sequence[ProcessGroup] = ()) -> AllocatingFrom:
+    """CUDA memory apart from all other; with ``groups``, registered with their communicators, which must exist."""
+    owner = _Registered(groups, device) if groups else torch.cuda.MemPool()
+    return AllocatingFrom(owner.pool if isinstance(owner, _Registered) else owner, device.index, owner)
 
 
 # What torch.cuda.Event is a Python shell of; the shell costs as much again as the event. Not in builds without CUDA.

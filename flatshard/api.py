@@ -192,6 +192,8 @@ def chosen(
             f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}, of {mesh.ndim} axes: it must have one (shard) "
             "or two (outer, inner)"
         )
+    if schedule is not None and schedule.registered and mesh.device_type != "cuda":
+        raise ValueError(f"SchedulePolicy(registered=True): NCCL registers memory of GPUs; {mesh} is on others")
     return Choices(
         mesh=mesh,
         device=_device_of(mesh),

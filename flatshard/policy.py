@@ -376,6 +376,9 @@ class SchedulePolicy:
     ``planned_pool``: give gathered weights fixed addresses, planned from which of them are in use together; what is
     kept under ``keep_for_next`` has none. Passes that do not go by the plan are as right as without it, and the next
     plan has room for them; `summary` shows how it does.
+    ``registered``: let what is gathered into, and what reduces read, be memory that NCCL has registered with all
+    process groups that use it, and allocated if it can, so that it need not copy. Gradients are then staged, never sent
+    from where autograd has left them.
     """
 
     prefetch: bool = True
@@ -387,11 +390,12 @@ class SchedulePolicy:
     keep_for_backward: int = 0
     keep_for_next: int = 0
     planned_pool: bool = False
+    registered: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_gathered_bytes", "keep_for_backward", "keep_for_next"):  # bytes
             _arguments.whole(name, getattr(self, name), 0)
         for name in ("max_gathered", "max_reducing"):
             _arguments.whole(name, getattr(self, name), 1)
-        for name in ("prefetch", "async_reduce", "separate_groups", "planned_pool"):
+        for name in ("prefetch", "async_reduce", "separate_groups", "planned_pool", "registered"):
             _arguments.flag(name, getattr(self, name))

@@ -7,9 +7,11 @@ keep their identity, so a unit that is gathered again in backward fills the very
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch.distributed import ProcessGroup
 
 from flatshard import _torch
 from flatshard.buffer.lanes import Lane, Ticket
@@ -28,15 +30,13 @@ class _Slot:
     On CPU it is only the right to have storage.
     """
 
-    __slots__ = ("allocating", "least", "pool", "released", "size")
+    __slots__ = ("allocating", "least", "released", "size")
 
-    def __init__(self, size: int, device: torch.device) -> None:
+    def __init__(self, size: int, device: torch.device, groups: Sequence[ProcessGroup] = ()) -> None:
         self.size = -(-int(size + size * _ROOM) // _GRANULE) * _GRANULE
         self.least = int(_SHARE * size) if self.size > _GRANULE else 0
-        self.pool = torch.cuda.MemPool() if device.type == "cuda" else None
-        self.allocating: AbstractContextManager[None] = nullcontext()
-        if self.pool is not None:
-            self.allocating = _torch.AllocatingFrom(self.pool, device.index)
+        on_cuda = device.type == "cuda"
+        self.allocating: AbstractContextManager[None] = _torch.memory(device, groups) if on_cuda else nullcontext()
         self.released: tuple[Ticket, ...] = ()  # where the stream stood that read it last
 
 
@@ -58,15 +58,19 @@ class Pool:
         self.peak_bytes = 0
         self.live_buffers = 0
         self.peak_buffers = 0
-        on_cuda = lane.stream is not None
-        self._pool = torch.cuda.MemPool() if on_cuda else None
-        self._allocating = _torch.AllocatingFrom(self._pool, lane.device.index) if self._pool is not None else None
+        self.groups: Sequence[ProcessGroup] = ()  # which its memory is registered with
+        self._allocating = None if lane.stream is None else _torch.memory(lane.device)
         self.num_slots = 0
         self._free: list[_Slot] = []
         self._taken: dict[int, _Slot] = {}  # by the storage that has it
         self._planned: list[_Slot | None] = []  # those of the plan, taken or free or not made yet
         self._lasting: dict[int, torch.cuda.Stream] = {}  # by storage, the stream of its heap
         self._end: weakref.finalize[[Lane], Pool] | None = None
+
+    def register(self, groups: Sequence[ProcessGroup]) -> None:
+        """Have memory registered by NCCL from now on, with these process groups, which have communicated."""
+        self.drop()
+        self.groups, self._allocating = groups, _torch.memory(self.lane.device, groups)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor that has a size but no storage yet. Views of it can be made once it has been allocated."""
@@ -203,8 +207,8 @@ class Pool:
         return slot
 
     def _make(self, size: int) -> _Slot:
-        slot = _Slot(size, self.lane.device)
-        if slot.pool is not None:
+        slot = _Slot(size, self.lane.device, self.groups)
+        if self.lane.stream is not None:
             if self._end is None:
                 self._end = weakref.finalize(self, _let_go, self.lane)
                 self._end.atexit = False

@@ -376,7 +376,8 @@ class Gradients:
         runs: list[torch.Tensor | None] = [None] * len(layout.segments)
         staged = 0
         for number, segment in enumerate(layout.segments):
-            owner = self._sole[number] if before == 1.0 else None  # else it would change where it is
+            # Else it would change where it is; or it would be in other memory than is to be sent.
+            owner = self._sole[number] if before == 1.0 and not pool.groups else None
             gradient = None if owner is None else gradients[owner]
             if gradient is not None and gradient.dtype == self.reduce_dtype and gradient.is_contiguous():
                 runs[number] = gradient.view(-1)

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from flatshard import _torch, _waits
 from flatshard.buffer import Lane, Planner, Pool, watch_over
@@ -663,6 +664,19 @@ class Scope:
                 absorb_moved(unit)  # what was put in the place of parameters counts as written
             check_model(self, self._talk, [mesh for mesh in self.meshes if mesh.ndim])
         self._agreement = Agreement(self._talk, self.meshes)
+        if self.policy.registered:
+            self._register()
+
+    def _register(self) -> None:
+        """Let the pools have memory of NCCL's, once all groups that it will be used in have communicators."""
+        for lane, pool in ((self.gather_lane, self.gather_pool), (self.reduce_lane, self.reduce_pool)):
+            groups = [lane.group(mesh, axis) for mesh in self.meshes for axis in range(mesh.ndim)]
+            names = {_torch.backend_name(group, self.device) for group in groups}
+            if names != {"nccl"}:
+                raise ValueError(f"SchedulePolicy(registered=True): only NCCL registers memory, not {', '.join(names)}")
+            for group in groups:
+                dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+            pool.register(groups)
 
     def _announce(self, what: str, unit: Unit, group: int = 0) -> None:
         """See that all ranks are about to do this, or raise on all.

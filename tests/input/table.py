@@ -150,6 +150,7 @@ SHARDING = {
         Case("gradient_scale: a name", _sharded(gradient_scale="max"), ValueError, "'mean', 'sum' or a finite number"),
         Case("gradient_scale: not finite", _sharded(gradient_scale=float("nan")), ValueError, "finite"),
         Case("gradient_scale: True", _sharded(gradient_scale=True), ValueError, "finite"),
+        Case("registered, no GPU", _sharded(schedule=SchedulePolicy(registered=True)), ValueError, "registered=True"),
         Case("schedule: a dict", _sharded(schedule={"prefetch": True}), TypeError, "SchedulePolicy"),
         Case("values: text", _sharded(values="any"), ValueError, "values='any': must be one of"),
         Case("optional: text", _sharded(optional="yes"), TypeError, "optional='yes'"),

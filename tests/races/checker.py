@@ -350,8 +350,7 @@ def watching() -> Iterator[Checker]:
             (_torch, "Event", checker.event),
             (_torch, "current_stream", lambda index: checker.current),
             (_torch, "set_stream", checker.set_stream),
-            (_torch, "AllocatingFrom", lambda pool, index: _AllocatingFrom(checker, pool)),
-            (torch.cuda, "MemPool", checker.new_arena),
+            (_torch, "memory", lambda device, groups=(): _AllocatingFrom(checker, checker.new_arena())),
             (torch.Tensor, "tolist", _noting_lists(checker)),
             (torch.UntypedStorage, "resize_", _noting_sizes(checker)),
             (lanes.Lane, "__init__", _having_a_stream(checker)),
@@ -408,10 +407,9 @@ def _slot_with_memory(checker: Checker) -> type[pools._Slot]:
     class Slot(pools._Slot):
         """As on CUDA: with a memory pool of its own."""
 
-        def __init__(self, size: int, device: torch.device) -> None:
-            super().__init__(size, device)
-            self.pool = checker.new_arena()
-            self.allocating = _AllocatingFrom(checker, self.pool)
+        def __init__(self, size: int, device: torch.device, groups: Sequence[Any] = ()) -> None:
+            super().__init__(size, device, groups)
+            self.allocating = _AllocatingFrom(checker, checker.new_arena())
 
     return Slot
 

@@ -291,8 +291,8 @@ def test_collectives_of_lanes_run_on_their_streams():
 
 
 PLACES = [
-    *((_torch, name) for name in ("Event", "current_stream", "set_stream", "AllocatingFrom")),
-    *((torch.cuda, "MemPool"), (torch.Tensor, "tolist"), (torch.UntypedStorage, "resize_")),
+    *((_torch, name) for name in ("Event", "current_stream", "set_stream", "memory")),
+    *((torch.Tensor, "tolist"), (torch.UntypedStorage, "resize_")),
     *((lanes.Lane, "__init__"), (pools, "_Slot"), (pools.Pool, "temporary")),
     *((RehearsalGroup, "_launch"), (CpuWork, "wait")),
 ]
