@@ -21,6 +21,7 @@ from flatshard.engine.codec import is_extended, unfilled
 from flatshard.engine.gradients import GradientScale
 from flatshard.engine.homes import OWNER, owner_of, register
 from flatshard.engine.host import Home
+from flatshard.engine.outside import watch_use
 from flatshard.engine.parameters import Member, Plain, Site, make_members
 from flatshard.engine.parts import Parts
 from flatshard.engine.roots import own, unit_of
@@ -304,6 +305,7 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     for module in modules:
         own(module, unit)
         _torch.mark_sharded(module)
+    watch_use(groups)
     return unit
 
 
