@@ -486,8 +486,13 @@ def add_elementwise_rules() -> None:
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether a tensor is of a class that holds its values in other tensors, or says itself how it is gathered."""
+    return is_made_of_others(tensor) or hasattr(tensor, "fsdp_pre_all_gather")
+
+
+def is_made_of_others(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds its values in other tensors, and tells which (`__tensor_flatten__`)."""
     asked: Any = tensor  # mypy takes the question for an answer
-    return is_traceable_wrapper_subclass(asked) or hasattr(tensor, "fsdp_pre_all_gather")
+    return is_traceable_wrapper_subclass(asked)
 
 
 def keeping_versions(tensors: Sequence[torch.Tensor]) -> Any:

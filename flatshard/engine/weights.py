@@ -14,6 +14,7 @@ from flatshard.buffer import DBuffer, Pool, Ticket
 from flatshard.engine import steps
 from flatshard.engine.agreement import Initial
 from flatshard.engine.codec import Cast, DecodingCodec, Extension, is_extended
+from flatshard.engine.composed import Composed
 from flatshard.engine.direct import Direct, destine
 from flatshard.engine.gradients import Gradients, gradient_arrived
 from flatshard.engine.host import Home
@@ -80,7 +81,8 @@ class Group:
         main, policy, dtype = self.main, self.policy, self.policy.compute_of(self.own)
         self.codec: Cast | DecodingCodec
         if self.is_extended:
-            self.codec = Extension(self.members[0], main.layout, main.mesh, policy, self.home.device, dtype)
+            kind = Extension if self.members[0].made_of is None else Composed
+            self.codec = kind(self.members[0], main.layout, main.mesh, policy, self.home.device, dtype)
         else:
             self.codec = Cast(main.dtype, dtype)
 
