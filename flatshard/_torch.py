@@ -393,11 +393,61 @@ def _on_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _without_ours(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What DTensor itself has for an operation, if only an error."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
-    ours = handlers.pop(op)
+    ours = handlers.pop(op, None)  # another thread may be in here
     try:
         return op(*args, **kwargs)
     finally:
-        handlers[op] = ours
+        if ours is not None:
+            handlers[op] = ours
+
+
+Refusal: TypeAlias = Callable[[Any, Sequence[torch.Tensor]], None]
+_LAYERS = (  # what layers compute with their weights; under inference mode, before it is decomposed
+    *(
+        "mm",
+        "addmm",
+        "mv",
+        "addmv",
+        "bmm",
+        "baddbmm",
+        "mul.Tensor",
+        "embedding",
+        "native_layer_norm",
+        "_fused_rms_norm",
+    ),
+    *("native_group_norm", "native_batch_norm", "convolution", "linear", "matmul", "layer_norm", "rms_norm"),
+    *("_embedding_bag", "embedding_bag", "_native_batch_norm_legit", "batch_norm", "group_norm"),
+    *("conv1d", "conv2d", "conv3d"),
+)
+_mixed: dict[Any, Any] = {}  # operations of layers for which somebody is asked first; what DTensor had for each
+
+
+def on_mixed(refuse: Refusal) -> None:
+    """Let ``refuse`` raise, if it wants to, where a layer is given a plain tensor and a DTensor, which cannot be."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    for name in () if _mixed else _LAYERS:
+        packet, _, overload = name.partition(".")
+        op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+        if op is not None:
+            _mixed[op] = handlers.get(op)
+            handlers[op] = functools.partial(_unmixed, refuse, _mixed[op])
+
+
+def leave_mixed() -> None:
+    """Ask nobody: DTensors are what models compute with, and asking would cost every operation."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    for op, known in _mixed.items():
+        handlers.pop(op, None)
+        if known is not None:
+            handlers[op] = known
+    _mixed.clear()
+
+
+def _unmixed(refuse: Refusal, known: Any, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    for given in (*args, *kwargs.values()):
+        if isinstance(given, torch.Tensor) and not isinstance(given, DTensor) and given.numel() > 1:
+            refuse(op, [other for other in (*args, *kwargs.values()) if isinstance(other, DTensor)])
+    return _without_ours(op, args, kwargs) if known is None else known(op, args, kwargs)
 
 
 def _copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -440,8 +490,13 @@ def add_elementwise_rules() -> None:
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether a tensor is of a class that holds its values in other tensors, or says itself how it is gathered."""
+    return is_made_of_others(tensor) or hasattr(tensor, "fsdp_pre_all_gather")
+
+
+def is_made_of_others(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds its values in other tensors, and tells which (`__tensor_flatten__`)."""
     asked: Any = tensor  # mypy takes the question for an answer
-    return is_traceable_wrapper_subclass(asked) or hasattr(tensor, "fsdp_pre_all_gather")
+    return is_traceable_wrapper_subclass(asked)
 
 
 def keeping_versions(tensors: Sequence[torch.Tensor]) -> Any:
@@ -475,6 +530,12 @@ def storage_of(tensor: torch.Tensor) -> object:
     """The storage of a tensor, of whatever class that is."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.untyped_storage()
+
+
+def begin_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the storages of two plain tensors begin at the same place."""
+    place = one.untyped_storage().data_ptr()
+    return place != 0 and place == other.untyped_storage().data_ptr()
 
 
 def grads_and_hooks(parameters: Sequence[torch.Tensor]) -> tuple[list[bool], list[int], list[int]]:

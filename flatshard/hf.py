@@ -50,11 +50,10 @@ def _saved_by_rank_0(method: Callable[..., Any]) -> Callable[..., Any]:
         if theirs or len(args) > 1 or kwargs.get("state_dict") is not None:
             return method(self, save_directory, *args, **kwargs)
         ranks = exchange("checkpoint_save")
-        wanted = _adapters(self)
         state = {
             name: tensor.to("cpu", copy=True)
-            for name, tensor in iter_full_tensors(self)
-            if ranks.rank == 0 and (wanted is None or name in wanted)
+            for name, tensor in iter_full_tensors(self, names=_adapters(self))
+            if ranks.rank == 0
         }
 
         def write() -> None:

@@ -168,7 +168,7 @@ class RaggedDTensor(DTensor):
             local = _torch.local_of(args[0])
             return args[0].with_local(local.new_empty(local.shape, **kwargs))
         if not _is_elementwise(func) and not _torch.is_masked_fill(func, args):
-            raise NotImplementedError(_refusal(str(func)))
+            raise NotImplementedError(_refusal(str(func), ragged[0]))
         _require_same_rows(func, args, kwargs)
         local_args, local_kwargs = _torch.map_leaves(DTensor, _torch.local_of, (args, kwargs))
         result = func(*local_args, **local_kwargs)
@@ -231,8 +231,10 @@ def _require_same_rows(func: Any, args: Any, kwargs: Any) -> None:
             arg[column] if isinstance(arg, (list, tuple)) and column < len(arg) else arg
             for arg in (*args, *kwargs.values())
         ]
-        if not _torch.are_cut_alike([value for value in place if isinstance(value, torch.Tensor)]):
-            raise NotImplementedError(_refusal(f"{func} of tensors that are cut differently"))
+        tensors = [value for value in place if isinstance(value, torch.Tensor)]
+        if not _torch.are_cut_alike(tensors):
+            first = next((tensor for tensor in tensors if isinstance(tensor, RaggedDTensor)), None)
+            raise NotImplementedError(_refusal(f"{func} of tensors that are cut differently", first))
 
 
 def _copy(target: DTensor, source: torch.Tensor) -> DTensor:
@@ -254,11 +256,15 @@ def _wrap(result: Any, args: Any, like: RaggedDTensor) -> Any:
     return [_torch.like_dtensor(template, part) for part, template in zip(result, first)]
 
 
-def _refusal(what: str) -> str:
-    return (
-        f"{what}: not defined for a ragged shard, whose rows are not those of torch.chunk; take full_tensor() first, "
-        "or shard with layout='tensor'"
-    )
+owner: list[Callable[[torch.Tensor], str | None]] = []  # who tells whose a tensor is, in words
+
+
+def _refusal(what: str, tensor: torch.Tensor | None = None) -> str:
+    whose = [told for told in (tell(tensor) for tell in owner if tensor is not None) if told is not None]
+    remedy = "take full_tensor() first, or shard with layout='tensor'"
+    if whose:
+        remedy = f"this is {whose[0]}: do it within `with flatshard.gathered(module):` of that unit's module, {remedy}"
+    return f"{what}: not defined for a ragged shard, whose rows are not those of torch.chunk; {remedy}"
 
 
 # Reductions: each rank reduces its rows, then the ranks of every sharded axis reduce the results.

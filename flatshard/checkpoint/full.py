@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from flatshard import _arguments
+from flatshard import _arguments, _torch
 from flatshard.buffer import Lane
 from flatshard.checkpoint.state import local_part
 
@@ -26,29 +26,34 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(found.values())
 
 
-def iter_full_tensors(model: nn.Module, bucket_bytes: int = 256 << 20) -> Iterator[tuple[str, torch.Tensor]]:
+def iter_full_tensors(
+    model: nn.Module, bucket_bytes: int = 256 << 20, *, names: Container[str] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, whole tensor) of all that ``model.state_dict()`` holds, on every rank. All ranks iterate to the end.
 
     Tensors are gathered into one buffer of at most ``bucket_bytes``, or of the largest tensor if that is more; nothing
     else is allocated. A tensor is valid until the next one is asked for: clone what is to be kept. Tied tensors are
-    yielded once, under their first name.
+    yielded once, under their first name. ``names``: of these only, the same on all ranks.
     """
     _arguments.module("iter_full_tensors", model)
     _arguments.whole("bucket_bytes", bucket_bytes, 1)
-    tensors = named_tensors(model)
+    tensors = {name: value for name, value in named_tensors(model).items() if names is None or name in names}
+    for name, value in tensors.items():
+        if isinstance(value, DTensor) and _torch.is_wrapper(_torch.local_of(value)):
+            raise TypeError(f"'{name}' is a {type(_torch.local_of(value)).__name__}, which only its unit can gather")
     buckets = _buckets(tensors, bucket_bytes)
-    sharded = [sum(_size(tensors[name]) for name in names) for names, axes in buckets if axes]
+    sharded = [sum(_size(tensors[name]) for name in bucket) for bucket, axes in buckets if axes]
     storage: torch.Tensor | None = None
-    for names, axes in buckets:
+    for bucket, axes in buckets:
         if not axes:
-            for name in names:
+            for name in bucket:
                 value = tensors[name]
                 yield name, (local_part(value).local if isinstance(value, DTensor) else value.detach())
             continue
         if storage is None:
-            first = local_part(tensors[names[0]]).local
+            first = local_part(tensors[bucket[0]]).local
             storage = torch.empty(max(sharded), dtype=torch.uint8, device=first.device)
-        yield from _gathered(tensors, names, axes, storage)
+        yield from _gathered(tensors, bucket, axes, storage)
 
 
 def _size(tensor: torch.Tensor) -> int:

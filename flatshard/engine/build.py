@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -18,10 +19,12 @@ from flatshard.buffer import DBuffer, from_first, watch_over
 from flatshard.buffer.groups import group_among
 from flatshard.engine.agreement import Initial
 from flatshard.engine.codec import is_extended, unfilled
+from flatshard.engine.composed import Structure
 from flatshard.engine.formats import chosen
 from flatshard.engine.gradients import GradientScale
 from flatshard.engine.homes import OWNER, owner_of, register
 from flatshard.engine.host import Home
+from flatshard.engine.outside import watch_use
 from flatshard.engine.parameters import Member, Plain, Site, make_members
 from flatshard.engine.parts import Parts
 from flatshard.engine.roots import own, unit_of
@@ -305,6 +308,7 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     for module in modules:
         own(module, unit)
         _torch.mark_sharded(module)
+    watch_use(groups)
     return unit
 
 
@@ -404,12 +408,22 @@ def _build_extended(
     parameter = named[1]
     whole = (_torch.local_of(parameter) if _torch.is_parallel(parameter) else parameter).detach()
     main = unfilled(layout, mesh, placements, whole.dtype)
+    composed = not parameter.requires_grad and getattr(whole, "fsdp_pre_all_gather", None) is None
+    made_of: tuple[Structure, list[bool]] | None = None
     with torch.no_grad():
         whole = whole if whole.is_meta or whole.device == home.device else whole.to(home.device)
-        local = main.rows_of(0, whole).clone(memory_format=torch.contiguous_format)
+        if composed:
+            structure = Structure.of(whole)
+            made_of = structure, [structure.has_rows(leaf) for leaf in structure.leaves(whole)]
+            rows = layout.rows(layout.slots[0], main.held.first, main.held.count)[1]
+            local = structure.mapped(whole, functools.partial(main.rows_of, 0), rows)
+        else:
+            local = main.rows_of(0, whole).clone(memory_format=torch.contiguous_format)
         if home.host and not local.is_meta:
             local = local.cpu()
-    return Group(make_members(main, [named], axes, local), main, placements, policy, home, is_extended=True)
+    members = make_members(main, [named], axes, local)
+    members[0].made_of = made_of
+    return Group(members, main, placements, policy, home, is_extended=True)
 
 
 def _mark_owned(group: Group, members: list[Named], owner: str) -> None:

@@ -166,8 +166,8 @@ class Extension:
         if before is None or after is None:
             raise TypeError(
                 f"parameter '{self._member.name}' is a {type(local).__name__}, which says not how it is gathered; "
-                "define fsdp_pre_all_gather and fsdp_post_all_gather in that class, hold the parameter as a plain "
-                "tensor, or keep it whole on every rank with flatshard.no_shard"
+                "define fsdp_pre_all_gather and fsdp_post_all_gather in that class, freeze the parameter before it is "
+                "sharded, hold it as a plain tensor, or keep it whole on every rank with flatshard.no_shard"
             )
         return before, after
 

@@ -71,6 +71,11 @@ def group_of(parameter: torch.Tensor) -> Group | None:
     return _GROUPS.get(id(parameter))
 
 
+def groups() -> list[Group]:
+    """All groups whose parameters lie in main buffers."""
+    return list(dict.fromkeys(_GROUPS.values()))
+
+
 def is_replaced(parameter: torch.Tensor) -> bool:
     """Whether another parameter has been put in the place of this one, by `fully_shard` or later."""
     if _SUCCESSOR not in parameter.__dict__:

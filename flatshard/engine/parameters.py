@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -14,6 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatshard import _torch
 from flatshard.buffer import DBuffer
 from flatshard.buffer.dtensor import as_dtensor
+
+if TYPE_CHECKING:
+    from flatshard.engine.composed import Structure
 
 PLAIN = "_flatshard_plain"  # on a parameter that is a DTensor, of which its module wants the local part
 
@@ -64,6 +68,7 @@ class Member:
     full: nn.Parameter | None = None  # what the forward sees, once there has been one
     inner: _torch.Parallel | None = None  # of the full parameter, where tensor parallelism made it a DTensor
     attributes: dict[str, object] = field(default_factory=dict)  # of `sharded`, should it be replaced
+    made_of: tuple[Structure, list[bool]] | None = None  # a subclass that is gathered leaf by leaf, and which are cut
 
     def make_full(self, values: torch.Tensor) -> None:
         """Make the full parameter of its values."""

@@ -14,6 +14,7 @@ from flatshard.buffer import DBuffer, Pool, Ticket
 from flatshard.engine import steps
 from flatshard.engine.agreement import Initial
 from flatshard.engine.codec import Blocks, Cast, DecodingCodec, Extension, is_extended
+from flatshard.engine.composed import Composed
 from flatshard.engine.direct import Direct, destine
 from flatshard.engine.formats import Formats, chosen
 from flatshard.engine.gradients import Gradients, gradient_arrived
@@ -88,7 +89,8 @@ class Group:
         self.formats = Formats.of(main.layout, marks, policy, main.mesh.ndim)
         self.codec: Cast | Blocks | DecodingCodec
         if self.is_extended:
-            self.codec = Extension(self.members[0], main.layout, main.mesh, policy, self.home.device, dtype)
+            kind = Extension if self.members[0].made_of is None else Composed
+            self.codec = kind(self.members[0], main.layout, main.mesh, policy, self.home.device, dtype)
         elif self.formats.gather is not None:
             self.codec = Blocks(self.formats, dtype)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
@@ -336,6 +336,18 @@ def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         _local(self).rest_gradients()
 
 
+def _refuse_factored(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
+    """Raise if rows and columns of sharded matrices are asked for their moments, which DTensor fails in."""
+    if not any(cls.__name__ in ("Adafactor", "CAME") for cls in type(optimizer).__mro__):
+        return
+    if any(isinstance(p, DTensor) and p.dim() > 1 and any(a.is_shard() for a in p.placements) for p in parameters):
+        name = type(optimizer).__name__
+        raise ValueError(
+            f"{name} {_WHOLE['Adafactor']}, and these matrices are sharded: step each as a whole, on one rank, by "
+            "fully_shard_optimizer(optimizer, whole=True), or use an elementwise optimizer such as AdamW"
+        )
+
+
 def is_settled(optimizer: Optimizer) -> bool:
     """Before a step is captured: whether it can go without reading what others have done to its state."""
     local: Local | Whole | None = optimizer.__dict__.get(_LOCAL)
@@ -371,6 +383,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         refuse_replaced(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if _LOCAL not in optimizer.__dict__:
+            _refuse_factored(optimizer, parameters)
             for parameter in parameters:
                 if isinstance(parameter.grad, DTensor) and parameter.grad.dtype != parameter.dtype:
                     raise RuntimeError(

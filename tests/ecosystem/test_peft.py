@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from flatshard import fully_shard, gathered, no_shard, shard_model
+from flatshard.engine.codec import is_extended
 
 pytestmark = pytest.mark.limit(300)
 
@@ -20,29 +21,41 @@ def _whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _adapted(half):
-    """A small Llama with adapters; ``half``: its base is bfloat16, the adapters are float32."""
-    import peft
-
+def _base(kind):
+    """A small Llama, of bfloat16 or with layers of torchao's bytes."""
     from tests.ecosystem.architectures import ARCHITECTURES
 
     base = ARCHITECTURES["llama"].make()
+    if kind == "bfloat16":
+        base.to(torch.bfloat16)
+    if kind == "int8":
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+        quantize_(base.requires_grad_(False), Int8WeightOnlyConfig(), lambda m, name: "proj" in name)
+    return base
+
+
+def _adapted(kind):
+    """A small Llama with adapters, which are float32."""
+    import peft
+
+    base = _base(kind)
     torch.manual_seed(1)
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(base.to(torch.bfloat16) if half else base, config)
+    model = peft.get_peft_model(base, config)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     return model
 
 
-def _trained(rank, world, half, folder):
+def _trained(rank, world, kind, folder):
     import peft
 
     from tests.ecosystem.architectures import ARCHITECTURES
 
     architecture = ARCHITECTURES["llama"]
-    model, reference = _adapted(half), _adapted(half)
+    model, reference, half = _adapted(kind), _adapted(kind), kind == "bfloat16"
     shard_model(model)
     trained = [[p for p in each.parameters() if p.requires_grad] for each in (model, reference)]
     optimizers = [torch.optim.AdamW(parameters, lr=0.01) for parameters in trained]
@@ -59,14 +72,15 @@ def _trained(rank, world, half, folder):
             optimizer.step()
             optimizer.zero_grad()
     model.save_pretrained(folder)
-    base = architecture.make()
-    loaded = peft.PeftModel.from_pretrained(base.to(torch.bfloat16) if half else base, folder).state_dict()
+    loaded = peft.PeftModel.from_pretrained(_base(kind), folder).state_dict()
     for name, value in model.state_dict().items():
+        if is_extended(value):
+            continue
         torch.testing.assert_close(_whole(value).float(), loaded[name].float(), msg=lambda _, n=name: n)
     batch = architecture.inputs(torch.Generator().manual_seed(7))
     with torch.no_grad():
         before = model(**batch).logits
-    if not half:
+    if kind == "float32":
         with gathered(model, write=True):
             model.merge_adapter()
         torch.testing.assert_close(model(**batch).logits, before, rtol=1e-3, atol=1e-4)
@@ -76,11 +90,13 @@ def _trained(rank, world, half, folder):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16 base"])
-def test_adapters_train_as_on_one_process_and_are_saved_and_merged(ranks, half, tmp_path):
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+def test_adapters_train_as_on_one_process_and_are_saved_and_merged(ranks, kind, tmp_path):
     pytest.importorskip("peft")
+    if kind == "int8":
+        pytest.importorskip("torchao")
     pytest.importorskip("transformers", minversion="5")
-    ranks(2, _trained, half, str(tmp_path / "adapters"))
+    ranks(2, _trained, kind, str(tmp_path / "adapters"))
 
 
 class Quantised(nn.Module):
@@ -113,29 +129,33 @@ def test_integers_are_gathered_as_they_are(ranks):
     ranks(2, _bytes)
 
 
-def _whole_base(rank, world):
-    """torchao's weights say not how they travel: a frozen base of them stays whole, what is trained is sharded."""
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+def _quantised(rank, world, config):
+    """A frozen base of torchao's weights is sharded, or stays whole; what is trained is sharded."""
+    from torchao import quantization
 
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    quantize_(model, Int8WeightOnlyConfig())
-    model.requires_grad_(False)
-    model.append(nn.Linear(64, 8))
-    reference = copy.deepcopy(model)
-    refused = fully_shard(copy.deepcopy(model[0]))
-    with pytest.raises(TypeError, match=r"Int8Tensor.*flatshard\.no_shard"):
-        refused(torch.ones(1, 64))
-    for layer in model[:2]:
-        no_shard(layer.weight)
-    fully_shard(model)
-    batches = torch.randn(world, 3, 64, generator=torch.Generator().manual_seed(1))
-    model(batches[rank]).square().mean().backward()
-    (sum(reference(batch).square().mean() for batch in batches) / world).backward()
-    torch.testing.assert_close(_whole(model[2].weight.grad), reference[2].weight.grad)
+    for whole in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 65)).requires_grad_(False)
+        quantization.quantize_(model, getattr(quantization, config)())
+        model.append(nn.Linear(65, 8))
+        reference, kind = copy.deepcopy(model), type(model[0].weight)
+        for layer in model[:2]:
+            no_shard(layer.weight) if whole else fully_shard(layer)
+        fully_shard(model)
+        if not whole:
+            assert type(model[0].weight._local_tensor) is kind
+            assert model[0].weight._local_tensor.shape == (32, 64)
+        batches = torch.randn(world, 3, 64, generator=torch.Generator().manual_seed(1))
+        for _ in range(2):
+            output = model(batches[rank])
+            assert output.equal(reference(batches[rank]))
+            output.square().mean().backward()
+            (sum(reference(batch).square().mean() for batch in batches) / world).backward()
+            torch.testing.assert_close(_whole(model[2].weight.grad), reference[2].weight.grad)
 
 
 @pytest.mark.full
-def test_quantised_weights_of_torchao_stay_whole(ranks):
+@pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_quantised_weights_of_torchao_are_gathered_as_they_are(ranks, config):
     pytest.importorskip("torchao")
-    ranks(2, _whole_base)
+    ranks(2, _quantised, config)

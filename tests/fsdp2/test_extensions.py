@@ -221,6 +221,69 @@ def test_what_cannot_be_gathered_is_named(ranks, tmp_path):
     ranks(2, _refused, str(tmp_path / "saved"))
 
 
+class Quantised(Coded):
+    """Codes and a scale for each row, and a shift for all; it says nothing of how it is gathered."""
+
+    fsdp_pre_all_gather = fsdp_post_all_gather = None
+
+    @staticmethod
+    def __new__(cls, data, parts=None):
+        return Coded.__new__(cls, data)
+
+    def __init__(self, data, parts=None):
+        self._codes, self._scale = encode(data) if parts is None else parts[:2]
+        self._shift = torch.tensor([1, 0, -1]) if parts is None else parts[2]
+
+    def __repr__(self):
+        return "Quantised"
+
+    @property
+    def _data(self):
+        return self._codes * self._scale + self._shift.sum()
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            parts = [part.detach() for part in (args[0]._codes, args[0]._scale, args[0]._shift)]
+            return cls(torch.empty(args[0].shape), parts)
+        args, kwargs = pytree.tree_map_only(cls, lambda t: t._data, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __tensor_flatten__(self):
+        return ["_codes", "_scale", "_shift"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, meta, size, stride):
+        return Quantised(torch.empty(size), list(inner.values()))
+
+
+def _composed(rank, world):
+    """Rows that no rank count divides, fewer than there are ranks, and one in a parameter of a part that is whole."""
+    for size in (7, 3, 2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, size, bias=False), nn.Linear(size, 2))
+        model[0].weight = nn.Parameter(Quantised(model[0].weight.data), requires_grad=False)
+        codes, reference = model[0].weight._codes.clone(), nn.Linear(size, 2)
+        reference.load_state_dict(model[1].state_dict())
+        whole = nn.functional.linear(torch.ones(1, 4), model[0].weight)
+        fully_shard(model[0])
+        fully_shard(model)
+        assert _torch.local_of(model[0].weight)._codes.shape[0] <= -(-size // world)
+        for _ in range(2):
+            output = model(torch.ones(1, 4))
+            wanted = reference(whole)
+            assert output.equal(wanted)
+            output.sum().backward()
+            wanted.sum().backward()
+            torch.testing.assert_close(model[1].weight.grad.full_tensor(), reference.weight.grad)
+        with flatshard.gathered(model):
+            assert model[0].weight._codes.equal(codes)
+
+
+def test_frozen_subclasses_are_gathered_as_they_are(ranks):
+    ranks(3, _composed)
+
+
 def _inferred_first(rank, world, kind):
     model = build(kind)
     for layer in (model[0], model[2]):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from flatshard import gathered
+from flatshard import fully_shard, gathered
 from tests.order.cases import DIM, backward_of_all, compare, grads_of, make, optimizer_of, rows, shard, weights_of
 from tests.order.test_generation import Gathers
 
@@ -76,6 +78,46 @@ def _no_forward(rank, world):
 
 def test_gradients_of_what_is_used_without_a_forward_are_reduced(interpreters):
     interpreters(2, _no_forward)
+
+
+class Narrow(nn.Module):
+    """Its layers can be called by themselves, and one has a row on rank 0 only."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.norm = nn.Linear(DIM, 1, bias=False), nn.Linear(DIM, 8), nn.LayerNorm(DIM)
+        self.words, self.conv = nn.Embedding(5, DIM), nn.Conv1d(DIM, 4, 1)
+
+    def forward(self, x):
+        return self.up(self.norm(x)) * self.gate(x)
+
+
+def _outside(rank, world, layout):
+    gc.collect()  # models with tensor parallelism, which would not be asked
+    block, x = fully_shard(make(Narrow), layout=layout, reshard_after_forward=True), rows(rank)
+    unseen = {
+        "gate.weight": lambda: block.gate(x),
+        "up.(bias|weight)": lambda: block.up(x),
+        "up.weight": lambda: F.linear(x, block.up.weight),
+        "norm.weight": lambda: block.norm(x),
+        "words.weight": lambda: block.words(torch.arange(3)),
+        "conv.weight": lambda: block.conv(torch.ones(1, DIM, 2)),
+        "conv.bias": lambda: block.conv.bias * torch.ones(4),
+    }
+    for grads in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        for name, use in unseen.items():
+            kinds = (RuntimeError, NotImplementedError)
+            with grads(), pytest.raises(kinds, match=rf"'{name}' of unit '(FSDP)?Narrow'.*flatshard\.gathered"):
+                use()
+        block(x)
+    with gathered(block):
+        for use in unseen.values():
+            use()
+
+
+@pytest.mark.parametrize("layout", ["tensor", "flat"])
+def test_layers_called_outside_of_a_forward_say_whose_they_are_and_what_to_do(interpreters, layout):
+    interpreters(2, _outside, layout)
 
 
 def _parts(rank, world, policy):

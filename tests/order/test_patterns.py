@@ -168,6 +168,22 @@ def _whole_matrix_search(rank, world):
     compare(weights_of(model), weights_of(reference), **LOOSE)
 
 
+def _factored(rank, world):
+    """Adafactor asks rows and columns of whole matrices: it is refused on shards, and right where they are whole."""
+    for strategy in (0, 1, 3):
+        model, reference = shard(make(), strategy=strategy), make()
+        optimizers = [torch.optim.Adafactor(each.parameters(), lr=0.05) for each in (model, reference)]
+        model(rows(rank)).square().mean().backward()
+        backward_of_all([reference(rows(r)).square().mean() for r in range(world)])
+        if strategy:
+            with pytest.raises(ValueError, match=r"Adafactor.*rows and columns.*whole=True"):
+                optimizers[0].step()
+            continue
+        for optimizer in optimizers:
+            optimizer.step()
+        compare(weights_of(model), weights_of(reference), **LOOSE)
+
+
 class Tied(nn.Module):
     """A head tied to the embedding, each in a unit of its own; the loss calls the head."""
 
@@ -205,6 +221,7 @@ def _head_of_another_unit(rank, world):
         _scaled,
         _average,
         _whole_matrix_search,
+        _factored,
         _head_of_another_unit,
     ],
     ids=lambda pattern: pattern.__name__.strip("_"),

@@ -1,0 +1,61 @@
+"""Sharded parameters that are used outside of a forward of their unit, where nothing has gathered them.
+
+What concerns a parameter alone (`parameter.norm()`, an optimizer's arithmetic) is DTensor's to do. A layer that is
+given a plain tensor is refused by DTensor too, in words that name neither the parameter nor the remedy; here are better
+ones. Forwards and backwards of units pay nothing for it: their parameters are plain tensors. Under tensor parallelism
+they are DTensors, so there nothing is asked, and DTensor's words stay.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from flatshard import _torch
+from flatshard.buffer import ragged
+from flatshard.engine.homes import groups
+from flatshard.engine.weights import Group
+
+_PARALLEL: weakref.WeakSet[Group] = weakref.WeakSet()  # of parameters that are DTensors in forward and backward
+
+
+def watch_use(built: Sequence[Group]) -> None:
+    """Explain what goes wrong with these groups, and with all others."""
+    ragged.owner[:] = [_owner]
+    _PARALLEL.update(group for group in built if group.members[0].inner and not group.members[0].inner.hidden)
+    if _PARALLEL:
+        _torch.leave_mixed()
+    else:
+        _torch.on_mixed(_refuse)
+
+
+def _refuse(op: Any, sharded: Sequence[torch.Tensor]) -> None:
+    """Raise if one of the tensors is a parameter of a unit, or a view of one."""
+    found = [owner for owner in map(_owner, sharded) if owner is not None]
+    if found:
+        raise RuntimeError(
+            f"{op}: got mixed torch.Tensor and DTensor, because {found[0]}, which is sharded, was used outside of a "
+            "forward of that unit. Call the unit itself, run this within `with flatshard.gathered(module):` of the "
+            "unit's module, or make the method that does it a forward by register_fsdp_forward_method(module, name)"
+        )
+
+
+def _owner(tensor: torch.Tensor) -> str | None:
+    """Of a sharded parameter or a view of one: its name and its unit's."""
+    known = [(member, group.unit()) for group in groups() if group.unit is not None for member in group.members]
+    exact = [pair for pair in known if pair[0].sharded is tensor]
+    for member, unit in exact or [pair for pair in known if _shows(tensor, pair[0].sharded)]:
+        if unit is not None:
+            return f"parameter '{member.name}' of unit '{unit.name}'"
+    return None
+
+
+def _shows(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether a DTensor is a view of a sharded parameter. Where this rank holds nothing of that, all begin alike."""
+    mine, other = _torch.local_of(tensor), _torch.local_of(parameter)
+    if _torch.is_wrapper(mine) or _torch.is_wrapper(other) or not _torch.begin_alike(mine, other):
+        return False
+    return mine.numel() > 0 < other.numel() or sorted(tensor.shape) == sorted(parameter.shape)
