@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
+
+from flatshard import __version__
 
 if TYPE_CHECKING:
     import torch
@@ -18,14 +21,32 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        status = _main(given)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return status
+
+
+def _main(arguments: list[str]) -> int:
     parser = _Parser(prog="flatshard", description="Fully sharded data parallelism for PyTorch.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    _add_train(commands.add_parser("train", help="train a small language model on a text", allow_abbrev=False))
+    parser.add_argument("--version", action="version", version=f"flatshard {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("train", help="train a language model", add_help=False)
     _add_rehearse(commands.add_parser("rehearse", help="run a training script as one rank of W on one device"))
     _add_run(commands.add_parser("run", help="run a script that uses PyTorch's fully_shard on flatshard"))
     _add_plan(commands.add_parser("plan", help="what each strategy takes and sends, and whether it fits"))
     _add_convert(commands.add_parser("convert", help="a checkpoint from one form into another"))
     _add_blame(commands.add_parser("blame", help="which rank stopped a job, from the ranks' flight records"))
+    if arguments[:1] == ["train"]:  # has a parser of its own
+        from flatshard.train.command import train
+
+        return train(arguments[1:])
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         commands.choices[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -38,31 +59,6 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
-
-
-def _add_train(parser: argparse.ArgumentParser) -> None:
-    from flatshard.train.settings import add_flags
-
-    parser.description = (
-        "Train a small language model, byte by byte, on N processes of this machine, or as one rank of a job when "
-        "torchrun has started it. The result does not depend on the number of processes."
-    )
-    add_flags(parser)
-    parser.set_defaults(run=_train)
-
-
-def _train(options: argparse.Namespace) -> int:
-    from flatshard.train.launch import check, run
-    from flatshard.train.settings import from_options
-
-    try:
-        settings = from_options(options)
-        check(settings)
-    except ValueError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # under torchrun every rank finds the same mistake
-            print(f"flatshard train: {error}", file=sys.stderr)
-        return 2
-    return run(settings)
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
@@ -79,12 +75,12 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     import runpy
 
-    from flatshard.install import install
-
     missing = _missing_script(options.script, options.is_module)
     if missing is not None:
         print(f"flatshard run: {missing}", file=sys.stderr)
         return 2
+    from flatshard.installing import install
+
     install()
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"flatshard run: {options.script}, its torch.distributed.fsdp being flatshard's", file=sys.stderr)
@@ -162,13 +158,15 @@ def _add_rehearse(parser: argparse.ArgumentParser) -> None:
 def _rehearse(options: argparse.Namespace) -> int:
     # torch takes seconds to import: not before the arguments are known to be good
     from flatshard.rehearsal.network import get_network
-    from flatshard.rehearsal.run import Plan, ScriptFailed, rehearse_script
 
     try:
         if options.world < 1 or not 0 <= options.rank < options.world:
             raise ValueError(
                 f"--world {options.world} --rank {options.rank}: the rank must be from 0 to below the world"
             )
+        if options.warmup < 1:
+            raise ValueError(f"--warmup {options.warmup}: must be at least 1, since the first step has no beginning")
+        _check_writable("json", options.json)
         network = get_network(options.network, options.ranks_per_node)
         missing = _missing_script(options.script, options.is_module)
         if missing is not None:
@@ -181,6 +179,12 @@ def _rehearse(options: argparse.Namespace) -> int:
         )
         if own != network:
             network = replace(own, name=f"{network.name} with own numbers")
+    except ValueError as error:
+        print(f"flatshard rehearse: {error}", file=sys.stderr)
+        return 2
+    from flatshard.rehearsal.run import Plan, ScriptFailed, rehearse_script
+
+    try:
         plan = Plan(
             world=options.world,
             network=network,
@@ -246,10 +250,8 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from flatshard.policy import MixedPrecisionPolicy
     from flatshard.rehearsal.network import get_network
-    from flatshard.tools.plan import OPTIMIZERS, Machine, Training, make_plan
-    from flatshard.tools.shapes import load_model
+    from flatshard.tools.known import OPTIMIZERS, check_source
 
     try:
         if options.optimizer not in OPTIMIZERS:
@@ -257,7 +259,17 @@ def _plan(options: argparse.Namespace) -> int:
         if (options.tokens is None) != (options.tflops is None):
             raise ValueError("a step time needs both --tokens and --tflops")
         network = get_network(options.network, options.ranks_per_node)
-        machine = Machine(options.devices, _size("memory", options.memory), network, options.spare)
+        memory, activations = _size("memory", options.memory), _size("activations", options.activations)
+        if options.devices < 1:
+            raise ValueError(f"--devices {options.devices}: must be at least 1")
+        check_source(options.model)
+        _check_writable("json", options.json)
+
+        from flatshard.policy import MixedPrecisionPolicy
+        from flatshard.tools.plan import Machine, Training, make_plan
+        from flatshard.tools.shapes import load_model
+
+        machine = Machine(options.devices, memory, network, options.spare)
         training = Training(
             precision=MixedPrecisionPolicy(
                 param_dtype=_dtype("param", options.param_dtype),
@@ -268,7 +280,7 @@ def _plan(options: argparse.Namespace) -> int:
             layout=options.layout,
             state=OPTIMIZERS[options.optimizer],
             microbatches=options.microbatches,
-            activations=_size("activations", options.activations),
+            activations=activations,
             tokens=options.tokens,
             flops=None if options.tflops is None else 1e12 * options.tflops,
         )
@@ -306,13 +318,15 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from flatshard.checkpoint.convert import convert, names_from
-
     try:
         wrong = next((each for each in options.rename if "=" not in each), None)
         if wrong is not None:
             raise ValueError(f"--rename {wrong!r}: must be PATTERN=NEW")
         rename = [(pattern, new) for pattern, _, new in (each.partition("=") for each in options.rename)]
+        if options.names is None and not Path(options.source).exists():
+            raise ValueError(f"{options.source}: no checkpoint is there")
+        from flatshard.checkpoint.convert import convert, names_from
+
         names = None if options.names is None else names_from(options.names)
         form = convert(
             options.source, options.target, to=options.to, rename=rename, names=names, model_only=options.model_only
@@ -322,6 +336,17 @@ def _convert(options: argparse.Namespace) -> int:
         return 2
     print(f"{options.target}: {form}")
     return 0
+
+
+def _check_writable(name: str, path: Path | None) -> None:
+    """ValueError where a file cannot be written, which is better known before the work than after it."""
+    if path is None:
+        return
+    try:
+        with path.open("a"):
+            pass
+    except OSError as error:
+        raise ValueError(f"--{name} {path}: {error.strerror}") from error
 
 
 def _size(name: str, given: str) -> float:

@@ -23,9 +23,9 @@ _ANY = {
     "wgrads",
     "wrapping",
     "captured",
-    "gathered",
+    "gathering",
     "hf",
-    "install",
+    "installing",
     "state",
     "optim",
     "checkpoint",
@@ -40,6 +40,7 @@ _ANY = {
 # Room (a file or folder of flatshard/) -> the rooms it may import, besides itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "_arguments": set(),
+    "_lazy": set(),
     "_torch": set(),
     "_waits": set(),
     "layout": set(),
@@ -50,22 +51,22 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"buffer", "policy", "layout", "trust", "_arguments", "_torch", "_waits"},
     "state": _ENGINE_AND_BELOW,
     "module": {"state", *_ENGINE_AND_BELOW},
-    "gathered": _ENGINE_AND_BELOW,
+    "gathering": _ENGINE_AND_BELOW,
     "captured": {"optim", *_ENGINE_AND_BELOW},
-    "hf": {"gathered", "checkpoint", *_ENGINE_AND_BELOW},
+    "hf": {"gathering", "checkpoint", *_ENGINE_AND_BELOW},
     "api": {"module", "state", "hf", *_ENGINE_AND_BELOW},
-    "install": _API_AND_BELOW,
+    "installing": _API_AND_BELOW,
     "optim": _ENGINE_AND_BELOW,
     "model": {"optim", "wrapping", *_API_AND_BELOW},
     "wgrads": {"module", *_ENGINE_AND_BELOW},
     "checkpoint": {"optim", *_ENGINE_AND_BELOW},
     "megatron": {"optim", "checkpoint", "wrapping", *_API_AND_BELOW},
     "train": {"optim", "checkpoint", *_API_AND_BELOW},
-    "rehearsal": {"_torch", "_waits"},
+    "rehearsal": {"_lazy", "_torch", "_waits"},
     "tools": {"wrapping", "rehearsal", *_ENGINE_AND_BELOW},
-    "cli": _ANY,
+    "cli": {"__init__", *_ANY},
     "__main__": _ANY,
-    "__init__": _ANY,  # and no room imports the public names from here
+    "__init__": {"_lazy", *_ANY},  # and no room imports the public names from here
 }
 
 # Paths under flatshard/ that may call collectives: the lanes, and the backend that implements them.

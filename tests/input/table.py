@@ -1036,7 +1036,7 @@ COMMANDS = {
             "no such flag",
             _command("train", "--no-such-flag"),
             SystemExit,
-            "2: flatshard train: unrecognized arguments",
+            "2: (?s:.*)Unrecognized options",
         ),
         Case("steps: text", _command("train", "--steps", "many"), SystemExit, "2: .*--steps"),
         Case("steps: negative", _command("train", "--steps", "-1"), SystemExit, "2: flatshard train: .*steps"),
