@@ -261,7 +261,7 @@ def _plan(options: argparse.Namespace) -> int:
         network = get_network(options.network, options.ranks_per_node)
         memory, activations = _size("memory", options.memory), _size("activations", options.activations)
         if options.devices < 1:
-            raise ValueError(f"--devices {options.devices}: must be at least 1")
+            raise ValueError(f"--devices {options.devices}: devices are at least 1")
         check_source(options.model)
         _check_writable("json", options.json)
 
