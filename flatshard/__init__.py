@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from flatshard import checkpoint
     from flatshard.api import fully_shard, microbatch, no_shard
     from flatshard.captured import Captured, capture
+    from flatshard.checkpoint.sync import Synced, receive_weights, sync_weights
     from flatshard.engine.materialize import materialize
     from flatshard.engine.summary import Summary, check_buffers, summary
     from flatshard.gathering import gathered
@@ -40,6 +41,7 @@ _HOMES = {
     "rehearsal": (),
     "api": ("fully_shard", "microbatch", "no_shard"),
     "captured": ("Captured", "capture"),
+    "checkpoint.sync": ("Synced", "receive_weights", "sync_weights"),
     "engine.materialize": ("materialize",),
     "engine.summary": ("Summary", "check_buffers", "summary"),
     "gathering": ("gathered",),
@@ -77,6 +79,7 @@ __all__ = [
     "SchedulePolicy",
     "Sharding",
     "Summary",
+    "Synced",
     "UnshardHandle",
     "capture",
     "check_buffers",
@@ -93,11 +96,13 @@ __all__ = [
     "microbatch",
     "no_shard",
     "offer_main_grads",
+    "receive_weights",
     "register_fsdp_forward_method",
     "shard_model",
     "share_comm_ctx",
     "sum_shared_gradients",
     "summary",
+    "sync_weights",
     "uninstall",
     "weight_norms",
 ]

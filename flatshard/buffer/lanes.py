@@ -597,6 +597,12 @@ def from_first(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> list[torch.
     return found
 
 
+def spread(group: ProcessGroup, tensor: torch.Tensor) -> Work:
+    """Begin to send a tensor of a group's rank 0 to all of its ranks, which give the place for it."""
+    work: Work = group.broadcast(tensor, root=0)
+    return work
+
+
 def _one_after_other(first: Callable[[], None], second: Callable[[], None] | None) -> Callable[[], None]:
     def both() -> None:
         first()
