@@ -43,6 +43,7 @@ def _main(arguments: list[str]) -> int:
     _add_plan(commands.add_parser("plan", help="what each strategy takes and sends, and whether it fits"))
     _add_convert(commands.add_parser("convert", help="a checkpoint from one form into another"))
     _add_blame(commands.add_parser("blame", help="which rank stopped a job, from the ranks' flight records"))
+    _add_report(commands.add_parser("report", help="a recorded step as one HTML file, and as a trace"))
     if arguments[:1] == ["train"]:  # has a parser of its own
         from flatshard.train.command import train
 
@@ -117,6 +118,39 @@ def _blame(options: argparse.Namespace) -> int:
     return 0
 
 
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Show what `flatshard rehearse --record FILE` or `flatshard train --record FILE` has recorded as one HTML "
+        "file, which loads nothing: lanes over time, exposed waits, memory, layout, curves. Two of them stand side by "
+        "side."
+    )
+    parser.add_argument("record", type=Path, nargs="+", metavar="RECORD", help="one, or two to compare")
+    parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), metavar="HTML")
+    parser.add_argument("--losses", type=Path, nargs="+", default=[], metavar="FILE", help="logs of the runs")
+    parser.add_argument("--trace", type=Path, metavar="JSON", help="write the (first) recording for Perfetto too")
+    parser.set_defaults(run=_report)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from flatshard.tools.report import Record, html
+
+    try:
+        if len(options.record) > 2 or len(options.losses) > len(options.record):
+            raise ValueError("takes one or two recordings, and a log for each at most")
+        logs = [*options.losses, None, None]
+        records = [Record.read(path, log) for path, log in zip(options.record, logs)]
+        options.output.write_text(html(records), encoding="utf-8")
+        if options.trace:
+            options.trace.write_text(records[0].trace())
+    except (OSError, ValueError) as error:
+        print(f"flatshard report: {error}", file=sys.stderr)
+        return 2
+    print(f"{options.output}: open it in a browser")
+    if options.trace:
+        print(f"{options.trace}: open it in https://ui.perfetto.dev")
+    return 0
+
+
 def _missing_script(script: str, is_module: bool) -> str | None:
     """What is wrong with the name of a script, if anything is."""
     if not is_module:
@@ -148,6 +182,7 @@ def _add_rehearse(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=float, help="tokens per step and rank, for tokens/s")
     parser.add_argument("--flops", type=float, help="model FLOPs per step and rank, for FLOP/s")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the report here too")
+    parser.add_argument("--record", type=Path, metavar="PATH", help="write what `flatshard report` shows here")
     parser.add_argument("--no-baseline", action="store_true", help="leave out the second run, on a free network")
     parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module's name")
     parser.add_argument("script", metavar="SCRIPT")
@@ -167,6 +202,7 @@ def _rehearse(options: argparse.Namespace) -> int:
         if options.warmup < 1:
             raise ValueError(f"--warmup {options.warmup}: must be at least 1, since the first step has no beginning")
         _check_writable("json", options.json)
+        _check_writable("record", options.record)
         network = get_network(options.network, options.ranks_per_node)
         missing = _missing_script(options.script, options.is_module)
         if missing is not None:
@@ -195,6 +231,7 @@ def _rehearse(options: argparse.Namespace) -> int:
             warmup=options.warmup,
             tokens=options.tokens,
             flops=options.flops,
+            record=None if options.record is None else str(options.record.absolute()),
         )
         report = rehearse_script(plan, baseline=not options.no_baseline)
     except ValueError as error:

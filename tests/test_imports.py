@@ -14,7 +14,7 @@ import pytest
 
 _ROOT = Path(__file__).parents[1]
 
-_ENGINE_AND_BELOW = {"engine", "buffer", "policy", "layout", "trust", "_arguments", "_torch", "_waits"}
+_ENGINE_AND_BELOW = {"engine", "buffer", "policy", "layout", "trust", "_arguments", "_torch", "_recording"}
 _API_AND_BELOW = {"api", "module", "state", "hf", *_ENGINE_AND_BELOW}
 _ANY = {
     "api",
@@ -42,13 +42,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_arguments": set(),
     "_lazy": set(),
     "_torch": set(),
-    "_waits": set(),
+    "_recording": set(),
     "layout": set(),
     "wrapping": set(),
     "policy": {"layout", "_arguments", "_torch"},
     "trust": set(),
-    "buffer": {"layout", "trust", "_torch"},
-    "engine": {"buffer", "policy", "layout", "trust", "_arguments", "_torch", "_waits"},
+    "buffer": {"layout", "trust", "_recording", "_torch"},
+    "engine": {"buffer", "policy", "layout", "trust", "_arguments", "_torch", "_recording"},
     "state": _ENGINE_AND_BELOW,
     "module": {"state", *_ENGINE_AND_BELOW},
     "gathering": _ENGINE_AND_BELOW,
@@ -61,8 +61,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "wgrads": {"module", *_ENGINE_AND_BELOW},
     "checkpoint": {"optim", *_ENGINE_AND_BELOW},
     "megatron": {"optim", "checkpoint", "wrapping", *_API_AND_BELOW},
-    "train": {"optim", "checkpoint", *_API_AND_BELOW},
-    "rehearsal": {"_lazy", "_torch", "_waits"},
+    "train": {"optim", "checkpoint", "model", "wrapping", "captured", *_API_AND_BELOW},
+    "rehearsal": {"_lazy", "_torch", "_recording"},
     "tools": {"wrapping", "rehearsal", *_ENGINE_AND_BELOW},
     "cli": {"__init__", *_ANY},
     "__main__": _ANY,

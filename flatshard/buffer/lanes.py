@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard import _torch
+from flatshard import _recording, _torch
 from flatshard.buffer.custom import gather_by, reduce_by
 from flatshard.buffer.groups import own_group
 from flatshard.trust.alarm import PATIENCE, alarm
@@ -42,6 +42,7 @@ _REDUCTIONS: dict[Op, Callable[[torch.Tensor, int], torch.Tensor]] = {
 }
 # How many operations a lane remembers for its history.
 HISTORY = 256
+_CPU = torch.device("cpu")
 _used: WeakSet[ProcessGroup] = WeakSet()  # groups of all lanes
 # Backends without other ranks.
 _IMAGINED = frozenset({"rehearsal", "fake"})
@@ -137,6 +138,7 @@ class _Inside:
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self.after: Sequence[Ticket] = ()
+        self.began: Any = None  # when, in a recording
         self._stream = stream
         self._outer: torch.cuda.Stream | None = None
         self.depth = 0
@@ -150,6 +152,8 @@ class _Inside:
         try:
             for ticket in after:
                 ticket.wait()
+            if _recording.active is not None:
+                self.began = _recording.active.now(_CPU if self._stream is None else self._stream.device)
         except BaseException:
             self.__exit__()
             raise
@@ -421,6 +425,9 @@ class Lane:
             ticket = self.mark()
         ticket.what = kind, name
         self.launched += 1
+        if _recording.active is not None:
+            began = self.inside.began
+            _recording.active.launched(self.name, kind, name, numbytes, began, works, self.device)
         record.append(self._wires[group], _KINDS[kind], name, numbytes, ticket)
         self.history.append(Operation(self.launched, kind, name, numbytes, ticket))
         return ticket
