@@ -14,9 +14,10 @@ setup: $(READY)
 
 # torch goes in first and pinned: without the pin, resolving a later package could pull another build of it. The largest
 # package that does not depend on it is unpacked beside it, and what tests import of torch is compiled beside the rest.
+# What that package needs comes in the second round: pip is not to complain that it is not there in the first.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --no-deps transformers & $(PIP) torch numpy && wait $$!
+	$(PIP) --no-deps transformers & $(PIP) --no-warn-conflicts torch numpy && wait $$!
 	$(PY) -c 'import $(COMPILED)' & $(PIP) --editable '.[dev]' && wait $$!
 	touch $@
 

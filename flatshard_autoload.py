@@ -9,6 +9,6 @@ import os
 def autoload() -> None:
     """With FLATSHARD=1 in the environment, call `flatshard.install`."""
     if os.environ.get("FLATSHARD") == "1":
-        from flatshard.install import install
+        from flatshard.installing import install
 
         install()

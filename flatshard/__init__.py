@@ -1,31 +1,71 @@
 """flatshard: fully sharded data parallelism for PyTorch."""
 
-from flatshard import checkpoint
-from flatshard.api import fully_shard, microbatch, no_shard
-from flatshard.captured import Captured, capture
-from flatshard.engine.materialize import materialize
-from flatshard.engine.summary import Summary, check_buffers, summary
-from flatshard.gathered import gathered
-from flatshard.install import install, uninstall
-from flatshard.model import shard_model
-from flatshard.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
-from flatshard.optim.clip import clip_grad_norm_, find_nonfinite, grad_norms, weight_norms
-from flatshard.optim.shared import sum_shared_gradients
-from flatshard.optim.step import fully_shard_optimizer, whole_optimizer
-from flatshard.policy import (
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    Experts,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    Placements,
-    SchedulePolicy,
-    Sharding,
-)
-from flatshard.trust.alarm import PeerError
-from flatshard.wgrads import direct_wgrads, offer_main_grads
+from typing import TYPE_CHECKING
+
+from flatshard._lazy import attach
+
+if TYPE_CHECKING:
+    from flatshard import checkpoint
+    from flatshard.api import fully_shard, microbatch, no_shard
+    from flatshard.captured import Captured, capture
+    from flatshard.checkpoint.sync import Synced, receive_weights, sync_weights
+    from flatshard.engine.materialize import materialize
+    from flatshard.engine.summary import Summary, check_buffers, summary
+    from flatshard.gathering import gathered
+    from flatshard.installing import install, uninstall
+    from flatshard.model import shard_model
+    from flatshard.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+    from flatshard.optim.clip import clip_grad_norm_, find_nonfinite, grad_norms, weight_norms
+    from flatshard.optim.shared import sum_shared_gradients
+    from flatshard.optim.step import fully_shard_optimizer, whole_optimizer
+    from flatshard.policy import (
+        CPUOffloadPolicy,
+        DataParallelMeshDims,
+        Experts,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        Placements,
+        SchedulePolicy,
+        Sharding,
+    )
+    from flatshard.trust.alarm import PeerError
+    from flatshard.wgrads import direct_wgrads, offer_main_grads
 
 __version__ = "0.1.0.dev0"
+
+# Where the public names come from, each imported when it is first used. Above, the same for who reads types.
+_HOMES = {
+    "checkpoint": (),
+    "hf": (),
+    "megatron": (),
+    "rehearsal": (),
+    "api": ("fully_shard", "microbatch", "no_shard"),
+    "captured": ("Captured", "capture"),
+    "checkpoint.sync": ("Synced", "receive_weights", "sync_weights"),
+    "engine.materialize": ("materialize",),
+    "engine.summary": ("Summary", "check_buffers", "summary"),
+    "gathering": ("gathered",),
+    "installing": ("install", "uninstall"),
+    "model": ("shard_model",),
+    "module": ("FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"),
+    "optim.clip": ("clip_grad_norm_", "find_nonfinite", "grad_norms", "weight_norms"),
+    "optim.shared": ("sum_shared_gradients",),
+    "optim": (),
+    "optim.step": ("fully_shard_optimizer", "whole_optimizer"),
+    "policy": (
+        "CPUOffloadPolicy",
+        "DataParallelMeshDims",
+        "Experts",
+        "MixedPrecisionPolicy",
+        "OffloadPolicy",
+        "Placements",
+        "SchedulePolicy",
+        "Sharding",
+    ),
+    "trust.alarm": ("PeerError",),
+    "wgrads": ("direct_wgrads", "offer_main_grads"),
+}
+__getattr__, __dir__ = attach(__name__, _HOMES)
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -40,6 +80,7 @@ __all__ = [
     "SchedulePolicy",
     "Sharding",
     "Summary",
+    "Synced",
     "UnshardHandle",
     "capture",
     "check_buffers",
@@ -56,11 +97,13 @@ __all__ = [
     "microbatch",
     "no_shard",
     "offer_main_grads",
+    "receive_weights",
     "register_fsdp_forward_method",
     "shard_model",
     "share_comm_ctx",
     "sum_shared_gradients",
     "summary",
+    "sync_weights",
     "uninstall",
     "weight_norms",
     "whole_optimizer",

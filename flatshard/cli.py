@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
+
+from flatshard import __version__
 
 if TYPE_CHECKING:
     import torch
@@ -18,14 +21,33 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        status = _main(given)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return status
+
+
+def _main(arguments: list[str]) -> int:
     parser = _Parser(prog="flatshard", description="Fully sharded data parallelism for PyTorch.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    _add_train(commands.add_parser("train", help="train a small language model on a text", allow_abbrev=False))
+    parser.add_argument("--version", action="version", version=f"flatshard {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("train", help="train a language model", add_help=False)
     _add_rehearse(commands.add_parser("rehearse", help="run a training script as one rank of W on one device"))
     _add_run(commands.add_parser("run", help="run a script that uses PyTorch's fully_shard on flatshard"))
     _add_plan(commands.add_parser("plan", help="what each strategy takes and sends, and whether it fits"))
     _add_convert(commands.add_parser("convert", help="a checkpoint from one form into another"))
     _add_blame(commands.add_parser("blame", help="which rank stopped a job, from the ranks' flight records"))
+    _add_report(commands.add_parser("report", help="a recorded step as one HTML file, and as a trace"))
+    if arguments[:1] == ["train"]:  # has a parser of its own
+        from flatshard.train.command import train
+
+        return train(arguments[1:])
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         commands.choices[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -38,31 +60,6 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
-
-
-def _add_train(parser: argparse.ArgumentParser) -> None:
-    from flatshard.train.settings import add_flags
-
-    parser.description = (
-        "Train a small language model, byte by byte, on N processes of this machine, or as one rank of a job when "
-        "torchrun has started it. The result does not depend on the number of processes."
-    )
-    add_flags(parser)
-    parser.set_defaults(run=_train)
-
-
-def _train(options: argparse.Namespace) -> int:
-    from flatshard.train.launch import check, run
-    from flatshard.train.settings import from_options
-
-    try:
-        settings = from_options(options)
-        check(settings)
-    except ValueError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # under torchrun every rank finds the same mistake
-            print(f"flatshard train: {error}", file=sys.stderr)
-        return 2
-    return run(settings)
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
@@ -79,12 +76,12 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     import runpy
 
-    from flatshard.install import install
-
     missing = _missing_script(options.script, options.is_module)
     if missing is not None:
         print(f"flatshard run: {missing}", file=sys.stderr)
         return 2
+    from flatshard.installing import install
+
     install()
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"flatshard run: {options.script}, its torch.distributed.fsdp being flatshard's", file=sys.stderr)
@@ -121,6 +118,39 @@ def _blame(options: argparse.Namespace) -> int:
     return 0
 
 
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Show what `flatshard rehearse --record FILE` or `flatshard train --record FILE` has recorded as one HTML "
+        "file, which loads nothing: lanes over time, exposed waits, memory, layout, curves. Two of them stand side by "
+        "side."
+    )
+    parser.add_argument("record", type=Path, nargs="+", metavar="RECORD", help="one, or two to compare")
+    parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), metavar="HTML")
+    parser.add_argument("--losses", type=Path, nargs="+", default=[], metavar="FILE", help="logs of the runs")
+    parser.add_argument("--trace", type=Path, metavar="JSON", help="write the (first) recording for Perfetto too")
+    parser.set_defaults(run=_report)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from flatshard.tools.report import Record, html
+
+    try:
+        if len(options.record) > 2 or len(options.losses) > len(options.record):
+            raise ValueError("takes one or two recordings, and a log for each at most")
+        logs = [*options.losses, None, None]
+        records = [Record.read(path, log) for path, log in zip(options.record, logs)]
+        options.output.write_text(html(records), encoding="utf-8")
+        if options.trace:
+            options.trace.write_text(records[0].trace())
+    except (OSError, ValueError) as error:
+        print(f"flatshard report: {error}", file=sys.stderr)
+        return 2
+    print(f"{options.output}: open it in a browser")
+    if options.trace:
+        print(f"{options.trace}: open it in https://ui.perfetto.dev")
+    return 0
+
+
 def _missing_script(script: str, is_module: bool) -> str | None:
     """What is wrong with the name of a script, if anything is."""
     if not is_module:
@@ -152,6 +182,7 @@ def _add_rehearse(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=float, help="tokens per step and rank, for tokens/s")
     parser.add_argument("--flops", type=float, help="model FLOPs per step and rank, for FLOP/s")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the report here too")
+    parser.add_argument("--record", type=Path, metavar="PATH", help="write what `flatshard report` shows here")
     parser.add_argument("--no-baseline", action="store_true", help="leave out the second run, on a free network")
     parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module's name")
     parser.add_argument("script", metavar="SCRIPT")
@@ -162,13 +193,16 @@ def _add_rehearse(parser: argparse.ArgumentParser) -> None:
 def _rehearse(options: argparse.Namespace) -> int:
     # torch takes seconds to import: not before the arguments are known to be good
     from flatshard.rehearsal.network import get_network
-    from flatshard.rehearsal.run import Plan, ScriptFailed, rehearse_script
 
     try:
         if options.world < 1 or not 0 <= options.rank < options.world:
             raise ValueError(
                 f"--world {options.world} --rank {options.rank}: the rank must be from 0 to below the world"
             )
+        if options.warmup < 1:
+            raise ValueError(f"--warmup {options.warmup}: must be at least 1, since the first step has no beginning")
+        _check_writable("json", options.json)
+        _check_writable("record", options.record)
         network = get_network(options.network, options.ranks_per_node)
         missing = _missing_script(options.script, options.is_module)
         if missing is not None:
@@ -181,6 +215,12 @@ def _rehearse(options: argparse.Namespace) -> int:
         )
         if own != network:
             network = replace(own, name=f"{network.name} with own numbers")
+    except ValueError as error:
+        print(f"flatshard rehearse: {error}", file=sys.stderr)
+        return 2
+    from flatshard.rehearsal.run import Plan, ScriptFailed, rehearse_script
+
+    try:
         plan = Plan(
             world=options.world,
             network=network,
@@ -191,6 +231,7 @@ def _rehearse(options: argparse.Namespace) -> int:
             warmup=options.warmup,
             tokens=options.tokens,
             flops=options.flops,
+            record=None if options.record is None else str(options.record.absolute()),
         )
         report = rehearse_script(plan, baseline=not options.no_baseline)
     except ValueError as error:
@@ -246,10 +287,8 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from flatshard.policy import MixedPrecisionPolicy
     from flatshard.rehearsal.network import get_network
-    from flatshard.tools.plan import OPTIMIZERS, Machine, Training, make_plan
-    from flatshard.tools.shapes import load_model
+    from flatshard.tools.known import OPTIMIZERS, check_source
 
     try:
         if options.optimizer not in OPTIMIZERS:
@@ -257,7 +296,17 @@ def _plan(options: argparse.Namespace) -> int:
         if (options.tokens is None) != (options.tflops is None):
             raise ValueError("a step time needs both --tokens and --tflops")
         network = get_network(options.network, options.ranks_per_node)
-        machine = Machine(options.devices, _size("memory", options.memory), network, options.spare)
+        memory, activations = _size("memory", options.memory), _size("activations", options.activations)
+        if options.devices < 1:
+            raise ValueError(f"--devices {options.devices}: devices are at least 1")
+        check_source(options.model)
+        _check_writable("json", options.json)
+
+        from flatshard.policy import MixedPrecisionPolicy
+        from flatshard.tools.plan import Machine, Training, make_plan
+        from flatshard.tools.shapes import load_model
+
+        machine = Machine(options.devices, memory, network, options.spare)
         training = Training(
             precision=MixedPrecisionPolicy(
                 param_dtype=_dtype("param", options.param_dtype),
@@ -268,7 +317,7 @@ def _plan(options: argparse.Namespace) -> int:
             layout=options.layout,
             state=OPTIMIZERS[options.optimizer],
             microbatches=options.microbatches,
-            activations=_size("activations", options.activations),
+            activations=activations,
             tokens=options.tokens,
             flops=None if options.tflops is None else 1e12 * options.tflops,
         )
@@ -306,13 +355,15 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from flatshard.checkpoint.convert import convert, names_from
-
     try:
         wrong = next((each for each in options.rename if "=" not in each), None)
         if wrong is not None:
             raise ValueError(f"--rename {wrong!r}: must be PATTERN=NEW")
         rename = [(pattern, new) for pattern, _, new in (each.partition("=") for each in options.rename)]
+        if options.names is None and not Path(options.source).exists():
+            raise ValueError(f"{options.source}: no checkpoint is there")
+        from flatshard.checkpoint.convert import convert, names_from
+
         names = None if options.names is None else names_from(options.names)
         form = convert(
             options.source, options.target, to=options.to, rename=rename, names=names, model_only=options.model_only
@@ -322,6 +373,17 @@ def _convert(options: argparse.Namespace) -> int:
         return 2
     print(f"{options.target}: {form}")
     return 0
+
+
+def _check_writable(name: str, path: Path | None) -> None:
+    """ValueError where a file cannot be written, which is better known before the work than after it."""
+    if path is None:
+        return
+    try:
+        with path.open("a"):
+            pass
+    except OSError as error:
+        raise ValueError(f"--{name} {path}: {error.strerror}") from error
 
 
 def _size(name: str, given: str) -> float:

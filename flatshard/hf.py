@@ -14,7 +14,7 @@ from torch import nn
 from flatshard.checkpoint.converted import of_their_own_classes
 from flatshard.checkpoint.errors import exchange, together
 from flatshard.checkpoint.full import iter_full_tensors
-from flatshard.gathered import gathered
+from flatshard.gathering import gathered
 
 
 def methods_for(cls: type) -> dict[str, Callable[..., Any]]:

@@ -1,7 +1,7 @@
 """Flat local tensors on a mesh, and the only code that communicates."""
 
 from flatshard.buffer.dbuffer import DBuffer, turns
-from flatshard.buffer.lanes import Exchange, Lane, Operation, Ticket, from_first, watch_over
+from flatshard.buffer.lanes import Exchange, Lane, Operation, Ticket, from_first, spread, watch_over
 from flatshard.buffer.planned import Planner, PoolStatistics
 from flatshard.buffer.pools import Pool
 
@@ -15,6 +15,7 @@ __all__ = [
     "PoolStatistics",
     "Ticket",
     "from_first",
+    "spread",
     "turns",
     "watch_over",
 ]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard import _torch
+from flatshard import _recording, _torch
 from flatshard.buffer.custom import gather_by, reduce_by
 from flatshard.buffer.groups import own_group
 from flatshard.trust.alarm import PATIENCE, alarm
@@ -42,6 +42,7 @@ _REDUCTIONS: dict[Op, Callable[[torch.Tensor, int], torch.Tensor]] = {
 }
 # How many operations a lane remembers for its history.
 HISTORY = 256
+_CPU = torch.device("cpu")
 _used: WeakSet[ProcessGroup] = WeakSet()  # groups of all lanes
 # Backends without other ranks.
 _IMAGINED = frozenset({"rehearsal", "fake"})
@@ -137,6 +138,7 @@ class _Inside:
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self.after: Sequence[Ticket] = ()
+        self.began: Any = None  # when, in a recording
         self._stream = stream
         self._outer: torch.cuda.Stream | None = None
         self.depth = 0
@@ -150,6 +152,8 @@ class _Inside:
         try:
             for ticket in after:
                 ticket.wait()
+            if _recording.active is not None:
+                self.began = _recording.active.now(_CPU if self._stream is None else self._stream.device)
         except BaseException:
             self.__exit__()
             raise
@@ -424,6 +428,9 @@ class Lane:
             ticket = self.mark()
         ticket.what = kind, name
         self.launched += 1
+        if _recording.active is not None:
+            began = self.inside.began
+            _recording.active.launched(self.name, kind, name, numbytes, began, works, self.device)
         record.append(self._wires[group], _KINDS[kind], name, numbytes, ticket)
         self.history.append(Operation(self.launched, kind, name, numbytes, ticket))
         return ticket
@@ -598,6 +605,12 @@ def from_first(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> list[torch.
             (whole,) = _as_bytes([tensor]) if tensor.dim() else [tensor]
             dist.broadcast(whole, group=group, group_src=0)
     return found
+
+
+def spread(group: ProcessGroup, tensor: torch.Tensor) -> Work:
+    """Begin to send a tensor of a group's rank 0 to all of its ranks, which give the place for it."""
+    work: Work = group.broadcast(tensor, root=0)
+    return work
 
 
 def _one_after_other(first: Callable[[], None], second: Callable[[], None] | None) -> Callable[[], None]:

@@ -27,37 +27,49 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def iter_full_tensors(
-    model: nn.Module, bucket_bytes: int = 256 << 20, *, names: Container[str] | None = None
+    model: nn.Module,
+    bucket_bytes: int = 256 << 20,
+    *,
+    dtype: torch.dtype | None = None,
+    names: Container[str] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, whole tensor) of all that ``model.state_dict()`` holds, on every rank. All ranks iterate to the end.
 
     Tensors are gathered into one buffer of at most ``bucket_bytes``, or of the largest tensor if that is more; nothing
     else is allocated. A tensor is valid until the next one is asked for: clone what is to be kept. Tied tensors are
-    yielded once, under their first name. ``names``: of these only, the same on all ranks.
+    yielded once, under their first name. ``dtype``: floating-point tensors are cast to it, before they travel.
+    ``names``: of these only, the same on all ranks.
     """
     _arguments.module("iter_full_tensors", model)
     _arguments.whole("bucket_bytes", bucket_bytes, 1)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype={dtype!r}: must be a floating-point torch.dtype or None")
     tensors = {name: value for name, value in named_tensors(model).items() if names is None or name in names}
     for name, value in tensors.items():
         if isinstance(value, DTensor) and _torch.is_wrapper(_torch.local_of(value)):
             raise TypeError(f"'{name}' is a {type(_torch.local_of(value)).__name__}, which only its unit can gather")
-    buckets = _buckets(tensors, bucket_bytes)
-    sharded = [sum(_size(tensors[name]) for name in bucket) for bucket, axes in buckets if axes]
+    buckets = _buckets(tensors, bucket_bytes, dtype)
+    sharded = [sum(_size(tensors[name], dtype) for name in bucket) for bucket, axes in buckets if axes]
     storage: torch.Tensor | None = None
     for bucket, axes in buckets:
         if not axes:
             for name in bucket:
                 value = tensors[name]
-                yield name, (local_part(value).local if isinstance(value, DTensor) else value.detach())
+                whole = local_part(value).local if isinstance(value, DTensor) else value.detach()
+                yield name, whole.to(_dtype(value, dtype))
             continue
         if storage is None:
             first = local_part(tensors[bucket[0]]).local
             storage = torch.empty(max(sharded), dtype=torch.uint8, device=first.device)
-        yield from _gathered(tensors, bucket, axes, storage)
+        yield from _gathered(tensors, bucket, axes, storage, dtype)
 
 
-def _size(tensor: torch.Tensor) -> int:
-    return -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
+def _dtype(tensor: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype:
+    return tensor.dtype if wanted is None or not tensor.is_floating_point() else wanted
+
+
+def _size(tensor: torch.Tensor, dtype: torch.dtype | None) -> int:
+    return -(-tensor.numel() * _dtype(tensor, dtype).itemsize // _ALIGN) * _ALIGN
 
 
 def _axes(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -66,7 +78,9 @@ def _axes(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(axis for axis, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate))
 
 
-def _buckets(tensors: dict[str, torch.Tensor], limit: int) -> list[tuple[list[str], tuple[int, ...]]]:
+def _buckets(
+    tensors: dict[str, torch.Tensor], limit: int, dtype: torch.dtype | None
+) -> list[tuple[list[str], tuple[int, ...]]]:
     """Names of neighbours that are gathered together, with the sharded axes of their mesh."""
     found: list[tuple[list[str], tuple[int, ...]]] = []
     kind: Any = None
@@ -74,28 +88,32 @@ def _buckets(tensors: dict[str, torch.Tensor], limit: int) -> list[tuple[list[st
     for name, tensor in tensors.items():
         axes = _axes(tensor)
         mine = (axes, tensor.device_mesh if isinstance(tensor, DTensor) and axes else None)
-        if mine != kind or size + _size(tensor) > limit:
+        if mine != kind or size + _size(tensor, dtype) > limit:
             found.append(([], axes))
             kind, size = mine, 0
         found[-1][0].append(name)
-        size += _size(tensor)
+        size += _size(tensor, dtype)
     return found
 
 
 def _gathered(
-    tensors: dict[str, torch.Tensor], names: list[str], axes: tuple[int, ...], storage: torch.Tensor
+    tensors: dict[str, torch.Tensor],
+    names: list[str],
+    axes: tuple[int, ...],
+    storage: torch.Tensor,
+    dtype: torch.dtype | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Gather by adding: every rank has zeros where others have values, so that the sum of the bits is their union.
 
     That takes twice the traffic of a gather, and no memory beyond the result, however ragged the shards are.
     """
-    used = storage[: sum(_size(tensors[name]) for name in names)].zero_()
+    used = storage[: sum(_size(tensors[name], dtype) for name in names)].zero_()
     views, place = [], 0
     for name in names:
         tensor, part = tensors[name], local_part(tensors[name])
-        count = math.prod(part.shape) * tensor.element_size()
-        view = used[place : place + count].view(tensor.dtype).view(part.shape)
-        place += _size(tensor)
+        kind = _dtype(tensor, dtype)
+        view = used[place : place + math.prod(part.shape) * kind.itemsize].view(kind).view(part.shape)
+        place += _size(tensor, dtype)
         views.append(view)
         if part.offsets is not None:
             view[tuple(slice(o, o + n) for o, n in zip(part.offsets, part.local.shape))].copy_(part.local)

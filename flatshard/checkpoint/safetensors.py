@@ -30,7 +30,9 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 
 @dataclass
-class _File:
+class Planned:
+    """A file, or a bucket, and what is to be in it: name, dtype and shape of tensors."""
+
     name: str
     size: int = 0
     tensors: list[tuple[str, torch.dtype, tuple[int, ...]]] = field(default_factory=list)
@@ -59,12 +61,12 @@ def export_safetensors(
     _arguments.whole("bucket_bytes", bucket_bytes, 1)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype={dtype!r}: must be a floating-point torch.dtype or None")
-    _check_names(names)
+    check_names(names)
     ranks = exchange("checkpoint_save")
-    files = _planned(named_tensors(model), limit, dtype, names)
+    files = planned(named_tensors(model), limit, dtype, names)
     together(ranks, lambda: folder.mkdir(parents=True, exist_ok=True) if ranks.rank == 0 else None)
     error: Exception | None = None
-    writer = _Writer(folder, files) if ranks.rank == 0 else None
+    writer = Writer(folder, files) if ranks.rank == 0 else None
     with bar("exporting", sum(file.size for file in files), progress and ranks.rank == 0) as advance:
         for name, tensor in iter_full_tensors(model, bucket_bytes):
             if writer is None or error is not None:
@@ -88,7 +90,8 @@ def export_safetensors(
             writer.close()
 
 
-def _check_names(names: Any) -> None:
+def check_names(names: Any) -> None:
+    """TypeError unless these are rules for names."""
     if isinstance(names, str) or not all(isinstance(rule, StoredAs) for rule in names):
         raise TypeError(
             f"names={names!r}: must be a list of StoredAs, or a preset such as flatshard.checkpoint.MIXTRAL"
@@ -106,7 +109,7 @@ def _bytes(size: int | str) -> int:
 
 def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], max_shard_size: int | str = "5GB") -> None:
     """Write tensors, in their order, to files in a folder that is there. One process does."""
-    writer = _Writer(folder, _planned(tensors, _bytes(max_shard_size), None, ()))
+    writer = Writer(folder, planned(tensors, _bytes(max_shard_size), None, ()))
     try:
         for tensor in tensors.values():
             writer.write(tensor)
@@ -115,10 +118,11 @@ def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], max_shard_s
         writer.close()
 
 
-def _planned(
+def planned(
     tensors: Mapping[str, torch.Tensor], limit: int, dtype: torch.dtype | None, names: Sequence[StoredAs]
-) -> list[_File]:
-    files = [_File("")]
+) -> list[Planned]:
+    """Which tensors go into which file of at most ``limit`` bytes."""
+    files = [Planned("")]
     for name, tensor in tensors.items():
         kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         if kind not in CODES:
@@ -128,7 +132,7 @@ def _planned(
         for piece in pieces_of(name, tensor.shape, names):
             size = math.prod(piece.shape) * kind.itemsize
             if files[-1].size and files[-1].size + size > limit:
-                files.append(_File(""))
+                files.append(Planned(""))
             files[-1].tensors.append((piece.name, kind, piece.shape))
             files[-1].size += size
     for number, file in enumerate(files, 1):
@@ -136,10 +140,10 @@ def _planned(
     return files
 
 
-class _Writer:
+class Writer:
     """Writes tensors one after another into the planned files, under other names until all are complete."""
 
-    def __init__(self, folder: Path, files: list[_File]) -> None:
+    def __init__(self, folder: Path, files: list[Planned]) -> None:
         self._folder = folder
         self._files = files
         self._todo = [(file, number) for file in files for number in range(len(file.tensors))]
@@ -148,6 +152,7 @@ class _Writer:
         self._sums: list[int] = []  # of what has been written to it
 
     def write(self, tensor: torch.Tensor) -> int:
+        """Write the next one; its bytes."""
         file, number = self._todo.pop(0)
         if number == 0:
             self._finish()
@@ -162,6 +167,7 @@ class _Writer:
         return len(content)
 
     def publish(self) -> None:
+        """All are written: let them be seen."""
         self._finish()
         names = [file.name for file in self._files]
         if len(names) > 1:
@@ -214,7 +220,7 @@ def load_safetensors(
     """
     _arguments.module("load_safetensors", model)
     folder = _arguments.path("folder", folder)
-    _check_names(names)
+    check_names(names)
     ranks = exchange("checkpoint_load")
     staged: list[dict[str, Any]] = []
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from flatshard import _torch, _waits
+from flatshard import _recording, _torch
 from flatshard.buffer import Lane, Planner, Pool, watch_over
 from flatshard.engine import steps
 from flatshard.engine.agreement import Agreement, check_model, digest, patience
@@ -303,12 +303,12 @@ class Scope:
         self.arrive(unit, gather)
         if not gather:
             return
-        waits = _waits.active
-        if waits is None:
+        recording = _recording.active
+        if recording is None:
             unit.swap_in()
             return
         phase = "backward" if self.program.running is Pass.BACKWARD else "forward"
-        with waits.around(f"{phase} gather {unit.name}", self.device):
+        with recording.around(phase, unit.name, self):
             unit.swap_in()
 
     def arrive(self, unit: Unit, gather: bool) -> None:
@@ -604,11 +604,11 @@ class Scope:
     def _land(self) -> None:
         """Order the current stream after the oldest reduce; what it read may be freed."""
         reduction = self._reducing.popleft()
-        waits = _waits.active
-        if waits is None:
+        recording = _recording.active
+        if recording is None:
             reduction.wait()
         else:
-            with waits.around(f"reduce {reduction.name}", self.device):
+            with recording.around("reduce", reduction.name, self):
                 reduction.wait()
         if reduction.then is not None:
             for other in self._reducing:  # of the same group, it may still add to what `then` sees

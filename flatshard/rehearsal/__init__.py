@@ -5,8 +5,24 @@ with rehearse(world=512, network="h100-ib400") as rehearsal:
 print(rehearsal.report().table())
 """
 
-from flatshard.rehearsal.network import PRESETS, Link, Network
-from flatshard.rehearsal.report import Report
-from flatshard.rehearsal.session import Rehearsal, current, rehearse
+from typing import TYPE_CHECKING
+
+from flatshard._lazy import attach
+
+if TYPE_CHECKING:
+    from flatshard.rehearsal.network import PRESETS as PRESETS
+    from flatshard.rehearsal.network import Link as Link
+    from flatshard.rehearsal.network import Network as Network
+    from flatshard.rehearsal.report import Report as Report
+    from flatshard.rehearsal.session import Rehearsal as Rehearsal
+    from flatshard.rehearsal.session import current as current
+    from flatshard.rehearsal.session import rehearse as rehearse
+
+_HOMES = {
+    "network": ("PRESETS", "Link", "Network"),
+    "report": ("Report",),
+    "session": ("Rehearsal", "current", "rehearse"),
+}
+__getattr__, __dir__ = attach(__name__, _HOMES)
 
 __all__ = ["PRESETS", "Link", "Network", "Rehearsal", "Report", "current", "rehearse"]

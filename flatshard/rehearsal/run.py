@@ -10,7 +10,7 @@ import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from flatshard._waits import recording
+from flatshard._recording import recording
 from flatshard.rehearsal.network import FREE, Link, Network
 from flatshard.rehearsal.report import Report
 
@@ -28,6 +28,7 @@ class Plan:
     warmup: int = 2
     tokens: float | None = None
     flops: float | None = None
+    record: str | None = None  # file for what `flatshard report` shows
 
 
 class ScriptFailed(Exception):
@@ -43,7 +44,10 @@ def rehearse_script(plan: Plan, baseline: bool = True) -> Report:
     report = _run(plan, quiet=False)
     if baseline:
         free = replace(FREE, ranks_per_node=plan.network.ranks_per_node)
-        report.free_network_seconds = _run(replace(plan, network=free), quiet=True).step_seconds
+        report.free_network_seconds = _run(replace(plan, network=free, record=None), quiet=True).step_seconds
+    if plan.record is not None:
+        path = Path(plan.record)
+        path.write_text(json.dumps({**json.loads(path.read_text()), "rehearsal": report.to_dict()}))
     return report
 
 
@@ -72,7 +76,7 @@ def _child(plan_path: str, result_path: str) -> None:
     inside, between = Link(**network.pop("inside")), Link(**network.pop("between"))
     plan = Plan(network=Network(inside, between, **network), **data)
     sys.argv = [plan.script, *plan.arguments]
-    with recording() as waits, rehearse(plan.world, plan.network, rank=plan.rank, warmup=plan.warmup) as rehearsal:
+    with recording() as recorded, rehearse(plan.world, plan.network, rank=plan.rank, warmup=plan.warmup) as rehearsal:
         try:
             if plan.is_module:
                 sys.path.insert(0, "")
@@ -84,7 +88,9 @@ def _child(plan_path: str, result_path: str) -> None:
             if end.code not in (None, 0):
                 raise
         report = rehearsal.report()
-        report.waits = waits.seconds_per_step(report.steps + plan.warmup, plan.warmup)
+        report.waits = recorded.seconds_per_step(report.steps + plan.warmup, plan.warmup)
+        if plan.record is not None:
+            Path(plan.record).write_text(json.dumps({"title": " ".join(sys.argv), **recorded.to_dict()}))
     Path(result_path).write_text(report.to_json())
 
 

@@ -14,8 +14,6 @@ from flatshard.tools.groups import Choice, Launch
 from flatshard.tools.memory import Memory, memory_of
 from flatshard.tools.shapes import Model
 
-# Tensors of a parameter's size in the state of an optimizer.
-OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "adagrad": 1, "rmsprop": 1, "lion": 1}
 _STRATEGIES: tuple[tuple[str, Strategy, Strategy | None], ...] = (
     ("ZeRO 0", "no_shard", None),
     ("ZeRO 1", "optim", None),

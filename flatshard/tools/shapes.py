@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from flatshard.tools.known import NAMED, check_source
 from flatshard.wrapping import unit_modules
 
 
@@ -112,46 +114,6 @@ def _calls(module: nn.Module, number: Mapping[nn.Module, int], seen: set[nn.Modu
 
 _USED = "_flatshard_used"  # on a parameter of a skeleton: the part of it that a token uses
 
-_LLAMA_3 = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8}
-NAMED: dict[str, dict[str, Any]] = {
-    name: {
-        **_LLAMA_3,
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": ffn,
-    }
-    for name, width, layers, heads, ffn in (
-        ("llama-1b", 2048, 16, 32, 8192),
-        ("llama-8b", 4096, 32, 32, 14336),
-        ("llama-70b", 8192, 80, 64, 28672),
-        ("llama-405b", 16384, 126, 128, 53248),
-    )
-}
-NAMED["mixtral-8x7b"] = {
-    "model_type": "mixtral",
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-}
-NAMED["qwen3-30b-a3b"] = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-}
 # By the model type of a Hugging Face configuration: biases of q, k, v and of o; norms of q and k.
 _TYPES: dict[str, tuple[bool | str, bool | str, bool]] = {
     "llama": ("attention_bias", "attention_bias", False),
@@ -170,6 +132,7 @@ def load_model(source: str, units: Literal["auto"] | Sequence[str] = "auto") -> 
 
     The callable is called without arguments and under the meta device, so parameters take no memory.
     """
+    check_source(source)
     if source in NAMED:
         return model_of(skeleton(NAMED[source]), units)
     path = Path(source)
@@ -183,13 +146,13 @@ def load_model(source: str, units: Literal["auto"] | Sequence[str] = "auto") -> 
         if not isinstance(config, dict):
             raise ValueError(f"model {source!r}: a configuration is a JSON object")
         return model_of(skeleton(config), units)
-    if ":" not in source:
-        raise ValueError(f"model {source!r}: must be one of {', '.join(NAMED)}, a config.json, or module:callable")
     return model_of(_imported(source), units)
 
 
 def _imported(source: str) -> nn.Module:
     module, _, name = source.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # a package of the current folder can be named, as for `python -m`
     try:
         make = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:

@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
+from flatshard.train.command import check_data
 from flatshard.train.settings import Settings
 from flatshard.train.stories import stories
 
 
 def load_bytes(settings: Settings) -> Tensor:
-    """The text as one tensor of bytes; a file is mapped, not read. ValueError where there is too little of it."""
-    text = _bundled() if settings.data is None else _map(settings.data)
-    if len(text) <= settings.context:
-        source = settings.data or "the bundled text"
-        raise ValueError(f"{source} has {len(text)} bytes; --context {settings.context} needs more than that")
-    return text
-
-
-def _bundled() -> Tensor:
-    return torch.frombuffer(bytearray(stories(), "ascii"), dtype=torch.uint8)
-
-
-def _map(path: Path) -> Tensor:
-    try:
-        size = path.stat().st_size
-        if not path.is_file():
-            raise ValueError(f"--data {path}: not a file")
-        return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8) if size else torch.empty(0)
-    except OSError as error:
-        raise ValueError(f"--data {path}: {error.strerror}") from error
+    """The text as one tensor of bytes; a file is mapped, not read. Mistake where there is too little of it."""
+    check_data(settings)
+    if settings.data is None:
+        return torch.frombuffer(bytearray(stories(), "ascii"), dtype=torch.uint8)
+    size = settings.data.stat().st_size
+    return torch.from_file(str(settings.data), shared=False, size=size, dtype=torch.uint8)
 
 
 def first_words(text: Tensor, limit: int = 40) -> bytes:

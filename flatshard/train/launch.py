@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,49 +22,35 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from flatshard import _torch
-from flatshard.train import log
+from flatshard.checkpoint import CheckpointError
+from flatshard.train.command import started_world
 from flatshard.train.data import load_bytes
 from flatshard.train.meeting import meet
 from flatshard.train.progress import run_with_display
-from flatshard.train.settings import Settings
+from flatshard.train.settings import Mistake, Settings
+from flatshard.train.stop import Stop
 from flatshard.train.trainer import Trainer
 from flatshard.trust.alarm import PeerError
-
-_INTERRUPTED = 128 + signal.SIGINT
-
-
-def check(settings: Settings) -> None:
-    """ValueError where these settings cannot be trained here, before any process is started."""
-    world = _started_world()
-    if world and settings.processes not in (None, world):
-        raise ValueError(f"--processes {settings.processes}: torchrun has started {world}; leave it out")
-    if settings.checkpoint is not None and settings.checkpoint.exists() and not settings.checkpoint.is_dir():
-        raise ValueError(f"--checkpoint {settings.checkpoint}: not a folder")
-    if settings.losses is not None:
-        log.check(settings.losses)
-    settings.rows_per_rank(world or _processes(settings))
-    load_bytes(settings)
 
 
 def run(settings: Settings) -> int:
     """Train as one rank of a job that torchrun started, or start the ranks here. Returns the exit status."""
-    if _started_world():
-        join(settings)
-        return 0
-    return _start(settings, _processes(settings))
-
-
-def _started_world() -> int:
-    """The number of ranks that torchrun has started, this process among them; 0 where it has not."""
-    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 0
+    if started_world():
+        return join(settings)
+    processes = _processes(settings)
+    settings.rows_per_rank(processes)
+    return _start(settings, processes)
 
 
 def _processes(settings: Settings) -> int:
     return settings.processes or torch.cuda.device_count() or 2
 
 
-def join(settings: Settings) -> None:
-    """Be the rank that the environment says, in the way of torchrun."""
+def join(settings: Settings) -> int:
+    """Be the rank that the environment says, in the way of torchrun. Returns the exit status, the same on all ranks.
+
+    A signal that has ended it early counts as shells count it.
+    """
     local_rank, local_world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     kind = "cuda" if torch.cuda.device_count() >= local_world else "cpu"
     if kind == "cuda":
@@ -74,15 +62,24 @@ def join(settings: Settings) -> None:
     try:
         meet("nccl" if kind == "cuda" else "gloo", patience)
         mesh = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("dp",))
-        trainer = Trainer(settings, load_bytes(settings), mesh)
+        stop = Stop()
+        trainer = Trainer(settings, load_bytes(settings), mesh, stop)
+        if threading.current_thread() is threading.main_thread():
+            stop.listen()
         if dist.get_rank() == 0:
             run_with_display(trainer)
         else:
             for _ in trainer.steps():
                 pass
-            if settings.sample:
+            if settings.sample and not trainer.stopped:
                 trainer.sample()
         dist.destroy_process_group()
+        return 128 + trainer.stopped if trainer.stopped else 0
+    except (Mistake, CheckpointError) as mistake:  # all ranks have found it
+        if dist.get_rank() == 0:
+            print(f"flatshard train: {mistake}", file=sys.stderr, flush=True)
+        dist.destroy_process_group()
+        return 2
     except Exception as error:
         if not (isinstance(error, PeerError) or _torch.lost_a_peer(error)):
             raise
@@ -115,17 +112,37 @@ def _start(settings: Settings, processes: int) -> int:
         local_addr="127.0.0.1",
         max_restarts=0,
         start_method="spawn",
+        signals_to_handle="SIGHUP,SIGQUIT",  # the others are passed on, and ranks end in their own time
     )
+    signals = _Signals()
     try:
-        with _launching():
-            elastic_launch(config, _rank)(settings)
-    except SignalException:
-        return _INTERRUPTED
+        with _launching(signals):
+            statuses = elastic_launch(config, _rank)(settings)
+    except SignalException as ended:
+        return 128 + int(ended.sigval)
     except ChildFailedError as error:
+        if signals.number:
+            return 128 + signals.number
         rank, failure = _first(error)
         print(f"flatshard train: rank {rank} failed\n{_traceback(failure.message)}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
-    return 0
+    return max(int(status) for status in statuses.values())
+
+
+class _Signals:
+    """Passes SIGINT and SIGTERM on to the ranks. Another one, a moment later, ends them at once."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._since = 0.0
+
+    def __call__(self, number: int, frame: Any) -> None:
+        again = self.number and time.monotonic() - self._since > 1.0
+        if not self.number:
+            self.number, self._since = number, time.monotonic()
+        for rank in multiprocessing.active_children():
+            if rank.pid is not None:
+                os.kill(rank.pid, signal.SIGKILL if again else number)
 
 
 def _first(error: ChildFailedError) -> tuple[int, ProcessFailure]:
@@ -135,7 +152,7 @@ def _first(error: ChildFailedError) -> tuple[int, ProcessFailure]:
 
 
 @contextmanager
-def _launching() -> Iterator[None]:
+def _launching(signals: _Signals) -> Iterator[None]:
     """Silence the launcher's own log, and keep a terminal's Ctrl-C, which every process gets, from ranks not yet ready.
 
     A process inherits the signal mask of the thread that starts it, so ranks start with SIGINT blocked and open it when
@@ -145,11 +162,14 @@ def _launching() -> Iterator[None]:
     listener = threading.Thread(target=done.wait, daemon=True)
     listener.start()
     logging.disable(logging.ERROR)
+    handlers = {number: signal.signal(number, signals) for number in (signal.SIGINT, signal.SIGTERM)}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         logging.disable(logging.NOTSET)
         done.set()
         listener.join()
@@ -161,14 +181,15 @@ def _traceback(message: Any) -> str:
     return str(message)
 
 
-def _rank(settings: Settings) -> None:
+def _rank(settings: Settings) -> int:
     """One rank that this machine's launcher started."""
-    signal.signal(signal.SIGINT, _leave)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    join(settings)
+    return join(settings)
 
 
 def _leave(number: int, frame: Any) -> None:
-    """End in silence, once: both the terminal and the launcher send the signal."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    raise SystemExit(_INTERRUPTED)
+    """End in silence, once: both the terminal and the launcher send the signal. There is nothing to save yet."""
+    signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(128 + number)

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flatshard.train.settings import Mistake
+
 if TYPE_CHECKING:
     from flatshard.train.trainer import Step
 
@@ -16,11 +18,11 @@ _SECONDS = 1.0  # between two writes: each waits for the device
 
 
 def check(path: Path) -> None:
-    """ValueError where this file is something else than the log of a run; it is fine if there is none."""
+    """Mistake where this file is something else than the log of a run; it is fine if there is none."""
     try:
         _end_of(path, 0)
     except OSError as error:
-        raise ValueError(f"--losses {path}: {error.strerror}") from error
+        raise Mistake(f"--losses {path}: {error.strerror}") from error
 
 
 def _end_of(path: Path, done: int) -> int:
@@ -32,7 +34,7 @@ def _end_of(path: Path, done: int) -> int:
         try:
             number = json.loads(line)["step"]
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"--losses {path}: not the log of a run, it would be lost; choose another name") from error
+            raise Mistake(f"--losses {path}: not the log of a run, it would be lost; choose another name") from error
         end += len(line)
         kept = end if number <= done else kept
     return kept

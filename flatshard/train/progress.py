@@ -5,14 +5,15 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from flatshard.train.settings import Settings
+from flatshard.train.settings import FILE, Settings
+from flatshard.train.stop import named
 from flatshard.train.trainer import Step, Trainer
 
 _LINES = 12  # of a run that is not in a terminal
@@ -76,8 +77,8 @@ def resumed(settings: Settings, done: int) -> str:
 class Plain:
     """A dozen lines, for logs."""
 
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
+    def __init__(self, steps: int, say: Callable[[str], None]) -> None:
+        self._steps, self._say = steps, say
         self._every = max(1, steps // _LINES)
 
     def due(self, step: int) -> bool:
@@ -85,7 +86,7 @@ class Plain:
 
     def show(self, reading: Reading) -> None:
         width = len(str(self._steps))
-        print(f"step {reading.step:{width}}/{self._steps}  {reading}", flush=True)
+        self._say(f"step {reading.step:{width}}/{self._steps}  {reading}")
 
 
 class Bar:
@@ -106,17 +107,17 @@ class Bar:
 
 
 @contextmanager
-def display(settings: Settings) -> Iterator[Display]:
+def display(settings: Settings, say: Callable[[str], None]) -> Iterator[Display]:
     """A bar where rich is installed and the output is a terminal, else plain lines."""
     try:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     except ImportError:
-        yield Plain(settings.steps)
+        yield Plain(settings.steps, say)
         return
     console = Console(highlight=False)
     if not console.is_terminal:
-        yield Plain(settings.steps)
+        yield Plain(settings.steps, say)
         return
     columns = (
         BarColumn(bar_width=None, complete_style="cyan", finished_style="cyan"),
@@ -145,21 +146,39 @@ class Meter:
 
 
 def run_with_display(trainer: Trainer) -> None:
-    """Train, sample, and show both."""
+    """Train, sample, and show both. Where nobody reads it any more, the run ends as if it had been interrupted."""
     began = time.monotonic()
-    print(headline(trainer), flush=True)
+
+    def say(text: str) -> None:
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:
+            trainer.stop.lose_reader()
+
+    say(headline(trainer))
     if trainer.done:
-        print(resumed(trainer.settings, trainer.done), flush=True)
+        say(resumed(trainer.settings, trainer.done))
     meter = Meter(trainer)
     first = last = float("nan")
-    with display(trainer.settings) as shown:
+    with display(trainer.settings, say) as shown:
         for step in trainer.steps():
             is_first = step.number == trainer.done + 1
-            if is_first or shown.due(step.number):
+            if is_first or trainer.stopped or shown.due(step.number):
                 reading = meter.read(step)
                 shown.show(reading)
                 first, last = (reading.loss if is_first else first), reading.loss
-    if trainer.done < trainer.settings.steps:
-        print(f"loss {first:.3f} -> {last:.3f} in {time.monotonic() - began:.0f} s", flush=True)
-    if trainer.settings.sample:
-        print(f"\n{trainer.sample()}", flush=True)
+    if trainer.reached > trainer.done:
+        say(f"loss {first:.3f} -> {last:.3f} in {time.monotonic() - began:.0f} s")
+    if trainer.stopped:
+        say(how_to_go_on(trainer.settings, trainer.reached, trainer.stopped))
+    elif trainer.settings.sample:
+        say(f"\n{trainer.sample()}")
+
+
+def how_to_go_on(settings: Settings, reached: int, signal: int) -> str:
+    """The last line of a run that was ended early."""
+    ended = f"ended by {named(signal)} after step {reached} of {settings.steps}"
+    folder = settings.checkpoint
+    if folder is None:
+        return f"{ended}; nothing is saved: give it --checkpoint FOLDER next time"
+    return f"{ended}, saved in {folder / f'step-{reached}'}; go on with: flatshard train --config {folder / FILE}"

@@ -1,78 +1,78 @@
-"""What a run is told: one frozen record, and the flags made from it."""
+"""What a run is told: one frozen record, from flags, a file, or both. Needs no torch."""
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
+import difflib
 import math
 from dataclasses import dataclass, fields
+from importlib import import_module
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
-from flatshard.train.model import LlamaConfig
+from flatshard.train.shape import LlamaConfig
+
+FILE = "settings.yaml"  # in the folder of the run
+# What a run may change when it is continued.
+_FREE = {"processes", "steps", "recompute", "sample", "checkpoint", "save_every", "keep", "losses", "timeout"}
+_FREE |= {"prompt", "temperature"}
 
 
+class Mistake(ValueError):
+    """Something that the user can put right, said in a line."""
+
+
+# The comment behind a field is its help.
 @dataclass(frozen=True)
 class Settings:
     """All of a training run. Two runs with equal settings train alike, on any number of processes, up to rounding."""
 
-    data: Annotated[Path | None, "text file to train on (default: bundled stories)"] = None
-    processes: Annotated[int | None, "local processes (default: one per GPU, or 2 on CPU)"] = None
-    steps: Annotated[int, "optimizer steps"] = 220
-    batch: Annotated[int, "rows per step, divided among the processes"] = 8
-    context: Annotated[int, "tokens (bytes) per row"] = 128
-    width: Annotated[int, "width of the model"] = 128
-    layers: Annotated[int, "blocks of the model"] = 4
-    heads: Annotated[int, "attention heads"] = 4
-    kv_heads: Annotated[int, "heads of keys and values"] = 2
-    ffn: Annotated[int, "width inside a feed-forward layer"] = 384
-    precision: Annotated[Literal["float32", "bfloat16"], "of compute; main weights stay float32"] = "float32"
-    recompute: Annotated[bool, "recompute blocks in backward to save memory"] = False
-    lr: Annotated[float, "peak learning rate"] = 3e-3
-    schedule: Annotated[Literal["cosine", "constant"], "learning rate after warm-up"] = "cosine"
-    warmup: Annotated[int, "steps of linear warm-up"] = 10
-    weight_decay: Annotated[float, "AdamW's, on matrices"] = 0.1
-    clip: Annotated[float, "largest norm of the gradient; 0 leaves it as it is"] = 1.0
-    seed: Annotated[int, "of weights, batches and the sample"] = 0
-    sample: Annotated[int, "bytes of sample text at the end"] = 240
-    checkpoint: Annotated[Path | None, "folder of checkpoints: the run continues from the newest and writes more"] = (
-        None
-    )
-    save_every: Annotated[int, "steps from one checkpoint to the next; the last step is always saved"] = 50
-    keep: Annotated[int, "newest checkpoints to keep"] = 2
-    losses: Annotated[
-        Path | None, "file for the losses, a line of JSON per step; a run that continues, continues it"
-    ] = None
-    timeout: Annotated[int | None, "seconds that ranks wait for each other (default: torch's)"] = None
-    prompt: Annotated[str | None, "how the sample starts (default: the first words of the text)"] = None
-    temperature: Annotated[float, "of the sample; 0 always takes the likeliest byte"] = 0.5
+    data: Path | None = None  # text file to train on; without one, bundled stories
+    processes: int | None = None  # to start on this machine; without it, one per GPU, or 2 on CPU
+    steps: int = 220  # optimizer steps
+    batch: int = 8  # rows per step, divided among the processes
+    context: int = 128  # tokens (bytes) per row
+    width: int = 128  # of the model
+    layers: int = 4  # blocks of the model
+    heads: int = 4  # attention heads
+    kv_heads: int = 2  # heads of keys and values
+    ffn: int = 384  # width inside a feed-forward layer
+    precision: Literal["float32", "bfloat16"] = "float32"  # of compute; main weights stay float32
+    recompute: bool = False  # recompute blocks in backward to save memory
+    lr: float = 3e-3  # peak learning rate
+    schedule: Literal["cosine", "constant"] = "cosine"  # of the learning rate, after warm-up
+    warmup: int = 10  # steps of linear warm-up
+    weight_decay: float = 0.1  # AdamW's, on matrices
+    clip: float = 1.0  # largest norm of the gradient; 0 leaves it as it is
+    seed: int = 0  # of weights, batches and the sample
+    sample: int = 240  # bytes of sample text at the end
+    checkpoint: Path | None = None  # folder of the run: it continues from the newest checkpoint there and writes more
+    save_every: int = 50  # steps from one checkpoint to the next; the last step is always saved
+    keep: int = 2  # newest checkpoints to keep
+    losses: Path | None = None  # file for the losses, a line of JSON per step; a run that continues, continues it
+    timeout: int | None = None  # seconds that ranks wait for each other; without it, torch's
+    prompt: str | None = None  # how the sample starts; without it, with the first words of the text
+    temperature: float = 0.5  # of the sample; 0 always takes the likeliest byte
 
-    def __post_init__(self) -> None:
-        for name in (
-            "processes",
-            "steps",
-            "batch",
-            "context",
-            "width",
-            "layers",
-            "heads",
-            "kv_heads",
-            "ffn",
-            "save_every",
-            "keep",
-            "timeout",
-        ):
+    def validate(self) -> Settings:
+        """Itself. Mistake where a value makes no sense."""
+        at_least_one = ("processes", "steps", "batch", "context", "width", "layers", "heads", "kv_heads", "ffn")
+        for name in (*at_least_one, "save_every", "keep", "timeout"):
             self._require(name, lambda value: value >= 1, "at least 1")
         for name in ("warmup", "weight_decay", "clip", "seed", "sample", "temperature"):
             self._require(name, lambda value: value >= 0 and math.isfinite(value), "0 or more")
         self._require("lr", lambda value: value > 0 and math.isfinite(value), "more than 0")
         self._require("prompt", lambda value: value != "", "at least one character")
-        _ = self.model  # raises where the shape is impossible
+        try:
+            _ = self.model
+        except ValueError as error:  # an impossible shape
+            raise Mistake(str(error)) from error
+        return self
 
     def _require(self, name: str, holds: Any, wanted: str) -> None:
         value = getattr(self, name)
         if value is not None and not holds(value):
-            raise ValueError(f"{flag_of(name)} {value}: must be {wanted}")
+            raise Mistake(f"{flag_of(name)} {value}: must be {wanted}")
 
     @property
     def model(self) -> LlamaConfig:
@@ -92,25 +92,22 @@ class Settings:
     @property
     def recipe(self) -> dict[str, str]:
         """What a run must have in common with one that it continues, by flag."""
-        free = (
-            "processes",
-            "steps",
-            "recompute",
-            "sample",
-            "checkpoint",
-            "save_every",
-            "keep",
-            "losses",
-            "timeout",
-            "prompt",
-            "temperature",
-        )
-        return {flag_of(each.name): str(getattr(self, each.name)) for each in fields(self) if each.name not in free}
+        return {flag_of(each.name): str(getattr(self, each.name)) for each in fields(self) if each.name not in _FREE}
+
+    def check_continues(self, recipe: dict[str, str], where: Path) -> None:
+        """Mistake where a run of that recipe, which is in ``where``, is not this one."""
+        own = self.recipe
+        odd = next((flag for flag, value in recipe.items() if own.get(flag) != value), None)
+        if odd is not None:
+            raise Mistake(
+                f"{where} was trained with {odd} {recipe[odd]}, not {own.get(odd)}; "
+                "give it the same flags, or another --checkpoint"
+            )
 
     def rows_per_rank(self, world: int) -> int:
-        """The rows of one rank in each step. ValueError where ``world`` ranks cannot share them equally."""
+        """The rows of one rank in each step. Mistake where ``world`` ranks cannot share them equally."""
         if self.batch % world:
-            raise ValueError(f"--batch {self.batch} cannot be divided among {world} processes")
+            raise Mistake(f"--batch {self.batch} cannot be divided among {world} processes")
         return self.batch // world
 
     def lr_at(self, step: int) -> float:
@@ -122,36 +119,113 @@ class Settings:
         done = (step - self.warmup) / max(1, self.steps - self.warmup)
         return self.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done))))
 
+    def write(self, path: Path) -> None:
+        """Write down what differs from the defaults, for `--config` to read."""
+        import yaml
+
+        given = {
+            each.name: str(value) if isinstance(value, Path) else value
+            for each in fields(self)
+            if (value := getattr(self, each.name)) != each.default
+        }
+        text = yaml.safe_dump(given, sort_keys=False) if given else ""
+        path.write_text(f"# flatshard train --config {path}\n{text}")
+
 
 def flag_of(name: str) -> str:
     """The flag of a field."""
     return "--" + name.replace("_", "-")
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """One flag for each field of `Settings`, of its type and with its help."""
-    hints = get_type_hints(Settings, include_extras=True)
-    for each in fields(Settings):
-        kind, text = get_args(hints[each.name])
-        if kind is bool:
-            parser.add_argument(flag_of(each.name), action="store_true", help=text)
-            continue
-        if get_origin(kind) in (Union, UnionType):
-            kind = get_args(kind)[0]
-        choices = get_args(kind) if get_origin(kind) is Literal else None
-        parser.add_argument(
-            flag_of(each.name),
-            type=str if choices else kind,
-            choices=choices,
-            default=each.default,
-            metavar=None if choices else _METAVARS[kind],
-            help=text if each.default is None else f"{text} (default: %(default)s)",
-        )
+def parse(arguments: list[str]) -> Settings:
+    """The settings that flags say, and where they are silent the file of ``--config``. Mistake for what makes no sense.
+
+    Flags that do not exist end the process with status 2, as ``--help`` does with 0.
+    """
+    try:
+        import tyro
+        import yaml  # noqa: F401
+    except ImportError as error:
+        raise Mistake(f"{error.name} is not installed: pip install 'flatshard[train]'") from error
+    arguments, file = _without_config(arguments)
+    default = Settings() if file is None else read(file)
+    settings = tyro.cli(Settings, args=arguments, prog="flatshard train", default=default, description=_ABOUT)
+    return settings.validate()
 
 
-_METAVARS = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
+_ABOUT = (
+    "Train a language model on N processes of this machine, or as one rank of a job that torchrun or srun has started. "
+    "The result does not depend on the number of processes. --config FILE (YAML or TOML) says what flags leave open; "
+    f"a run writes its own to {FILE} in the folder of its checkpoints."
+)
 
 
-def from_options(options: argparse.Namespace) -> Settings:
-    """The settings that the flags say. ValueError for values that make no sense."""
-    return Settings(**{each.name: getattr(options, each.name) for each in fields(Settings)})
+def _without_config(arguments: list[str]) -> tuple[list[str], Path | None]:
+    for place, argument in enumerate(arguments):
+        if argument.startswith("--config="):
+            return [*arguments[:place], *arguments[place + 1 :]], Path(argument.partition("=")[2])
+        if argument == "--config":
+            if place + 1 == len(arguments):
+                raise Mistake("--config: needs a file")
+            return [*arguments[:place], *arguments[place + 2 :]], Path(arguments[place + 1])
+    return arguments, None
+
+
+def read(path: Path) -> Settings:
+    """The settings of a file. Mistake where it cannot be read, or has what no setting is."""
+    try:
+        text = path.read_text()
+        given = _toml(path, text) if path.suffix == ".toml" else _yaml(path, text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise Mistake(f"--config {path}: {error.strerror if isinstance(error, OSError) else 'is not text'}") from error
+    if not isinstance(given, dict):
+        raise Mistake(f"--config {path}: must be a mapping of settings")
+    known = {each.name: each for each in fields(Settings)}
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise Mistake(f"--config {path}: there is no setting {key!r}" + (f"; did you mean {near[0]}?" * bool(near)))
+        values[name] = _converted(path, known[name], value)
+    return Settings(**values)
+
+
+def _converted(path: Path, field: dataclasses.Field[Any], value: Any) -> Any:
+    """``value`` as the field has it, if it can be that."""
+    kind = str(field.type)  # a text: annotations are not evaluated in this file
+    wanted = kind.removesuffix(" | None")
+    if value is None and kind != wanted:
+        return None
+    if wanted == "Path" and isinstance(value, str):
+        return Path(value)
+    if wanted == "float" and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+        try:
+            return float(value)  # YAML takes 3e-4 for text
+        except ValueError:
+            pass
+    if wanted.startswith("Literal[") and value in get_args(get_type_hints(Settings)[field.name]):
+        return value
+    if type(value).__name__ == wanted:
+        return value
+    raise Mistake(f"--config {path}: {field.name} is {value!r}; it must be of type {wanted}")
+
+
+def _yaml(path: Path, text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise Mistake(f"--config {path}: {' '.join(str(error).split())}") from error
+
+
+def _toml(path: Path, text: str) -> Any:
+    try:
+        tomllib = import_module("tomllib")
+    except ImportError as error:
+        raise Mistake(f"--config {path}: TOML needs Python 3.11; YAML does not") from error
+    try:
+        return tomllib.loads(text)
+    except ValueError as error:
+        raise Mistake(f"--config {path}: {error}") from error

@@ -18,7 +18,8 @@ from flatshard.policy import MixedPrecisionPolicy
 from flatshard.train.data import batch_rows, first_words
 from flatshard.train.log import Log
 from flatshard.train.model import Llama
-from flatshard.train.settings import Settings
+from flatshard.train.settings import FILE, Settings
+from flatshard.train.stop import Stop
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,14 @@ class Step:
 class Trainer:
     """A sharded model and its optimizer on a mesh of one axis."""
 
-    def __init__(self, settings: Settings, text: Tensor, mesh: DeviceMesh) -> None:
+    def __init__(self, settings: Settings, text: Tensor, mesh: DeviceMesh, stop: Stop | None = None) -> None:
         self.settings = settings
         self.text = text
         self.mesh = mesh
+        self.stop = stop or Stop()
+        self.stopped = 0  # the signal that has ended the run early
         self.device = torch.device(mesh.device_type)
-        settings.rows_per_rank(mesh.size())  # refuse before anything is built
+        settings.validate().rows_per_rank(mesh.size())  # refuse before anything is built
         torch.manual_seed(settings.seed)  # all ranks make the same weights, then keep their shards
         self.model = Llama(settings.model)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
@@ -50,6 +53,8 @@ class Trainer:
         self.optimizer = self._make_optimizer()
         self.done = self.reached = self._resume()  # steps that a checkpoint has, and that have been made
         self._log: Log | None = None
+        if settings.checkpoint is not None and mesh.get_local_rank() == 0:
+            settings.write(settings.checkpoint / FILE)
         if settings.losses is not None and mesh.get_local_rank() == 0:
             self._log = Log(settings.losses, self.done)
 
@@ -67,13 +72,7 @@ class Trainer:
             return 0
         found = folder / newest
         extra = checkpoint.load(found, self.model, self.optimizer)
-        recipe = self.settings.recipe
-        odd = [flag for flag, value in extra["recipe"].items() if recipe.get(flag) != value]
-        if odd:
-            raise ValueError(
-                f"{found} was trained with {odd[0]} {extra['recipe'][odd[0]]}, not {recipe.get(odd[0])}; "
-                "give it the same flags, or another --checkpoint"
-            )
+        self.settings.check_continues(extra["recipe"], found)
         return int(extra["step"])
 
     def _shard(self) -> None:
@@ -93,7 +92,10 @@ class Trainer:
         return torch.optim.AdamW(groups, lr=self.settings.lr, betas=(0.9, 0.95), fused=True)
 
     def steps(self) -> Iterator[Step]:
-        """Train, one step each time the next is asked for. Batches follow from the number of the step alone."""
+        """Train, one step each time the next is asked for. Batches follow from the number of the step alone.
+
+        It ends after the last step, or after one in which a rank was asked to; either is saved.
+        """
         saving: checkpoint.Pending | None = None
         try:
             for number in range(self.done + 1, self.settings.steps + 1):
@@ -101,9 +103,12 @@ class Trainer:
                 self.reached = number
                 if self._log is not None:
                     self._log.add(step)
-                if self.settings.checkpoint is not None and self._is_saved(number):
+                self.stopped = self.stop.agreed()
+                if self.settings.checkpoint is not None and (self.stopped or self._is_saved(number)):
                     saving = self._save(self.settings.checkpoint / f"step-{number}", number)
                 yield step
+                if self.stopped:
+                    break
             if self._log is not None:
                 self._log.write()
         finally:

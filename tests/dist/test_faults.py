@@ -216,6 +216,8 @@ def test_a_step_that_fails_here_or_there(ranks, name, kind, parts):
 def test_a_step_that_fails_anywhere(ranks, name, kind):
     if name == "optional-apart" and kind != "launch":
         pytest.skip("what ranks have in common there is what they launch")
+    if name == "optional" and kind == "operator":
+        pytest.skip("reduces land there when they are over, sooner on one rank and later on another")
     run(ranks, _every_point, name, kind, 0, 7 if kind == "operator" else 1)
 
 

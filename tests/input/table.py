@@ -272,6 +272,31 @@ SHARDING = {
         Case("nothing to tell", lambda b: str(flatshard.Summary(())), None),
         Case("no rows", lambda b: flatshard.Summary(), TypeError, "rows"),
     ],
+    "sync_weights": [
+        Case("no model", lambda b: flatshard.sync_weights(4, print), TypeError, "sync_weights takes a module, not int"),
+        Case("no target", lambda b: flatshard.sync_weights(b.model, 4), TypeError, "target=4: must be a function"),
+        Case("no names", lambda b: flatshard.sync_weights(b.model, print, names="x"), TypeError, "names='x'"),
+        Case("no dtype", lambda b: flatshard.sync_weights(b.model, print, dtype="x"), TypeError, "dtype='x'"),
+        Case(
+            "no bytes", lambda b: flatshard.sync_weights(b.model, print, bucket_bytes=0), ValueError, "bucket_bytes=0"
+        ),
+    ],
+    "receive_weights": [
+        Case("no target", lambda b: flatshard.receive_weights(4, "x"), TypeError, "target=4: must be a module"),
+        Case(
+            "no source", lambda b: flatshard.receive_weights(b.plain, 4), TypeError, "source=4: must be a process group"
+        ),
+        Case(
+            "nothing there",
+            lambda b: flatshard.receive_weights(b.plain, b.new(), timeout=0.01),
+            TimeoutError,
+            "no weights newer than version 0",
+        ),
+    ],
+    "Synced": [
+        Case("told", lambda b: str(flatshard.Synced(1, 10**9, 0.0)), None),
+        Case("no bytes", lambda b: flatshard.Synced(1), TypeError, "bytes"),
+    ],
     "check_buffers": [
         Case("no model", lambda b: flatshard.check_buffers(4), TypeError, "check_buffers takes a module, not int"),
         Case("not sharded", lambda b: flatshard.check_buffers(b.plain), None),
@@ -1037,7 +1062,7 @@ COMMANDS = {
             "no such flag",
             _command("train", "--no-such-flag"),
             SystemExit,
-            "2: flatshard train: unrecognized arguments",
+            "2: (?s:.*)Unrecognized options",
         ),
         Case("steps: text", _command("train", "--steps", "many"), SystemExit, "2: .*--steps"),
         Case("steps: negative", _command("train", "--steps", "-1"), SystemExit, "2: flatshard train: .*steps"),

@@ -27,7 +27,9 @@ for _ in range(5):
 def test_waits_are_reported_by_unit(tmp_path, capfd):
     script, result = tmp_path / "train.py", tmp_path / "report.json"
     script.write_text(SCRIPT)
+    recorded, page, trace = (tmp_path / name for name in ("record.json", "page.html", "trace.json"))
     command = ["rehearse", "--world", "4", "--inside-latency", "3000", "--no-baseline", "--json", str(result)]
+    command += ["--record", str(recorded)]
     status = main([*command, str(script)])
     printed, errors = capfd.readouterr()
     assert status == 0, errors
@@ -36,3 +38,29 @@ def test_waits_are_reported_by_unit(tmp_path, capfd):
     assert max(waits.values()) > 0.001  # a launch of 3 ms cannot hide behind four rows of compute
     assert "compute waited for" in printed
     assert "forward gather" in printed or "backward gather" in printed or "reduce" in printed
+
+    # The same, as a report.
+    record = json.loads(recorded.read_text())
+    assert len(record["steps"]) == 2
+    spans = [span for span in record["spans"] if span["end"] <= record["steps"][0]["end"]]
+    gathers = [span["unit"] for span in spans if span["lane"] == "gather"]
+    # Of three units, the last of forward is gathered once more in backward, as all are whose weights are released.
+    assert sorted(gathers) == ["0", "0", "1", "1", "2", "2"]
+    assert sorted(span["unit"] for span in spans if span["lane"] == "reduce") == ["0", "1", "2"]
+    computed = [(span["kind"], span["unit"]) for span in spans if span["lane"] == "compute" and span["unit"] in "012"]
+    assert list(dict.fromkeys(each for each in computed if each[1])) == [
+        *(("forward", unit) for unit in "012"),
+        *(("backward", unit) for unit in "210"),
+    ]
+    assert all(span["begin"] <= span["end"] for span in record["spans"])
+    assert [unit["unit"] for unit in record["units"]] == ["0", "1", "2"]
+    one = 64 * 65 * 4
+    assert max(sample["gathered"] for sample in record["memory"]) == 2 * one  # the one in use, and one ahead
+    assert main(["report", str(recorded), str(recorded), "-o", str(page), "--trace", str(trace)]) == 0
+    assert page.read_text().count("h100-nvlink with own numbers") == 2
+    events = json.loads(trace.read_text())["traceEvents"]
+    named = [event["name"] for event in events if event["ph"] == "X"]
+    assert len([name for name in named if name.startswith("all_gather")]) == len(
+        [span for span in record["spans"] if span["kind"] == "all_gather"]
+    )
+    assert "waits: forward 0" in named

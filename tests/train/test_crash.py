@@ -43,7 +43,8 @@ def _check(ranks, folder, plan, steps):
     whole = (folder / "whole").read_text()
     assert len(whole.splitlines()) == steps
     assert (folder / "log").read_text() == whole  # to the last bit, each step once
-    assert {path.name for path in (folder / "saved").iterdir()} == {f"step-{steps}", f"step-{steps - 2}"}
+    saved = {"settings.yaml", f"step-{steps}", f"step-{steps - 2}"}
+    assert {path.name for path in (folder / "saved").iterdir()} == saved
     for attempt, kill in enumerate(kills):
         (said,) = folder.glob(f"agent/*/attempt_{attempt}/{1 - kill['rank']}/stderr.log")
         assert "Traceback" not in said.read_text()

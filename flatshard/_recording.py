@@ -1,0 +1,226 @@
+"""What a step does when: collectives by unit, where compute waits for them, and the memory that they take.
+
+The engine names its waits and the lanes their launches; whoever wants to know records them. Without a recording each
+costs a comparison with None.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+active: Recording | None = None  # the recording that is on, if one is
+
+# A moment: seconds of `perf_counter`, or a CUDA event, or None inside a capture.
+Moment = Any
+
+
+@dataclass
+class Wait:
+    """``phase``: forward, backward, or reduce. Bytes that the pools of gathers and reduces hold, and of the device."""
+
+    phase: str
+    unit: str
+    begin: Moment
+    end: Moment
+    gathered: int
+    staging: int
+    allocated: int | None
+
+    @property
+    def name(self) -> str:
+        return f"reduce {self.unit}" if self.phase == "reduce" else f"{self.phase} gather {self.unit}"
+
+
+@dataclass
+class Launch:
+    """A collective of a lane. On CPU it is taken to begin when the one before it in its lane has ended."""
+
+    lane: str
+    kind: str
+    unit: str
+    numbytes: int
+    begin: Moment
+    end: Moment = None
+
+
+class Recording:
+    """The waits, launches and ends of steps of a body of code. Steps end where the first optimizer's step ends."""
+
+    def __init__(self) -> None:
+        self.waits: list[Wait] = []
+        self.launches: list[Launch] = []
+        self.steps: list[Moment] = []
+        self._scopes: dict[int, Any] = {}
+        self._optimizer: weakref.ref[Optimizer] | None = None
+        self._base: Moment = None
+        self._cuda = False
+
+    def now(self, device: torch.device) -> Moment:
+        """This moment, of the current stream."""
+        if device.type != "cuda":
+            return time.perf_counter()
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        if self._base is None:
+            self._base = torch.cuda.Event(enable_timing=True)
+            self._base.record()
+            self._cuda = True
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @contextmanager
+    def around(self, phase: str, unit: str, scope: Any) -> Iterator[None]:
+        """The body makes the current stream (on CUDA) or the caller (on CPU) wait, and does nothing else."""
+        self._scopes.setdefault(id(scope), scope)
+        device = scope.device
+        begin = self.now(device)
+        yield
+        allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+        pools = scope.gather_pool.live_bytes, scope.reduce_pool.live_bytes
+        self.waits.append(Wait(phase, unit, begin, self.now(device), *pools, allocated))
+
+    def launched(
+        self, lane: str, kind: str, unit: str, numbytes: int, begin: Moment, works: Sequence[Any], device: torch.device
+    ) -> None:
+        """A lane has launched a collective. On CPU ``works`` end it; on CUDA the lane's stream is the current one."""
+        launch = Launch(lane, kind, unit, numbytes, begin)
+        self.launches.append(launch)
+        if device.type == "cuda":
+            launch.end = self.now(device)
+            return
+
+        def ended(_: Any) -> None:
+            launch.end = time.perf_counter()
+
+        for work in works:
+            if work is not None:
+                work.get_future().add_done_callback(ended)
+        if not works:
+            launch.end = time.perf_counter()
+
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._optimizer is None or self._optimizer() is None:
+            self._optimizer = weakref.ref(optimizer)
+        if self._optimizer() is optimizer:
+            self.steps.append(self.now(torch.device("cuda" if self._cuda else "cpu")))
+
+    def seconds(self, moment: Moment) -> float:
+        """When it was, from some beginning on. The device is done with it."""
+        if moment is None:
+            return 0.0
+        return float(moment) if isinstance(moment, float) else float(self._base.elapsed_time(moment)) * 1e-3
+
+    def seconds_per_step(self, steps: int, warmup: int) -> dict[str, float]:
+        """Seconds of waiting by name and step, the longest first, of ``steps`` steps less the first ``warmup``."""
+        self._settle()
+        spans: dict[str, list[float]] = {}
+        for wait in self.waits:
+            spans.setdefault(wait.name, []).append(self.seconds(wait.end) - self.seconds(wait.begin))
+        totals = {
+            name: sum(found[len(found) * warmup // max(steps, 1) :]) / max(steps - warmup, 1)
+            for name, found in spans.items()
+        }
+        return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+    def _settle(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize()
+
+    def to_dict(self, keep: int = 2) -> dict[str, Any]:
+        """The last ``keep`` whole steps, in seconds from the beginning of the first; and the units, as JSON has it."""
+        self._settle()
+        ends = [self.seconds(moment) for moment in self.steps]
+        bounds = list(pairwise(ends))[-keep:]
+        if not bounds:
+            raise ValueError("a recording needs two steps of an optimizer, since the first has no beginning")
+        start, stop = bounds[0][0], bounds[-1][1]
+        waits = [wait for wait in self.waits if start <= self.seconds(wait.begin) < stop]
+        return {
+            "steps": [{"begin": begin - start, "end": end - start} for begin, end in bounds],
+            "spans": [*self._computed(waits, start, bounds), *self._sent(start, stop)],
+            "waits": [{"phase": wait.phase, "unit": wait.unit, **self._span(wait, start)} for wait in waits],
+            "memory": [
+                {"at": self._span(wait, start)["end"], "gathered": wait.gathered}
+                | {"staging": wait.staging, "allocated": wait.allocated}
+                for wait in waits
+            ],
+            "units": self._units(),
+        }
+
+    def _span(self, wait: Wait, start: float) -> dict[str, float]:
+        return {"begin": self.seconds(wait.begin) - start, "end": self.seconds(wait.end) - start}
+
+    def _computed(
+        self, waits: Sequence[Wait], start: float, bounds: Sequence[tuple[float, float]]
+    ) -> list[dict[str, Any]]:
+        """What the compute stream did between waits: the unit whose turn had come, and the optimizer at the end."""
+        found = []
+        for begin, end in bounds:
+            inside = [wait for wait in waits if begin <= self.seconds(wait.begin) < end]
+            phase, unit, at = "before forward", "", begin
+            for wait in inside:
+                found.append((phase, unit, at, self.seconds(wait.begin)))
+                at = self.seconds(wait.end)
+                if wait.phase != "reduce":
+                    phase, unit = wait.phase, wait.unit
+            found.append(("optimizer", "", at, end))
+        return [
+            {"lane": "compute", "kind": phase, "unit": unit, "bytes": 0, "begin": begin - start, "end": end - start}
+            for phase, unit, begin, end in found
+            if end > begin
+        ]
+
+    def _sent(self, start: float, stop: float) -> list[dict[str, Any]]:
+        found = []
+        free: dict[str, float] = {}
+        for launch in self.launches:
+            begin = max(self.seconds(launch.begin), free.get(launch.lane, 0.0))
+            end = max(begin, begin if launch.end is None else self.seconds(launch.end))
+            free[launch.lane] = end
+            if begin < stop and end > start:
+                found.append(
+                    {"lane": launch.lane, "kind": launch.kind, "unit": launch.unit, "bytes": launch.numbytes}
+                    | {"begin": max(begin, start) - start, "end": min(end, stop) - start}
+                )
+        return found
+
+    def _units(self) -> list[dict[str, Any]]:
+        """Layout and waste of every unit that ran."""
+        return [
+            {
+                "unit": unit.name or "(root)",
+                "parameters": group.layout.payload,
+                "dtype": str(group.main.dtype).removeprefix("torch."),
+                "compute": str(group.codec.dtype).removeprefix("torch."),
+                "placements": ", ".join(type(placement).__name__ for placement in group.main.placements),
+                "bytes": group.main.local.numel() * group.main.local.element_size(),
+                "gathered": group.gathered_bytes,
+                "waste": group.layout.waste,
+            }
+            for scope in self._scopes.values()
+            for unit in scope.units
+            for group in unit.groups
+        ]
+
+
+@contextmanager
+def recording() -> Iterator[Recording]:
+    """Record the body."""
+    global active
+    before, active = active, Recording()
+    hook = register_optimizer_step_post_hook(active._stepped)
+    try:
+        yield active
+    finally:
+        hook.remove()
+        active = before

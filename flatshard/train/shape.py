@@ -1,0 +1,35 @@
+"""The shape of the bundled model. Settings are checked against it before torch is there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The shape of a model. ``recompute`` stores only the inputs of each block and runs it again in backward."""
+
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    max_tokens: int
+    rope_theta: float = 5e5
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads or (self.width // self.heads) % 2:
+            raise ValueError(f"width {self.width} must be an even multiple of heads {self.heads}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} must be a multiple of kv-heads {self.kv_heads}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    def flops_per_token(self, seq: int) -> float:
+        """Model FLOPs of forward and backward: 6 per weight of a matrix product, and those of causal attention."""
+        block = 2 * self.width * (self.heads + self.kv_heads) * self.head_dim + 3 * self.width * self.ffn
+        return 6.0 * (self.layers * block + self.width * self.vocab) + 6.0 * self.layers * self.width * seq

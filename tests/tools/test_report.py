@@ -1,0 +1,125 @@
+"""`flatshard report` in a browser: it loads alone, shows every gather, names what the pointer is on, and zooms."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from flatshard.cli import main
+from flatshard.tools.report import Record, html
+from tests.tools.browser import CHROMIUM, Browser
+
+UNITS = ["embed", "blocks.0", "blocks.1", "</script><b>head"]
+
+
+def _recording(wait: float = 0.4):
+    """One step of four units: each is gathered while the one before computes, and ``wait`` too late."""
+    spans, waits, memory, at = [], [], [], 0.0
+    for phase, order in (("forward", UNITS), ("backward", UNITS[::-1])):
+        for unit in order:
+            gather = {"lane": "gather", "kind": "all_gather", "unit": unit, "bytes": 1 << 20}
+            spans.append({**gather, "begin": at, "end": at + wait})
+            waits.append({"phase": phase, "unit": unit, "begin": at, "end": at + wait})
+            memory.append({"at": at + wait, "gathered": 2 << 20, "staging": 1 << 10, "allocated": None})
+            at += wait
+            spans.append({"lane": "compute", "kind": phase, "unit": unit, "bytes": 0, "begin": at, "end": at + 1})
+            at += 1
+            if phase == "backward":
+                reduce = {"lane": "reduce", "kind": "reduce_scatter", "unit": unit, "bytes": 1 << 20}
+                spans.append({**reduce, "begin": at, "end": at + 0.1})
+    units = [
+        {"unit": unit, "parameters": 9, "dtype": "float32", "compute": "bfloat16", "placements": "Flat", "bytes": 36}
+        | {"gathered": 72, "waste": 0.01}
+        for unit in UNITS
+    ]
+    steps = [{"begin": 0.0, "end": at + 0.2}]
+    run = {"rank": 0, "world": 2, "device": "CPU", "torch": "2", "memory": {"parameters": 1 << 20}}
+    return {
+        "title": "a run",
+        "steps": steps,
+        "spans": spans,
+        "waits": waits,
+        "memory": memory,
+        "units": units,
+        "run": run,
+    }
+
+
+@pytest.fixture
+def files(tmp_path):
+    paths = [tmp_path / "slow.json", tmp_path / "fast.json", tmp_path / "losses.jsonl"]
+    paths[0].write_text(json.dumps(_recording()))
+    paths[1].write_text(json.dumps(_recording(0.001)))
+    lines = [{"step": step, "loss": 5.0 / step, "tokens_per_second": 100.0 + step} for step in range(1, 9)]
+    paths[2].write_text("\n".join(map(json.dumps, lines)))
+    return paths
+
+
+def test_waits_are_told_with_what_to_try(files):
+    slow, fast = Record.read(files[0], files[2]), Record.read(files[1])
+    assert fast.exposed() == []
+    rows = slow.exposed()
+    assert len(rows) == 8
+    assert rows[0]["share"] == pytest.approx(0.4 / slow.step_seconds)
+    advice = {(row["unit"], row["what"]): row["advice"] for row in rows}
+    assert "smaller first unit" in advice["embed", "its gather in forward"]
+    assert "reshard_after_forward=False" in advice[UNITS[-1], "its gather in backward"]
+    assert "launched too late" in advice["blocks.1", "its gather in forward"]
+    assert dict(slow.figures())["gathers per step"] == "8"
+    assert "srcdoc" in slow._repr_html_()
+    assert html([slow]).count("</script>") == 2, "what a unit is called cannot end the script"
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [("nonsense", "is not a recording"), ("{}", "is not a recording; `flatshard rehearse"), (None, "No such file")],
+)
+def test_other_files_are_refused(tmp_path, content, expected, capsys):
+    path = tmp_path / "record.json"
+    if content is not None:
+        path.write_text(content)
+    assert main(["report", str(path)]) == 2
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+@pytest.mark.parametrize("width", [1366, 1920])
+def test_the_page_works_in_a_browser(files, tmp_path, width):
+    page = tmp_path / "page.html"
+    assert main(["report", *map(str, files[:2]), "--losses", str(files[2]), "-o", str(page)]) == 0
+    with Browser(tmp_path / "profile", width) as browser:
+        browser.open(page)
+        assert browser.errors == []
+        assert browser.requests == [page.as_uri()], "it loads nothing"
+        assert browser.evaluate("document.querySelectorAll('section').length") == 2
+        lefts = browser.evaluate("[...document.querySelectorAll('section')].map(s => s.getBoundingClientRect().left)")
+        assert (lefts[0] < lefts[1]) is (width == 1920), "side by side where there is room"
+        assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        gathers = "document.querySelector('section svg.lanes').querySelectorAll('[data-kind=all_gather]').length"
+        assert browser.evaluate(gathers) == 8
+        assert browser.evaluate("document.querySelector('section svg.lanes').querySelectorAll('.wait').length") == 8
+        assert browser.evaluate("document.querySelectorAll('section')[0].querySelectorAll('svg.curve').length") == 2
+        assert browser.evaluate("document.querySelector('table.exposed tbody').rows.length") == 8
+        box = browser.evaluate(
+            "(() => { const b = document.querySelector('[data-lane=compute][data-unit=\"blocks.1\"]')"
+            ".getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2, b.width]; })()"
+        )
+        browser.mouse("mouseMoved", *box[:2])
+        shown = "[document.getElementById('tip').style.display, document.getElementById('tip').textContent]"
+        assert browser.evaluate(shown) == ["block", "forward blocks.1\n1.00 s"]
+        browser.mouse("mouseWheel", *box[:2], deltaX=0, deltaY=-120)
+        wider = (
+            "new Promise(done => requestAnimationFrame(() => setTimeout(() => done(document.querySelector("
+            "'[data-lane=compute][data-unit=\"blocks.1\"]').getBoundingClientRect().width), 50)))"
+        )
+        assert browser.evaluate(wider) == pytest.approx(1.25 * box[2], rel=0.02)
+        browser.evaluate("[...document.querySelectorAll('button')].find(b => b.textContent === 'all').click()")
+        assert browser.evaluate(wider) == pytest.approx(box[2], rel=0.02)
+        colors = []
+        for scheme in ("light", "dark"):
+            browser.color_scheme(scheme)
+            colors.append(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
+            browser.screenshot(tmp_path / f"{scheme}.png")
+        assert colors == ["rgb(255, 255, 255)", "rgb(20, 23, 28)"]
+        assert browser.errors == []
