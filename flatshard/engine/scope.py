@@ -445,7 +445,7 @@ class Scope:
             room -= index not in self._apart
             if room <= 0 and not bytes_ahead:
                 return
-        if backward and not self._has_optional:
+        if backward and self.policy.keep_for_next and not self._has_optional:
             # On the way to the next micro-batch, which begins with units that this backward does not gather.
             for other in self.units:
                 if other.is_kept_for_next and not other.settings.unshard_in_backward and not other.is_gathered:
