@@ -148,13 +148,11 @@ class Unit:
     def in_backward(self) -> bool:
         return self.phase is Phase.BACKWARD
 
-    def _enter(self, phase: Phase) -> None:
-        if self.phase is not phase and self.phase is not Phase.RESTING:
-            raise RuntimeError(
-                f"unit '{self.name}' cannot go from {self.phase.value} to {phase.value}; if an exception interrupted "
-                "the last step, call reset() on the root"
-            )
-        self.phase = phase
+    def _refuse(self, phase: Phase) -> None:
+        raise RuntimeError(
+            f"unit '{self.name}' cannot go from {self.phase.value} to {phase.value}; if an exception interrupted the "
+            "last step, call reset() on the root"
+        )
 
     # Forward
 
@@ -189,7 +187,9 @@ class Unit:
         call.running.add(id(module))
         call.watches = torch.is_grad_enabled() and not (recompute and self._has_graph())
         if not recompute:
-            self._enter(Phase.FORWARD)
+            if self.phase is Phase.BACKWARD:
+                self._refuse(Phase.FORWARD)
+            self.phase = Phase.FORWARD
         scope.need(self)
         if self.policy.param_dtype is not None:
             args, kwargs = self._cast_inputs(args, kwargs)
@@ -422,7 +422,9 @@ class Unit:
                 self._await(call)
         if self.in_backward:
             return
-        self._enter(Phase.BACKWARD)
+        if self.phase is Phase.FORWARD:
+            self._refuse(Phase.BACKWARD)
+        self.phase = Phase.BACKWARD
         self._unseen = False
         if torch.is_grad_enabled():
             self._prepare_second_backward()
