@@ -100,7 +100,7 @@ class Captured:
     def _capture(self, leaves: list[Any], tree: Any) -> _Graph:
         scopes = [scope for ref in self._scopes if (scope := ref()) is not None]
         for scope in scopes:
-            scope.check_capturable()
+            _check_capturable(scope)
         _check_optimizers(self._optimizers)
         before = _gradients(scopes)
         static = [leaf.clone() for leaf in leaves]
@@ -156,7 +156,7 @@ def _captured(
                 grads.wake()
             output = step()
             for scope in scopes:
-                scope.join_lanes()
+                _join_lanes(scope)
         except BaseException as raised:
             error = raised
         try:
@@ -228,7 +228,7 @@ class _Graph:
     def replay(self, leaves: Sequence[torch.Tensor]) -> Any:
         scopes = [scope for ref in self._scopes if (scope := ref()) is not None]
         for scope in scopes:
-            scope.join_lanes()
+            _join_lanes(scope)
         if leaves:
             torch._foreach_copy_(list(self._static), list(leaves))
         self._graph.replay()
@@ -280,6 +280,46 @@ def _numbers(optimizers: Sequence[Optimizer]) -> list[tuple[tuple[str, object], 
     ]
 
 
+def _check_capturable(scope: Scope) -> None:
+    """ValueError if a graph cannot hold a step of this model, and what to change."""
+    if scope.device.type != "cuda":
+        raise ValueError(f"a step on {scope.device} cannot be captured: CUDA graphs are for NVIDIA GPUs")
+    if any(unit.settings.is_optional for unit in scope.units):
+        raise ValueError("a step with optional units cannot be captured: what a rank launches depends on its data")
+    if scope.program.checks:
+        raise ValueError("a step cannot be captured in check mode, in which ranks talk before every launch")
+    for unit in scope.units:
+        if any(group.home.host for group in unit.groups):
+            raise ValueError(f"unit '{unit.name}' has weights in host memory, which a graph cannot step")
+    for lane in (scope.gather_lane, scope.reduce_lane):
+        for mesh in scope.meshes:
+            for axis in range(mesh.ndim):
+                if mesh.size(axis) > 1 and lane.backend(mesh, axis) == "gloo":
+                    raise ValueError("a step over Gloo cannot be captured: it communicates on the host; use NCCL")
+
+
+def _join_lanes(scope: Scope) -> None:
+    """Order the current stream after all that the lanes have been given."""
+    scope.gather_lane.join()
+    scope.reduce_lane.join()
+
+
+def _start_anew(scope: Scope) -> list[MainGrads]:
+    """Give back what is gathered, also what was to stay, and the memory of gradients that are hidden: which.
+
+    A graph must derive all from main itself, and must not write to memory that others may get later.
+    """
+    groups = [group for unit in scope.units for group in unit.groups]
+    for unit in scope.units:
+        unit.release(always=True)
+    for group in groups:
+        group.source.mark_stale()
+    lasting = [group.gradients.main_grads for group in groups if not group.gradients.main_grads.is_empty]
+    scope.rest_gradients(always=True)
+    scope.gather_pool.drop()
+    return [grads for grads in lasting if grads.is_empty]
+
+
 def _check_arguments(leaves: Sequence[Any]) -> None:
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor) or leaf.device.type != "cuda":
@@ -318,7 +358,7 @@ def _quiet(scopes: Sequence[Scope]) -> Iterator[list[MainGrads]]:
 
     Yields gradients whose memory, hidden between steps, has been given back.
     """
-    lasting = [grads for scope in scopes for grads in scope.start_anew()]
+    lasting = [grads for scope in scopes for grads in _start_anew(scope)]
     torch.cuda.synchronize()
     _torch.epochs.begin()
     try:

@@ -18,7 +18,6 @@ from flatshard.buffer import Lane, Planner, Pool, watch_over
 from flatshard.engine import steps
 from flatshard.engine.agreement import Agreement, check_model, digest, patience
 from flatshard.engine.keep import gathered_bytes
-from flatshard.engine.main_grads import MainGrads
 from flatshard.engine.program import Pass, Program
 from flatshard.engine.reduction import Goal, Reduction
 from flatshard.engine.unit_changes import absorb_moved
@@ -614,46 +613,6 @@ class Scope:
             for other in self._reducing:  # of the same group, it may still add to what `then` sees
                 other.ticket.wait()
             reduction.then()
-
-    # Captures
-
-    def check_capturable(self) -> None:
-        """ValueError if a graph cannot hold a step of this model, and what to change."""
-        if self.device.type != "cuda":
-            raise ValueError(f"a step on {self.device} cannot be captured: CUDA graphs are for NVIDIA GPUs")
-        if self._has_optional:
-            raise ValueError("a step with optional units cannot be captured: what a rank launches depends on its data")
-        if self.program.checks:
-            raise ValueError("a step cannot be captured in check mode, in which ranks talk before every launch")
-        for unit in self.units:
-            for group in unit.groups:
-                if group.home.host:
-                    raise ValueError(f"unit '{unit.name}' has weights in host memory, which a graph cannot step")
-        for lane in (self.gather_lane, self.reduce_lane):
-            for mesh in self.meshes:
-                for axis in range(mesh.ndim):
-                    if mesh.size(axis) > 1 and lane.backend(mesh, axis) == "gloo":
-                        raise ValueError("a step over Gloo cannot be captured: it communicates on the host; use NCCL")
-
-    def join_lanes(self) -> None:
-        """Order the current stream after all that the lanes have been given."""
-        self.gather_lane.join()
-        self.reduce_lane.join()
-
-    def start_anew(self) -> list[MainGrads]:
-        """Give back what is gathered, also what was to stay, and the memory of gradients that are hidden: which.
-
-        A graph must derive all from main itself, and must not write to memory that others may get later.
-        """
-        groups = [group for unit in self.units for group in unit.groups]
-        for unit in self.units:
-            unit.release(always=True)
-        for group in groups:
-            group.source.mark_stale()
-        lasting = [group.gradients.main_grads for group in groups if not group.gradients.main_grads.is_empty]
-        self.rest_gradients(always=True)
-        self.gather_pool.drop()
-        return [grads for grads in lasting if grads.is_empty]
 
     # Agreement
 
