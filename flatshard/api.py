@@ -99,7 +99,8 @@ def fully_shard(
     ``schedule``: how far communication runs ahead; that of the root counts.
     ``optional``: the batches of some ranks may not use this unit, or units below it (a vision encoder, an adapter).
     Those ranks take part in its gathers and reduces with zeros, at the place where it is registered: after the units
-    before it, and before those after it, which is the order to call them in. Gradients that no rank has are zero.
+    before it, and before those after it, which is the order to call them in. Gradients that no rank has are zero. One
+    backward goes through one forward of such a model, and its parameters are not tied to others (decision 020).
     ``values``: what the ranks' parameters hold when they are cut. ``"same"``: the same, which the first forward
     checks, apart from those that have been loaded or written since; ``"warn"``: a difference is a warning;
     ``"first"``: keep those of the first rank of the mesh (all ranks of it call this at the same time then);

@@ -54,7 +54,7 @@ class Scope:
         self._talk = self.gather_lane if checking is None else Lane("check", torch.device("cpu"), patience=checking)
         self._agreement: Agreement | None = None  # once the ranks have compared their models
         self.entry: int | None = None  # the outermost unit whose forward is running
-        self._has_optional = any(unit.settings.is_optional for unit in units)
+        self.has_optional = any(unit.settings.is_optional for unit in units)
         self._passed_over: set[int] = set()  # optional units that the running pass came to nothing of
         self._lingering: tuple[int, bool] | None = None  # an optional unit after its forward, which may be run again
         self._retained: int | None = None  # a unit gathered by a recompute, its backward to come
@@ -69,10 +69,14 @@ class Scope:
         self._is_profiled = False  # a profiler looks on at the running pass
         self._stopped = False  # a backward has stopped short of final gradients
         self._one_of_several = False  # roots that are asked to reduce what they have accumulated, one after another
+        self._forward: int | None = None  # that the running backward belongs to
         self._task = -1  # of autograd, of which the running backward is
         self._end: weakref.ref[_End] | None = None  # what is to happen at the end of the running backward
         self.resolve()
-        if self._has_optional and not self.reduce_lane.own_groups:
+        if self.has_optional:
+            _with_optional.add(self)
+            self._refuse_tied()
+        if self.has_optional and not self.reduce_lane.own_groups:
             raise ValueError(
                 "optional units need SchedulePolicy(separate_groups=True): ranks that use one and ranks that do not "
                 "come to its reduce at different places among the gathers"
@@ -97,6 +101,17 @@ class Scope:
         told = [told.separate_groups for told in settings if told.separate_groups is not None]
         self.reduce_lane.own_groups = any(told) if told else self.policy.separate_groups
 
+    def _refuse_tied(self) -> None:
+        for unit in self.units:
+            for group, member, _ in unit.borrowed:
+                owner = None if group.unit is None else group.unit()
+                if owner is not None and (unit.settings.is_optional or owner.settings.is_optional):
+                    raise ValueError(
+                        f"units '{unit.name}' and '{owner.name}' share parameter '{member.name}', and one of them is "
+                        "optional: ranks that use one and ranks that use both would gather it at other places. Make "
+                        "them one unit, or neither optional"
+                    )
+
     def share(self, other: Scope) -> None:
         """Communicate over the lanes, and from the pools, of another scope."""
         if self.program.running is not None or self._reducing:
@@ -114,6 +129,12 @@ class Scope:
             self._agree()
         if self.program.running is not None:
             self.recover()
+        for other in _with_optional:
+            if other is not self and other.entry is not None:
+                raise RuntimeError(
+                    "a sharded model is called within the forward of another that has optional units: ranks that use "
+                    "one and ranks that do not would launch in different orders. Call it before or after that"
+                )
         self.entry = entry.index
         self.forwards += 1
         if _ran is not None:
@@ -170,7 +191,15 @@ class Scope:
                 return
             self.recover()  # an exception broke the last backward off, and no forward has been since
         self.backwards += 1
+        self._forward = None
         self._task = _torch.graph_task()
+        for other in _with_optional:
+            if other is not self and other._end is not None and other._task == self._task and 0 not in other._done:
+                raise RuntimeError(
+                    "one backward goes through two sharded models, and the first that it comes to has optional units: "
+                    "ranks that skip some of them would launch in another order. Make one model of both, or call "
+                    "backward for each"
+                )
         self._done.clear()
         self._launched.clear()
         self._passed_over.clear()
@@ -181,6 +210,18 @@ class Scope:
         end = _End(self)
         self._end = weakref.ref(end)
         _torch.at_end_of_backward(end)
+
+    def goes_through(self, forward: int) -> None:
+        """The running backward has come to a unit's call in this forward. With optional units, there is one only.
+
+        Which of two forwards a unit's gather is for, ranks that skip it in one of them cannot tell.
+        """
+        if self._forward not in (None, forward):
+            raise RuntimeError(
+                "one backward goes through two forwards of a model with optional units; call backward after each "
+                "forward, or put both batches into one"
+            )
+        self._forward = forward
 
     @property
     def is_nested(self) -> bool:
@@ -292,9 +333,9 @@ class Scope:
 
         Without ``gather``, the first is left out: the unit's turn has come, but not for its parameters.
         """
-        if self.program.checks:
+        if self.program.checks and self.program.running is not Pass.BACKWARD:  # a recompute may have nothing to do
             self._announce("run", unit)
-        if self._has_optional:
+        if self.has_optional:
             self._check_place(unit)
             if self._lingering is not None and self._lingering[0] != unit.index:
                 self._end_lingering()
@@ -407,7 +448,7 @@ class Scope:
 
     def retain(self, unit: Unit) -> None:
         """Keep a recomputed unit gathered for its backward, which usually is next; only the last one is kept."""
-        if self._has_optional:
+        if self.has_optional:
             return  # which one is the last depends on what a rank uses: all of a recomputed segment stay
         earlier, self._retained = self._retained, unit.index
         other = None if earlier is None or earlier == unit.index else self._units[earlier]()
@@ -444,7 +485,7 @@ class Scope:
             room -= index not in self._apart
             if room <= 0 and not bytes_ahead:
                 return
-        if backward and self.policy.keep_for_next and not self._has_optional:
+        if backward and self.policy.keep_for_next and not self.has_optional:
             # On the way to the next micro-batch, which begins with units that this backward does not gather.
             for other in self.units:
                 if other.is_kept_for_next and not other.settings.unshard_in_backward and not other.is_gathered:
@@ -471,7 +512,7 @@ class Scope:
         that uses them: whoever waits for a launch of another rank has launched all that this one needs to come there.
         """
         within: list[Unit] = []  # units that have been passed over, as far as those inside them
-        for index in list(indices) if self._has_optional else ():
+        for index in list(indices) if self.has_optional else ():
             unit = self._units[index]()
             if unit is None or not unit.settings.is_optional or index in self._passed_over:
                 continue
@@ -524,12 +565,12 @@ class Scope:
         if self.counts:
             self.program.turns.mark(number, over=False)
             self._reduce_due()
-        elif not self._has_optional:  # else what counts is when units are left, which ranks that skip some can follow
+        elif not self.has_optional:  # else what counts is when units are left, which ranks that skip some can follow
             self.program.turns.see(number)
 
     def unit_left(self, unit: Unit) -> None:
         """The running backward has left a unit: the gradients of its groups are complete, if there are any."""
-        if self._has_optional and unit.nests:
+        if self.has_optional and unit.nests:
             inside = [index for index in self.program.upcoming if self.program.is_inside(index, unit.index)]
             self._pass_over(inside, over=True)
         self._done.add(unit.index)
@@ -598,7 +639,7 @@ class Scope:
         Where units are optional, a rank that skips some may come to it only after a gather that this rank has yet to
         launch: then it has to be over already.
         """
-        return not self._has_optional or self._reducing[0].ticket.has_ended()
+        return not self.has_optional or self._reducing[0].ticket.has_ended()
 
     def _land(self) -> None:
         """Order the current stream after the oldest reduce; what it read may be freed."""
@@ -644,7 +685,7 @@ class Scope:
         recorded. Where units are optional, some ranks wait for others at other places, and a launch must not wait:
         their order is that of the program from the start.
         """
-        if (self._has_optional and what != _END) or self._agreement is None:
+        if (self.has_optional and what != _END) or self._agreement is None:
             return
         of = f" (group {group})" if group else ""
         running = self.program.running
@@ -676,6 +717,7 @@ class Scope:
         return torch.profiler.record_function(f"flatshard::{what} {unit.name}")
 
 
+_with_optional: weakref.WeakSet[Scope] = weakref.WeakSet()  # scopes that have optional units
 _unjoined: weakref.WeakSet[Scope] = weakref.WeakSet()  # scopes that have left a backward before its reduces
 
 

@@ -416,6 +416,8 @@ class Unit:
         assert scope is not None
         scope.begin_backward()
         if call.backward != scope.backwards:
+            if scope.has_optional and not call.in_recompute:
+                scope.goes_through(call.forward)
             call.backward = scope.backwards
             if call.passed or not call.watches:
                 call.await_again()
@@ -447,6 +449,12 @@ class Unit:
 
     def _prepare_second_backward(self) -> None:
         """This backward makes a graph. What goes through that reads the weights, and comes to no output of ours."""
+        assert self.scope is not None
+        if self.scope.has_optional:
+            raise RuntimeError(
+                "a backward with create_graph=True goes through a model with optional units: weights stay for the next "
+                "backward on ranks that have used them, and the others would gather them. Make no unit optional"
+            )
         self._differentiated = True
         for group in self.groups:
             group.watch()

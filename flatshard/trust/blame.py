@@ -65,7 +65,9 @@ def blame(records: dict[int, Recorded]) -> str:
     pending = Counter(str(e) for r in records.values() for e in r.entries if not e.ended and "looked" in r.header)
     if not parted and pending:
         text, count = pending.most_common(1)[0]
-        said.append(f"{count} ranks have launched {text}, and it has not ended: look at the network.")
+        # Who has no record may not have come there.
+        remedy = "" if absent else ": look at the network"
+        said.append(f"{count} ranks have launched {text}, and it has not ended{remedy}.")
     return " ".join(said)
 
 

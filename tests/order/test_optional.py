@@ -190,3 +190,49 @@ def _twice_then_once(rank, world):
 @pytest.mark.limit(60)
 def test_a_unit_that_was_run_twice_at_first_is_launched_once(interpreters):
     interpreters(2, _twice_then_once)
+
+
+def _refused(rank, world):
+    """What ranks that skip a unit could not follow is refused on all of them, whatever they use."""
+    told = []
+
+    def build(tied=False):
+        model = Net([Item(), Item()], None)
+        if tied:
+            model.items[1].own.up.weight = model.items[0].own.up.weight
+        fully_shard(model.items[0], optional=True)
+        fully_shard(model.items[1])
+        return fully_shard(model)
+
+    def attempt(run):
+        try:
+            run()
+        except (RuntimeError, ValueError) as error:
+            told.append(str(error))
+        else:
+            told.append("nothing")
+        one.reset()
+        other.reset()
+
+    x, one, other = torch.ones(ROWS, DIM), build(), build()
+    for model in (one, other):
+        model(x).sum().backward()
+    attempt(lambda: build(tied=True)(x))
+    attempt(lambda: (one(x).sum() + other(x).sum()).backward())
+    attempt(lambda: torch.autograd.grad(one(x).sum(), list(one.head.parameters()), create_graph=True))
+    handle = one.items[1].register_forward_hook(lambda *_: other(x) and None)
+    attempt(lambda: one(x))
+    handle.remove()
+    one.times = [rank, 1]
+    attempt(lambda: (one(x).sum() + one(x).sum()).backward())
+    return told
+
+
+@pytest.mark.limit(60)
+def test_what_ranks_that_skip_a_unit_could_not_follow_is_refused(interpreters):
+    wanted = (
+        "share parameter|two sharded models|create_graph=True|within the forward of another|two forwards"
+    )
+    for told in interpreters(2, _refused):
+        for text, words in zip(told, wanted.split("|"), strict=True):
+            assert words in text
