@@ -196,6 +196,11 @@ def _default(rank, world):
             self.gate_proj = nn.Linear(128, 512)
             self.small = nn.Linear(16, 16)
 
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.projection = nn.Linear(256, 1000)
+
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -203,12 +208,14 @@ def _default(rank, world):
             self.layer = Layer()
             self.lm_head = nn.Linear(256, 1000)
             self.last = nn.Linear(256, 1000)
+            self.another = Head()
 
     model, precision = Model(), MixedPrecisionPolicy(gather_format="int8")
-    for unit in (model.layer, model.last, model):
+    units = (model.layer, model.last, model.another, model)
+    for unit in units:
         fully_shard(unit, mesh=mesh_of([world]), mp_policy=precision)
     found = {}
-    for unit in (model.layer, model.last, model):
+    for unit in units:
         for group in unit_of(unit).groups:
             found.update((member.name, mark) for member, mark in zip(group.members, group.formats.encoded))
     assert {name for name, mark in found.items() if mark} == {"proj.weight", "gate_proj.weight"}
