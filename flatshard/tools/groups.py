@@ -135,7 +135,7 @@ class GroupBytes:
             self.reducing += self._numel(self._halfway) * halfway.itemsize
         for launch in self._reduces(1):
             if launch.kind == "all_to_all":
-                self.reducing += 2 * launch.size  # sent, and received
+                self.reducing += 2 * launch.size  # sent, and received; a gradient that is a whole one, only received
             elif launch.kind == "all_gather":
                 self.reducing += launch.size + launch.size // launch.among
 
