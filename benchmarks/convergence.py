@@ -3,10 +3,12 @@
     python -m benchmarks.convergence --json FILE --plot FILE.png               one rank over NCCL
     python -m benchmarks.convergence --ranks 2 --seconds 120                   ranks share one GPU, over Gloo
     python -m benchmarks.convergence --device cpu --small --steps 20 --ranks 2
+    python -m benchmarks.convergence --systems flatshard flatshard-int8-gathers flatshard-int8 flatshard-float8
 
 A model of Llama's shape (99.5 million parameters) reads the bytes of Python's standard library.  Main weights and AdamW
 are in float32, weights and gradients in between in bfloat16.  ``one`` is plain PyTorch in one process.  Kernels are
 deterministic, so that curves differ by what the systems do; with --nondeterministic also by how kernels happen to add.
+``flatshard-...``: with formats on the wire, those of `benchmarks.systems.FORMATS`.
 Smoothed: the mean of 20 consecutive steps.  Curves are compared over the steps that all systems have done.
 """
 
@@ -33,11 +35,12 @@ from torch import Tensor
 import flatshard
 from benchmarks.models import Llama, LlamaConfig
 from benchmarks.processes import on_ranks
-from benchmarks.systems import Setup, shard_units
+from benchmarks.systems import FORMATS, Setup, shard_units
 
 LLAMA_100M = LlamaConfig(768, layers=14, heads=12, kv_heads=12, ffn=2048, vocab=256, max_tokens=512)
 LLAMA_SMALL = LlamaConfig(64, layers=2, heads=2, kv_heads=2, ffn=192, vocab=256, max_tokens=64)
 SYSTEMS = ["one", "fsdp2", "flatshard"]
+WITH_FORMATS = [f"flatshard-{name}" for name in FORMATS]
 SMOOTHED = 20  # steps
 LOOK_AT_CLOCK = 10  # steps
 TEXT_BYTES = 20_000_000
@@ -132,8 +135,9 @@ def build(system: str, model: Llama, setup: Setup) -> tuple[Callable[[Tensor, Te
         for unit in model.modules() if setup.world > 1 else ():
             if isinstance(unit, FSDPModule):
                 unit.set_force_sum_reduction_for_comms(True)  # Gloo adds, it takes no mean
-    elif system == "flatshard":
-        policy = flatshard.MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low)
+    elif system.startswith("flatshard"):
+        formats = FORMATS.get(system.removeprefix("flatshard-"), {})
+        policy = flatshard.MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low, **formats)
         shard_units(setup, model, flatshard.fully_shard, policy)
     else:
 
@@ -143,7 +147,7 @@ def build(system: str, model: Llama, setup: Setup) -> tuple[Callable[[Tensor, Te
             return torch.func.functional_call(model, weights, (tokens, targets))
 
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    return loss_of, flatshard.fully_shard_optimizer(optimizer) if system == "flatshard" else optimizer
+    return loss_of, flatshard.fully_shard_optimizer(optimizer) if system.startswith("flatshard") else optimizer
 
 
 def time_is_up(begin: float, run: Run, world: int) -> bool:
@@ -177,17 +181,17 @@ def differences(curves: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 
 
 def describe(curves: dict[str, list[float]], steps: int) -> str:
-    lines = ["step".rjust(6) + "".join(name.rjust(12) for name in curves)]
+    lines = ["step".rjust(6) + "".join(name.removeprefix("flatshard-").rjust(16) for name in curves)]
     done = max(len(losses) for losses in curves.values())
     for number in sorted({0, *(done * part // 10 for part in range(1, 10)), done - 1}):
-        cells = (f"{losses[number]:12.4f}" if number < len(losses) else f"{'-':>12}" for losses in curves.values())
+        cells = (f"{losses[number]:16.4f}" if number < len(losses) else f"{'-':>16}" for losses in curves.values())
         lines.append(f"{number + 1:6}" + "".join(cells))
     for name, losses in curves.items():
         if len(losses) < steps:
             lines.append(f"{name} stopped after {len(losses)} of {steps} steps: its time was up")
-    lines.append(f"largest difference{'smoothed':>17}{'raw':>10}")
+    lines.append(f"{'largest difference':48}{'smoothed':>11}{'raw':>10}")
     for pair, distance in differences(curves).items():
-        lines.append(f"{pair:24}{distance['smoothed']:11.5f}{distance['raw']:10.5f}")
+        lines.append(f"{pair:48}{distance['smoothed']:11.5f}{distance['raw']:10.5f}")
     return "\n".join(lines)
 
 
@@ -198,7 +202,7 @@ def plot(curves: dict[str, list[float]], title: str, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, (upper, lower) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 7), height_ratios=[2, 1])
-    styles = {"one": "-", "fsdp2": "--", "flatshard": ":"}
+    styles = {"one": "-", "fsdp2": "--", "flatshard": ":", **dict.fromkeys(WITH_FORMATS, "-")}
     for name, losses in curves.items():
         upper.plot(range(1, len(losses) + 1), losses, styles[name], label=name, linewidth=1.5)
     upper.set(ylabel="loss (nats per byte)", title=title)
@@ -228,7 +232,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=math.inf, help="per system; it stops when they are over")
     parser.add_argument("--nondeterministic", action="store_true", help="let kernels add in any order")
-    parser.add_argument("--systems", nargs="+", default=SYSTEMS, choices=SYSTEMS)
+    parser.add_argument("--systems", nargs="+", default=SYSTEMS, choices=[*SYSTEMS, *WITH_FORMATS])
     parser.add_argument("--json", type=Path, help="write the curves with command, device and date")
     parser.add_argument("--plot", type=Path, help="draw the curves and their differences")
     options = parser.parse_args()
@@ -246,6 +250,7 @@ def main() -> None:
     document = {
         "command": f"python -m benchmarks.convergence --device {options.device} --ranks {options.ranks} --steps "
         f"{options.steps} --batch {options.batch} --lr {options.lr} --seed {options.seed}"
+        + f" --systems {' '.join(options.systems)}" * (options.systems != SYSTEMS)
         + " --small" * options.small
         + " --nondeterministic" * options.nondeterministic,
         "date": datetime.date.today().isoformat(),

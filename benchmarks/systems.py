@@ -29,6 +29,16 @@ Wrap = Callable[[torch.optim.Optimizer], torch.optim.Optimizer]
 
 Around = Callable[[int], AbstractContextManager[None]]
 
+# Of gathers and reduces, by the end of a system's name. Embedding and head stay in bfloat16, except in the last.
+FORMATS: dict[str, dict[str, Any]] = {
+    "int8-gathers": {"gather_format": "int8"},
+    "int8": {"gather_format": "int8", "reduce_format": "int8"},
+    "int8-stochastic": {"gather_format": "int8", "reduce_format": "int8", "stochastic": True},
+    "float8": {"gather_format": "float8"},
+    "bf16-fp32": {"reduce_format": "bf16_fp32"},
+    "int8-all": {"gather_format": "int8", "reduce_format": "int8", "encodes": lambda name, weight: weight.dim() > 1},
+}
+
 BETWEEN_MICROBATCHES = 2_600_000_000  # bytes: the 1B model in bfloat16
 
 
@@ -105,12 +115,14 @@ def fsdp2(setup: Setup, finer: bool = False) -> Step:
     return trainer(setup, sharded_model(setup, fully_shard, policy, finer))
 
 
-def flat(setup: Setup, planned_pool: bool = False, finer: bool = False) -> Step:
+def flat(setup: Setup, planned_pool: bool = False, finer: bool = False, formats: str | None = None) -> Step:
     """flatshard, by FSDP2's own argument names, with its optimizer step on local tensors.
 
+    ``formats``: of what travels, one of `FORMATS`.
     It is told which micro-batch runs, and keeps blocks gathered from one to the next in memory that is free then.
     """
-    policy = flatshard.MixedPrecisionPolicy(param_dtype=setup.dtype, reduce_dtype=setup.dtype)
+    chosen = {} if formats is None else FORMATS[formats]
+    policy = flatshard.MixedPrecisionPolicy(param_dtype=setup.dtype, reduce_dtype=setup.dtype, **chosen)
     kept = BETWEEN_MICROBATCHES if setup.microbatches > 1 else 0
     schedule = flatshard.SchedulePolicy(keep_for_next=kept, planned_pool=planned_pool)
     model = sharded_model(setup, functools.partial(flatshard.fully_shard, schedule=schedule), policy, finer)
@@ -179,6 +191,9 @@ SYSTEMS: dict[str, Callable[[Setup], Step]] = {
     "flatshard-planned": functools.partial(flat, planned_pool=True),
     "flatshard-finer": functools.partial(flat, planned_pool=True, finer=True),
 }
+for _name in FORMATS:
+    SYSTEMS[f"flatshard-{_name}"] = functools.partial(flat, formats=_name)
+    SYSTEMS[f"flatshard-{_name}-finer"] = functools.partial(flat, planned_pool=True, finer=True, formats=_name)
 
 
 def on_meta(setup: Setup) -> Llama:

@@ -3,6 +3,7 @@
     python -m benchmarks.table --case a            the cases are in CASES below
     python -m benchmarks.table --case all --json benchmarks/results/NAME.json
     python -m benchmarks.table --case a --compile  every system once more, with its blocks compiled
+    python -m benchmarks.table --case c --systems limit fsdp2 flatshard flatshard-int8-gathers flatshard-int8
 
 Each system runs in a process of its own.  ``ratio`` is to the compute limit of the same run, for compiled rows to the
 compiled one.  Host time is how long the Python of a step takes when the device is idle at its start (with thousands of
@@ -39,6 +40,7 @@ CASES = {
     "a": Setup(LLAMA_1B, batch=1, seq=4096, world=8),
     "b": Setup(RECOMPUTED_8B, batch=1, seq=8192, world=8),
     "c": Setup(RECOMPUTED_8B, batch=1, seq=8192, world=64),
+    "c512": Setup(RECOMPUTED_8B, batch=1, seq=8192, world=512),
     "d": Setup(LLAMA_1B, batch=1, seq=2048, world=8, microbatches=4),
     "e": Setup(QWEN_MOE, batch=1, seq=4096, world=8),  # each rank has its own experts
     "e64": Setup(QWEN_MOE, batch=1, seq=4096, world=64),  # experts of a node are sharded over eight nodes
@@ -110,18 +112,18 @@ def timed(step, steps: int, on_gpu: bool) -> list[float]:
 
 def describe(rows: dict[str, dict[str, float]]) -> str:
     lines = [
-        f"{'system':18}{'ms':>9}{'min':>9}{'ratio':>8}{'host ms':>9}{'wire ms':>9}{'launches':>10}"
+        f"{'system':26}{'ms':>9}{'min':>9}{'ratio':>8}{'host ms':>9}{'wire ms':>9}{'launches':>10}"
         f"{'peak GB':>9}{'reserved':>10}{'TFLOP/s':>9}"
     ]
     for name, row in rows.items():
         if "error" in row:
-            lines.append(f"{name:18} failed: {row['error']}")
+            lines.append(f"{name:26} failed: {row['error']}")
             continue
         limit = f"limit{COMPILED}" if name.endswith(COMPILED) else "limit"
         base = rows.get(limit, {}).get("ms")
         ratio = f"{row['ms'] / base:.3f}" if base else "-"
         lines.append(
-            f"{name:18}{row['ms']:9.1f}{row['min_ms']:9.1f}{ratio:>8}{row['host_ms']:9.1f}{row['wire_ms']:9.1f}{row['launches']:10.0f}"
+            f"{name:26}{row['ms']:9.1f}{row['min_ms']:9.1f}{ratio:>8}{row['host_ms']:9.1f}{row['wire_ms']:9.1f}{row['launches']:10.0f}"
             f"{row['peak'] / 1e9:9.1f}{row['reserved'] / 1e9:10.1f}{row['tflops']:9.1f}"
         )
     return "\n".join(lines)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from flatshard import __version__
 
@@ -273,6 +273,10 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--param-dtype", default="bfloat16", help="of compute and gathers (default bfloat16)")
     parser.add_argument("--reduce-dtype", help="of reduces (default: the compute dtype)")
     parser.add_argument("--grad-dtype", help="of reduced gradients (default: the main dtype)")
+    parser.add_argument("--gather-format", choices=("int8", "float8"), help="of gathers, in the place of their dtype")
+    parser.add_argument(
+        "--reduce-format", nargs="+", choices=("int8", "bf16_fp32"), help="of reduces; two: of the outer and inner axis"
+    )
     parser.add_argument("--layout", default="tensor", choices=("tensor", "flat", "auto"))
     parser.add_argument("--units", nargs="+", metavar="CLASS", help="import paths of unit classes (default: found)")
     parser.add_argument("--microbatches", type=int, default=1, metavar="N", help="per optimizer step (default 1)")
@@ -313,6 +317,8 @@ def _plan(options: argparse.Namespace) -> int:
                 reduce_dtype=_dtype("reduce", options.reduce_dtype),
                 main_dtype=_dtype("main", options.main_dtype),
                 grad_dtype=_dtype("grad", options.grad_dtype),
+                gather_format=options.gather_format,
+                reduce_format=_pair(options.reduce_format),
             ),
             layout=options.layout,
             state=OPTIMIZERS[options.optimizer],
@@ -329,6 +335,11 @@ def _plan(options: argparse.Namespace) -> int:
         return 2
     print(found.table())
     return 0
+
+
+def _pair(given: list[Any] | None) -> Any:
+    """What was given once stands alone."""
+    return given[0] if given is not None and len(given) == 1 else given and tuple(given)
 
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:

@@ -61,6 +61,14 @@ class Coder:
                 out[codes : codes + coded.numel()].view(DTYPES[self.code]).view_as(coded).copy_(coded)
                 out[scales : scales + 2 * scale.numel()].view(SCALE).view_as(scale).copy_(scale)
 
+    def as_they_are(self, runs: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """The bytes of runs that need not be encoded, nor brought together; None if they do."""
+        wire, (first, *more) = self.wire, runs
+        if more or wire.has_codes or first.dtype != self.dtype:
+            return None
+        size = wire.layout.segments[wire.kept[0].segment].piece * self.dtype.itemsize
+        return first.view(torch.uint8) if size == wire.piece else None
+
     def decode(self, given: torch.Tensor, held: Holding, out: torch.Tensor, factor: float = 1.0) -> None:
         """Write into a buffer that holds ``held`` what the bytes say; of several ranks, the sum times ``factor``.
 

@@ -359,7 +359,10 @@ def _build_group(members: list[Named], dims: list[int], kind: Kind, choices: Cho
     # What is a part of a DTensor already must be cut as torch.chunk does; older versions of torch know nothing else.
     chunked = kind.parallel is not None or kind.apart is not None or not _torch.SUBCLASSES_DISPATCH
     # What is encoded on the wire shares no segment with what is not.
-    apart = [precision.has_formats and chosen(name, p, sites, precision) for name, p, sites in members]
+    apart = [
+        precision.has_formats and chosen(name, p, [site.module() for site in sites], precision, owner)
+        for name, p, sites in members
+    ]
     layout: LayoutName = "tensor" if chunked and choices.layout == "auto" else choices.layout
     planned = plan(shapes, shards, layout=layout, dims=dims, apart=apart)
     home = Home.of(choices.device, choices.offload)
@@ -382,7 +385,7 @@ def _build_group(members: list[Named], dims: list[int], kind: Kind, choices: Cho
         main = main.cast(main_dtype)
     main = home.take(main)
     sharded = make_members(main, members, choices.where.axes, apart=kind.apart)
-    group = Group(sharded, main, placements, precision, home, own=members[0][1].dtype)
+    group = Group(sharded, main, placements, precision, home, own=members[0][1].dtype, owner=owner)
     if initial is not None:
         initial.parts, group.initial = initial.of_parts(group), initial
     group.gradients.scale = kind.scale

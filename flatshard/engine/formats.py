@@ -10,36 +10,40 @@ import torch
 from torch import nn
 
 from flatshard.buffer.blocks import Code, Coder
-from flatshard.engine.parameters import Site
-from flatshard.layout import Layout, Wire, encodable, wire_of
+from flatshard.layout import Layout, Placement, Wire, encodable, is_sharded, wire_of
 from flatshard.policy import GatherFormat, MixedPrecisionPolicy, ReduceFormat
 
 _SMALL = 1 << 16  # elements; encoding less saves no time that a launch would notice
-# Last parts of the names of modules that turn hidden states into scores: an error there is an error of the result.
-_HEADS = frozenset({"lm_head", "head", "output", "output_layer", "embed_out", "score", "classifier", "proj_out"})
+# Names of modules that turn hidden states into scores: an error there is an error of the result.
+_HEADS = frozenset({"lm_head", "head", "output_layer", "embed_out", "score", "classifier", "proj_out"})
 _ROUTERS = frozenset({"router", "gate"})
+# Ranks that can send each other all they have in no more bytes than an all-reduce of bfloat16 takes.
+_MOST_AMONG: dict[ReduceFormat, int] = {"int8": 3, "bf16_fp32": 2}
 _EXPERTS = 1024  # a router has a row for each; what is called so and has more is a part of a feed-forward layer
 
 
-def chosen(name: str, parameter: torch.Tensor, sites: Sequence[Site], policy: MixedPrecisionPolicy) -> bool:
+def chosen(
+    name: str, parameter: torch.Tensor, modules: Sequence[nn.Module | None], policy: MixedPrecisionPolicy, owner: str
+) -> bool:
     """Whether a parameter is to travel in one byte where its group has such a format.
 
-    What has no rows of numbers to share a scale never does. ``name`` is from the unit down. A layer that is a unit by
-    itself, and so has no name there, counts as a head: else it would be in a block.
+    ``name`` is from the unit down, ``modules`` are those that have it, ``owner`` is the class of the unit's module.
+    What has no rows of numbers to share a scale never does. A layer that is a unit by itself, and so has no name
+    there, counts as a head: else it would be in a block.
     """
     if not parameter.dtype.is_floating_point or parameter.dim() < 2 or not parameter.numel():
         return False
     if policy.encodes is not None:
         assert isinstance(parameter, nn.Parameter)
         return bool(policy.encodes(name, parameter))
-    modules = [module for module in (site.module() for site in sites) if module is not None]
     if parameter.numel() < _SMALL or any("Embedding" in type(module).__name__ for module in modules):
         return False
-    path = name.split(".")[:-1]
+    path = [part.lower() for part in name.split(".")[:-1]]
     if not path:
         return not any(isinstance(module, nn.Linear) for module in modules)
-    last = path[-1].lower()
-    return last not in _HEADS and not (last in _ROUTERS and parameter.shape[0] <= _EXPERTS)
+    if owner.endswith("Head") or path[-1] == "output" or _HEADS.intersection(path):
+        return False
+    return path[-1] not in _ROUTERS or parameter.shape[0] > _EXPERTS
 
 
 @dataclass(frozen=True)
@@ -54,13 +58,26 @@ class Formats:
     stochastic: bool
 
     @classmethod
-    def of(cls, layout: Layout, marks: Sequence[bool], policy: MixedPrecisionPolicy, axes: int) -> Formats:
-        """``marks``: which tensors are `chosen`. Where none is, all stay as they are."""
+    def of(
+        cls,
+        layout: Layout,
+        marks: Sequence[bool],
+        policy: MixedPrecisionPolicy,
+        mesh: Sequence[int],
+        final: Sequence[Placement],
+    ) -> Formats:
+        """``marks``: which tensors are `chosen`; where none is, all stay as they are.
+
+        ``mesh``: the sizes of its axes; ``final``: how reduced gradients are placed. Along an axis on which all ranks
+        want the whole sum, each sends all it has to every other: an axis too long for that keeps its all-reduce.
+        """
         encoded = encodable(layout, marks)
-        gather, reduces = policy.gather_format, policy.reduce_formats(axes)
-        if not any(encoded):
-            gather, reduces = None, tuple(None if each == "int8" else each for each in reduces)
-        return cls(layout, encoded, gather, reduces, policy.block, policy.stochastic)
+        reduces = [None if each == "int8" and not any(encoded) else each for each in policy.reduce_formats(len(mesh))]
+        for axis, (size, each) in enumerate(zip(mesh, reduces)):
+            if each is not None and not is_sharded(final[axis]) and size > _MOST_AMONG[each]:
+                reduces[axis] = None
+        gather = policy.gather_format if any(encoded) else None
+        return cls(layout, encoded, gather, tuple(reduces), policy.block, policy.stochastic)
 
     def __str__(self) -> str:
         """Gathers / reduces, or nothing."""

@@ -131,9 +131,11 @@ class EncodedStage(Stage):
         group = self._among(lane)
         ranks = group.size()
         with lane.entered(after):
-            sent = pool.temporary(piece * self._from.count, torch.uint8)
+            sent = coder.as_they_are(inputs)
+            if sent is None:
+                sent = pool.temporary(piece * self._from.count, torch.uint8)
+                coder.encode(inputs, self._from, sent, self._next_noise(sent.device))
             received = pool.temporary(ranks * piece * out.held.count, torch.uint8)
-            coder.encode(inputs, self._from, sent, self._next_noise(sent.device))
         held += (sent, received)
         if self._scatters:
             ticket = lane.all_to_all(group, received, sent, [], [], name=name)

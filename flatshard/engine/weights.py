@@ -46,8 +46,12 @@ class Group:
         home: Home | None = None,
         is_extended: bool = False,
         own: torch.dtype | None = None,
+        owner: str = "",
     ) -> None:
-        """``own``: the dtype of the parameters before they were sharded, if it is not main's."""
+        """``own``: the dtype of the parameters before they were sharded, if it is not main's.
+
+        ``owner``: the class of the unit's module.
+        """
         self.members = members
         self.is_extended = is_extended  # one parameter of a tensor subclass: ``main`` has a layout, and no memory
         self.placements = placements
@@ -65,6 +69,7 @@ class Group:
         self._refreshed: tuple[int, ...] | None = None  # to this state of main, by hand
         self.initial: Initial | None = None  # for the ranks to compare before the first launch
         self.main, self.own = main, main.dtype if own is None else own
+        self._owner = owner
         self.set_main(main)
 
     def set_main(self, main: DBuffer) -> None:
@@ -82,11 +87,12 @@ class Group:
 
     def _set_codec(self) -> None:
         main, policy, dtype = self.main, self.policy, self.policy.compute_of(self.own)
-        marks = [
-            policy.has_formats and not self.is_extended and chosen(member.name, member.sharded, member.sites, policy)
-            for member in self.members
-        ]
-        self.formats = Formats.of(main.layout, marks, policy, main.mesh.ndim)
+        marks = [False] * len(self.members)
+        if policy.has_formats and not self.is_extended:
+            for index, member in enumerate(self.members):
+                modules = [site.module() for site in member.sites]
+                marks[index] = chosen(member.name, member.sharded, modules, policy, self._owner)
+        self.formats = Formats.of(main.layout, marks, policy, main.mesh.shape, self.placements.optimizer)
         self.codec: Cast | Blocks | DecodingCodec
         if self.is_extended:
             kind = Extension if self.members[0].made_of is None else Composed

@@ -159,7 +159,9 @@ class _Source(Source):
     def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
         self._pool = pool
         self._group.run.gathered(self._unit)
-        self._add(self._group.sizes.gathered)
+        sizes = self._group.sizes
+        self._add(sizes.gathered + sizes.passing)
+        self._add(-sizes.passing)
         return Ticket()
 
     def release(self) -> None:

@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from flatshard.engine.formats import Formats
 from flatshard.layout import Layout, Placement, Replicate, is_sharded, least_padded_dim, plan
 from flatshard.layout.planner import LayoutName
 from flatshard.policy import MixedPrecisionPolicy, Placements, SchedulePolicy, replicated
@@ -56,15 +57,16 @@ class Choice:
 class Launch:
     """``times`` collectives of a step on a full message of ``size`` bytes each, among ranks along one axis.
 
-    ``among``: how many neighbours along that axis take part.
+    ``among``: how many neighbours along that axis take part. ``reduces``: it brings gradients, whatever its kind.
     """
 
-    kind: Literal["all_gather", "reduce_scatter", "all_reduce"]
+    kind: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
     axis: int
     among: int
     size: int
     segments: int
     times: int
+    reduces: bool = False
 
 
 class GroupBytes:
@@ -72,6 +74,7 @@ class GroupBytes:
 
     ``main``, ``compute`` (where compute weights have a copy that stays), ``state``: always.
     ``gathered``: while the unit is in use; what is cut on another dim than 0 is there twice.
+    ``passing``: while a gather is on its way, where what travels is decoded.
     ``parked``: between forward and backward, with a smaller group.
     ``arriving``: gradients as autograd leaves them, full size. ``main_grad``: reduced ones, until `zero_grad`.
     ``reducing``: what a reduce takes beyond these two, until it has been waited for.
@@ -91,14 +94,20 @@ class GroupBytes:
         self.wire = precision.compute_of(first.dtype)
         grad = precision.grad_of(main, self.wire)
         self.reduce = precision.reduce_of(self.wire, grad)
+        self.formats = Formats.of(self.layout, self._marks, precision, choice.mesh, self.placements.optimizer)
+        encoded = self.formats.gather is not None
+        self.piece = self.formats.gather_coder(self.wire).wire.piece if encoded else 0  # bytes of a shard on the wire
 
         full, held = self.layout.buffer_numel(shards), self.layout.shard_numel
         turned = sum(slot.numel for index, slot in enumerate(self.layout.slots) if self.layout.is_turned(index, shards))
         everywhere = all(isinstance(p, Replicate) for p in self.placements.parameter)
         as_main = self.placements.parameter == self.placements.optimizer
-        self.is_resident = everywhere and (not as_main or main == self.wire)
+        self.is_resident = everywhere and (encoded or not as_main or main == self.wire)
         self.main = held * main.itemsize
-        self.compute = 0 if as_main else self._numel(self.placements.parameter) * self.wire.itemsize
+        self.compute = 0 if as_main and not encoded else self._numel(self.placements.parameter) * self.wire.itemsize
+        if encoded and not everywhere:
+            self.compute = self.piece * self._pieces(self.placements.parameter)
+        self.passing = self.piece * shards if encoded and not everywhere else 0
         self.compute += turned * self.wire.itemsize if self.is_resident else 0
         self.state = choice.state * self.main if self.trainable else 0
         self.gathered = 0 if self.is_resident else (full + turned) * self.wire.itemsize
@@ -117,18 +126,30 @@ class GroupBytes:
         several = choice.microbatches > 1
         self.accumulated = self._resting(grad) if several else 0
         self.reducing = self._staged(several, grad) * self.reduce.itemsize
-        if grad != self.reduce or (several and not self.ends):
-            self.reducing += held * self.reduce.itemsize  # reduced apart, then added or cast
+        inner, outer = self.formats.reduces[-1], self.formats.reduces[0]
+        result = torch.float32 if outer is not None else self.reduce
+        if grad != result or (several and not self.ends):
+            self.reducing += held * result.itemsize  # reduced apart, then added or cast
         if axes > 1:
-            self.reducing += self._numel(self._halfway) * self.reduce.itemsize
+            halfway = torch.float32 if inner is not None and outer is not None else self.reduce
+            self.reducing += self._numel(self._halfway) * halfway.itemsize
+        for launch in self._reduces(1):
+            if launch.kind == "all_to_all":
+                self.reducing += 2 * launch.size  # sent, and received; a gradient that is a whole one, only received
+            elif launch.kind == "all_gather":
+                self.reducing += launch.size + launch.size // launch.among
 
     def _planned(self, shards: int) -> Layout:
         """As `flatshard.shard_model` has it: cut on a dim that pads little, if the layout allows any."""
         shapes = [tensor.shape for tensor in self.tensors]
         if self.choice.layout == "flat":
-            return plan(shapes, shards, layout=self.choice.layout)
+            return plan(shapes, shards, layout=self.choice.layout, apart=self._marks)
         dims = [least_padded_dim(shape, shards) for shape in shapes]
-        return plan(shapes, shards, layout=self.choice.layout, dims=dims)
+        return plan(shapes, shards, layout=self.choice.layout, dims=dims, apart=self._marks)
+
+    @property
+    def _marks(self) -> list[bool]:
+        return [self.choice.precision.has_formats and tensor.encoded for tensor in self.tensors]
 
     @property
     def _halfway(self) -> tuple[Placement, ...]:
@@ -202,12 +223,20 @@ class GroupBytes:
         for axis in reversed(range(len(held))):
             final = self.placements.optimizer[axis]
             times = rounds if self.placements.gradient[axis] == final else 1
-            if is_sharded(final):
+            among = self.choice.mesh[axis]
+            if self.formats.reduces[axis] is not None:
+                size = self.formats.reduce_coder(axis, self.reduce).wire.piece * self._pieces(held)
+                if is_sharded(final):
+                    found.append(Launch("all_to_all", axis, among, size, 1, times, reduces=True))
+                    held[axis] = final
+                else:
+                    found.append(Launch("all_gather", axis, among, among * size, 1, times, reduces=True))
+            elif is_sharded(final):
                 found.append(self._launch("reduce_scatter", axis, held, times))
                 held[axis] = final
             else:
                 size = self._numel(held) * self.reduce.itemsize
-                found.append(Launch("all_reduce", axis, self.choice.mesh[axis], size, 1, times))
+                found.append(Launch("all_reduce", axis, among, size, 1, times, reduces=True))
         return found
 
     def _launch(
@@ -218,11 +247,14 @@ class GroupBytes:
         times: int,
         among: int | None = None,
     ) -> Launch:
-        """``full``: what the full message of the collective holds."""
+        """``full``: what the full message of the collective holds. ``among``: of parked weights, which are decoded."""
+        if kind == "all_gather" and self.piece and among is None:
+            return Launch(kind, axis, self.choice.mesh[axis], self.piece * self._pieces(full), 1, times)
         dtype = self.wire if kind == "all_gather" else self.reduce
         size = self.layout.run_numel * self._pieces(full) * dtype.itemsize
         segments = sum(segment.piece > 0 for segment in self.layout.segments)
-        return Launch(kind, axis, among or self.choice.mesh[axis], size, segments, times)
+        reduces = kind == "reduce_scatter"
+        return Launch(kind, axis, among or self.choice.mesh[axis], size, segments, times, reduces)
 
 
 def groups_of(unit: Sequence[Tensor], choice: Choice) -> list[GroupBytes]:

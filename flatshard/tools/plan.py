@@ -82,7 +82,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """``advice`` is the strategy to take, or None if none fits; ``why`` says it in words."""
+    """``advice`` is the strategy to take, or None if none fits; ``why`` says it in words.
+
+    ``formats``: what formats of fewer bytes do for it, or would do, in words.
+    """
 
     numel: int
     units: int
@@ -91,6 +94,7 @@ class Plan:
     rows: tuple[Row, ...]
     advice: str | None
     why: str
+    formats: str = ""
 
     def to_json(self) -> str:
         rows: list[dict[str, Any]] = []
@@ -114,6 +118,7 @@ class Plan:
             "strategies": rows,
             "advice": self.advice,
             "why": self.why,
+            "formats": self.formats,
         }
         return json.dumps(document, indent=2)
 
@@ -158,7 +163,7 @@ class Plan:
             notes.append(
                 "step: at least so long: the busier link's time, or 6 FLOPs per weight and token if that is more."
             )
-        return "\n".join([*notes, "", self.why])
+        return "\n".join([*notes, "", self.why, *([self.formats] if self.formats else [])])
 
 
 def make_plan(model: Model, machine: Machine, training: Training) -> Plan:
@@ -185,7 +190,28 @@ def make_plan(model: Model, machine: Machine, training: Training) -> Plan:
         )
         leaner = min(fitting, key=lambda row: row.peak)
         why += "." if leaner is best else f". {leaner.name} takes least memory: {_gb(best.peak - leaner.peak)} GB less."
-    return Plan(model.numel, len(model.units), machine, training, rows, best.name, why)
+    formats = _formats(model, machine, training, best)
+    return Plan(model.numel, len(model.units), machine, training, rows, best.name, why, formats)
+
+
+def _formats(model: Model, machine: Machine, training: Training, best: Row) -> str:
+    """Whether formats of fewer bytes pay: those chosen, beside none; or where none are, gathers and reduces in int8."""
+    precision, has = training.precision, training.precision.has_formats
+    none = replace(precision, gather_format=None, reduce_format=None)
+    other = none if has else replace(precision, gather_format="int8", reduce_format="int8")
+    ((_, strategy, outer),) = [each for each in _STRATEGIES if each[0] == best.name]
+    changed = replace(training, precision=other)
+    row = _row(best.name, model, _choice(strategy, outer, machine, changed), machine, changed)
+    plain, coded = (row, best) if has else (best, row)
+    if not has and coded.wire > 0.9 * plain.wire:
+        return ""
+    text = "The formats take" if has else "gather_format and reduce_format 'int8' (docs/formats.md) would take"
+    text += f" the wire from {1e3 * plain.wire:,.1f} to {1e3 * coded.wire:,.1f} ms"
+    if plain.step is None or coded.step is None:
+        return f"{text}. Give --tokens and --tflops to see whether a step is bound by it."
+    if coded.step < 0.99 * plain.step:
+        return f"{text}, and a step from at least {1e3 * plain.step:,.1f} to {1e3 * coded.step:,.1f} ms."
+    return f"{text}. That does not pay: compute can hide it in either case."
 
 
 def _nodes(machine: Machine) -> int:
@@ -209,7 +235,7 @@ def _choice(strategy: Strategy, outer: Strategy | None, machine: Machine, traini
 
 def _row(name: str, model: Model, choice: Choice, machine: Machine, training: Training) -> Row:
     memory = memory_of(model, choice)
-    sent = {kind: sum(_sent(x) for x in memory.launches if (x.kind == "all_gather") == kind) for kind in (True, False)}
+    sent = {kind: sum(_sent(x) for x in memory.launches if x.reduces == kind) for kind in (True, False)}
     seconds: dict[Level, float] = {"inside": 0.0, "between": 0.0}  # two links, which work at the same time
     for launch in memory.launches:
         level = _level(launch, choice.mesh, machine.network)
@@ -221,7 +247,7 @@ def _row(name: str, model: Model, choice: Choice, machine: Machine, training: Tr
         weights = sum(unit.used for unit in model.units)
         step = max(*seconds.values(), 6 * weights * training.tokens * training.microbatches / training.flops)
     wire = sum(seconds.values())
-    return Row(name, choice.mesh, memory, sent[True], sent[False], wire, peak, peak <= machine.usable, step)
+    return Row(name, choice.mesh, memory, sent[False], sent[True], wire, peak, peak <= machine.usable, step)
 
 
 def _sent(launch: Launch) -> float:

@@ -13,6 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from flatshard.engine.formats import chosen
+from flatshard.policy import MixedPrecisionPolicy
 from flatshard.tools.known import NAMED, check_source
 from flatshard.wrapping import unit_modules
 
@@ -22,6 +24,7 @@ class Tensor:
     """A parameter. ``after``: so many of the units inside its own are registered before it, and run before it.
 
     ``used``: the part of it that a token is multiplied with; of stacked experts, those that it is sent to.
+    ``encoded``: it travels in one byte where gathers or reduces have such a format.
     """
 
     shape: tuple[int, ...]
@@ -29,6 +32,7 @@ class Tensor:
     trainable: bool = True
     after: int = 0
     used: float = 1.0
+    encoded: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ def model_of(model: nn.Module, units: Literal["auto"] | Sequence[type[nn.Module]
     known: set[nn.Parameter] = set()
     shapes = []
     for modules in made:
-        found: list[tuple[nn.Parameter, int]] = []  # and how many units have been passed before it
+        found: dict[nn.Parameter, tuple[int, bool]] = {}  # how many units have been passed before it; is it encoded
         passed = 0
         seen: set[nn.Module] = set()
         waiting = list(reversed(modules))
@@ -89,12 +93,17 @@ def model_of(model: nn.Module, units: Literal["auto"] | Sequence[type[nn.Module]
             if module in number and module not in modules:
                 passed += 1
                 continue
-            own = [p for p in module._parameters.values() if p is not None and p not in known]
-            known.update(own)
-            found += [(parameter, passed) for parameter in dict.fromkeys(own)]
+            path = "" if module in modules else names[module].rpartition(".")[2] + "."
+            owner = type(modules[0]).__name__
+            for key, parameter in module._parameters.items():
+                if parameter is not None and parameter not in known:
+                    marked = chosen(path + key, parameter, [module], MixedPrecisionPolicy(), owner)
+                    found[parameter] = passed, marked
+            known.update(found)
             waiting += reversed(list(module.children()))
         tensors = tuple(
-            Tensor(tuple(p.shape), p.dtype, p.requires_grad, at, p.__dict__.get(_USED, 1.0)) for p, at in found
+            Tensor(tuple(p.shape), p.dtype, p.requires_grad, at, p.__dict__.get(_USED, 1.0), marked)
+            for p, (at, marked) in found.items()
         )
         embedding = all(type(module) is nn.Embedding for module in modules)
         shapes.append(Unit(names[modules[0]] or "(root)", tensors, embedding))

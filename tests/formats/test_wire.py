@@ -120,6 +120,23 @@ def test_the_mean_is_off_by_the_mean_of_half_the_scales(ranks, stochastic):
     assert all(nearest) != stochastic
 
 
+def _sums_are_in_float32(rank, world):
+    """Gradients in bfloat16 are sent from where they are, and their mean is not rounded to it."""
+    net = nn.Sequential(nn.Linear(40, 24, bias=False))
+    fully_shard(net, mesh=mesh_of([world]), mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_format="bf16_fp32"))
+    rows = [torch.randn(5, 40, generator=torch.Generator().manual_seed(r)).to(BF16) for r in range(world)]
+    out = net(rows[rank])
+    out.sum().backward()
+    grads = [(torch.ones(24, 5, dtype=BF16) @ row).float() for row in rows]
+    exact = sum(grads) / world
+    assert torch.equal(net[0].weight.grad.full_tensor(), exact)
+    assert not torch.equal(exact, exact.to(BF16).float())
+
+
+def test_bf16_is_added_in_float32(ranks):
+    ranks(2, _sums_are_in_float32)
+
+
 def _nonfinite(rank, world, value, layout):
     net = sharded([world], layout=layout, mp_policy=policy(reduce_format="int8", gather_format="int8"))
 
@@ -196,6 +213,11 @@ def _default(rank, world):
             self.gate_proj = nn.Linear(128, 512)
             self.small = nn.Linear(16, 16)
 
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.projection = nn.Linear(256, 1000)
+
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -203,12 +225,14 @@ def _default(rank, world):
             self.layer = Layer()
             self.lm_head = nn.Linear(256, 1000)
             self.last = nn.Linear(256, 1000)
+            self.another = Head()
 
     model, precision = Model(), MixedPrecisionPolicy(gather_format="int8")
-    for unit in (model.layer, model.last, model):
+    units = (model.layer, model.last, model.another, model)
+    for unit in units:
         fully_shard(unit, mesh=mesh_of([world]), mp_policy=precision)
     found = {}
-    for unit in (model.layer, model.last, model):
+    for unit in units:
         for group in unit_of(unit).groups:
             found.update((member.name, mark) for member, mark in zip(group.members, group.formats.encoded))
     assert {name for name, mark in found.items() if mark} == {"proj.weight", "gate_proj.weight"}

@@ -230,9 +230,7 @@ def _refused(rank, world):
 
 @pytest.mark.limit(60)
 def test_what_ranks_that_skip_a_unit_could_not_follow_is_refused(interpreters):
-    wanted = (
-        "share parameter|two sharded models|create_graph=True|within the forward of another|two forwards"
-    )
+    wanted = "share parameter|two sharded models|create_graph=True|within the forward of another|two forwards"
     for told in interpreters(2, _refused):
         for text, words in zip(told, wanted.split("|"), strict=True):
             assert words in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,6 +35,8 @@ class Case:
     schedule: flatshard.SchedulePolicy = field(default_factory=flatshard.SchedulePolicy)
     microbatches: int = 1
     tied: bool = False
+    gather: str | None = None
+    reduces: Any = None
 
     def __str__(self) -> str:
         given = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
@@ -45,7 +48,9 @@ class Case:
 
     @property
     def precision(self) -> MixedPrecisionPolicy:
-        return MixedPrecisionPolicy(param_dtype=self.param, reduce_dtype=self.reduce)
+        return MixedPrecisionPolicy(
+            param_dtype=self.param, reduce_dtype=self.reduce, gather_format=self.gather, reduce_format=self.reduces
+        )
 
     def build(self, config: LlamaConfig = CONFIG) -> Llama:
         model = Llama(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from flatshard.layout import planner
 from flatshard.rehearsal import rehearse
 from flatshard.rehearsal.clock_cpu import CpuClock, CpuWork, carry_out
 from flatshard.rehearsal.ledger import difference
+from flatshard.train.model import LlamaConfig
 from tests.tools.cases import Case
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -158,6 +160,42 @@ def test_peak_and_traffic_of_a_step(case, monkeypatch, tmp_path):
         entry[0] += launch.times
         entry[1] += launch.times * launch.size
     assert {kind: [entry.launches, entry.size] for kind, entry in traffic.items()} == sizes
+
+
+LARGER = LlamaConfig(256, layers=2, heads=4, kv_heads=4, ffn=320, vocab=1030, max_tokens=4)  # matrices worth encoding
+FORMATS = [
+    Case((4,), param=BF16, gather="int8", reduces="int8", microbatches=2),
+    Case((4,), param=BF16, gather="float8", reduces="bf16_fp32", layout="flat"),
+    Case((4,), strategy=2, param=BF16, gather="int8", reduces="int8"),
+    Case((4,), strategy=0, param=BF16, gather="int8", reduces="int8"),
+    Case((8,), reshard=2, param=BF16, gather="int8"),
+    Case((2, 4), param=BF16, gather="int8", reduces=("int8", "int8")),
+    Case((8, 2), param=BF16, gather="int8", reduces=("int8", "int8")),  # too many for an exchange on the outer axis
+    Case((2, 4), outer="optim", param=BF16, gather="int8", reduces=("bf16_fp32", "int8")),
+]
+
+
+@pytest.mark.parametrize(
+    "case", [FORMATS[0], *(pytest.param(case, marks=pytest.mark.full) for case in FORMATS[1:])], ids=str
+)
+def test_traffic_with_formats(case):
+    """What travels, and that gathers take fewer bytes. Encoding on a CPU takes memory of its own."""
+    formula = case.formula(LARGER)
+    with rehearse(case.world, "free") as rehearsal:
+        model = case.build(LARGER)
+        case.warmed_up(model)
+        before = rehearsal.medium.ledger.snapshot()
+        case.passes(model)
+        traffic = difference(rehearsal.medium.ledger.snapshot(), before)
+    sizes: dict[str, list[int]] = {}
+    for launch in formula.launches:
+        entry = sizes.setdefault(launch.kind, [0, 0])
+        entry[0] += launch.times
+        entry[1] += launch.times * launch.size
+    assert {kind: [entry.launches, entry.size] for kind, entry in traffic.items()} == sizes
+    plain = replace(case, gather=None, reduces=None).formula(LARGER)
+    ours, theirs = (sum(x.times * x.size for x in each.launches if not x.reduces) for each in (formula, plain))
+    assert ours < theirs or case.strategy == 0
 
 
 @pytest.mark.parametrize("case", [Case((4,), param=BF16), Case((4,), strategy=2)], ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 
@@ -217,3 +218,23 @@ def test_shapes_are_read_without_running_or_filling_anything():
         assert load_model("planned_here:Large").numel == 3 * ((1 << 40) + (1 << 20))
     finally:
         del sys.modules["planned_here"]
+
+
+def test_formats_are_told_to_pay_only_where_the_wire_is_what_a_step_waits_for(capsys):
+    told = {}
+    for name, more in {
+        "slow": ["--network", "ethernet-100"],
+        "fast": [],
+        "chosen": ["--network", "ethernet-100", "--gather-format", "int8", "--reduce-format", "int8"],
+        "two": ["--network", "ethernet-100", "--gather-format", "float8", "--reduce-format", "int8", "bf16_fp32"],
+    }.items():
+        given = ["plan", "llama-8b", "--devices", "64", "--memory", "10GB", "--tokens", "8192", "--tflops", "400"]
+        assert main([*given, *more]) == 0
+        told[name] = capsys.readouterr().out.splitlines()[-1]
+    assert re.search(r"'int8'.* would take the wire from [\d,.]+ to [\d,.]+ ms, and a step from at least", told["slow"])
+    assert told["fast"].endswith("That does not pay: compute can hide it in either case.")
+    for name in ("chosen", "two"):
+        found = [float(x.replace(",", "")) for x in re.findall(r"[\d,]+\.\d", told[name])]
+        assert told[name].startswith("The formats take the wire from")
+        assert found[1] < 0.75 * found[0]
+        assert found[3] < 0.75 * found[2]
