@@ -23,6 +23,7 @@ except ImportError:  # a build of torch without CUDA has none
 
 _TILE = 2048  # elements that one program encodes or decodes
 _FIELDS = 5
+_VECTOR = 16  # bytes, and elements of one byte
 _OFF = os.environ.get("FLATSHARD_KERNELS", "1").strip() == "0"  # to compare with torch's operations
 
 
@@ -42,6 +43,8 @@ class Table:
         number = torch.repeat_interleave(torch.arange(len(fields)), tiles)
         within = torch.arange(len(number)) - (tiles.cumsum(0) - tiles)[number]
         self.count = len(number)
+        # Then blocks lie one after the other, and a program's elements are one stretch that can be read in vectors.
+        self.is_even = bool((fields[:, 4] % block == 0).all() and (fields[:, :2] % _VECTOR == 0).all())
         self.fields = fields.to(device)
         self.tiles = torch.stack([number, within], dim=1).to(torch.int32).to(device)
 
@@ -61,6 +64,7 @@ def encode(table: Table, code: str, source: torch.Tensor, out: torch.Tensor, noi
             NOISY=noise is not None,
             BLOCK=table.block,
             TILE=table.tile,
+            EVEN=table.is_even,
             enable_fp_fusion=False,
         )
 
@@ -82,6 +86,7 @@ def decode(table: Table, code: str | None, given: torch.Tensor, out: torch.Tenso
             CODE=_CODES[code],
             BLOCK=table.block,
             TILE=table.tile,
+            EVEN=table.is_even and stride % _VECTOR == 0,
             enable_fp_fusion=False,
         )
 
@@ -92,7 +97,7 @@ _CODES = {None: 0, "int8": 1, "float8": 2}
 if triton is not None:
 
     @triton.jit
-    def _blocks(fields, tiles, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    def _blocks(fields, tiles, BLOCK: tl.constexpr, TILE: tl.constexpr, EVEN: tl.constexpr):
         """Of this program: the first element, code and scale of its rows, and its blocks and elements among those."""
         program = tl.program_id(0)
         entry = fields + 5 * tl.load(tiles + 2 * program).to(tl.int64)
@@ -102,6 +107,10 @@ if triton is not None:
         per_row = (row + BLOCK - 1) // BLOCK
         block = first + tl.arange(0, TILE)
         exists = block < rows * per_row
+        if EVEN:
+            at, code = tl.multiple_of(tl.load(entry), 16), tl.multiple_of(tl.load(entry + 1), 16)
+            place = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+            return at, code, tl.load(entry + 2) + block, exists, place, tl.broadcast_to(exists[:, None], (TILE, BLOCK))
         column = (block % per_row)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
         place = (block // per_row)[:, None] * row + column
         inside = exists[:, None] & (column < row)
@@ -126,8 +135,9 @@ if triton is not None:
         NOISY: tl.constexpr,
         BLOCK: tl.constexpr,
         TILE: tl.constexpr,
+        EVEN: tl.constexpr,
     ):
-        at, code, scale_at, exists, place, inside = _blocks(fields, tiles, BLOCK, TILE)
+        at, code, scale_at, exists, place, inside = _blocks(fields, tiles, BLOCK, TILE, EVEN)
         value = tl.load(source + at + place, mask=inside, other=0.0).to(tl.float32)
         # As integers, magnitudes have the order of their values, and NaN is above all of them.
         most = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
@@ -163,8 +173,9 @@ if triton is not None:
         CODE: tl.constexpr,
         BLOCK: tl.constexpr,
         TILE: tl.constexpr,
+        EVEN: tl.constexpr,
     ):
-        at, code, scale_at, exists, place, inside = _blocks(fields, tiles, BLOCK, TILE)
+        at, code, scale_at, exists, place, inside = _blocks(fields, tiles, BLOCK, TILE, EVEN)
         total = tl.zeros([TILE, BLOCK], tl.float32)
         for _ in range(ranks):
             coded = tl.load(codes + code + place, mask=inside, other=0)

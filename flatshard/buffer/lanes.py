@@ -357,10 +357,14 @@ class Lane:
         scale = output.element_size() if out.dtype != output.dtype else 1
         sizes = [scale * n for n in output_splits], [scale * n for n in input_splits]
         with self.entered(after):
-            alone = group.size() == 1
-            works = (
-                _copied([out], [inp]) if alone else [_torch.all_to_all_one(group, out, inp, *sizes, _torch.ALL_TO_ALL)]
-            )
+            if group.size() == 1:
+                works = _copied([out], [inp])
+            elif self.stream is not None and self._backends[group] == "gloo":  # which reads CUDA memory as the host's
+                back = torch.empty(out.shape, dtype=out.dtype)
+                _torch.all_to_all_one(group, back, inp.cpu(), *sizes, _torch.ALL_TO_ALL).wait()
+                works = _copied([out], [back])
+            else:
+                works = [_torch.all_to_all_one(group, out, inp, *sizes, _torch.ALL_TO_ALL)]
             return self._finish(group, "all_to_all", name, input.nbytes, works)
 
     @property

@@ -139,6 +139,8 @@ CASES: dict[str, dict[str, Any]] = {
 def test_captured_steps_are_eager_steps(case, kind):
     if "hsdp" in CASES[case] and kind == "nccl":
         pytest.skip("two axes need more than one rank")
+    if "int8" in case and kind == "rehearsal":
+        pytest.skip("other ranks' pieces are this rank's there, and bytes of other tensors mean nothing")
     if "outer_strategy" in CASES[case] and not _torch.SUBCLASSES_DISPATCH:
         pytest.skip("shards over two axes need torch 2.13")
     with ranks(kind):
