@@ -18,6 +18,7 @@ from flatshard.engine import steps
 from flatshard.engine.homes import generation, is_replaced, successor_of
 from flatshard.engine.main_grads import MAIN_GRAD
 from flatshard.engine.scope import join_reduces
+from flatshard.optim.eight import AdamW8bit
 from flatshard.optim.local import Local, refuse_replaced
 from flatshard.optim.owners import Cost, newton_schulz
 from flatshard.optim.runs import is_elementwise, local_part
@@ -101,6 +102,8 @@ def fully_shard_optimizer(
         return optimizer
     side = Local(type(optimizer) in ELEMENTWISE, precision_aware)
     if choice is None:
+        if isinstance(optimizer, AdamW8bit):  # sees to shards itself
+            return optimizer
         _refuse(optimizer, "all")
         refuse_replaced(optimizer)
         return _install(optimizer, side)
@@ -195,6 +198,11 @@ def _refuse(optimizer: Optimizer, on_shards: Literal["all", "rest", "none"]) -> 
         )
     if "SparseAdam" in names:
         raise ValueError(f"{name} takes sparse gradients; those of sharded parameters are dense: use Adam")
+    if on_shards != "none" and type(optimizer).__module__.partition(".")[0] == "bitsandbytes" and "8bit" in name:
+        raise ValueError(
+            f"{name} has scales for blocks of what a rank holds, which no checkpoint could put together; use "
+            "flatshard.optim.AdamW8bit, or let it have whole parameters (whole=True)"
+        )
     for found in names:
         if found in _OVER_ALL:
             raise ValueError(f"{name} sums over all parameters, which no rank has; use another optimizer")
