@@ -11,7 +11,8 @@ of a tensor and not for others.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -100,19 +101,19 @@ class AdamW8bit(Optimizer):
             weight.copy_(new)
 
 
-def is_quantized(parameter: torch.Tensor) -> bool:
+def is_quantized(shape: Sequence[int]) -> bool:
     """Whether the moments of a parameter are in 8 bits; by its whole shape, so that it is so on every rank."""
-    return parameter.dim() > 1 and parameter.shape[1:].numel() >= _LEAST_ROW and parameter.shape[0] > 0
+    return len(shape) > 1 and shape[0] > 0 and math.prod(shape[1:]) >= _LEAST_ROW
 
 
-def state_bytes(parameter: torch.Tensor) -> float:
-    """Bytes of state per element."""
-    row = parameter.shape[1:].numel()
-    return 2 + 8 * -(-row // BLOCK) / row if is_quantized(parameter) else 8.0
+def state_bytes(shape: Sequence[int]) -> float:
+    """Bytes of state for each element of a parameter of this shape."""
+    row = math.prod(shape[1:])
+    return 2 + 8 * -(-row // BLOCK) / row if is_quantized(shape) else 8.0
 
 
 def _require_rows(parameter: torch.Tensor) -> None:
-    if isinstance(parameter, DTensor) and is_quantized(parameter):
+    if isinstance(parameter, DTensor) and is_quantized(parameter.shape):
         dims = {getattr(p, "dim", 0) for p in parameter.placements if not isinstance(p, Replicate)}
         if dims - {0}:
             raise ValueError(
@@ -122,7 +123,7 @@ def _require_rows(parameter: torch.Tensor) -> None:
 
 
 def _begin(parameter: torch.Tensor, state: dict[str, Any]) -> None:
-    local, quantized = held_of(parameter), is_quantized(parameter)
+    local, quantized = held_of(parameter), is_quantized(parameter.shape)
     state["step"] = torch.tensor(0.0)
     for name, dtype in (("exp_avg", torch.int8), ("exp_avg_sq", torch.uint8)):
         codes = torch.zeros_like(local, dtype=dtype if quantized else torch.float32)

@@ -15,6 +15,10 @@ import flatshard
 from flatshard import fully_shard, fully_shard_optimizer
 from flatshard.optim import AdamW8bit
 from flatshard.optim.eight import is_quantized, state_bytes
+from flatshard.rehearsal.network import get_network
+from flatshard.tools.known import OPTIMIZERS
+from flatshard.tools.plan import Machine, Training, make_plan
+from flatshard.tools.shapes import load_model
 from tests.whole.cases import assert_equal_bits, bits, give, gradients
 
 
@@ -66,6 +70,9 @@ def _same_bits(rank: int, world: int, kinds: list[dict[str, Any]]) -> None:
         run(model, optimizer, range(4))
         assert_equal_bits(model, reference)
         assert_equal_state(optimizer, wanted, (model, reference))
+        state = flatshard.summary(model, optimizer).state
+        assert state[1] == sum(p.to_local().numel() for p in model.parameters())
+        assert "of optimizer state on this rank" in str(flatshard.summary(model, optimizer))
 
 
 def test_the_same_bits_on_any_number_of_ranks(ranks):
@@ -96,9 +103,21 @@ def test_bytes_and_accuracy():
         assert (parameter - other.get_parameter(name)).norm() < 0.03 * moved, name
         state = optimizers[0].state[parameter]
         size = sum(value.nbytes for key, value in state.items() if key != "step")
-        assert size == state_bytes(parameter) * parameter.numel()
-        assert is_quantized(parameter) == (name in {"even.weight", "odd.weight", "experts"})
-    assert state_bytes(model.even.weight) == 2 + 8 / 256
+        assert size == state_bytes(parameter.shape) * parameter.numel()
+        assert is_quantized(parameter.shape) == (name in {"even.weight", "odd.weight", "experts"})
+    assert state_bytes(model.even.weight.shape) == 2 + 8 / 256
+
+
+def test_bytes_per_parameter_in_a_plan():
+    network = get_network("h100-nvlink")
+    found = {}
+    for name in ("adamw", "adamw-8bit", "muon"):
+        plan = make_plan(load_model("llama-1b"), Machine(8, 80e9, network), Training(state=OPTIMIZERS[name]))
+        found[name] = plan.state_per_parameter
+        assert f"{found[name]:.2f} bytes per parameter" in plan.table()
+    assert found["adamw"] == 8
+    assert 2.03 < found["adamw-8bit"] < 2.04
+    assert 4 < found["muon"] < 4.01
 
 
 def _save(rank: int, world: int, path: Any) -> None:
