@@ -102,7 +102,17 @@ def soap(params: Any) -> Optimizer:
     return pytest.importorskip("pytorch_optimizer").SOAP(params, lr=0.01, precondition_frequency=3)
 
 
-MAKERS: dict[str, Callable[[Any], Optimizer]] = {"muon": muon, "spectral": Spectral, "shampoo": shampoo, "soap": soap}
+def adafactor(params: Any) -> Optimizer:
+    return torch.optim.Adafactor(params, lr=0.02, foreach=False)
+
+
+MAKERS: dict[str, Callable[[Any], Optimizer]] = {
+    "muon": muon,
+    "spectral": Spectral,
+    "shampoo": shampoo,
+    "soap": soap,
+    "adafactor": adafactor,
+}
 
 
 def gradients(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
