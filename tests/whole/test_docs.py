@@ -42,5 +42,5 @@ def _recipe(rank: int, world: int) -> None:
 
 
 def test_the_recipe_runs(ranks):
-    assert len(RECIPE.strip().splitlines()) <= 10
+    assert len([line for line in RECIPE.splitlines() if line]) <= 10
     ranks(2, _recipe)
