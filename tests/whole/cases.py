@@ -130,9 +130,10 @@ def give(model: nn.Module, whole: dict[str, torch.Tensor]) -> None:
         if name not in whole:
             parameter.grad = None
         elif isinstance(parameter, DTensor):
-            parameter.grad = _torch.like_dtensor(parameter, _torch.part_of(whole[name], parameter).clone())
+            part = _torch.part_of(whole[name], parameter).to(parameter.device, copy=True)
+            parameter.grad = _torch.like_dtensor(parameter, part)
         else:
-            parameter.grad = whole[name].clone()
+            parameter.grad = whole[name].to(parameter.device, copy=True)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
