@@ -87,7 +87,7 @@ def test_the_same_bits_everywhere(ranks, world):
     ranks(world, _same_bits, kinds)
 
 
-def test_bytes_and_accuracy():
+def _accuracy(rank: int, world: int) -> None:
     """A quarter of AdamW's state, and weights that part from AdamW's by a small part of what has been learnt."""
     model = Wide()
     start = copy.deepcopy(model)
@@ -106,6 +106,10 @@ def test_bytes_and_accuracy():
         assert size == state_bytes(parameter.shape) * parameter.numel()
         assert is_quantized(parameter.shape) == (name in {"even.weight", "odd.weight", "experts"})
     assert state_bytes(model.even.weight.shape) == 2 + 8 / 256
+
+
+def test_bytes_and_accuracy(ranks):
+    ranks(1, _accuracy)
 
 
 def test_bytes_per_parameter_in_a_plan():

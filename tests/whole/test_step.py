@@ -149,6 +149,10 @@ def _refused(rank: int, world: int) -> None:
     with pytest.raises(RuntimeError, match="copy of an optimizer of whole matrices"):
         copy.copy(optimizer).step()
     give(model, gradients(model, 0))
+    foreign = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "bitsandbytes.optim.adamw"})
+    for step in (lambda: foreign(matrices).step(), lambda: fully_shard_optimizer(foreign(matrices))):
+        with pytest.raises(ValueError, match="of bitsandbytes has scales for blocks"):
+            step()
     with pytest.raises(RuntimeError, match="other values of 'total'"):
         fully_shard_optimizer(Summing(matrices), whole=True, bucket_bytes=1).step()
 
@@ -177,3 +181,15 @@ def _added(rank: int, world: int) -> None:
 
 def test_groups_that_are_added_later(ranks):
     ranks(2, _added)
+
+
+def _different(rank: int, world: int) -> None:
+    model = shard(Net())
+    optimizer = whole_optimizer(muon, model, lambda name, p: inside(name, p) and (rank == 0 or "up" not in name))
+    give(model, gradients(model, 0))
+    with pytest.raises(RuntimeError, match=r"first has blocks.0.up.weight \(10, 6\).* number 1 has blocks.0.down"):
+        optimizer.step()
+
+
+def test_ranks_with_different_matrices_are_told(ranks):
+    ranks(2, _different)
