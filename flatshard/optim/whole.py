@@ -4,8 +4,8 @@
 
 Matrices go in buckets (`flatshard.optim.routes`). While the owners step one, the next comes in and the one before goes
 out. A rank has, beside its shards and the state of what it owns, the matrices of one bucket, and packed pieces of two:
-with B the larger of ``bucket_bytes`` and the largest matrix, weight and gradient together, at most 4 B, and 1.5 B more
-for each copy of the model among those who own it (`Whole.most_bytes`).
+with B the larger of ``bucket_bytes`` and the largest matrix, weight and gradient together, at most 5.5 B in float32,
+and 3.5 B more for each further copy of the model among those who share the work (`Whole.most_bytes`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -159,17 +160,19 @@ class Whole:
         return any(parameter is None for parameter in self._known.values())
 
     def _meeting(self, parameter: nn.Parameter, known: dict[Any, Meeting]) -> Meeting:
-        local = held_of(parameter)
-        if not isinstance(parameter, DTensor):
-            return known.setdefault(local.device, Meeting(None, (), local.device))
-        mesh, axes = parameter.device_mesh, cut_axes(parameter)
-        if self.choice.owners == "all":
-            axes = tuple(axis for axis in range(mesh.ndim) if mesh.size(axis) > 1)
-        device = local.device
-        if axes and mesh.device_type != device.type:  # weights on the host, which communicate on the device
-            device = torch.empty(0, device=mesh.device_type).device
+        mesh: DeviceMesh | None = None
+        axes: tuple[int, ...] = ()
+        device = held_of(parameter).device
+        if isinstance(parameter, DTensor):
+            mesh, axes = parameter.device_mesh, cut_axes(parameter)
+            if self.choice.owners == "all":
+                axes = tuple(axis for axis in range(mesh.ndim) if mesh.size(axis) > 1)
+            if axes and mesh.device_type != device.type:  # weights on the host, which communicate on the device
+                device = torch.empty(0, device=mesh.device_type).device
         key = (mesh, axes, device)
-        return known.setdefault(key, Meeting(mesh, axes, device))
+        if key not in known:
+            known[key] = Meeting(mesh, axes, device)
+        return known[key]
 
     def plan(self, optimizer: Optimizer) -> None:
         """Know all parameters of the optimizer, and the buckets in which they go."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -132,6 +133,24 @@ def _tensor_parallel(rank: int, world: int) -> None:
 
 def test_tensor_parallel_parameters_are_gathered_over_both_axes(ranks):
     ranks(4, _tensor_parallel)
+
+
+def _by_fsdp2(rank: int, world: int) -> None:
+    """Nothing of it is the engine's: parameters that PyTorch's own FSDP2 has sharded have owners, too."""
+    reference = Net()
+    for block in reference.blocks:
+        block.scale = nn.Parameter(torch.ones(1))  # it takes no parameters without dims
+    model = copy.deepcopy(reference)
+    for block in model.blocks:
+        torch_fsdp.fully_shard(block)
+    torch_fsdp.fully_shard(model)
+    optimizers = [whole_optimizer(muon, each, inside, bucket_bytes=500) for each in (model, reference)]
+    train(model, reference, *optimizers, steps=4)  # the reference's are plain tensors, of which everybody owns all
+
+
+@pytest.mark.full
+def test_parameters_of_fsdp2(ranks):
+    ranks(2, _by_fsdp2)
 
 
 class Expert(nn.Module):

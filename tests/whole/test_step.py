@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -84,6 +85,24 @@ def test_memory_is_that_of_a_few_buckets(ranks):
 def test_memory_is_that_of_a_few_buckets_everywhere(ranks, world):
     for layout in ("tensor", "flat"):
         ranks(world, _bounded, {"layout": layout})
+
+
+def _bounded_copies(rank: int, world: int) -> None:
+    model = nn.Sequential(*[nn.Linear(COLUMNS, ROWS, bias=False) for _ in range(COUNT)])
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2)))
+    optimizer = fully_shard_optimizer(Plain(model.parameters()), whole=True, bucket_bytes=1, owners="all")
+    give(model, gradients(model, 0))
+    optimizer.step()
+    with Live() as live:
+        optimizer.step()
+    side = optimizer.__dict__["_flatshard_local"]
+    assert side.most_bytes == 9 * 2 * 4 * ROWS * COLUMNS  # two replicas share the work
+    assert live.peak <= side.most_bytes < 8 * COUNT * ROWS * COLUMNS
+
+
+@pytest.mark.full
+def test_memory_where_replicas_share_the_work(ranks):
+    ranks(4, _bounded_copies)
 
 
 def _dtypes(rank: int, world: int) -> None:
