@@ -192,3 +192,24 @@ def _used(rank: int, world: int) -> None:
 
 def test_schedulers_clipping_and_scaling(ranks):
     ranks(2, _used)
+
+
+def _from_before(rank: int, world: int) -> None:
+    """State of steps that were taken on shards goes to the owners."""
+    for layout in ("tensor", "flat"):
+        reference = Net()
+        model = shard(copy.deepcopy(reference), layout=layout)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, reference)]
+        for each, optimizer in zip((model, reference), optimizers):
+            run(each, optimizer, range(2))
+        assert fully_shard_optimizer(optimizers[0], whole=lambda name, p: p.dim() > 1) is optimizers[0]
+        for each, optimizer in zip((model, reference), optimizers):
+            run(each, optimizer, range(2, 4))
+        assert_equal_bits(model, reference)
+        held = [p for p in model.parameters() if p.dim() > 1 and optimizers[0].state[p]]
+        assert all(type(optimizers[0].state[p]["momentum_buffer"]) is torch.Tensor for p in held)
+        assert 0 < len(held) < len([p for p in model.parameters() if p.dim() > 1])
+
+
+def test_state_from_before(ranks):
+    ranks(2, _from_before)
