@@ -871,7 +871,7 @@ def boxes_of(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], tuple[int, ...
     return [(tuple(found.offsets), tuple(found.sizes)) for found in chunks]
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=1 << 16)  # a rank asks for all others, parameter after parameter
 def box_at(
     shape: tuple[int, ...], mesh: tuple[int, ...], place: tuple[int, ...], placements: tuple[TorchPlacement, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -63,7 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "megatron": {"optim", "checkpoint", "wrapping", *_API_AND_BELOW},
     "train": {"optim", "checkpoint", "model", "wrapping", "captured", *_API_AND_BELOW},
     "rehearsal": {"_lazy", "_torch", "_recording"},
-    "tools": {"wrapping", "rehearsal", *_ENGINE_AND_BELOW},
+    "tools": {"optim", "wrapping", "rehearsal", *_ENGINE_AND_BELOW},
     "cli": {"__init__", *_ANY},
     "__main__": _ANY,
     "__init__": {"_lazy", *_ANY},  # and no room imports the public names from here

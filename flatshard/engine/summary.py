@@ -8,6 +8,8 @@ from itertools import pairwise
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from flatshard import _arguments, _torch
 from flatshard.buffer import PoolStatistics
@@ -45,6 +47,7 @@ class Summary:
 
     rows: tuple[GroupRow, ...]
     pool: PoolStatistics | None = None
+    state: tuple[int, int] | None = None  # bytes of optimizer state on this rank, and for how many elements of it
 
     @property
     def bytes_per_rank(self) -> int:
@@ -90,6 +93,9 @@ class Summary:
         lines.insert(1, "  ".join("-" * width for width in widths))
         total = sum(row.parameters for row in self.rows)
         lines.append(f"{total:,} parameters, {_bytes(self.bytes_per_rank)} of main weights on this rank")
+        if self.state is not None:
+            size, elements = self.state
+            lines.append(f"{_bytes(size)} of optimizer state on this rank, {size / max(elements, 1):.2f} per parameter")
         if self.pool is not None:
             pool = self.pool
             lines.append(
@@ -99,9 +105,14 @@ class Summary:
         return "\n".join(lines)
 
 
-def summary(model: nn.Module) -> Summary:
-    """The units at and below ``model`` and their groups: what is sharded how, and what it costs."""
+def summary(model: nn.Module, optimizer: Optimizer | None = None) -> Summary:
+    """The units at and below ``model`` and their groups: what is sharded how, and what it costs.
+
+    ``optimizer``: count its state too, as far as it has come into being: its bytes on this rank, and how many that is
+    for each element of the parameters that the rank holds and that need gradients.
+    """
     _arguments.module("summary", model)
+    _arguments.optimizer(optimizer)
     rows = []
     pool = None
     for name, unit in units_below(model):
@@ -127,7 +138,16 @@ def summary(model: nn.Module) -> Summary:
                 )
             )
         rows.extend(_plain_rows(name or "(root)", unit))
-    return Summary(tuple(rows), pool)
+    return Summary(tuple(rows), pool, None if optimizer is None else _state_of(model, optimizer))
+
+
+def _state_of(model: nn.Module, optimizer: Optimizer) -> tuple[int, int]:
+    leaves = _torch.pytree_leaves([list(state.values()) for state in optimizer.state.values()])
+    held = [_torch.local_of(each) if isinstance(each, DTensor) else each for each in leaves]
+    size = sum(each.nbytes for each in held if isinstance(each, torch.Tensor))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    elements = [(_torch.local_of(each) if isinstance(each, DTensor) else each).numel() for each in trained]
+    return size, sum(elements)
 
 
 def _mesh(mesh: DeviceMesh) -> str:

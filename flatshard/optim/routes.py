@@ -203,7 +203,9 @@ class Route:
         self._flying = None
 
     def drop(self) -> None:
-        """Forget what is on its way, after an exception."""
+        """Forget what is on its way, after an exception. On a device, its memory is used again after it."""
+        if self._flying is not None and self._flying[2] is not None and self._flying[2].is_on_device:
+            self._flying[2].wait()
         self._flying = None
 
 

@@ -18,6 +18,7 @@ from flatshard.engine import steps
 from flatshard.engine.homes import generation, is_replaced, successor_of
 from flatshard.engine.main_grads import MAIN_GRAD
 from flatshard.engine.scope import join_reduces
+from flatshard.optim.eight import AdamW8bit
 from flatshard.optim.local import Local, refuse_replaced
 from flatshard.optim.owners import Cost, newton_schulz
 from flatshard.optim.runs import is_elementwise, local_part
@@ -101,6 +102,8 @@ def fully_shard_optimizer(
         return optimizer
     side = Local(type(optimizer) in ELEMENTWISE, precision_aware)
     if choice is None:
+        if isinstance(optimizer, AdamW8bit):  # sees to shards itself
+            return optimizer
         _refuse(optimizer, "all")
         refuse_replaced(optimizer)
         return _install(optimizer, side)
@@ -195,6 +198,8 @@ def _refuse(optimizer: Optimizer, on_shards: Literal["all", "rest", "none"]) -> 
         )
     if "SparseAdam" in names:
         raise ValueError(f"{name} takes sparse gradients; those of sharded parameters are dense: use Adam")
+    if on_shards != "none":
+        _refuse_foreign_blocks(optimizer)
     for found in names:
         if found in _OVER_ALL:
             raise ValueError(f"{name} sums over all parameters, which no rank has; use another optimizer")
@@ -336,6 +341,16 @@ def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         _local(self).rest_gradients()
 
 
+def _refuse_foreign_blocks(optimizer: Optimizer) -> None:
+    """Raise if the state is in blocks of whatever a tensor holds, which would be what a rank holds."""
+    name = type(optimizer).__name__
+    if "8bit" in name and any(cls.__module__.startswith("bitsandbytes.") for cls in type(optimizer).__mro__):
+        raise ValueError(
+            f"{name} of bitsandbytes has scales for blocks of what a rank holds, which no checkpoint could put "
+            "together; use flatshard.optim.AdamW8bit, or let it have whole parameters (whole=True)"
+        )
+
+
 def _refuse_factored(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
     """Raise if rows and columns of sharded matrices are asked for their moments, which DTensor fails in."""
     if not any(cls.__name__ in ("Adafactor", "CAME") for cls in type(optimizer).__mro__):
@@ -384,6 +399,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if _LOCAL not in optimizer.__dict__:
             _refuse_factored(optimizer, parameters)
+            if any(isinstance(parameter, DTensor) for parameter in parameters):
+                _refuse_foreign_blocks(optimizer)
             for parameter in parameters:
                 if isinstance(parameter.grad, DTensor) and parameter.grad.dtype != parameter.dtype:
                     raise RuntimeError(

@@ -4,22 +4,26 @@
 
 Matrices go in buckets (`flatshard.optim.routes`). While the owners step one, the next comes in and the one before goes
 out. A rank has, beside its shards and the state of what it owns, the matrices of one bucket, and packed pieces of two:
-with B the larger of ``bucket_bytes`` and the largest matrix, weight and gradient together, at most 4 B, and 1.5 B more
-for each copy of the model among those who own it (`Whole.most_bytes`).
+with B the larger of ``bucket_bytes`` and the largest matrix, weight and gradient together, at most 5.5 B in float32,
+and 3.5 B more for each further copy of the model among those who share the work (`Whole.most_bytes`).
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import zip_longest
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -76,6 +80,7 @@ class Whole:
         self._known: dict[int, nn.Parameter | None] = {}  # all parameters by id; None for those that are not whole
         self._parts: dict[torch.Tensor, list[Seen]] = {}
         self._generation = -1
+        self._compared = 0  # batches of which the ranks have the same
         self._lanes: dict[torch.device, Lane] = {}
         self._lent: Any = None  # what `optimizer.state` is for now
         self._has_state = False
@@ -155,17 +160,19 @@ class Whole:
         return any(parameter is None for parameter in self._known.values())
 
     def _meeting(self, parameter: nn.Parameter, known: dict[Any, Meeting]) -> Meeting:
-        local = held_of(parameter)
-        if not isinstance(parameter, DTensor):
-            return known.setdefault(local.device, Meeting(None, (), local.device))
-        mesh, axes = parameter.device_mesh, cut_axes(parameter)
-        if self.choice.owners == "all":
-            axes = tuple(axis for axis in range(mesh.ndim) if mesh.size(axis) > 1)
-        device = local.device
-        if axes and mesh.device_type != device.type:  # weights on the host, which communicate on the device
-            device = torch.empty(0, device=mesh.device_type).device
+        mesh: DeviceMesh | None = None
+        axes: tuple[int, ...] = ()
+        device = held_of(parameter).device
+        if isinstance(parameter, DTensor):
+            mesh, axes = parameter.device_mesh, cut_axes(parameter)
+            if self.choice.owners == "all":
+                axes = tuple(axis for axis in range(mesh.ndim) if mesh.size(axis) > 1)
+            if axes and mesh.device_type != device.type:  # weights on the host, which communicate on the device
+                device = torch.empty(0, device=mesh.device_type).device
         key = (mesh, axes, device)
-        return known.setdefault(key, Meeting(mesh, axes, device))
+        if key not in known:
+            known[key] = Meeting(mesh, axes, device)
+        return known[key]
 
     def plan(self, optimizer: Optimizer) -> None:
         """Know all parameters of the optimizer, and the buckets in which they go."""
@@ -206,6 +213,26 @@ class Whole:
             self._lanes[meeting.device] = Lane("whole", meeting.device)
         return self._lanes[meeting.device]
 
+    def _compare(self) -> None:
+        """Raise, on all ranks, if they do not have the same matrices. Once for each batch: all ranks come to it."""
+        for batch in self.batches[self._compared :]:
+            for meeting in dict.fromkeys(each.meeting for each in batch):
+                here = [f"{e.name} {e.matrix.shape} {e.dtypes}" for e in batch if e.meeting is meeting]
+                digest = hashlib.sha256(repr((here, self.choice.bucket_bytes)).encode()).digest()
+                said = meeting.messages(self.lane(meeting), digest)
+                if len(set(said)) > 1:
+                    odd = next(rank for rank, each in enumerate(said) if each != said[0])
+                    told = [
+                        json.loads(each) for each in meeting.messages(self.lane(meeting), json.dumps(here).encode())
+                    ]
+                    pairs = zip_longest(told[0], told[odd], fillvalue="nothing")
+                    one, other = next((pair for pair in pairs if pair[0] != pair[1]), ("other options", "others"))
+                    raise RuntimeError(
+                        f"ranks have other matrices to step: of those that share them the first has {one}, and number "
+                        f"{odd} has {other}; build the optimizer alike on all of them"
+                    )
+        self._compared = len(self.batches)
+
     # Step
 
     @torch.no_grad()
@@ -214,6 +241,8 @@ class Whole:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise NotImplementedError(_CAPTURED)
         self.plan(optimizer)
+        if self._compared < len(self.batches):
+            self._compare()
         calls = _Calls(optimizer, base)
         rest = [[p for p in group["params"] if self._known[id(p)] is None] for group in optimizer.param_groups]
         self._has_state = True

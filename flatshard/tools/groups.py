@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -15,13 +15,16 @@ from flatshard.layout.planner import LayoutName
 from flatshard.policy import MixedPrecisionPolicy, Placements, SchedulePolicy, replicated
 from flatshard.tools.shapes import Tensor
 
+StateOf: TypeAlias = Callable[[tuple[int, ...], int], float]
+
 
 @dataclass(frozen=True)
 class Choice:
     """How a model is to be trained.
 
     ``mesh``: the sizes of its axes, (shard) or (outer, inner).
-    ``state``: tensors of a parameter's size that the optimizer keeps, in the dtype of main weights: 2 for AdamW.
+    ``state``: tensors of a parameter's size that the optimizer keeps, in the dtype of main weights: 2 for AdamW. Or a
+    function of a parameter's shape and of the bytes of a main weight: bytes of state for each of its elements.
     ``microbatches``: of one optimizer step, each inside `flatshard.microbatch`.
     """
 
@@ -31,14 +34,18 @@ class Choice:
     layout: LayoutName = "tensor"
     reshard_after_forward: bool | int | None = None
     schedule: SchedulePolicy = field(default_factory=SchedulePolicy)
-    state: int = 2
+    state: int | StateOf = 2
     microbatches: int = 1
 
     def __post_init__(self) -> None:
         if len(self.placements.parameter) != len(self.mesh):
             raise ValueError(f"placements name {len(self.placements.parameter)} axes; the mesh has {len(self.mesh)}")
-        if any(size < 1 for size in self.mesh) or self.microbatches < 1 or self.state < 0:
+        if any(size < 1 for size in self.mesh) or self.microbatches < 1 or self.state_of((1,), 1) < 0:
             raise ValueError("sizes of axes and micro-batches are at least 1, tensors of optimizer state at least 0")
+
+    def state_of(self, shape: tuple[int, ...], size: int) -> float:
+        """Bytes of optimizer state for each element of a parameter, whose main weights have ``size`` bytes each."""
+        return self.state(shape, size) if callable(self.state) else float(self.state * size)
 
     @property
     def park(self) -> int | None:
@@ -109,7 +116,9 @@ class GroupBytes:
             self.compute = self.piece * self._pieces(self.placements.parameter)
         self.passing = self.piece * shards if encoded and not everywhere else 0
         self.compute += turned * self.wire.itemsize if self.is_resident else 0
-        self.state = choice.state * self.main if self.trainable else 0
+        states = [choice.state_of(tensor.shape, main.itemsize) for tensor in tensors]
+        share = sum(each * math.prod(t.shape) for each, t in zip(states, tensors)) / max(self.layout.payload, 1)
+        self.state = round(share * held) if self.trainable else 0
         self.gathered = 0 if self.is_resident else (full + turned) * self.wire.itemsize
         parks = choice.park is not None and not self.is_resident and shards % choice.park == 0
         self.parked = (

@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Tensors of a parameter's size in the state of an optimizer.
-OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "adagrad": 1, "rmsprop": 1, "lion": 1}
+
+def _eight_bits(shape: tuple[int, ...], size: int) -> float:
+    from flatshard.optim.eight import state_bytes
+
+    return state_bytes(shape)
+
+
+def _muon(shape: tuple[int, ...], size: int) -> float:
+    """One moment for matrices, at their owners, and AdamW's two for all else."""
+    return float(size if len(shape) > 1 else 2 * size)
+
+
+# Tensors of a parameter's size in the state of an optimizer; or bytes for each element of a parameter, by its shape and
+# the bytes of a main weight.
+OPTIMIZERS: dict[str, int | Callable[[tuple[int, ...], int], float]] = {
+    "adamw": 2,
+    "adamw-8bit": _eight_bits,
+    "muon": _muon,
+    "adam": 2,
+    "sgd": 0,
+    "sgd-momentum": 1,
+    "adagrad": 1,
+    "rmsprop": 1,
+    "lion": 1,
+}
 
 _LLAMA_3 = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8}
 NAMED: dict[str, dict[str, Any]] = {

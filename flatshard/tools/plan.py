@@ -10,7 +10,7 @@ from typing import Any
 from flatshard.layout.planner import LayoutName
 from flatshard.policy import MixedPrecisionPolicy, Strategy, placements_for
 from flatshard.rehearsal.network import Level, Network, wire_bytes
-from flatshard.tools.groups import Choice, Launch
+from flatshard.tools.groups import Choice, Launch, StateOf
 from flatshard.tools.memory import Memory, memory_of
 from flatshard.tools.shapes import Model
 
@@ -55,7 +55,7 @@ class Training:
 
     precision: MixedPrecisionPolicy = MixedPrecisionPolicy()
     layout: LayoutName = "tensor"
-    state: int = 2
+    state: int | StateOf = 2
     microbatches: int = 1
     activations: float = 0.0
     tokens: float | None = None
@@ -96,6 +96,11 @@ class Plan:
     why: str
     formats: str = ""
 
+    @property
+    def state_per_parameter(self) -> float:
+        """Bytes of optimizer state for each parameter, all ranks together; what is frozen has none."""
+        return self.rows[0].memory.resting.state / max(self.numel, 1)  # of ZeRO 0: all of it, without padding
+
     def to_json(self) -> str:
         rows: list[dict[str, Any]] = []
         for row in self.rows:
@@ -114,6 +119,7 @@ class Plan:
         document = {
             "parameters": self.numel,
             "units": self.units,
+            "state_bytes_per_parameter": self.state_per_parameter,
             "machine": machine,
             "strategies": rows,
             "advice": self.advice,
@@ -158,6 +164,7 @@ class Plan:
             f"{activations};",
             "the columns before it are its parts. gathers, reduces: sent per step. wire: their time on that network,",
             f"overlapped or not. fits: the peak leaves {100 * machine.spare:.0f}% of the memory to others.",
+            f"state: of the optimizer, {self.state_per_parameter:.2f} bytes per parameter.",
         ]
         if self.rows[0].step is not None:
             notes.append(

@@ -719,6 +719,63 @@ OPTIMIZERS = {
             TypeError,
             "precision_aware='no'",
         ),
+        Case(
+            "whole: text",
+            lambda b: flatshard.fully_shard_optimizer(b.optimizer, whole="yes"),
+            TypeError,
+            "whole='yes'",
+        ),
+        Case(
+            "split without whole",
+            lambda b: flatshard.fully_shard_optimizer(b.optimizer, split={"*": 2}),
+            ValueError,
+            "split is for whole",
+        ),
+        Case(
+            "split: a number",
+            lambda b: flatshard.fully_shard_optimizer(b.optimizer, whole=True, split=2),
+            TypeError,
+            "split=2",
+        ),
+        Case(
+            "cost: a number",
+            lambda b: flatshard.fully_shard_optimizer(b.optimizer, whole=True, cost=2),
+            TypeError,
+            "cost=2",
+        ),
+        Case(
+            "owners: unknown",
+            lambda b: flatshard.fully_shard_optimizer(b.optimizer, whole=True, owners="some"),
+            ValueError,
+            "owners='some'",
+        ),
+        Case(
+            "bucket_bytes: zero",
+            lambda b: flatshard.fully_shard_optimizer(b.optimizer, whole=True, bucket_bytes=0),
+            ValueError,
+            "bucket_bytes=0",
+        ),
+    ],
+    "whole_optimizer": [
+        Case("no model", lambda b: flatshard.whole_optimizer(torch.optim.Muon, 3), TypeError, "not int"),
+        Case(
+            "a factory of something else",
+            lambda b: flatshard.whole_optimizer(lambda matrices: matrices, b.model),
+            TypeError,
+            "not list",
+        ),
+        Case(
+            "a factory that leaves out some",
+            lambda b: flatshard.whole_optimizer(lambda matrices: torch.optim.Muon(matrices[:1]), b.model),
+            ValueError,
+            "has left out",
+        ),
+        Case(
+            "whole: no function",
+            lambda b: flatshard.whole_optimizer(torch.optim.Muon, b.model, 3),
+            TypeError,
+            "whole=3",
+        ),
     ],
     "clip_grad_norm_": [
         Case("norm_type: zero", lambda b: flatshard.clip_grad_norm_(b.model, 1.0, 0), ValueError, "must be positive"),

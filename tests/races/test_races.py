@@ -450,6 +450,20 @@ def test_gathering_by_hand():
             optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("name", ["HSDP", *(pytest.param(n, marks=pytest.mark.full) for n in ("flat", "optim"))])
+def test_whole_matrices(name):
+    """Pieces of the next bucket come, and new weights go out, while a bucket is stepped."""
+    with one_rank():
+        model = sharded(**CHOICES[name])
+        optimizer = fully_shard_optimizer(
+            torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
+            whole=lambda name, p: p.dim() == 2,
+            owners="all" if name == "HSDP" else "shards",
+            bucket_bytes=2000,
+        )
+        train(model, optimizer)
+
+
 def test_gathers_wait_for_the_event_of_the_optimizer():
     with one_rank() as checker:
         model = sharded()

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import direct_wgrads, growth
+from benchmarks import direct_wgrads, growth, whole
 from benchmarks.models import LLAMA_1B, LLAMA_8B, LLAMA_TINY, Llama
 from benchmarks.moe import MOE_TINY, QWEN_MOE, mixture
 from benchmarks.systems import SYSTEMS
@@ -121,3 +121,27 @@ def test_the_host_does_as_much_per_unit_for_any_number_of_units_and_ranks(little
         point: row["formula_bytes"] for point, row in rows.items()
     }
     assert len({growth.describe({"system": "flatshard", "units": u, "world": w, **rows[u, w]}) for u, w in rows}) == 4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", list(whole.OPTIMIZERS))
+def test_optimizers_of_whole_matrices_are_measured(row, little_work, monkeypatch):
+    monkeypatch.setitem(whole.CASES, "tiny", replace(whole.CASES["tiny"], batch=1, seq=16))
+    found = whole.measure("tiny", row, steps=1, warmup=1)
+    matrices = [shape for shape in shapes_of_blocks() if len(shape) == 2]
+    size = 4 * sum(rows * columns for rows, columns in matrices)
+    world = CASES["tiny"].world
+    if row == "adamw":
+        assert found["launches"] == 0
+    elif row == "muon":  # gradients and weights in, weights out: a rank sends what it holds, and what it owns
+        least = 1e3 * 3 * size / world * (world - 1) / world / 360e9
+        assert 0.95 * least <= found["wire_ms"] - 0.010 * found["launches"] <= 1.25 * least
+        assert 0.9 < found["share"] < 1.1
+    else:
+        assert found["launches"] == len(matrices)
+    assert "failed" not in whole.describe({row: found})
+
+
+def shapes_of_blocks() -> list[tuple[int, ...]]:
+    with torch.device("meta"):
+        return [tuple(p.shape) for p in Llama(LLAMA_TINY).blocks.parameters()]

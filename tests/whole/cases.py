@@ -102,7 +102,17 @@ def soap(params: Any) -> Optimizer:
     return pytest.importorskip("pytorch_optimizer").SOAP(params, lr=0.01, precondition_frequency=3)
 
 
-MAKERS: dict[str, Callable[[Any], Optimizer]] = {"muon": muon, "spectral": Spectral, "shampoo": shampoo, "soap": soap}
+def adafactor(params: Any) -> Optimizer:
+    return torch.optim.Adafactor(params, lr=0.02, foreach=False)
+
+
+MAKERS: dict[str, Callable[[Any], Optimizer]] = {
+    "muon": muon,
+    "spectral": Spectral,
+    "shampoo": shampoo,
+    "soap": soap,
+    "adafactor": adafactor,
+}
 
 
 def gradients(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
@@ -120,9 +130,10 @@ def give(model: nn.Module, whole: dict[str, torch.Tensor]) -> None:
         if name not in whole:
             parameter.grad = None
         elif isinstance(parameter, DTensor):
-            parameter.grad = _torch.like_dtensor(parameter, _torch.part_of(whole[name], parameter).clone())
+            part = _torch.part_of(whole[name], parameter).to(parameter.device, copy=True)
+            parameter.grad = _torch.like_dtensor(parameter, part)
         else:
-            parameter.grad = whole[name].clone()
+            parameter.grad = whole[name].to(parameter.device, copy=True)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flatshard.optim
-from flatshard import fully_shard, fully_shard_optimizer, whole_optimizer
+from flatshard import Sharding, fully_shard, fully_shard_optimizer, whole_optimizer
 from tests.whole.cases import DIM, MAKERS, Net, assert_equal_bits, give, gradients, inside, muon, shard
 
 
@@ -132,6 +133,62 @@ def _tensor_parallel(rank: int, world: int) -> None:
 
 def test_tensor_parallel_parameters_are_gathered_over_both_axes(ranks):
     ranks(4, _tensor_parallel)
+
+
+def _by_fsdp2(rank: int, world: int) -> None:
+    """Nothing of it is the engine's: parameters that PyTorch's own FSDP2 has sharded have owners, too."""
+    reference = Net()
+    for block in reference.blocks:
+        block.scale = nn.Parameter(torch.ones(1))  # it takes no parameters without dims
+    model = copy.deepcopy(reference)
+    for block in model.blocks:
+        torch_fsdp.fully_shard(block)
+    torch_fsdp.fully_shard(model)
+    optimizers = [whole_optimizer(muon, each, inside, bucket_bytes=500) for each in (model, reference)]
+    train(model, reference, *optimizers, steps=4)  # the reference's are plain tensors, of which everybody owns all
+
+
+@pytest.mark.full
+def test_parameters_of_fsdp2(ranks):
+    ranks(2, _by_fsdp2)
+
+
+class Expert(nn.Module):
+    """Experts of one rank of expert parallelism, or of all of them; never called."""
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(6, 8, bias=False), nn.Parameter(weights)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gate(x)
+
+
+def _experts(rank: int, world: int) -> None:
+    """Ranks that hold experts apart, as plain tensors: they are so many matrices, over both meshes."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    torch.manual_seed(0)
+    reference = Expert(torch.randn(6, 5, 4))
+    model = copy.deepcopy(reference)
+    mine = model.experts = nn.Parameter(model.experts.data.chunk(2)[mesh.get_local_rank("ep")].clone())
+    sharding = Sharding(mesh=mesh["edp"], apart=mesh["ep"])
+    fully_shard(model, shard_placement_fn=lambda p: sharding if p is mine else None)
+    assert model.experts.shape == reference.experts.shape
+    optimizers = [whole_optimizer(muon, each, bucket_bytes=100) for each in (model, reference)]
+    for step in (0, 1, 3):
+        whole = gradients(reference, step)
+        for each, optimizer in zip((model, reference), optimizers):
+            give(each, whole)
+            optimizer.step()
+    assert_equal_bits(model, reference)
+    sides = [optimizer.__dict__["_flatshard_local"] for optimizer in optimizers]
+    assert [each.name for each in sides[0].seen] == [each.name for each in sides[1].seen]
+    assert sum(each.is_mine for each in sides[0].seen) <= 3  # of seven
+
+
+@pytest.mark.full
+def test_experts_apart(ranks):
+    ranks(4, _experts)
 
 
 # Matrices that are parts of parameters

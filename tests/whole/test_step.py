@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -86,6 +87,24 @@ def test_memory_is_that_of_a_few_buckets_everywhere(ranks, world):
         ranks(world, _bounded, {"layout": layout})
 
 
+def _bounded_copies(rank: int, world: int) -> None:
+    model = nn.Sequential(*[nn.Linear(COLUMNS, ROWS, bias=False) for _ in range(COUNT)])
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2)))
+    optimizer = fully_shard_optimizer(Plain(model.parameters()), whole=True, bucket_bytes=1, owners="all")
+    give(model, gradients(model, 0))
+    optimizer.step()
+    with Live() as live:
+        optimizer.step()
+    side = optimizer.__dict__["_flatshard_local"]
+    assert side.most_bytes == 9 * 2 * 4 * ROWS * COLUMNS  # two replicas share the work
+    assert live.peak <= side.most_bytes < 8 * COUNT * ROWS * COLUMNS
+
+
+@pytest.mark.full
+def test_memory_where_replicas_share_the_work(ranks):
+    ranks(4, _bounded_copies)
+
+
 def _dtypes(rank: int, world: int) -> None:
     """Gradients in bfloat16 are cast for the step, or given as they are."""
     tokens = torch.arange(8) % 13
@@ -149,6 +168,10 @@ def _refused(rank: int, world: int) -> None:
     with pytest.raises(RuntimeError, match="copy of an optimizer of whole matrices"):
         copy.copy(optimizer).step()
     give(model, gradients(model, 0))
+    foreign = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "bitsandbytes.optim.adamw"})
+    for step in (lambda: foreign(matrices).step(), lambda: fully_shard_optimizer(foreign(matrices))):
+        with pytest.raises(ValueError, match="of bitsandbytes has scales for blocks"):
+            step()
     with pytest.raises(RuntimeError, match="other values of 'total'"):
         fully_shard_optimizer(Summing(matrices), whole=True, bucket_bytes=1).step()
 
@@ -158,7 +181,7 @@ def test_refusals(ranks):
 
 
 def _added(rank: int, world: int) -> None:
-    """Parameters that are added later are whole too, and nobody's owner changes."""
+    """Parameters that are added later are whole too, nobody's owner changes, and weights may change between steps."""
     reference = Net()
     model = shard(copy.deepcopy(reference))
     optimizers = [muon([each.head.weight]) for each in (model, reference)]
@@ -170,8 +193,22 @@ def _added(rank: int, world: int) -> None:
         for each, optimizer in zip((model, reference), optimizers):
             give(each, gradients(reference, 0))
             optimizer.step()
+            for parameter in each.parameters():  # as one who averages weights, or loads others: the next step sees it
+                parameter.data.mul_(0.5)
     assert_equal_bits(model, reference)
 
 
 def test_groups_that_are_added_later(ranks):
     ranks(2, _added)
+
+
+def _different(rank: int, world: int) -> None:
+    model = shard(Net())
+    optimizer = whole_optimizer(muon, model, lambda name, p: inside(name, p) and (rank == 0 or "up" not in name))
+    give(model, gradients(model, 0))
+    with pytest.raises(RuntimeError, match=r"first has blocks.0.up.weight \(10, 6\).* number 1 has blocks.0.down"):
+        optimizer.step()
+
+
+def test_ranks_with_different_matrices_are_told(ranks):
+    ranks(2, _different)
