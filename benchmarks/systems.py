@@ -135,6 +135,30 @@ def flat(setup: Setup, planned_pool: bool = False, finer: bool = False, formats:
     return trainer(setup, model, flatshard.fully_shard_optimizer, around)
 
 
+def by_torchao(setup: Setup, ours: bool) -> Step:
+    """torchao's float8 training, with its gathers in float8, of the blocks' layers; torchao must be on the path."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torchao.float8 import (
+        Float8LinearConfig,
+        convert_to_float8_training,
+        precompute_float8_dynamic_scale_for_fsdp,
+    )
+
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=setup.device == "cpu")
+    model = on_meta(setup)
+    for block in model.blocks:
+        convert_to_float8_training(block, config=config)
+    policy = MixedPrecisionPolicy(param_dtype=setup.dtype, reduce_dtype=setup.dtype)
+    model = initialised(setup, model, flatshard.fully_shard if ours else fully_shard, policy)
+
+    def after(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        found = flatshard.fully_shard_optimizer(optimizer) if ours else optimizer
+        found.register_step_post_hook(lambda *_: precompute_float8_dynamic_scale_for_fsdp(model))
+        return found
+
+    return trainer(setup, model, after)
+
+
 def megatron(setup: Setup) -> Step:
     """Megatron-FSDP: the package megatron-fsdp (0.6.1), which must be on the path. CUDA only."""
     import megatron_fsdp
@@ -191,6 +215,8 @@ SYSTEMS: dict[str, Callable[[Setup], Step]] = {
     "flatshard-planned": functools.partial(flat, planned_pool=True),
     "flatshard-finer": functools.partial(flat, planned_pool=True, finer=True),
 }
+SYSTEMS["fsdp2-torchao"] = functools.partial(by_torchao, ours=False)
+SYSTEMS["flatshard-torchao"] = functools.partial(by_torchao, ours=True)
 for _name in FORMATS:
     SYSTEMS[f"flatshard-{_name}"] = functools.partial(flat, formats=_name)
     SYSTEMS[f"flatshard-{_name}-finer"] = functools.partial(flat, planned_pool=True, finer=True, formats=_name)
@@ -206,7 +232,13 @@ def on_meta(setup: Setup) -> Llama:
 
 
 def sharded_model(setup: Setup, fully_shard: Callable[..., object], policy: object, finer: bool = False) -> Llama:
-    model = on_meta(setup)
+    return initialised(setup, on_meta(setup), fully_shard, policy, finer)
+
+
+def initialised(
+    setup: Setup, model: Llama, fully_shard: Callable[..., object], policy: object, finer: bool = False
+) -> Llama:
+    """A model that has no values yet, sharded, and with some."""
     if setup.ep > 1:
         fully_shard = around_experts(setup, model, fully_shard, policy)
     shard_units(setup, model, fully_shard, policy, finer)

@@ -215,7 +215,7 @@ class Kind:
     parallel: DeviceMesh | None  # tensor parallelism has made them DTensors on it
     apart: DeviceMesh | None
     scale: GradientScale
-    alone: int | None  # of a tensor subclass: which one it is
+    extended: type | None  # the tensor subclass that they are of
 
     def placements(self, choices: Choices) -> Placements:
         """Of a group of them."""
@@ -254,12 +254,17 @@ def sort_parameters(modules: Sequence[nn.Module], choices: Choices) -> Sorted:
             parameter.device_mesh if isinstance(parameter, DTensor) else None,
             given.apart,
             choices.scale_on(mesh, means_own),
-            id(parameter) if is_extended(parameter) else None,
+            _subclass(parameter) if is_extended(parameter) else None,
         )
         if is_extended(parameter):
             _check_extended(named, dims[parameter], kind.placements(choices))
         by_kind.setdefault(kind, []).append(named)
     return borrowed, by_kind, plain, dims
+
+
+def _subclass(parameter: nn.Parameter) -> type:
+    """The class that holds the values of an extended parameter in other tensors."""
+    return type((_torch.local_of(parameter) if _torch.is_parallel(parameter) else parameter).data)
 
 
 def _check_extended(named: Named, dim: int, placements: Placements) -> None:
@@ -364,10 +369,12 @@ def _build_group(members: list[Named], dims: list[int], kind: Kind, choices: Cho
         for name, p, sites in members
     ]
     layout: LayoutName = "tensor" if chunked and choices.layout == "auto" else choices.layout
+    if kind.extended is not None:
+        layout = "tensor"
     planned = plan(shapes, shards, layout=layout, dims=dims, apart=apart)
     home = Home.of(choices.device, choices.offload)
-    if kind.alone is not None:
-        made = _build_extended(members[0], planned, mesh, placements, precision, home, choices.where.axes)
+    if kind.extended is not None:
+        made = _build_extended(members, planned, mesh, placements, precision, home, choices.where.axes)
         made.gradients.scale = kind.scale
         _mark_owned(made, members, owner)
         register(made, (parameter for _, parameter, _ in members), in_main=False)
@@ -399,7 +406,7 @@ def _build_group(members: list[Named], dims: list[int], kind: Kind, choices: Cho
 
 
 def _build_extended(
-    named: Named,
+    named: Sequence[Named],
     layout: Layout,
     mesh: DeviceMesh,
     placements: Placements,
@@ -407,25 +414,27 @@ def _build_extended(
     home: Home,
     axes: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> Group:
-    """Cut one parameter of a tensor subclass."""
-    parameter = named[1]
-    whole = (_torch.local_of(parameter) if _torch.is_parallel(parameter) else parameter).detach()
-    main = unfilled(layout, mesh, placements, whole.dtype)
-    composed = not parameter.requires_grad and getattr(whole, "fsdp_pre_all_gather", None) is None
-    made_of: tuple[Structure, list[bool]] | None = None
+    """Cut parameters of a tensor subclass."""
+    whole = [(_torch.local_of(p) if _torch.is_parallel(p) else p).detach() for _, p, _ in named]
+    main = unfilled(layout, mesh, placements, whole[0].dtype)
+    structures: list[tuple[Structure, list[bool]] | None] = []
+    locals_ = []
     with torch.no_grad():
-        whole = whole if whole.is_meta or whole.device == home.device else whole.to(home.device)
-        if composed:
-            structure = Structure.of(whole)
-            made_of = structure, [structure.has_rows(leaf) for leaf in structure.leaves(whole)]
-            rows = layout.rows(layout.slots[0], main.held.first, main.held.count)[1]
-            local = structure.mapped(whole, functools.partial(main.rows_of, 0), rows)
-        else:
-            local = main.rows_of(0, whole).clone(memory_format=torch.contiguous_format)
-        if home.host and not local.is_meta:
-            local = local.cpu()
-    members = make_members(main, [named], axes, local)
-    members[0].made_of = made_of
+        for index, (tensor, (_, parameter, _)) in enumerate(zip(whole, named)):
+            tensor = tensor if tensor.is_meta or tensor.device == home.device else tensor.to(home.device)
+            made_of = None
+            if not parameter.requires_grad and getattr(tensor, "fsdp_pre_all_gather", None) is None:
+                structure = Structure.of(tensor)
+                made_of = structure, [structure.has_rows(leaf) for leaf in structure.leaves(tensor)]
+                rows = layout.rows(layout.slots[index], main.held.first, main.held.count)[1]
+                local = structure.mapped(tensor, functools.partial(main.rows_of, index), rows)
+            else:
+                local = main.rows_of(index, tensor).clone(memory_format=torch.contiguous_format)
+            structures.append(made_of)
+            locals_.append(local.cpu() if home.host and not local.is_meta else local)
+    members = make_members(main, named, axes, locals_)
+    for member, made_of in zip(members, structures):
+        member.made_of = made_of
     return Group(members, main, placements, policy, home, is_extended=True)
 
 

@@ -52,7 +52,7 @@ def absorb(
     _refuse_data(group, names)
     found = given(group, names)
     if group.is_extended:
-        _absorb_extended(group, found[0], awaited, names, ours)
+        _absorb_extended(group, found, awaited, names, ours, wait)
     elif any(p is not m.sharded for p, m in zip(found, group.members)) or not _owns_storage(group):
         if wait and not ours and _foreign(group, found):
             return  # it may be shared, which can be told when all units are known
@@ -158,22 +158,29 @@ def _refuse_data(group: Group, names: Names) -> None:
         )
 
 
-def _absorb_extended(group: Group, found: nn.Parameter, awaited: bool, names: Names, ours: bool) -> None:
-    member = group.members[0]
-    if found is member.sharded and not group.look.is_moved(0):
+def _absorb_extended(
+    group: Group, found: Sequence[nn.Parameter], awaited: bool, names: Names, ours: bool, wait: bool
+) -> None:
+    pairs = list(enumerate(zip(found, group.members)))
+    changed = [index for index, (p, member) in pairs if p is not member.sharded or group.look.is_moved(index)]
+    if not changed:
+        return
+    if wait and len(_kinds(found)) > 1:
         return
     _refuse_change(group, awaited, names)
     try:
-        _refuse_others(group, [found], names, ours)
+        _refuse_others(group, found, names, ours)
     except ValueError:
         _restore(group)
         raise
-    member.attributes.update(member.sharded.__dict__)
-    if not ours:
-        _adopt(group, 0, found)
-    if found is not member.sharded:
-        torch.utils.swap_tensors(member.sharded, found)
-    local = _torch.local_of(member.sharded)
+    for index in changed:
+        member, parameter = group.members[index], found[index]
+        member.attributes.update(member.sharded.__dict__)
+        if not ours:
+            _adopt(group, index, parameter)
+        if parameter is not member.sharded:
+            torch.utils.swap_tensors(member.sharded, parameter)
+    local = _torch.local_of(group.members[0].sharded)
     if local.dtype != group.main.dtype:
         group.set_main(unfilled(group.layout, group.mesh, group.placements, local.dtype))
 

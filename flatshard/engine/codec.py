@@ -97,10 +97,12 @@ class Extension:
         policy: MixedPrecisionPolicy,
         device: torch.device,
         dtype: torch.dtype,
+        index: int = 0,
     ) -> None:
+        """``index``: of the parameter in the layout."""
         self.dtype = dtype
         self._member, self._mesh, self._policy, self._device = member, mesh, policy, device
-        self._shape = torch.Size(layout.slots[0].shape)
+        self._shape = torch.Size(layout.slots[index].shape)
         rows = -(-self._shape[0] // layout.num_shards)
         self._padded = torch.Size((rows, *self._shape[1:]))  # the shape of a part, the same on all ranks
         self._sizes: list[torch.Size] = []  # of what this rank gives to be gathered
@@ -127,6 +129,8 @@ class Extension:
             )
         given, self._remembered = before(*context[:count])
         given = [given] if isinstance(given, torch.Tensor) else list(given)
+        if local.shape != self._padded:
+            given = [self._filled_up(as_plain(each)) if each.shape == local.shape else each for each in given]
         self._sizes = [each.size() for each in given]
         if local.shape != self._padded and any(size != self._padded for size in self._sizes):
             raise ValueError(
@@ -134,6 +138,12 @@ class Extension:
                 f"to shape {tuple(self._padded)} on every rank; it returned {[tuple(size) for size in self._sizes]}"
             )
         return [as_plain(each) for each in given]
+
+    def _filled_up(self, part: torch.Tensor) -> torch.Tensor:
+        """Rows of this rank, and as many of no meaning as others have more."""
+        padded = part.new_empty(self._padded)
+        padded[: part.shape[0]].copy_(part)
+        return padded
 
     def decode(self, gathered: Sequence[torch.Tensor]) -> None:
         parts = [flat.view(-1, *size[1:]) for flat, size in zip(gathered, self._sizes)]
@@ -180,6 +190,32 @@ class Extension:
         return self._mesh[names[-1]]
 
 
+class Together:
+    """Parameters of tensor subclasses that are gathered by one launch for each dtype that they send."""
+
+    def __init__(self, each: Sequence[Extension]) -> None:
+        self.dtype, self._each = each[0].dtype, list(each)
+        self._counts: list[int] = []  # of tensors that each has sent
+
+    def encode(self) -> list[torch.Tensor]:
+        given = [one.encode() for one in self._each]
+        self._counts = [len(tensors) for tensors in given]
+        return [tensor for tensors in given for tensor in tensors]
+
+    def decode(self, gathered: Sequence[torch.Tensor]) -> None:
+        end = 0
+        for one, count in zip(self._each, self._counts):
+            one.decode(gathered[end : end + count])
+            end += count
+
+    def full(self, index: int) -> torch.Tensor:
+        return self._each[index].full(0)
+
+    def release(self) -> None:
+        for one in self._each:
+            one.release()
+
+
 def as_plain(given: torch.Tensor) -> torch.Tensor:
     """A tensor that can be sent; of a subclass, what copying it to one leaves there."""
     if type(given) is torch.Tensor:
@@ -195,5 +231,5 @@ def is_extended(tensor: torch.Tensor) -> bool:
 
 
 def unfilled(layout: Layout, mesh: DeviceMesh, placements: Placements, dtype: torch.dtype) -> DBuffer:
-    """The main buffer of an extended parameter: a layout, and no memory."""
+    """The main buffer of extended parameters: a layout, and no memory."""
     return DBuffer.zeros(layout, mesh, placements.optimizer, dtype=dtype, device="meta")

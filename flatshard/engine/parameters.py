@@ -86,13 +86,13 @@ def make_members(
     main: DBuffer,
     named: Sequence[tuple[str, nn.Parameter, list[Site]]],
     axes: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
-    local: torch.Tensor | None = None,
+    locals_: Sequence[torch.Tensor] | None = None,
     apart: DeviceMesh | None = None,
 ) -> list[Member]:
     """Sharded parameters over ``main``, in the place of the originals and with their attributes.
 
     ``axes``: where data parallelism has axes of the parameters' own mesh, those that shard, and those that replicate.
-    ``local``: this rank's part of the one parameter, if ``main`` does not hold it.
+    ``locals_``: this rank's parts of the parameters, if ``main`` does not hold them.
     ``apart``: a mesh of which each rank has other parameters, which are plain.
     """
     members = []
@@ -100,6 +100,7 @@ def make_members(
         hidden = bool(original.__dict__.get(PLAIN))
         inner = _torch.Parallel(_torch.spec_of(original), *axes, hidden) if _torch.is_parallel(original) else None
         inner = inner if apart is None else _torch.held_apart(original, apart)
+        local = None if locals_ is None else locals_[index]
         sharded = _torch.as_parameter(as_dtensor(main, index, inner, local), original.requires_grad)
         sharded.__dict__.update(_attributes(original))
         for site in sites:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatshard.buffer import DBuffer, Pool, Ticket
 from flatshard.engine import steps
 from flatshard.engine.agreement import Initial
-from flatshard.engine.codec import Blocks, Cast, DecodingCodec, Extension, is_extended
+from flatshard.engine.codec import Blocks, Cast, DecodingCodec, Extension, Together, is_extended
 from flatshard.engine.composed import Composed
 from flatshard.engine.direct import Direct, destine
 from flatshard.engine.formats import Formats, chosen
@@ -53,7 +53,7 @@ class Group:
         ``owner``: the class of the unit's module.
         """
         self.members = members
-        self.is_extended = is_extended  # one parameter of a tensor subclass: ``main`` has a layout, and no memory
+        self.is_extended = is_extended  # parameters of a tensor subclass: ``main`` has a layout, and no memory
         self.placements = placements
         self.policy = policy
         self.home = Home(main.device) if home is None else home
@@ -95,8 +95,14 @@ class Group:
         self.formats = Formats.of(main.layout, marks, policy, main.mesh.shape, self.placements.optimizer)
         self.codec: Cast | Blocks | DecodingCodec
         if self.is_extended:
-            kind = Extension if self.members[0].made_of is None else Composed
-            self.codec = kind(self.members[0], main.layout, main.mesh, policy, self.home.device, dtype)
+            self.codec = Together(
+                [
+                    (Extension if member.made_of is None else Composed)(
+                        member, main.layout, main.mesh, policy, self.home.device, dtype, index
+                    )
+                    for index, member in enumerate(self.members)
+                ]
+            )
         elif self.formats.gather is not None:
             self.codec = Blocks(self.formats, dtype)
         else:

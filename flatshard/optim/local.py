@@ -47,11 +47,15 @@ class Local:
         if not self._is_prepared(optimizer):
             self._prepare(optimizer)
         assert self._runs is not None
-        tensors: list[list[torch.Tensor]] = [list(others) for others in self._others]
+        tensors = [[each for each in others if not isinstance(each, DTensor)] for others in self._others]
         for run in self._runs:
             tensors[run.number].append(run.tensor)
-        lent = [{**group, "params": params} for group, params in zip(groups, tensors)]
-        optimizer.param_groups, self._lent = lent, True
+        # Parameters of tensor subclasses are stepped as they are, and fused kernels take no DTensors beside others.
+        apart = [[each for each in others if isinstance(each, DTensor)] for others in self._others]
+        lent = [{**group, "params": mine or others} for group, mine, others in zip(groups, tensors, apart)]
+        both = [(group, others) for group, mine, others in zip(groups, tensors, apart) if mine and others]
+        more = [{**group, "params": others} for group, others in both]
+        optimizer.param_groups, self._lent = [*lent, *more], True
         self._outdated, self._looked = True, False
         try:
             return base()

@@ -72,7 +72,7 @@ class Coded(torch.Tensor):
 
 
 class Simple(Coded):
-    """By the older protocol: a mesh and nothing else, a tensor and nothing else; only for shards of equal size."""
+    """By the older protocol: a mesh and nothing else, a tensor and nothing else; uneven parts are not padded."""
 
     def fsdp_pre_all_gather(self, mesh):
         codes, scale = encode(self._data)
@@ -100,10 +100,11 @@ def _train(rank, world, kind, sizes, choices):
     Coded.seen.clear()  # of another test in this process
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
     reference, model = build(), build(kind)
-    for layer in (model[0], model[2]):
-        fully_shard(layer, mesh=mesh, **choices)
-    fully_shard(model, mesh=mesh, **choices)
-    optimizer = fully_shard_optimizer(torch.optim.Adam(model.parameters(), lr=1e-2))
+    units = [model] if kind is Simple else [model[0], model[2], model]
+    for unit in units:
+        fully_shard(unit, mesh=mesh, **choices)
+    fused = kind is Simple and world == 2
+    optimizer = fully_shard_optimizer(torch.optim.Adam(model.parameters(), lr=1e-2, fused=fused))
     masters = [p.detach().clone() for p in reference.parameters()]
     ours = torch.optim.Adam(masters, lr=1e-2)
     data = torch.randn(4, 4 * world, 6, generator=torch.Generator().manual_seed(1))
@@ -132,6 +133,10 @@ def _train(rank, world, kind, sizes, choices):
         part = parts[mesh.get_local_rank(mesh.ndim - 1)]
         torch.testing.assert_close(local._data if "weight" in name else local, part)
     flatshard.check_buffers(model)
+    if kind is Simple:  # both matrices in one launch, the biases in another
+        launches = [each.kind for each in unit_of(model).scope.gather_lane.history]
+        assert launches == ["all_gather"] * 2 * len(data)
+        assert unit_of(model).scope.reductions == 2 * len(data)
     if kind is Coded:
         given, size, stride, module, policy = Coded.seen[0]
         assert (given.ndim, given.size()) == (1, sizes[-1])
@@ -148,6 +153,7 @@ def _train(rank, world, kind, sizes, choices):
         (3, Coded, (3,), {"mp_policy": flatshard.MixedPrecisionPolicy(reduce_dtype=torch.float64)}),
         (4, Coded, (2, 2), {"reshard_after_forward": False}),
         (2, Simple, (2,), {}),
+        (3, Simple, (3,), {}),  # of the second matrix, one rank has nothing
     ],
 )
 def test_coded_weights_train_as_on_one_process(ranks, world, kind, sizes, choices):
@@ -183,8 +189,9 @@ def _meta(rank, world):
 
 def _gathered(model):
     groups = [group for group in unit_of(model).groups if group.is_extended]
-    assert len(groups) == 2
-    return [tensor.untyped_storage() for group in groups for tensor in (*group.source.wire, *group.codec._owned)]
+    assert len(groups) == 1  # both matrices, which travel together
+    owned = [tensor for group in groups for each in group.codec._each for tensor in each._owned]
+    return [tensor.untyped_storage() for tensor in (*groups[0].source.wire, *owned)]
 
 
 def test_meta_models_and_state_dicts_of_subclasses(ranks):
@@ -201,8 +208,13 @@ def _refused(rank, world, folder):
     fully_shard(model)
     with pytest.raises(TypeError, match=r"'0.weight' is a Silent"):
         model(torch.randn(1, 6))
+
+    class Turned(Simple):
+        def fsdp_pre_all_gather(self, mesh):
+            return self._data.t().contiguous(), None
+
     uneven = nn.Linear(2, 3, bias=False)
-    uneven.weight = nn.Parameter(Simple(uneven.weight.data))
+    uneven.weight = nn.Parameter(Turned(uneven.weight.data))
     fully_shard(uneven)
     if rank:
         unit = unit_of(uneven)

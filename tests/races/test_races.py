@@ -271,7 +271,8 @@ def test_parameters_that_encode_themselves(sizes):
     with one_rank():
         net = make_net()
         for block in net.blocks:
-            block.up.weight = nn.Parameter(Coded(block.up.weight.data))
+            for layer in (block.up, block.down):
+                layer.weight = nn.Parameter(Coded(layer.weight.data))
         model = sharded(net, sizes=sizes)
         train(model, fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=1e-2)))
 
