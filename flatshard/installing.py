@@ -52,7 +52,10 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`. Models that have been sharded meanwhile stay flatshard's."""
+    """Undo `install`. Models that have been sharded meanwhile stay flatshard's, and so do names imported meanwhile:
+
+    of a module that has come since, nothing tells whether it asked torch or flatshard for them.
+    """
     default_values[0] = "same"
     while _changed:
         module, name, value = _changed.pop()
