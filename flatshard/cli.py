@@ -258,8 +258,8 @@ def _link(link: Link, bandwidth: float | None, latency: float | None) -> Link:
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Bytes by category, traffic and fit of every strategy for MODEL on a number of devices, and which one to take. "
-        "MODEL is a named shape (llama-1b, llama-8b, llama-70b, llama-405b), a Hugging Face config.json of Llama's or "
-        "Qwen's shape (or its folder), or module:callable that returns a module; it is built on the meta device."
+        "MODEL is a named shape (llama-8b, mixtral-8x7b, ...; an unknown name lists them), a Hugging Face config.json "
+        "(or its folder), or module:callable that returns a module; it is built on the meta device."
     )
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("--devices", type=int, required=True, metavar="W", help="number of devices, one rank each")
@@ -283,6 +283,10 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--activations", default="0", metavar="SIZE", help="of one rank, counted in the peak (default 0)"
     )
+    parser.add_argument("--batch", type=int, metavar="ROWS", help="of a micro-batch and rank: estimates activations")
+    parser.add_argument("--length", type=int, metavar="TOKENS", help="of a row, for the same")
+    parser.add_argument("--recompute", action="store_true", help="blocks are recomputed, for the same")
+    parser.add_argument("--picture", action="store_true", help="and what fits at which number of devices")
     parser.add_argument("--spare", type=float, default=0.1, help="part of the memory that is left free (default 0.1)")
     parser.add_argument("--tokens", type=float, help="per micro-batch and rank, for a lower bound of the step time")
     parser.add_argument("--tflops", type=float, help="that a device reaches, for the same")
@@ -299,6 +303,8 @@ def _plan(options: argparse.Namespace) -> int:
             raise ValueError(f"optimizer {options.optimizer!r} is not known; known are {', '.join(OPTIMIZERS)}")
         if (options.tokens is None) != (options.tflops is None):
             raise ValueError("a step time needs both --tokens and --tflops")
+        if (options.batch is None) != (options.length is None) or min(options.batch or 1, options.length or 1) < 1:
+            raise ValueError("activations are estimated from both --batch and --length, at least 1")
         network = get_network(options.network, options.ranks_per_node)
         memory, activations = _size("memory", options.memory), _size("activations", options.activations)
         if options.devices < 1:
@@ -307,9 +313,11 @@ def _plan(options: argparse.Namespace) -> int:
         _check_writable("json", options.json)
 
         from flatshard.policy import MixedPrecisionPolicy
-        from flatshard.tools.plan import Machine, Training, make_plan
+        from flatshard.tools.plan import Machine, Training, make_plan, picture
         from flatshard.tools.shapes import load_model
 
+        if options.batch is not None:
+            activations += _activations(options)
         machine = Machine(options.devices, memory, network, options.spare)
         training = Training(
             precision=MixedPrecisionPolicy(
@@ -327,19 +335,33 @@ def _plan(options: argparse.Namespace) -> int:
             tokens=options.tokens,
             flops=None if options.tflops is None else 1e12 * options.tflops,
         )
-        found = make_plan(load_model(options.model, options.units or "auto"), machine, training)
+        model = load_model(options.model, options.units or "auto")
+        found = make_plan(model, machine, training)
+        drawn = picture(model, machine, training) if options.picture else None
         if options.json:
             options.json.write_text(found.to_json())
     except (OSError, TypeError, ValueError) as error:
         print(f"flatshard plan: {error}", file=sys.stderr)
         return 2
     print(found.table())
+    if drawn is not None:
+        print(f"\n{drawn}")
     return 0
 
 
 def _pair(given: list[Any] | None) -> Any:
     """What was given once stands alone."""
     return given[0] if given is not None and len(given) == 1 else given and tuple(given)
+
+
+def _activations(options: argparse.Namespace) -> int:
+    """Bytes that a micro-batch leaves for its backward."""
+    from flatshard.tools.activations import activations_of
+    from flatshard.tools.shapes import load_runnable
+
+    dtype = _dtype("param", options.param_dtype)
+    found = activations_of(*load_runnable(options.model), options.batch, options.length, dtype)
+    return found.recomputed if options.recompute else found.saved
 
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
