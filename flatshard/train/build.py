@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flatshard.api import fully_shard
+from flatshard.optim.step import whole_optimizer
+from flatshard.optim.together import Together
 from flatshard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from flatshard.train.model import Llama, mean_loss
 from flatshard.train.settings import Mistake, Settings
@@ -81,9 +83,13 @@ def build_mesh(settings: Settings, kind: str, world: int, nodes: int) -> DeviceM
 
 def shard(model: nn.Module, blocks: list[nn.Module], settings: Settings, mesh: DeviceMesh) -> None:
     """Every block is a unit, and the rest of the model is one."""
-    precision = MixedPrecisionPolicy()
-    if settings.precision == "bfloat16":
-        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    half = settings.precision == "bfloat16"
+    precision = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if half else None,
+        reduce_dtype=torch.float32 if half and settings.reduce_format == "none" else None,
+        gather_format=None if settings.gather_format == "none" else settings.gather_format,
+        reduce_format=None if settings.reduce_format == "none" else settings.reduce_format,
+    )
     strategy = 3 if mesh.ndim > 1 else int(settings.strategy[-1])
     for module in (*blocks, model):
         fully_shard(
@@ -98,11 +104,22 @@ def shard(model: nn.Module, blocks: list[nn.Module], settings: Settings, mesh: D
         )
 
 
-def build_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
-    """AdamW, without decay for what is no matrix."""
-    parameters = list(model.parameters())
+def build_optimizer(model: nn.Module, blocks: list[nn.Module], settings: Settings) -> torch.optim.Optimizer:
+    """AdamW, without decay for what is no matrix; or Muon for the matrices of blocks, and AdamW for the rest."""
+    inside = {parameter for block in blocks for parameter in block.parameters() if parameter.dim() >= 2}
+    muon = settings.optimizer == "muon"
+    parameters = [parameter for parameter in model.parameters() if not (muon and parameter in inside)]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True)
+    adamw = torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True)
+    if not muon:
+        return adamw
+
+    def make(matrices: list[nn.Parameter]) -> torch.optim.Optimizer:
+        # Its steps are as large as AdamW's, so that one learning rate does for both.
+        options: Any = {"lr": settings.lr, "weight_decay": settings.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+        return torch.optim.Muon(matrices, **options)
+
+    return Together([whole_optimizer(make, model, lambda name, parameter: parameter in inside), adamw])

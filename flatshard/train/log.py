@@ -99,5 +99,5 @@ def _board(folder: Path, done: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise Mistake("--tensorboard: tensorboard is not installed: pip install 'flatshard[train]'") from error
+        raise Mistake("--tensorboard: tensorboard is not installed: pip install tensorboard") from error
     return SummaryWriter(str(folder), purge_step=done + 1 if done else None)

@@ -57,13 +57,16 @@ class Settings:
     reshard: bool = True  # free a block's weights after forward, and gather them again in backward
     offload: bool = False  # keep main weights and optimizer state in host memory
     precision: Literal["float32", "bfloat16"] = "float32"  # of compute; main weights stay float32
+    gather_format: Literal["none", "int8", "float8"] = "none"  # of weights on the wire
+    reduce_format: Literal["none", "int8", "bf16_fp32"] = "none"  # of gradients on the wire
     recompute: bool = False  # recompute blocks in backward to save memory
     loss_chunk: int = 1024  # tokens whose logits are there at a time; 0: all
     # How it learns
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: of matrices inside blocks, and AdamW of the rest
     lr: float = 3e-3  # peak learning rate
     schedule: Literal["cosine", "constant"] = "cosine"  # of the learning rate, after warm-up
     warmup: int = 10  # steps of linear warm-up
-    weight_decay: float = 0.1  # AdamW's, on matrices
+    weight_decay: float = 0.1  # of matrices
     clip: float = 1.0  # largest norm of the gradient; 0 leaves it as it is
     seed: int = 0  # of weights, batches and the sample
     # What it tells and keeps

@@ -57,7 +57,7 @@ class Trainer:
         self.model, blocks, self.flops_per_token = build_model(settings, text.vocab)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         shard(self.model, blocks, settings, mesh)
-        self.optimizer = build_optimizer(self.model, settings)
+        self.optimizer = build_optimizer(self.model, blocks, settings)
         self.done = self.reached = self._resume()  # steps that a checkpoint has, and that have been made
         if settings.record is not None and settings.steps < self.done + _RECORDED[1]:
             raise Mistake(f"--record {settings.record}: takes step {_RECORDED[1]} of a run; give it more --steps")

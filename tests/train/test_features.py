@@ -64,6 +64,19 @@ def test_every_strategy_trains_alike(ranks, strategy):
 
 
 @pytest.mark.full
+def test_muon_and_formats_train(ranks, tmp_path):
+    muon = replace(TINY, optimizer="muon", checkpoint=tmp_path)
+    expected = ranks(1, _train, [replace(muon, checkpoint=None)])[0][0][0]
+    assert ranks(2, _train, [muon])[0][0][0] == pytest.approx(expected, rel=1e-3)
+    assert len(ranks(2, _train, [replace(muon, steps=4)])[0][0][0]) == 1  # goes on from its checkpoint
+    formats = replace(TINY, precision="bfloat16", gather_format="int8", reduce_format="int8")
+    plain = ranks(1, _train, [TINY])[0][0][0]
+    losses = ranks(2, _train, [formats])[0][0][0]
+    assert losses == pytest.approx(plain, rel=3e-2)
+    assert losses != plain
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_of_transformers_trains_as_in_one_process(ranks, tmp_path, tied):
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "tie_word_embeddings": tied}))
