@@ -33,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _main(arguments: list[str]) -> int:
+def parser() -> argparse.ArgumentParser:
+    """Of all commands but ``train``, which has its own."""
     parser = _Parser(prog="flatshard", description="Fully sharded data parallelism for PyTorch.")
     parser.add_argument("--version", action="version", version=f"flatshard {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -44,13 +45,18 @@ def _main(arguments: list[str]) -> int:
     _add_convert(commands.add_parser("convert", help="a checkpoint from one form into another"))
     _add_blame(commands.add_parser("blame", help="which rank stopped a job, from the ranks' flight records"))
     _add_report(commands.add_parser("report", help="a recorded step as one HTML file, and as a trace"))
-    if arguments[:1] == ["train"]:  # has a parser of its own
+    return parser
+
+
+def _main(arguments: list[str]) -> int:
+    commands = parser()
+    if arguments[:1] == ["train"]:
         from flatshard.train.command import train
 
         return train(arguments[1:])
-    options, unknown = parser.parse_known_args(arguments)
+    options, unknown = commands.parse_known_args(arguments)
     if unknown:
-        commands.choices[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     status: int = options.run(options)
     return status
 
@@ -70,7 +76,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module's name")
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="passed to SCRIPT")
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run, parser=parser)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -101,7 +107,7 @@ def _add_blame(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--last", type=int, default=0, metavar="N", help="and the last N launches of every rank")
-    parser.set_defaults(run=_blame)
+    parser.set_defaults(run=_blame, parser=parser)
 
 
 def _blame(options: argparse.Namespace) -> int:
@@ -128,7 +134,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), metavar="HTML")
     parser.add_argument("--losses", type=Path, nargs="+", default=[], metavar="FILE", help="logs of the runs")
     parser.add_argument("--trace", type=Path, metavar="JSON", help="write the (first) recording for Perfetto too")
-    parser.set_defaults(run=_report)
+    parser.set_defaults(run=_report, parser=parser)
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -187,7 +193,7 @@ def _add_rehearse(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module's name")
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="passed to SCRIPT")
-    parser.set_defaults(run=_rehearse)
+    parser.set_defaults(run=_rehearse, parser=parser)
 
 
 def _rehearse(options: argparse.Namespace) -> int:
@@ -291,7 +297,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=float, help="per micro-batch and rank, for a lower bound of the step time")
     parser.add_argument("--tflops", type=float, help="that a device reaches, for the same")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures here too")
-    parser.set_defaults(run=_plan)
+    parser.set_defaults(run=_plan, parser=parser)
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -384,7 +390,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--names", metavar="JSON", help="a file with names and what they become")
     parser.add_argument("--model-only", action="store_true", help="leave out all but the weights")
-    parser.set_defaults(run=_convert)
+    parser.set_defaults(run=_convert, parser=parser)
 
 
 def _convert(options: argparse.Namespace) -> int:
