@@ -32,6 +32,7 @@ NOT_RUN = {
     ("capture.md", 0): "needs a GPU; tests/gpu/test_capture.py runs such steps",
     ("ecosystem.md", 2): "needs peft; tests/ecosystem/test_peft.py does the same",
 }
+SLOW = {("ecosystem.md", 1)}  # imports transformers
 WORLDS = {"meshes.md": 8, "concepts.md": 8, "recipes.md": 8}  # others: one rank
 
 
@@ -70,7 +71,11 @@ def blocks(language: str) -> list[Any]:
     found = []
     for page in PAGES:
         code = [body for _, kind, body in _BLOCK.findall(page.read_text()) if kind == language]
-        found += [pytest.param(page.name, n, textwrap.dedent(b), id=f"{page.name}-{n}") for n, b in enumerate(code)]
+        for number, body in enumerate(code):
+            marks = [pytest.mark.full] if (page.name, number) in SLOW else []
+            found.append(
+                pytest.param(page.name, number, textwrap.dedent(body), id=f"{page.name}-{number}", marks=marks)
+            )
     return found
 
 
@@ -90,7 +95,7 @@ def _names(page: str, number: int, folder: Path) -> dict[str, Any]:
     names |= {name: getattr(flatshard, name) for name in flatshard.__all__}
     names |= {"init_device_mesh": init_device_mesh, "renamed": renamed, "Block": Block, "MyExperts": MyExperts}
     names |= {"get_model_state_dict": get_model_state_dict, "set_model_state_dict": set_model_state_dict}
-    names |= {"batch": batch, "data": [batch, batch], "micro_batches": [batch, batch], "step": 1}
+    names |= {"batch": batch, "block": Block(), "data": [batch, batch], "micro_batches": [batch, batch], "step": 1}
     names |= {"folder": str(folder / "weights"), "path": str(folder / "dcp"), "engine": Model()}
     names |= {"dp": 4, "cp": 2, "schedule": SimpleNamespace(step=lambda *args: None)}
     if page in ("checkpoints.md", "trust.md") or (page, number) == ("ecosystem.md", 3):
