@@ -18,6 +18,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 active: Recording | None = None  # the recording that is on, if one is
+launches: Recording | None = None  # the same, if it takes launches too: each costs two events on its stream
 
 # A moment: seconds of `perf_counter`, or a CUDA event, or None inside a capture.
 Moment = Any
@@ -85,7 +86,7 @@ class Recording:
         device = scope.device
         begin = self.now(device)
         yield
-        allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+        allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" and launches is self else None
         pools = scope.gather_pool.live_bytes, scope.reduce_pool.live_bytes
         self.waits.append(Wait(phase, unit, begin, self.now(device), *pools, allocated))
 
@@ -214,13 +215,14 @@ class Recording:
 
 
 @contextmanager
-def recording() -> Iterator[Recording]:
+def recording(only_waits: bool = False) -> Iterator[Recording]:
     """Record the body."""
-    global active
-    before, active = active, Recording()
+    global active, launches
+    before, active = (active, launches), Recording()
+    launches = None if only_waits else active
     hook = register_optimizer_step_post_hook(active._stepped)
     try:
         yield active
     finally:
         hook.remove()
-        active = before
+        active, launches = before

@@ -33,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _main(arguments: list[str]) -> int:
+def parser() -> argparse.ArgumentParser:
+    """Of all commands but ``train``, which has its own."""
     parser = _Parser(prog="flatshard", description="Fully sharded data parallelism for PyTorch.")
     parser.add_argument("--version", action="version", version=f"flatshard {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -44,13 +45,18 @@ def _main(arguments: list[str]) -> int:
     _add_convert(commands.add_parser("convert", help="a checkpoint from one form into another"))
     _add_blame(commands.add_parser("blame", help="which rank stopped a job, from the ranks' flight records"))
     _add_report(commands.add_parser("report", help="a recorded step as one HTML file, and as a trace"))
-    if arguments[:1] == ["train"]:  # has a parser of its own
+    return parser
+
+
+def _main(arguments: list[str]) -> int:
+    commands = parser()
+    if arguments[:1] == ["train"]:
         from flatshard.train.command import train
 
         return train(arguments[1:])
-    options, unknown = parser.parse_known_args(arguments)
+    options, unknown = commands.parse_known_args(arguments)
     if unknown:
-        commands.choices[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     status: int = options.run(options)
     return status
 
@@ -70,7 +76,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module's name")
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="passed to SCRIPT")
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run, parser=parser)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -101,7 +107,7 @@ def _add_blame(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--last", type=int, default=0, metavar="N", help="and the last N launches of every rank")
-    parser.set_defaults(run=_blame)
+    parser.set_defaults(run=_blame, parser=parser)
 
 
 def _blame(options: argparse.Namespace) -> int:
@@ -128,7 +134,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), metavar="HTML")
     parser.add_argument("--losses", type=Path, nargs="+", default=[], metavar="FILE", help="logs of the runs")
     parser.add_argument("--trace", type=Path, metavar="JSON", help="write the (first) recording for Perfetto too")
-    parser.set_defaults(run=_report)
+    parser.set_defaults(run=_report, parser=parser)
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -187,7 +193,7 @@ def _add_rehearse(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module's name")
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="passed to SCRIPT")
-    parser.set_defaults(run=_rehearse)
+    parser.set_defaults(run=_rehearse, parser=parser)
 
 
 def _rehearse(options: argparse.Namespace) -> int:
@@ -258,8 +264,8 @@ def _link(link: Link, bandwidth: float | None, latency: float | None) -> Link:
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Bytes by category, traffic and fit of every strategy for MODEL on a number of devices, and which one to take. "
-        "MODEL is a named shape (llama-1b, llama-8b, llama-70b, llama-405b), a Hugging Face config.json of Llama's or "
-        "Qwen's shape (or its folder), or module:callable that returns a module; it is built on the meta device."
+        "MODEL is a named shape (llama-8b, mixtral-8x7b, ...; an unknown name lists them), a Hugging Face config.json "
+        "(or its folder), or module:callable that returns a module; it is built on the meta device."
     )
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("--devices", type=int, required=True, metavar="W", help="number of devices, one rank each")
@@ -283,11 +289,15 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--activations", default="0", metavar="SIZE", help="of one rank, counted in the peak (default 0)"
     )
+    parser.add_argument("--batch", type=int, metavar="ROWS", help="of a micro-batch and rank: estimates activations")
+    parser.add_argument("--length", type=int, metavar="TOKENS", help="of a row, for the same")
+    parser.add_argument("--recompute", action="store_true", help="blocks are recomputed, for the same")
+    parser.add_argument("--picture", action="store_true", help="and what fits at which number of devices")
     parser.add_argument("--spare", type=float, default=0.1, help="part of the memory that is left free (default 0.1)")
     parser.add_argument("--tokens", type=float, help="per micro-batch and rank, for a lower bound of the step time")
     parser.add_argument("--tflops", type=float, help="that a device reaches, for the same")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures here too")
-    parser.set_defaults(run=_plan)
+    parser.set_defaults(run=_plan, parser=parser)
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -299,6 +309,8 @@ def _plan(options: argparse.Namespace) -> int:
             raise ValueError(f"optimizer {options.optimizer!r} is not known; known are {', '.join(OPTIMIZERS)}")
         if (options.tokens is None) != (options.tflops is None):
             raise ValueError("a step time needs both --tokens and --tflops")
+        if (options.batch is None) != (options.length is None) or min(options.batch or 1, options.length or 1) < 1:
+            raise ValueError("activations are estimated from both --batch and --length, at least 1")
         network = get_network(options.network, options.ranks_per_node)
         memory, activations = _size("memory", options.memory), _size("activations", options.activations)
         if options.devices < 1:
@@ -307,9 +319,11 @@ def _plan(options: argparse.Namespace) -> int:
         _check_writable("json", options.json)
 
         from flatshard.policy import MixedPrecisionPolicy
-        from flatshard.tools.plan import Machine, Training, make_plan
+        from flatshard.tools.plan import Machine, Training, make_plan, picture
         from flatshard.tools.shapes import load_model
 
+        if options.batch is not None:
+            activations += _activations(options)
         machine = Machine(options.devices, memory, network, options.spare)
         training = Training(
             precision=MixedPrecisionPolicy(
@@ -327,19 +341,33 @@ def _plan(options: argparse.Namespace) -> int:
             tokens=options.tokens,
             flops=None if options.tflops is None else 1e12 * options.tflops,
         )
-        found = make_plan(load_model(options.model, options.units or "auto"), machine, training)
+        model = load_model(options.model, options.units or "auto")
+        found = make_plan(model, machine, training)
+        drawn = picture(model, machine, training) if options.picture else None
         if options.json:
             options.json.write_text(found.to_json())
     except (OSError, TypeError, ValueError) as error:
         print(f"flatshard plan: {error}", file=sys.stderr)
         return 2
     print(found.table())
+    if drawn is not None:
+        print(f"\n{drawn}")
     return 0
 
 
 def _pair(given: list[Any] | None) -> Any:
     """What was given once stands alone."""
     return given[0] if given is not None and len(given) == 1 else given and tuple(given)
+
+
+def _activations(options: argparse.Namespace) -> int:
+    """Bytes that a micro-batch leaves for its backward."""
+    from flatshard.tools.activations import activations_of
+    from flatshard.tools.shapes import load_runnable
+
+    dtype = _dtype("param", options.param_dtype)
+    found = activations_of(*load_runnable(options.model), options.batch, options.length, dtype)
+    return found.recomputed if options.recompute else found.saved
 
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
@@ -362,7 +390,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--names", metavar="JSON", help="a file with names and what they become")
     parser.add_argument("--model-only", action="store_true", help="leave out all but the weights")
-    parser.set_defaults(run=_convert)
+    parser.set_defaults(run=_convert, parser=parser)
 
 
 def _convert(options: argparse.Namespace) -> int:

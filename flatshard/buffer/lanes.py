@@ -152,8 +152,8 @@ class _Inside:
         try:
             for ticket in after:
                 ticket.wait()
-            if _recording.active is not None:
-                self.began = _recording.active.now(_CPU if self._stream is None else self._stream.device)
+            if _recording.launches is not None:
+                self.began = _recording.launches.now(_CPU if self._stream is None else self._stream.device)
         except BaseException:
             self.__exit__()
             raise
@@ -432,9 +432,9 @@ class Lane:
             ticket = self.mark()
         ticket.what = kind, name
         self.launched += 1
-        if _recording.active is not None:
+        if _recording.launches is not None:
             began = self.inside.began
-            _recording.active.launched(self.name, kind, name, numbytes, began, works, self.device)
+            _recording.launches.launched(self.name, kind, name, numbytes, began, works, self.device)
         record.append(self._wires[group], _KINDS[kind], name, numbytes, ticket)
         self.history.append(Operation(self.launched, kind, name, numbytes, ticket))
         return ticket

@@ -21,7 +21,7 @@ from flatshard.checkpoint.progress import bar
 from flatshard.checkpoint.state import Snapshot, take
 from flatshard.optim.step import shown_state
 
-_LOG = logging.getLogger("flatshard.checkpoint")
+_LOG = logging.getLogger("flatshard")
 _SAVING, _DELETING = ".saving-", ".deleting-"
 
 

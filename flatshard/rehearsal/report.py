@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from dataclasses import asdict, dataclass, field, fields
+from html import escape
 from typing import Any
 
 
@@ -63,6 +64,10 @@ class Report:
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
+
+    def _repr_html_(self) -> str:
+        """In a notebook."""
+        return f"<pre>{escape(self.table())}</pre>"
 
     def table(self) -> str:
         """Text for a terminal, 100 columns at most."""

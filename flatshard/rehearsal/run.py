@@ -76,7 +76,8 @@ def _child(plan_path: str, result_path: str) -> None:
     inside, between = Link(**network.pop("inside")), Link(**network.pop("between"))
     plan = Plan(network=Network(inside, between, **network), **data)
     sys.argv = [plan.script, *plan.arguments]
-    with recording() as recorded, rehearse(plan.world, plan.network, rank=plan.rank, warmup=plan.warmup) as rehearsal:
+    waits = recording(only_waits=plan.record is None)
+    with waits as recorded, rehearse(plan.world, plan.network, rank=plan.rank, warmup=plan.warmup) as rehearsal:
         try:
             if plan.is_module:
                 sys.path.insert(0, "")

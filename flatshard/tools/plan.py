@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from html import escape
 from typing import Any
+
+import torch
 
 from flatshard.layout.planner import LayoutName
 from flatshard.policy import MixedPrecisionPolicy, Strategy, placements_for
@@ -125,8 +128,58 @@ class Plan:
             "advice": self.advice,
             "why": self.why,
             "formats": self.formats,
+            "python": self.python(),
         }
         return json.dumps(document, indent=2)
+
+    @property
+    def best(self) -> Row | None:
+        return next((row for row in self.rows if row.name == self.advice), None)
+
+    def python(self) -> str:
+        """The lines that shard a model as advised; none if nothing fits."""
+        if self.best is None:
+            return ""
+        _, strategy, outer = next(each for each in _STRATEGIES if each[0] == self.advice)
+        precision = self.training.precision
+        named = {name: getattr(precision, name) for name in ("param_dtype", "reduce_dtype", "main_dtype", "grad_dtype")}
+        named |= {name: getattr(precision, name) for name in ("gather_format", "reduce_format")}
+        said = {name: value if isinstance(value, torch.dtype) else repr(value) for name, value in named.items()}
+        dtypes = ", ".join(f"{name}={said[name]}" for name, value in named.items() if value is not None)
+        axes = {1: '("dp",)', 2: '("replicas", "shard")'}[len(self.best.mesh)]
+        choices = ["mesh=mesh", "mp_policy=policy"]
+        choices += [f'strategy="{strategy}"'] if strategy != "optim_grads_params" else []
+        choices += [f'outer_strategy="{outer}"'] if outer == "optim" else []
+        choices += [f'layout="{self.training.layout}"'] if self.training.layout != "tensor" else []
+        kept = self.kept_bytes
+        if kept:
+            choices += [
+                'reshard_after_forward="auto"',
+                f"schedule=SchedulePolicy(keep_for_backward={kept:,})".replace(",", "_"),
+            ]
+        names = ["MixedPrecisionPolicy", *["SchedulePolicy"] * bool(kept), "shard_model"]
+        return "\n".join(
+            [
+                f"from flatshard import {', '.join(names)}",
+                f'mesh = init_device_mesh("cuda", {self.best.mesh}, mesh_dim_names={axes})',
+                f"policy = MixedPrecisionPolicy({dtypes})",
+                f"shard_model(model, {', '.join(choices)})",
+            ]
+        )
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of the advised strategy, what is left of the memory for weights to be kept from forward to backward."""
+        row = self.best
+        if row is None or not row.gathers or not row.memory.peak.gathered:
+            return 0
+        full = sum(launch.size for launch in row.memory.launches if launch.kind == "all_gather" and launch.times > 1)
+        left = int(min(self.machine.usable - row.peak, full) // 10**8) * 10**8
+        return max(left, 0)
+
+    def _repr_html_(self) -> str:
+        """In a notebook."""
+        return f"<pre>{escape(self.table())}</pre>"
 
     def table(self) -> str:
         """Text for a terminal."""
@@ -170,7 +223,10 @@ class Plan:
             notes.append(
                 "step: at least so long: the busier link's time, or 6 FLOPs per weight and token if that is more."
             )
-        return "\n".join([*notes, "", self.why, *([self.formats] if self.formats else [])])
+        code = self.python()
+        return "\n".join(
+            [*notes, "", *([code, ""] if code else []), self.why, *([self.formats] if self.formats else [])]
+        )
 
 
 def make_plan(model: Model, machine: Machine, training: Training) -> Plan:
@@ -219,6 +275,23 @@ def _formats(model: Model, machine: Machine, training: Training, best: Row) -> s
     if coded.step < 0.99 * plain.step:
         return f"{text}, and a step from at least {1e3 * plain.step:,.1f} to {1e3 * coded.step:,.1f} ms."
     return f"{text}. That does not pay: compute can hide it in either case."
+
+
+def picture(model: Model, machine: Machine, training: Training) -> str:
+    """What fits at which number of devices: a row for each strategy, a mark for each power of two."""
+    counts = [1 << power for power in range(13) if 1 << power <= 8 * max(machine.devices, 8)]
+    plans = [make_plan(model, replace(machine, devices=count), training) for count in counts]
+    width = max(len(str(count)) for count in counts) + 1
+    lines = ["fits on     " + "".join(str(count).rjust(width) for count in counts) + "  devices"]
+    for name, *_ in _STRATEGIES:
+        marks = ""
+        for plan in plans:
+            row = next((row for row in plan.rows if row.name == name), None)
+            sign = " " if row is None else "#" if row.fits else "."
+            marks += sign.rjust(width)
+        if marks.strip():
+            lines.append(name.ljust(12) + marks)
+    return "\n".join([*lines, "", f"#: fits in {_gb(machine.usable)} GB, .: does not"])
 
 
 def _nodes(machine: Machine) -> int:

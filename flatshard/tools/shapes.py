@@ -142,20 +142,63 @@ def load_model(source: str, units: Literal["auto"] | Sequence[str] = "auto") -> 
     The callable is called without arguments and under the meta device, so parameters take no memory.
     """
     check_source(source)
+    config = _config(source)
+    if config is None:
+        return model_of(_imported(source), units)
+    return model_of(skeleton(config) if config.get("model_type") in _TYPES else _from_transformers(config), units)
+
+
+def load_runnable(source: str) -> tuple[nn.Module, list[nn.Module]]:
+    """The same on the meta device as a module that can be run there, and its blocks, to be recomputed one by one."""
+    config = _config(source)
+    model = _imported(source) if config is None else _from_transformers(config)
+    blocks = {module for modules in unit_modules(model, "auto") for module in modules if module is not model}
+    outside = (nn.Embedding, nn.Linear)
+    return model, [module for module in model.modules() if module in blocks and not isinstance(module, outside)]
+
+
+def _config(source: str) -> dict[str, Any] | None:
+    """The configuration that ``source`` names, or None if it is module:callable."""
     if source in NAMED:
-        return model_of(skeleton(NAMED[source]), units)
+        return NAMED[source]
     path = Path(source)
-    if path.is_dir():
-        path = path / "config.json"
-    if path.suffix == ".json":
-        try:
-            config = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise ValueError(f"model {source!r}: cannot be read as JSON: {error}") from error
-        if not isinstance(config, dict):
-            raise ValueError(f"model {source!r}: a configuration is a JSON object")
-        return model_of(skeleton(config), units)
-    return model_of(_imported(source), units)
+    path = path / "config.json" if path.is_dir() else path
+    if path.suffix != ".json":
+        return None
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model {source!r}: cannot be read as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"model {source!r}: a configuration is a JSON object")
+    return config
+
+
+def _from_transformers(config: Mapping[str, Any]) -> nn.Module:
+    """What Transformers makes of a configuration, on the meta device. ValueError where it knows no such model."""
+    kind = config.get("model_type")
+    try:
+        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    except ImportError as error:
+        known = ", ".join(_TYPES)
+        raise ValueError(
+            f"model_type is {kind!r}; without transformers only {known} are known: pip install 'flatshard[hf]'"
+        ) from error
+    try:
+        made = AutoConfig.for_model(**{name: value for name, value in config.items() if name != "transformers_version"})
+        with torch.device("meta"):
+            try:
+                model: nn.Module = AutoModelForCausalLM.from_config(made)
+            except ValueError:  # no language model
+                model = AutoModel.from_config(made)
+            if made.tie_word_embeddings:
+                model.tie_weights()  # type: ignore[operator]
+        return model
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"model_type is {kind!r}, which transformers cannot make: {' '.join(str(error).split())}; "
+            "give module:callable"
+        ) from error
 
 
 def _imported(source: str) -> nn.Module:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from flatshard.train import log
@@ -27,7 +29,9 @@ def train(arguments: list[str]) -> int:
 
 
 def started_world() -> int:
-    """The number of ranks that torchrun has started, this process among them; 0 where it has not."""
+    """The number of ranks that torchrun or srun has started, this process among them; 0 where neither has."""
+    if "RANK" not in os.environ:
+        os.environ.update(slurm_ranks(os.environ))
     return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 0
 
 
@@ -41,22 +45,34 @@ def check(settings: Settings) -> None:
     check_data(settings)
     if settings.losses is not None:
         log.check(settings.losses)
+    if settings.record is not None:
+        _check_written(settings.record)
     if settings.checkpoint is not None:
         _check_folder(settings, settings.checkpoint)
 
 
 def check_data(settings: Settings) -> None:
-    """Mistake where there is too little to train on."""
+    """Mistake where a file is not there, or a text is too short. What is in the others is seen when they are read."""
+    for flag, given in (("data", settings.data), ("tokenizer", settings.tokenizer), ("model", settings.model)):
+        if given is not None and not given.exists():
+            raise Mistake(f"--{flag} {given}: No such file or directory")
     path = settings.data
-    try:
-        if path is not None and path.exists() and not path.is_file():
-            raise Mistake(f"--data {path}: not a file")
-        size = len(stories()) if path is None else path.stat().st_size
-    except OSError as error:
-        raise Mistake(f"--data {path}: {error.strerror}") from error
+    if path is not None and path.is_dir() and not any(path.glob("*.json")):
+        raise Mistake(f"--data {path}: not a file, nor a dataset on disk")
+    if settings.tokenizer is not None or (path is not None and (path.is_dir() or path.suffix == ".bin")):
+        return
+    size = len(stories()) if path is None else path.stat().st_size
     if size <= settings.context:
         source = path or "the bundled text"
         raise Mistake(f"{source} has {size} bytes; --context {settings.context} needs more than that")
+
+
+def _check_written(path: Path) -> None:
+    try:
+        with path.open("a"):
+            pass
+    except OSError as error:
+        raise Mistake(f"--record {path}: {error.strerror}") from error
 
 
 def _check_folder(settings: Settings, folder: Path) -> None:
@@ -71,3 +87,29 @@ def _check_folder(settings: Settings, folder: Path) -> None:
         raise Mistake(f"--checkpoint {folder}: cannot be written to: {error.strerror}") from error
     if (folder / FILE).exists() and any(folder.glob("step-*")):
         settings.check_continues(read(folder / FILE).recipe, folder)
+
+
+def slurm_ranks(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of torchrun, from those of srun, where it has started several tasks; else none."""
+    if "SLURM_STEP_ID" not in environ or int(environ.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
+        return {}
+    # "gpu[07-12,20],login1": the first node is the one to meet at. "4(x2),1": four tasks on each of two nodes, ...
+    first = re.match(r"([^\[,]+)(?:\[(\w+))?", environ["SLURM_STEP_NODELIST"])
+    assert first is not None
+    here = _tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])[int(environ["SLURM_NODEID"])]
+    return {
+        "RANK": environ["SLURM_PROCID"],
+        "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": environ["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(here),
+        "MASTER_ADDR": environ.get("MASTER_ADDR", first[1] + (first[2] or "")),
+        "MASTER_PORT": environ.get("MASTER_PORT", str(20000 + int(environ["SLURM_JOB_ID"]) % 20000)),
+    }
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    counts: list[int] = []
+    for part in text.split(","):
+        count, _, times = part.rstrip(")").partition("(x")
+        counts += [int(count)] * int(times or 1)
+    return counts

@@ -1,38 +1,175 @@
-"""The bytes to train on, and which of them are in which batch."""
+"""The tokens to train on, and which of them are in which batch."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flatshard.train.command import check_data
-from flatshard.train.settings import Settings
+from flatshard.train.settings import Mistake, Settings
 from flatshard.train.stories import stories
 
-
-def load_bytes(settings: Settings) -> Tensor:
-    """The text as one tensor of bytes; a file is mapped, not read. Mistake where there is too little of it."""
-    check_data(settings)
-    if settings.data is None:
-        return torch.frombuffer(bytearray(stories(), "ascii"), dtype=torch.uint8)
-    size = settings.data.stat().st_size
-    return torch.from_file(str(settings.data), shared=False, size=size, dtype=torch.uint8)
+_HELD = 20  # one part in so many is held out where there is validation
 
 
-def first_words(text: Tensor, limit: int = 40) -> bytes:
-    """The text's first bytes, at most ``limit``, up to a space where there is one."""
-    start = bytes(text[:limit].tolist())
-    return start[: start.rfind(b" ") + 1] or start
+@dataclass(frozen=True)
+class Text:
+    """All documents, one after another. Without a tokenizer, tokens are bytes."""
+
+    tokens: Tensor
+    vocab: int
+    name: str
+    tokenizer: Any = None
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode()) if self.tokenizer is None else list(self.tokenizer.encode(text).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        if self.tokenizer is not None:
+            return str(self.tokenizer.decode(list(tokens)))
+        if self.vocab <= 256:
+            return bytes(tokens).decode(errors="replace")
+        return " ".join(map(str, tokens))  # nobody has said what they mean
+
+    def beginning(self, limit: int = 40) -> list[int]:
+        """Its first tokens, at most ``limit``; bytes up to a space, where there is one."""
+        start = self.tokens[:limit].tolist()
+        if self.tokenizer is None and self.vocab <= 256:
+            return start[: bytes(start).rfind(b" ") + 1] or start
+        return start[: max(1, limit // 8)]
 
 
-def batch_rows(text: Tensor, settings: Settings, step: int, rank: int, world: int) -> tuple[Tensor, Tensor]:
-    """This rank's (tokens, targets) of a step, both (rows, context).
+def load_text(settings: Settings) -> Text:
+    """What the settings say. A file of bytes or tokens is mapped, not read. Mistake where there is too little of it."""
+    path = settings.data
+    tokenizer = None if settings.tokenizer is None else _tokenizer(settings.tokenizer)
+    vocab = 256 if tokenizer is None else int(tokenizer.get_vocab_size())
+    if path is None or (path.is_file() and path.suffix != ".bin"):
+        tokens = _text(path, tokenizer)
+    elif path.is_dir():
+        tokens, vocab = _dataset(path, settings, tokenizer, vocab)
+    else:
+        if tokenizer is None:
+            if settings.vocab is None:
+                raise Mistake(f"--data {path}: give it --tokenizer FILE or --vocab N, how many tokens there are")
+            vocab = settings.vocab
+        kind = getattr(torch, settings.token_dtype)
+        tokens = torch.from_file(str(path), shared=False, size=path.stat().st_size // kind.itemsize, dtype=kind)
+    text = Text(tokens, settings.vocab or vocab, path.name if path else "bundled stories", tokenizer)
+    _check_size(text, settings)
+    return text
 
-    The rows of all ranks, one after another, are the same for any number of ranks: they follow from seed and step.
+
+def _text(path: Path | None, tokenizer: Any) -> Tensor:
+    if path is None:
+        written = bytearray(stories(), "ascii")
+        if tokenizer is None:
+            return torch.frombuffer(written, dtype=torch.uint8)
+        return torch.tensor(tokenizer.encode(written.decode()).ids, dtype=torch.int32)
+    if tokenizer is None:
+        return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+    try:
+        return torch.tensor(tokenizer.encode(path.read_text()).ids, dtype=torch.int32)
+    except UnicodeDecodeError as error:
+        raise Mistake(f"--data {path}: is not text in UTF-8; for tokens, its name ends in .bin") from error
+
+
+def _tokenizer(path: Path) -> Any:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise Mistake("--tokenizer: tokenizers is not installed: pip install 'flatshard[hf]'") from error
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library has one type for everything
+        raise Mistake(f"--tokenizer {path}: {error}") from error
+
+
+def _dataset(path: Path, settings: Settings, tokenizer: Any, vocab: int) -> tuple[Tensor, int]:
+    """The documents of a dataset on disk, packed: one after another, each with the end token."""
+    try:
+        from datasets import DatasetDict, load_from_disk
+    except ImportError as error:
+        raise Mistake(f"--data {path}: for a folder, datasets must be installed: pip install datasets") from error
+    try:
+        found = load_from_disk(str(path))
+    except Exception as error:
+        raise Mistake(f"--data {path}: is not a dataset on disk: {error}") from error
+    if isinstance(found, DatasetDict):
+        found = found["train" if "train" in found else next(iter(found))]
+    if settings.column not in found.column_names:
+        raise Mistake(f"--column {settings.column}: the columns of {path} are {', '.join(found.column_names)}")
+    end = [] if settings.end_token is None else [settings.end_token]
+    packed: list[Tensor] = []
+    for document in found[settings.column]:
+        if isinstance(document, str):
+            document = list(document.encode()) if tokenizer is None else tokenizer.encode(document).ids
+        elif tokenizer is None and settings.vocab is None:
+            raise Mistake(f"--data {path}: has tokens; give it --tokenizer FILE or --vocab N, how many there are")
+        packed.append(torch.tensor([*document, *end], dtype=torch.int32))
+    return torch.cat(packed) if packed else torch.empty(0, dtype=torch.int32), max(vocab, max(end, default=0) + 1)
+
+
+def _check_size(text: Text, settings: Settings) -> None:
+    training, held = _parts(text, settings)
+    if training <= settings.context or (settings.val_every and held <= settings.context):
+        what = "bytes" if text.tokenizer is None and text.vocab == 256 else "tokens"
+        part = f", {held} of them for validation" if settings.val_every else ""
+        raise Mistake(
+            f"{settings.data or 'the bundled text'} has {len(text.tokens)} {what}{part}; "
+            f"--context {settings.context} needs more than that"
+        )
+
+
+def _parts(text: Text, settings: Settings) -> tuple[int, int]:
+    """How many tokens are trained on, and how many at the end are held out."""
+    held = len(text.tokens) // _HELD if settings.val_every else 0
+    return len(text.tokens) - held, held
+
+
+@lru_cache(maxsize=4)
+def _epoch(rows: int, slack: int, seed: int, number: int) -> tuple[Tensor, int]:
+    """The order of an epoch's rows, and where the first of them begins."""
+    draw = torch.Generator().manual_seed(seed * 1_000_003 + number)
+    return torch.randperm(rows, generator=draw), int(torch.randint(slack + 1, (), generator=draw))
+
+
+def batch_rows(text: Text, settings: Settings, step: int, rank: int, world: int) -> tuple[Tensor, Tensor]:
+    """This rank's (tokens, targets) of a step, counted from 1, both (rows, context).
+
+    Rows are neighbouring windows of the tokens. Each epoch takes all of them once, in another order and from another
+    beginning. The rows of all ranks, one after another, are the same for any number of ranks, and follow from seed and
+    step alone: a run continues with the rows that it would have had.
     """
-    draw = torch.Generator().manual_seed(settings.seed * 1_000_003 + step)
-    starts = torch.randint(len(text) - settings.context, (settings.batch,), generator=draw)
-    rows = settings.rows_per_rank(world)
-    mine = starts[rank * rows : (rank + 1) * rows]
-    window = text[mine[:, None] + torch.arange(settings.context + 1)].long()
+    context, rows = settings.context, settings.rows_per_rank(world)
+    training, _ = _parts(text, settings)
+    windows = (training - 1) // context
+    slack = training - 1 - windows * context
+    if windows > 1:
+        windows, slack = windows - 1, slack + context
+    first = (step - 1) * settings.batch + rank * rows
+    starts = []
+    for row in range(first, first + rows):
+        order, begin = _epoch(windows, slack, settings.seed, row // windows)
+        starts.append(begin + int(order[row % windows]) * context)
+    return _windows(text, torch.tensor(starts), context)
+
+
+def held_rows(text: Text, settings: Settings, rank: int, world: int) -> tuple[Tensor, Tensor]:
+    """This rank's part of what is validated on: the first rows of what is held out, as many for every rank."""
+    training, held = _parts(text, settings)
+    rows = min(settings.val_rows, (held - 1) // settings.context) // world
+    if not rows:
+        raise Mistake(f"{held} tokens are held out: too few for a row of --context {settings.context} on each process")
+    mine = torch.arange(rank * rows, (rank + 1) * rows)
+    return _windows(text, training + mine * settings.context, settings.context)
+
+
+def _windows(text: Text, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
+    window = torch.stack([text.tokens[start : start + context + 1].long() for start in starts.tolist()])
     return window[:, :-1], window[:, 1:]

@@ -16,15 +16,15 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from flatshard import _torch
 from flatshard.checkpoint import CheckpointError
+from flatshard.train.build import build_mesh
 from flatshard.train.command import started_world
-from flatshard.train.data import load_bytes
+from flatshard.train.data import load_text
 from flatshard.train.meeting import meet
 from flatshard.train.progress import run_with_display
 from flatshard.train.settings import Mistake, Settings
@@ -61,9 +61,10 @@ def join(settings: Settings) -> int:
     trainer: Trainer | None = None
     try:
         meet("nccl" if kind == "cuda" else "gloo", patience)
-        mesh = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("dp",))
+        world = dist.get_world_size()
+        mesh = build_mesh(settings, kind, world, world // local_world)
         stop = Stop()
-        trainer = Trainer(settings, load_bytes(settings), mesh, stop)
+        trainer = Trainer(settings, load_text(settings), mesh, stop)
         if threading.current_thread() is threading.main_thread():
             stop.listen()
         if dist.get_rank() == 0:

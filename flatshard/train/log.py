@@ -6,7 +6,7 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from flatshard.train.settings import Mistake
 
@@ -43,14 +43,19 @@ def _end_of(path: Path, done: int) -> int:
 class Log:
     """The log of a run that continues after step ``done``. What an earlier run has written beyond that is cut off.
 
-    The numbers are written so that they can be read back to the last bit.
+    The numbers are written so that they can be read back to the last bit. ``board``: a folder for TensorBoard, which
+    gets the same. ``tokens``: of a step, all ranks together, for the speed.
     """
 
-    def __init__(self, path: Path, done: int) -> None:
-        end = _end_of(path, done)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
-        self._file.truncate(end)
+    def __init__(self, path: Path | None, done: int, board: Path | None = None, tokens: int = 0) -> None:
+        self._file: BinaryIO | None = None
+        if path is not None:
+            end = _end_of(path, done)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab")
+            self._file.truncate(end)
+        self._board: Any = None if board is None else _board(board, done)
+        self._tokens, self._last = tokens, done
         self._waiting: list[Step] = []
         self._written = time.monotonic()
 
@@ -62,10 +67,37 @@ class Log:
 
     def write(self) -> None:
         """Bring to disk all that was taken. A checkpoint of a step is begun after that: no line is ever missing."""
-        for step in self._waiting:
-            line = {"step": step.number, "loss": float(step.loss), "grad_norm": float(step.grad_norm), "lr": step.lr}
-            self._file.write(json.dumps(line).encode() + b"\n")
+        lines = [_line(step) for step in self._waiting]  # waits for the device: the clock is read after it
+        now = time.monotonic()
+        if lines:
+            speed = (lines[-1]["step"] - self._last) * self._tokens / max(now - self._written, 1e-9)
+            self._last = lines[-1]["step"]
+            for line in lines:
+                line["tokens_per_second"] = round(speed)
+                if self._file is not None:
+                    self._file.write(json.dumps(line).encode() + b"\n")
+                if self._board is not None:
+                    for name, value in line.items():
+                        self._board.add_scalar(name, value, line["step"])
         self._waiting.clear()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._written = time.monotonic()
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        if self._board is not None:
+            self._board.flush()
+        self._written = now
+
+
+def _line(step: Step) -> dict[str, Any]:
+    line = {"step": step.number, "loss": float(step.loss), "grad_norm": float(step.grad_norm), "lr": step.lr}
+    if step.val_loss is not None:
+        line["val_loss"] = float(step.val_loss)
+    return line
+
+
+def _board(folder: Path, done: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise Mistake("--tensorboard: tensorboard is not installed: pip install tensorboard") from error
+    return SummaryWriter(str(folder), purge_step=done + 1 if done else None)

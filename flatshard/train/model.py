@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flatshard.train.shape import LlamaConfig
 
-__all__ = ["Llama", "LlamaConfig"]
+__all__ = ["Llama", "LlamaConfig", "mean_loss"]
 
 
 class Attention(nn.Module):
@@ -43,6 +45,33 @@ class FeedForward(nn.Module):
         return out
 
 
+class Mixture(nn.Module):
+    """Experts, each a feed-forward layer; a token is sent to those of the highest scores and takes their mean.
+
+    Every rank holds all experts of a block while it runs, as of any other layer.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.chosen = config.chosen
+        self.router = nn.Linear(config.width, config.experts, bias=False)
+        self.gate = nn.Parameter(torch.empty(config.experts, config.ffn, config.width))
+        self.up = nn.Parameter(torch.empty(config.experts, config.ffn, config.width))
+        self.down = nn.Parameter(torch.empty(config.experts, config.width, config.ffn))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        weights, experts = self.router(rows).float().softmax(-1).topk(self.chosen)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+        out = torch.zeros_like(rows)
+        for number, (gate, up, down) in enumerate(zip(self.gate.unbind(), self.up.unbind(), self.down.unbind())):
+            row, place = (experts == number).nonzero(as_tuple=True)
+            part = rows[row]
+            done = F.linear(F.silu(F.linear(part, gate)) * F.linear(part, up), down)
+            out = out.index_add(0, row, done * weights[row, place, None])
+        return out.view_as(x)
+
+
 class Block(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -50,7 +79,7 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.width, eps=1e-5)
         self.attention = Attention(config)
         self.ffn_norm = nn.RMSNorm(config.width, eps=1e-5)
-        self.ffn = FeedForward(config)
+        self.ffn = Mixture(config) if config.experts else FeedForward(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         if self.recompute and self.training:
@@ -67,12 +96,34 @@ class Block(nn.Module):
 class Head(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
+        self.chunk = config.loss_chunk
         self.norm = nn.RMSNorm(config.width, eps=1e-5)
         self.projection = nn.Linear(config.width, config.vocab, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.projection(self.norm(x))
-        return logits
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits, or the mean cross-entropy of ``targets``."""
+        x = self.norm(x)
+        if targets is None:
+            logits: Tensor = self.projection(x)
+            return logits
+        return mean_loss(self.projection, x, targets, self.chunk)
+
+
+def mean_loss(projection: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    """The mean cross-entropy of ``targets`` under the logits ``projection(x)``, in float32.
+
+    With ``chunk``, only the logits of so many tokens are there at a time: they are computed again in backward.
+    """
+    rows, labels = x.flatten(0, -2), targets.flatten()
+
+    def summed(part: Tensor, label: Tensor) -> Tensor:
+        return F.cross_entropy(projection(part).float(), label, reduction="sum")
+
+    if not chunk or len(labels) <= chunk:
+        return F.cross_entropy(projection(rows).float(), labels)
+    pairs = zip(rows.split(chunk), labels.split(chunk))
+    sums: list[Tensor] = [checkpoint(summed, *pair, use_reentrant=False) for pair in pairs]
+    return torch.stack(sums).sum() / len(labels)
 
 
 class Llama(nn.Module):
@@ -108,7 +159,7 @@ class Llama(nn.Module):
             scale = parameter.shape[-1] ** -0.5
             if parameter.dim() == 1:
                 local.fill_(1.0)
-            elif name.endswith((".o.weight", ".down.weight")):
+            elif name.endswith((".o.weight", ".down.weight", ".down")):
                 local.normal_(std=scale * (2 * self.config.layers) ** -0.5)
             else:
                 local.normal_(std=0.2 * scale if name == "head.projection.weight" else scale)
@@ -124,10 +175,8 @@ class Llama(nn.Module):
         cos, sin = self.cos[:seq].to(x.dtype), self.sin[:seq].to(x.dtype)
         for block in self.blocks:
             x = block(x, cos, sin)
-        logits: Tensor = self.head(x)
-        if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        out: Tensor = self.head(x, targets)
+        return out
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -22,15 +23,26 @@ _REFRESH = 0.1  # seconds between two readings of the loss: each waits for the d
 
 @dataclass(frozen=True)
 class Reading:
-    """Where a run stands. ``speed``: tokens per second of all ranks since the last reading but for the first step."""
+    """Where a run stands. ``speed``: tokens per second of all ranks since the last reading, and ``flops`` with them.
+
+    ``left``: seconds, if it goes on as since the first reading.
+    """
 
     step: int
     loss: float
     speed: float
+    flops: float
     memory: int
+    left: float
+    val_loss: float | None = None
 
     def __str__(self) -> str:
-        return f"loss {self.loss:.3f}  {self.speed:6,.0f} tokens/s  {format_bytes(self.memory)}"
+        scale, unit = next((s, u) for s, u in ((1e15, "P"), (1e12, "T"), (1e9, "G")) if self.flops >= s or u == "G")
+        parts = [f"loss {self.loss:.3f}"]
+        if self.val_loss is not None:
+            parts.append(f"val {self.val_loss:.3f}")
+        parts += [f"{self.speed:6,.0f} tokens/s", f"{self.flops / scale:.1f} {unit}FLOP/s", format_bytes(self.memory)]
+        return "  ".join(parts)
 
 
 class Display(Protocol):
@@ -62,8 +74,9 @@ def headline(trainer: Trainer) -> str:
     size = f"{count / 1e6:.2f}M" if count < 1e9 else f"{count / 1e9:.2f}B"
     world = trainer.mesh.size()
     ranks = f"{world} process" if world == 1 else f"{world} processes"
-    source = trainer.settings.data.name if trainer.settings.data else "bundled stories"
-    text = f"{source} ({len(trainer.text) / 1e3:,.0f} kB)"
+    tokens = len(trainer.text.tokens)
+    amount = f"{tokens / 1e3:,.0f} kB" if trainer.text.vocab == 256 else f"{tokens:,} tokens"
+    text = f"{trainer.text.name} ({amount})"
     return f"{size} parameters on {ranks} ({trainer.device.type}, {trainer.settings.precision}), {text}"
 
 
@@ -86,7 +99,8 @@ class Plain:
 
     def show(self, reading: Reading) -> None:
         width = len(str(self._steps))
-        self._say(f"step {reading.step:{width}}/{self._steps}  {reading}")
+        left = f"  {timedelta(seconds=round(reading.left))} left" if reading.step < self._steps else ""
+        self._say(f"step {reading.step:{width}}/{self._steps}  {reading}{left}")
 
 
 class Bar:
@@ -111,7 +125,7 @@ def display(settings: Settings, say: Callable[[str], None]) -> Iterator[Display]
     """A bar where rich is installed and the output is a terminal, else plain lines."""
     try:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     except ImportError:
         yield Plain(settings.steps, say)
         return
@@ -123,7 +137,8 @@ def display(settings: Settings, say: Callable[[str], None]) -> Iterator[Display]
         BarColumn(bar_width=None, complete_style="cyan", finished_style="cyan"),
         MofNCompleteColumn(),
         TextColumn("{task.fields[reading]}", style="default"),
-        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, expand=True) as bar:
         yield Bar(bar, settings.steps)
@@ -133,16 +148,23 @@ class Meter:
     """Turns steps into readings."""
 
     def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
         self._tokens = trainer.settings.batch * trainer.settings.context
-        self._device = trainer.device
         self._step, self._time = trainer.done, time.monotonic()
+        self._first: tuple[int, float] | None = None
+        self._val: float | None = None
 
     def read(self, step: Step) -> Reading:
         loss = float(step.loss)  # waits for the device: the clock is read after it
+        self._val = self._val if step.val_loss is None else float(step.val_loss)
         now = time.monotonic()
         speed = (step.number - self._step) * self._tokens / max(now - self._time, 1e-9)
         self._step, self._time = step.number, now
-        return Reading(step.number, loss, speed, peak_memory(self._device))
+        self._first = self._first or (step.number, now)
+        each = (now - self._first[1]) / max(1, step.number - self._first[0])
+        left = each * (self._trainer.settings.steps - step.number)
+        memory = peak_memory(self._trainer.device)
+        return Reading(step.number, loss, speed, speed * self._trainer.flops_per_token, memory, left, self._val)
 
 
 def run_with_display(trainer: Trainer) -> None:
@@ -163,7 +185,9 @@ def run_with_display(trainer: Trainer) -> None:
     with display(trainer.settings, say) as shown:
         for step in trainer.steps():
             is_first = step.number == trainer.done + 1
-            if is_first or trainer.stopped or shown.due(step.number):
+            if step.sample is not None:
+                say(f"\n{step.sample}\n")
+            if is_first or trainer.stopped or step.val_loss is not None or shown.due(step.number):
                 reading = meter.read(step)
                 shown.show(reading)
                 first, last = (reading.loss if is_first else first), reading.loss

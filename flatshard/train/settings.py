@@ -14,8 +14,9 @@ from flatshard.train.shape import LlamaConfig
 
 FILE = "settings.yaml"  # in the folder of the run
 # What a run may change when it is continued.
-_FREE = {"processes", "steps", "recompute", "sample", "checkpoint", "save_every", "keep", "losses", "timeout"}
-_FREE |= {"prompt", "temperature"}
+_FREE = {"processes", "steps", "recompute", "loss_chunk", "microbatches", "strategy", "replicas", "layout", "reshard"}
+_FREE |= {"offload", "sample", "sample_every", "prompt", "temperature", "checkpoint", "save_every", "keep", "losses"}
+_FREE |= {"tensorboard", "record", "timeout", "val_rows"}
 
 
 class Mistake(ValueError):
@@ -27,44 +28,75 @@ class Mistake(ValueError):
 class Settings:
     """All of a training run. Two runs with equal settings train alike, on any number of processes, up to rounding."""
 
-    data: Path | None = None  # text file to train on; without one, bundled stories
+    # What to train on
+    data: Path | None = None  # text, tokens (.bin), or a folder of Hugging Face datasets; without it, bundled stories
+    tokenizer: Path | None = None  # a tokenizer.json of `tokenizers`; without it, tokens are bytes
+    token_dtype: Literal["uint16", "uint32"] = "uint16"  # of a .bin file
+    vocab: int | None = None  # of a .bin file without a tokenizer
+    column: str = "text"  # of a dataset: its text, or its tokens
+    end_token: int | None = None  # put after each document of a dataset
+    # How much
     processes: int | None = None  # to start on this machine; without it, one per GPU, or 2 on CPU
     steps: int = 220  # optimizer steps
     batch: int = 8  # rows per step, divided among the processes
-    context: int = 128  # tokens (bytes) per row
+    microbatches: int = 1  # parts of each process's rows that run one after another
+    context: int = 128  # tokens per row
+    # The model
+    model: Path | None = None  # a Hugging Face config.json, or its folder; without it, the Llama of these numbers:
     width: int = 128  # of the model
     layers: int = 4  # blocks of the model
     heads: int = 4  # attention heads
     kv_heads: int = 2  # heads of keys and values
-    ffn: int = 384  # width inside a feed-forward layer
+    ffn: int = 384  # width inside a feed-forward layer, or inside an expert
+    experts: int = 0  # of each block; 0: none, one feed-forward layer for all tokens
+    experts_per_token: int = 2  # of these, how many see a token
+    # How it is sharded
+    strategy: Literal["zero0", "zero1", "zero2", "zero3", "hsdp", "hfsdp"] = "zero3"  # what is sharded over what
+    replicas: int | None = None  # of hsdp and hfsdp: the size of the outer axis; without it, the number of nodes
+    layout: Literal["tensor", "flat", "auto"] = "tensor"  # how parameters lie in buffers
+    reshard: bool = True  # free a block's weights after forward, and gather them again in backward
+    offload: bool = False  # keep main weights and optimizer state in host memory
     precision: Literal["float32", "bfloat16"] = "float32"  # of compute; main weights stay float32
+    gather_format: Literal["none", "int8", "float8"] = "none"  # of weights on the wire
+    reduce_format: Literal["none", "int8", "bf16_fp32"] = "none"  # of gradients on the wire
     recompute: bool = False  # recompute blocks in backward to save memory
+    loss_chunk: int = 1024  # tokens whose logits are there at a time; 0: all
+    # How it learns
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: of matrices inside blocks, and AdamW of the rest
     lr: float = 3e-3  # peak learning rate
     schedule: Literal["cosine", "constant"] = "cosine"  # of the learning rate, after warm-up
     warmup: int = 10  # steps of linear warm-up
-    weight_decay: float = 0.1  # AdamW's, on matrices
+    weight_decay: float = 0.1  # of matrices
     clip: float = 1.0  # largest norm of the gradient; 0 leaves it as it is
     seed: int = 0  # of weights, batches and the sample
-    sample: int = 240  # bytes of sample text at the end
+    # What it tells and keeps
+    val_every: int = 0  # steps from one validation to the next, on the last twentieth of the data; 0: none
+    val_rows: int = 32  # of a validation
+    sample: int = 240  # tokens of sample text at the end
+    sample_every: int = 0  # steps from one sample to the next; 0: at the end only
+    prompt: str | None = None  # how a sample starts; without it, with the first words of the text
+    temperature: float = 0.5  # of a sample; 0 always takes the likeliest token
     checkpoint: Path | None = None  # folder of the run: it continues from the newest checkpoint there and writes more
     save_every: int = 50  # steps from one checkpoint to the next; the last step is always saved
     keep: int = 2  # newest checkpoints to keep
     losses: Path | None = None  # file for the losses, a line of JSON per step; a run that continues, continues it
+    tensorboard: Path | None = None  # folder for TensorBoard
+    record: Path | None = None  # file for `flatshard report`: the third to the fifth step
     timeout: int | None = None  # seconds that ranks wait for each other; without it, torch's
-    prompt: str | None = None  # how the sample starts; without it, with the first words of the text
-    temperature: float = 0.5  # of the sample; 0 always takes the likeliest byte
 
     def validate(self) -> Settings:
         """Itself. Mistake where a value makes no sense."""
         at_least_one = ("processes", "steps", "batch", "context", "width", "layers", "heads", "kv_heads", "ffn")
-        for name in (*at_least_one, "save_every", "keep", "timeout"):
+        more = ("save_every", "keep", "timeout", "vocab", "microbatches", "experts_per_token", "replicas", "val_rows")
+        for name in (*at_least_one, *more):
             self._require(name, lambda value: value >= 1, "at least 1")
-        for name in ("warmup", "weight_decay", "clip", "seed", "sample", "temperature"):
+        counts = ("warmup", "seed", "sample", "experts", "loss_chunk", "val_every", "sample_every", "end_token")
+        for name in (*counts, "weight_decay", "clip", "temperature"):
             self._require(name, lambda value: value >= 0 and math.isfinite(value), "0 or more")
         self._require("lr", lambda value: value > 0 and math.isfinite(value), "more than 0")
         self._require("prompt", lambda value: value != "", "at least one character")
         try:
-            _ = self.model
+            self.shape()
         except ValueError as error:  # an impossible shape
             raise Mistake(str(error)) from error
         return self
@@ -74,19 +106,21 @@ class Settings:
         if value is not None and not holds(value):
             raise Mistake(f"{flag_of(name)} {value}: must be {wanted}")
 
-    @property
-    def model(self) -> LlamaConfig:
-        """The shape of the model; its tokens are bytes."""
+    def shape(self, vocab: int = 256) -> LlamaConfig:
+        """The shape of the bundled model."""
         return LlamaConfig(
             width=self.width,
             layers=self.layers,
             heads=self.heads,
             kv_heads=self.kv_heads,
             ffn=self.ffn,
-            vocab=256,
+            vocab=vocab,
             max_tokens=self.context,
             rope_theta=1e4,
             recompute=self.recompute,
+            experts=self.experts,
+            chosen=self.experts_per_token,
+            loss_chunk=self.loss_chunk,
         )
 
     @property
@@ -108,6 +142,8 @@ class Settings:
         """The rows of one rank in each step. Mistake where ``world`` ranks cannot share them equally."""
         if self.batch % world:
             raise Mistake(f"--batch {self.batch} cannot be divided among {world} processes")
+        if (self.batch // world) % self.microbatches:
+            raise Mistake(f"{self.batch // world} rows cannot be divided into --microbatches {self.microbatches}")
         return self.batch // world
 
     def lr_at(self, step: int) -> float:

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The shape of a model. ``recompute`` stores only the inputs of each block and runs it again in backward."""
+    """The shape of a model. ``recompute`` stores only the inputs of each block and runs it again in backward.
+
+    ``experts``: feed-forward layers of so many experts, each token sent to ``chosen`` of them; 0: one for all tokens.
+    ``loss_chunk``: logits of so many tokens at a time, again in backward; 0: of all at once.
+    """
 
     width: int
     layers: int
@@ -18,12 +22,17 @@ class LlamaConfig:
     max_tokens: int
     rope_theta: float = 5e5
     recompute: bool = False
+    experts: int = 0
+    chosen: int = 2
+    loss_chunk: int = 0
 
     def __post_init__(self) -> None:
         if self.width % self.heads or (self.width // self.heads) % 2:
             raise ValueError(f"width {self.width} must be an even multiple of heads {self.heads}")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads {self.heads} must be a multiple of kv-heads {self.kv_heads}")
+        if self.experts and not 1 <= self.chosen <= self.experts:
+            raise ValueError(f"a token cannot be sent to {self.chosen} of {self.experts} experts")
 
     @property
     def head_dim(self) -> int:
@@ -31,5 +40,6 @@ class LlamaConfig:
 
     def flops_per_token(self, seq: int) -> float:
         """Model FLOPs of forward and backward: 6 per weight of a matrix product, and those of causal attention."""
-        block = 2 * self.width * (self.heads + self.kv_heads) * self.head_dim + 3 * self.width * self.ffn
+        ffn = 3 * self.width * self.ffn * (self.chosen if self.experts else 1) + self.width * self.experts
+        block = 2 * self.width * (self.heads + self.kv_heads) * self.head_dim + ffn
         return 6.0 * (self.layers * block + self.width * self.vocab) + 6.0 * self.layers * self.width * seq

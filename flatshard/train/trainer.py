@@ -1,9 +1,11 @@
-"""Training itself: shard a model, step, sample. Every rank calls the same methods in the same order."""
+"""Training itself: shard a model, step, validate, sample. Every rank calls the same methods in the same order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,33 +14,39 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from flatshard import checkpoint
-from flatshard.api import fully_shard
+from flatshard._recording import Recording, recording
+from flatshard.api import microbatch
 from flatshard.checkpoint.errors import exchange, together
-from flatshard.policy import MixedPrecisionPolicy
-from flatshard.train.data import batch_rows, first_words
+from flatshard.optim.clip import clip_grad_norm_
+from flatshard.train.build import build_model, build_optimizer, shard
+from flatshard.train.data import Text, batch_rows, held_rows
 from flatshard.train.log import Log
-from flatshard.train.model import Llama
-from flatshard.train.settings import FILE, Settings
+from flatshard.train.settings import FILE, Mistake, Settings
 from flatshard.train.stop import Stop
+
+_RECORDED = (3, 5)  # steps of a run that --record takes; the first has no beginning
 
 
 @dataclass(frozen=True)
 class Step:
     """One optimizer step. The tensors have no dims and are equal on all ranks; reading one waits for the device.
 
-    ``loss``: mean over the whole batch, before the update, in nats per byte. ``grad_norm``: before clipping.
+    ``loss``: mean over the whole batch, before the update, in nats per token. ``grad_norm``: before clipping.
+    ``val_loss`` and ``sample``: of the model after the update, where it was time for them.
     """
 
     number: int
     loss: Tensor
     grad_norm: Tensor
     lr: float
+    val_loss: Tensor | None = None
+    sample: str | None = None
 
 
 class Trainer:
-    """A sharded model and its optimizer on a mesh of one axis."""
+    """A sharded model and its optimizer on a mesh of one axis, or of two."""
 
-    def __init__(self, settings: Settings, text: Tensor, mesh: DeviceMesh, stop: Stop | None = None) -> None:
+    def __init__(self, settings: Settings, text: Text, mesh: DeviceMesh, stop: Stop | None = None) -> None:
         self.settings = settings
         self.text = text
         self.mesh = mesh
@@ -46,17 +54,20 @@ class Trainer:
         self.stopped = 0  # the signal that has ended the run early
         self.device = torch.device(mesh.device_type)
         settings.validate().rows_per_rank(mesh.size())  # refuse before anything is built
-        torch.manual_seed(settings.seed)  # all ranks make the same weights, then keep their shards
-        self.model = Llama(settings.model)
+        self.model, blocks, self.flops_per_token = build_model(settings, text.vocab)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        self._shard()
-        self.optimizer = self._make_optimizer()
+        shard(self.model, blocks, settings, mesh)
+        self.optimizer = build_optimizer(self.model, blocks, settings)
         self.done = self.reached = self._resume()  # steps that a checkpoint has, and that have been made
+        if settings.record is not None and settings.steps < self.done + _RECORDED[1]:
+            raise Mistake(f"--record {settings.record}: takes step {_RECORDED[1]} of a run; give it more --steps")
         self._log: Log | None = None
-        if settings.checkpoint is not None and mesh.get_local_rank() == 0:
-            settings.write(settings.checkpoint / FILE)
-        if settings.losses is not None and mesh.get_local_rank() == 0:
-            self._log = Log(settings.losses, self.done)
+        if mesh.get_rank() == 0:
+            if settings.checkpoint is not None:
+                settings.write(settings.checkpoint / FILE)
+            if settings.losses is not None or settings.tensorboard is not None:
+                tokens = settings.batch * settings.context
+                self._log = Log(settings.losses, self.done, settings.tensorboard, tokens)
 
     def _resume(self) -> int:
         """Continue from the newest checkpoint of the settings; the number of its step, 0 where there is none.
@@ -75,22 +86,6 @@ class Trainer:
         self.settings.check_continues(extra["recipe"], found)
         return int(extra["step"])
 
-    def _shard(self) -> None:
-        policy = MixedPrecisionPolicy()
-        if self.settings.precision == "bfloat16":
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for block in self.model.blocks:
-            fully_shard(block, mesh=self.mesh, mp_policy=policy)
-        fully_shard(self.model, mesh=self.mesh, mp_policy=policy)
-
-    def _make_optimizer(self) -> torch.optim.Optimizer:
-        parameters = list(self.model.parameters())
-        groups = [
-            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": self.settings.weight_decay},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW(groups, lr=self.settings.lr, betas=(0.9, 0.95), fused=True)
-
     def steps(self) -> Iterator[Step]:
         """Train, one step each time the next is asked for. Batches follow from the number of the step alone.
 
@@ -98,22 +93,34 @@ class Trainer:
         """
         saving: checkpoint.Pending | None = None
         try:
-            for number in range(self.done + 1, self.settings.steps + 1):
-                step = self._step(number)
-                self.reached = number
-                if self._log is not None:
-                    self._log.add(step)
-                self.stopped = self.stop.agreed()
-                if self.settings.checkpoint is not None and (self.stopped or self._is_saved(number)):
-                    saving = self._save(self.settings.checkpoint / f"step-{number}", number)
-                yield step
-                if self.stopped:
-                    break
+            with _Recorder(self) as recorder:
+                for number in range(self.done + 1, self.settings.steps + 1):
+                    recorder.before(number)
+                    step = self._looked_at(self._step(number))
+                    recorder.after(number)
+                    self.reached = number
+                    if self._log is not None:
+                        self._log.add(step)
+                    self.stopped = self.stop.agreed()
+                    if self.settings.checkpoint is not None and (self.stopped or self._is_saved(number)):
+                        saving = self._save(self.settings.checkpoint / f"step-{number}", number)
+                    yield step
+                    if self.stopped:
+                        break
             if self._log is not None:
                 self._log.write()
         finally:
             if saving is not None:
                 saving.wait()
+
+    def _looked_at(self, step: Step) -> Step:
+        """With what there is to see of the model after it."""
+        settings, number = self.settings, step.number
+        if settings.val_every and number % settings.val_every == 0:
+            step = replace(step, val_loss=self.validate())
+        if settings.sample and settings.sample_every and number % settings.sample_every == 0:
+            step = replace(step, sample=self.sample())
+        return step
 
     def _is_saved(self, number: int) -> bool:
         return number == self.settings.steps or number % self.settings.save_every == 0
@@ -125,30 +132,47 @@ class Trainer:
         return checkpoint.save(path, self.model, self.optimizer, extra, keep_last=self.settings.keep, asynchronous=True)
 
     def _step(self, number: int) -> Step:
-        tokens, targets = batch_rows(self.text, self.settings, number, self.mesh.get_local_rank(), self.mesh.size())
-        loss = self.model(tokens.to(self.device), targets.to(self.device))
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip or float("inf"))
-        assert isinstance(norm, DTensor)
+        tokens, targets = batch_rows(self.text, self.settings, number, self.mesh.get_rank(), self.mesh.size())
+        parts = self.settings.microbatches
+        loss = torch.zeros((), device=self.device)
+        for place, (inputs, labels) in enumerate(zip(tokens.chunk(parts), targets.chunk(parts))):
+            with microbatch(self.model, is_last=place == parts - 1):
+                part = self.model(inputs.to(self.device), labels.to(self.device)) / parts
+                part.backward()
+            loss += part.detach()
+        norm = clip_grad_norm_(self.model.parameters(), self.settings.clip or float("inf"))
         lr = self.settings.lr_at(number)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return Step(number, self._mean(loss.detach()), norm.full_tensor(), lr)
+        return Step(number, self._mean(loss), norm, lr)
 
     def _mean(self, value: Tensor) -> Tensor:
         """The mean over ranks, on each of them."""
-        mean: Tensor = DTensor.from_local(value / self.mesh.size(), self.mesh, [Partial()]).full_tensor()
+        partial = [Partial()] * self.mesh.ndim
+        mean: Tensor = DTensor.from_local(value / self.mesh.size(), self.mesh, partial).full_tensor()
         return mean
+
+    @torch.no_grad()
+    def validate(self) -> Tensor:
+        """The mean loss on what is held out. All ranks run it together."""
+        tokens, targets = held_rows(self.text, self.settings, self.mesh.get_rank(), self.mesh.size())
+        parts = max(1, len(tokens) // max(1, self.settings.batch // self.mesh.size()))
+        self.model.eval()
+        total = torch.zeros((), device=self.device)
+        for inputs, labels in zip(tokens.chunk(parts), targets.chunk(parts)):
+            total += self.model(inputs.to(self.device), labels.to(self.device)) * len(inputs)
+        self.model.train()
+        return self._mean(total / len(tokens))
 
     @torch.no_grad()
     def sample(self) -> str:
         """What the model writes after the prompt, prompt included. All ranks run it together and get the same text."""
         settings = self.settings
         draw = torch.Generator(self.device).manual_seed(settings.seed)
-        prompt = first_words(self.text) if settings.prompt is None else settings.prompt.encode()
-        written = torch.tensor([list(prompt)], device=self.device)
+        prompt = self.text.beginning() if settings.prompt is None else self.text.encode(settings.prompt)
+        written = torch.tensor([prompt], device=self.device)
         self.model.eval()
         for _ in range(settings.sample):
             scores = self.model(written[:, -settings.context :])[:, -1].float()
@@ -159,7 +183,49 @@ class Trainer:
                 following = scores.argmax(dim=-1, keepdim=True)
             written = torch.cat((written, following), dim=1)
         self.model.train()
-        return bytes(written[0].tolist()).decode(errors="replace")
+        return self.text.decode(written[0].tolist())
+
+
+class _Recorder:
+    """Records a few steps on rank 0, for `flatshard report`. A context manager, so that an exception ends it too."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        settings = trainer.settings
+        self._trainer = trainer
+        self._path = settings.record if trainer.mesh.get_rank() == 0 else None
+        self._stack = ExitStack()
+        self._recording: Recording | None = None
+
+    def __enter__(self) -> _Recorder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def before(self, number: int) -> None:
+        if self._path is not None and number == self._trainer.done + _RECORDED[0]:
+            self._recording = self._stack.enter_context(recording())
+
+    def after(self, number: int) -> None:
+        if self._path is None or self._recording is None or number != self._trainer.done + _RECORDED[1]:
+            return
+        self._stack.close()
+        mesh = self._trainer.mesh
+        states = self._trainer.optimizer.state.values()
+        held = [value for state in states for value in state.values() if isinstance(value, DTensor)]
+        memory = {
+            "parameters": _local_bytes(list(self._trainer.model.parameters())),
+            "optimizer state": _local_bytes(held),
+        }
+        run = {"rank": 0, "world": mesh.size(), "device": mesh.device_type, "torch": torch.__version__}
+        title = f"flatshard train, steps {self._trainer.done + _RECORDED[0] + 1} and {number}"
+        document = {"title": title, "run": {**run, "memory": memory}, **self._recording.to_dict()}
+        self._path.write_text(json.dumps(document))
+        self._recording = None
+
+
+def _local_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.to_local().nbytes for tensor in tensors if isinstance(tensor, DTensor))
 
 
 def _name_of(path: Path | None) -> str | None:

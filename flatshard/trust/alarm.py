@@ -33,6 +33,8 @@ from typing import Any
 
 from flatshard.trust.record import record
 
+_log = logging.getLogger("flatshard")
+
 _TICK = 1.0  # seconds between two looks at the store, per 512 ranks
 _STALLED = 3  # looks without a launch after which the record is settled
 GRACE = 3.0  # seconds that the others have to post why they end
@@ -116,7 +118,7 @@ class Alarm:
                 self._store.compare_set(_key("raised"), "", f"{self._rank} {text}")
             except RuntimeError as error:
                 # The process is ending already, and its own error is what its user must see.
-                print(f"flatshard: the other ranks could not be told: {_line(error)}", file=sys.stderr)
+                _log.error("flatshard: the other ranks could not be told: %s", _line(error))
 
     def explain(self, what: str, error: BaseException) -> PeerError:
         """Why a wait for a collective ended early. Asks the other ranks, for a few seconds."""
@@ -292,11 +294,10 @@ class _Hook:
             else:
                 self._alarm.post(text)
             if self._alarm.raised is not None and not isinstance(error, PeerError):
-                print(f"flatshard: {self._alarm.raised}", file=sys.stderr)
+                _log.error("flatshard: %s", self._alarm.raised)
             path = record.dump() if record.number else None
             if path is not None:
-                print(record.told(), file=sys.stderr)
-                print(f"flatshard: written to {path}", file=sys.stderr)
+                _log.error("%s\nflatshard: written to %s", record.told(), path)
         self._before(kind, error, trace)
 
 

@@ -16,8 +16,10 @@ from flatshard.cli import main
 from flatshard.engine.build import units_below
 from flatshard.rehearsal import rehearse
 from flatshard.rehearsal.network import get_network
+from flatshard.tools.activations import activations_of
 from flatshard.tools.plan import Machine, Training, make_plan
-from flatshard.tools.shapes import NAMED, load_model, model_of, skeleton
+from flatshard.tools.shapes import NAMED, load_model, load_runnable, model_of, skeleton
+from flatshard.train.model import Llama, LlamaConfig
 from tests.dist.models import Net
 
 COUNTS = {
@@ -102,6 +104,7 @@ def test_the_largest_model_is_planned_from_shapes(capsys, tmp_path):
         "ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3", "HSDP", "HFSDP"
     ]  # fmt: skip
     assert printed.splitlines()[-1].startswith("ZeRO 3: ")
+    assert 'mesh = init_device_mesh("cuda", (512,), mesh_dim_names=("dp",))' in printed
     plan = json.loads(path.read_text())
     assert plan["advice"] == "ZeRO 3"
     rows = {row["name"]: row for row in plan["strategies"]}
@@ -238,3 +241,57 @@ def test_formats_are_told_to_pay_only_where_the_wire_is_what_a_step_waits_for(ca
         assert told[name].startswith("The formats take the wire from")
         assert found[1] < 0.75 * found[0]
         assert found[3] < 0.75 * found[2]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gemma2"])
+def test_whatever_transformers_knows_is_planned(kind, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 101, "num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 4}
+    config = transformers.AutoConfig.for_model(kind, **sizes, tie_word_embeddings=True)
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    found = load_model(str(tmp_path))
+    assert found.numel == sum(parameter.numel() for parameter in model.parameters())
+    assert len(found.units) >= 4
+    (tmp_path / "config.json").write_text('{"model_type": "unheard"}')
+    with pytest.raises(ValueError, match="model_type is 'unheard', which transformers cannot make"):
+        load_model(str(tmp_path))
+
+
+def llama():
+    return Llama(LlamaConfig(width=32, layers=3, heads=4, kv_heads=2, ffn=64, vocab=50, max_tokens=24))
+
+
+def test_activations_are_what_a_real_forward_saves():
+    model, blocks = load_runnable("tests.tools.test_plan:llama")
+    assert [type(block).__name__ for block in blocks] == ["Block"] * 3
+    estimate = activations_of(model, blocks, 2, 24, None)
+    real, saved = llama(), {}
+    held = {parameter.untyped_storage().data_ptr() for parameter in (*real.parameters(), *real.buffers())}
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() not in held:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = real(torch.zeros(2, 24, dtype=torch.int64))
+    total = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+    assert estimate.saved == pytest.approx(total, rel=0.02), (estimate, out.shape)
+    hidden = 2 * 24 * 32 * 4
+    assert estimate.inputs == (hidden,) * 3
+    assert estimate.recomputed == 3 * hidden + max(estimate.blocks) + estimate.rest
+    assert activations_of(model, blocks, 4, 24, None).saved == pytest.approx(2 * estimate.saved, rel=0.02)
+
+
+def test_a_picture_shows_what_fits_where(capsys):
+    assert main(["plan", "llama-1b", "--devices", "16", "--memory", "20GB", "--picture"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    marks = {
+        line.split("  ")[0]: line[12:].split() for line in lines if line[12:].strip() and set(line[12:]) <= set(" #.")
+    }
+    assert marks["ZeRO 0"] == ["."] * 8
+    assert marks["ZeRO 3"] == [".", *"#######"]
+    assert len(marks["HSDP"]) == 4

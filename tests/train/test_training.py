@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from flatshard.train.data import batch_rows, load_bytes
+from flatshard.train.data import batch_rows, load_text
 from flatshard.train.settings import Settings
 from flatshard.train.trainer import Trainer
 from tests.bench import RankError
@@ -17,7 +17,7 @@ TINY = Settings(steps=6, batch=4, context=32, width=32, layers=2, heads=4, kv_he
 
 
 def _train(rank, world, settings):
-    trainer = Trainer(settings, load_bytes(settings), init_device_mesh("cpu", (world,)))
+    trainer = Trainer(settings, load_text(settings), init_device_mesh("cpu", (world,)))
     steps = [(float(step.loss), float(step.grad_norm)) for step in trainer.steps()]
     full = {name: value.full_tensor() for name, value in trainer.model.state_dict().items()}
     return torch.tensor(steps), trainer.sample(), full
@@ -55,7 +55,7 @@ def test_bfloat16_trains_like_float32(ranks):
 
 
 def test_ranks_share_the_rows_of_a_batch():
-    text = load_bytes(TINY)
+    text = load_text(TINY)
     tokens, targets = batch_rows(text, TINY, 3, 0, 1)
     assert tokens.shape == targets.shape == (4, 32)
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
@@ -68,7 +68,7 @@ def test_the_last_byte_of_a_file_is_trained_on(tmp_path):
     file = tmp_path / "text"
     file.write_bytes(b"0123456789")
     settings = replace(TINY, data=file, context=9)
-    tokens, targets = batch_rows(load_bytes(settings), settings, 1, 0, 1)
+    tokens, targets = batch_rows(load_text(settings), settings, 1, 0, 1)
     assert bytes(tokens[0].tolist()) == b"012345678"
     assert bytes(targets[0].tolist()) == b"123456789"
 
@@ -84,7 +84,7 @@ def test_the_learning_rate_warms_up_and_falls():
 
 
 def _resumed(rank, world, settings, stop):
-    trainer = Trainer(settings, load_bytes(settings), init_device_mesh("cpu", (world,)))
+    trainer = Trainer(settings, load_text(settings), init_device_mesh("cpu", (world,)))
     losses = {}
     for step in trainer.steps():
         losses[step.number] = (float(step.loss), float(step.grad_norm), step.lr)
@@ -102,7 +102,7 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(ranks, tmp_path):
     assert again == 6
     assert {**first, **second} == whole  # exactly
     assert first[7] == second[7]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-12", "step-9"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["settings.yaml", "step-12", "step-9"]
     assert ranks(2, _resumed, settings, 12)[0] == (12, {})
     other, third = ranks(4, _resumed, replace(settings, steps=13), 13)[0]
     assert other == 12

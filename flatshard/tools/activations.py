@@ -1,0 +1,135 @@
+"""What a forward leaves for its backward: the model runs on the meta device, and what autograd saves is counted.
+
+Every distinct storage that is saved counts once; parameters do not. Attention is taken to be a fused kernel, which
+saves its inputs, its result and one number per row and head. With recompute, a block leaves its inputs, and while it
+runs again in backward, what it saves itself: the largest block counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of one micro-batch. ``blocks``: what each block saves; ``inputs``: what goes into it."""
+
+    blocks: tuple[int, ...]
+    inputs: tuple[int, ...]
+    rest: int  # outside of blocks: embeddings, the head, the loss
+
+    @property
+    def saved(self) -> int:
+        """Without recompute."""
+        return sum(self.blocks) + self.rest
+
+    @property
+    def recomputed(self) -> int:
+        """With every block recomputed."""
+        return sum(self.inputs) + max(self.blocks, default=0) + self.rest
+
+
+class _Fused(torch.autograd.Function):
+    """Attention as a kernel does it, without values."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        # Rows before heads in memory, as kernels have it: what follows need not copy it.
+        out = q.transpose(-3, -2).new_empty(*q.transpose(-3, -2).shape[:-1], v.shape[-1]).transpose(-3, -2)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError("a forward is counted, not trained")
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    out: torch.Tensor = _Fused.apply(q, k, v)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Count:
+    """Sums storages that are saved, each once, by the block that is running."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        self.saved = [0] * (len(blocks) + 1)
+        self.inputs = [0] * len(blocks)
+        self._number = len(blocks)  # of what is outside
+        self._outside = len(blocks)
+        self._seen = {_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self._alive: list[Any] = []  # so that no storage takes the place of another
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        key = _key(tensor)
+        if key not in self._seen:
+            self._seen.add(key)
+            self._alive.append(tensor)
+            self.saved[self._number] += tensor.untyped_storage().nbytes()
+        return tensor
+
+    @contextmanager
+    def watching(self, blocks: Sequence[nn.Module]) -> Iterator[None]:
+        handles = []
+        for number, block in enumerate(blocks):
+
+            def enter(_: nn.Module, args: Any, kwargs: Any, number: int = number) -> None:
+                self._number = number
+                given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+                hidden = [each for each in given if each.requires_grad]
+                self.inputs[number] = sum(each.untyped_storage().nbytes() for each in hidden)
+
+            def leave(_: nn.Module, args: Any, out: Any) -> None:
+                self._number = self._outside
+
+            handles.append(block.register_forward_pre_hook(enter, with_kwargs=True))
+            handles.append(block.register_forward_hook(leave))
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)  # a storage on the meta device has no address
+
+
+def activations_of(
+    model: nn.Module, blocks: Sequence[nn.Module], batch: int, length: int, dtype: torch.dtype | None
+) -> Activations:
+    """Of a language model on the meta device that takes tokens (batch, length), its compute in ``dtype``.
+
+    A model of Transformers computes its loss too, with the logits of the whole batch.
+    """
+    kinds = {name: value.dtype for name, value in (*model.named_parameters(), *model.named_buffers())}
+    if dtype is not None:
+        model.to(dtype)
+    count = _Count(model, blocks)
+    tokens = torch.zeros(batch, length, dtype=torch.int64, device="meta")
+    is_transformers = hasattr(model, "config") and hasattr(model, "get_output_embeddings")
+    try:
+        with patch.object(nn.functional, "scaled_dot_product_attention", _attention), count.watching(blocks):
+            if is_transformers:
+                # A mask that is ready keeps it from looking at values; the fused kernel needs none.
+                mask = torch.ones(batch, 1, length, length, dtype=torch.bool, device="meta")
+                model(input_ids=tokens, attention_mask=mask, labels=tokens, use_cache=False)
+            else:
+                model(tokens)
+    except Exception as error:
+        raise ValueError(
+            f"activations: {type(model).__name__} does not run on tokens ({batch} x {length}) on the meta device: "
+            f"{type(error).__name__}: {error}; give --activations SIZE"
+        ) from error
+    finally:
+        for name, value in (*model.named_parameters(), *model.named_buffers()):
+            value.data = value.data.to(kinds[name])
+    return Activations(tuple(count.saved[:-1]), tuple(count.inputs), count.saved[-1])

@@ -1,0 +1,125 @@
+"""The model of a run, sharded as its settings say, and its optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from flatshard.api import fully_shard
+from flatshard.optim.step import whole_optimizer
+from flatshard.optim.together import Together
+from flatshard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from flatshard.train.model import Llama, mean_loss
+from flatshard.train.settings import Mistake, Settings
+
+
+class Causal(nn.Module):
+    """A causal language model of Transformers that computes its own loss, in chunks, as `Llama` does."""
+
+    def __init__(self, inner: Any, chunk: int) -> None:
+        super().__init__()
+        self.inner, self.chunk = inner, chunk
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        hidden = self.inner.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        if targets is None:
+            return self._logits(hidden)
+        return mean_loss(self._logits, hidden, targets, self.chunk)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.inner.get_output_embeddings()(hidden)
+        cap = getattr(self.inner.config, "final_logit_softcapping", None)
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def build_model(settings: Settings, vocab: int) -> tuple[nn.Module, list[nn.Module], float]:
+    """A model, its blocks, and its FLOPs per token. All ranks make the same weights, then keep their shards."""
+    torch.manual_seed(settings.seed)
+    if settings.model is None:
+        shape = settings.shape(vocab)
+        model = Llama(shape)
+        return model, list(model.blocks), shape.flops_per_token(settings.context)
+    inner = _from_config(settings.model, vocab)
+    if settings.recompute:
+        inner.gradient_checkpointing_enable()
+    names = set(inner._no_split_modules or ())
+    blocks = [module for module in inner.modules() if type(module).__name__ in names]
+    used = sum(parameter.numel() for parameter in inner.parameters())
+    used -= inner.get_input_embeddings().weight.numel() * (not inner.config.tie_word_embeddings)
+    return Causal(inner, settings.loss_chunk), blocks, 6.0 * used
+
+
+def _from_config(path: Path, vocab: int) -> Any:
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise Mistake("--model: transformers is not installed: pip install 'flatshard[hf]'") from error
+    try:
+        config = AutoConfig.from_pretrained(str(path))
+        if config.vocab_size < vocab:
+            raise Mistake(f"--model {path}: knows {config.vocab_size} tokens; the data has {vocab}")
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, Mistake):
+            raise
+        raise Mistake(f"--model {path}: {' '.join(str(error).split())}") from error
+
+
+def build_mesh(settings: Settings, kind: str, world: int, nodes: int) -> DeviceMesh:
+    """One axis, or for HSDP and HFSDP two: ``replicas``, and those that shard among themselves."""
+    if settings.strategy not in ("hsdp", "hfsdp"):
+        if settings.replicas is not None:
+            raise Mistake(f"--replicas {settings.replicas}: only --strategy hsdp and hfsdp have them")
+        return init_device_mesh(kind, (world,), mesh_dim_names=("dp",))
+    outer = settings.replicas or nodes
+    if world % outer:
+        raise Mistake(f"--replicas {outer}: {world} processes cannot be divided by it")
+    return init_device_mesh(kind, (outer, world // outer), mesh_dim_names=("replicas", "shard"))
+
+
+def shard(model: nn.Module, blocks: list[nn.Module], settings: Settings, mesh: DeviceMesh) -> None:
+    """Every block is a unit, and the rest of the model is one."""
+    half = settings.precision == "bfloat16"
+    precision = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if half else None,
+        reduce_dtype=torch.float32 if half and settings.reduce_format == "none" else None,
+        gather_format=None if settings.gather_format == "none" else settings.gather_format,
+        reduce_format=None if settings.reduce_format == "none" else settings.reduce_format,
+    )
+    strategy = 3 if mesh.ndim > 1 else int(settings.strategy[-1])
+    for module in (*blocks, model):
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=precision,
+            strategy=strategy,
+            outer_strategy="optim" if settings.strategy == "hfsdp" else None,
+            layout=settings.layout,
+            reshard_after_forward=None if settings.reshard else False,
+            offload_policy=CPUOffloadPolicy() if settings.offload else OffloadPolicy(),
+        )
+
+
+def build_optimizer(model: nn.Module, blocks: list[nn.Module], settings: Settings) -> torch.optim.Optimizer:
+    """AdamW, without decay for what is no matrix; or Muon for the matrices of blocks, and AdamW for the rest."""
+    inside = {parameter for block in blocks for parameter in block.parameters() if parameter.dim() >= 2}
+    muon = settings.optimizer == "muon"
+    parameters = [parameter for parameter in model.parameters() if not (muon and parameter in inside)]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True)
+    if not muon:
+        return adamw
+
+    def make(matrices: list[nn.Parameter]) -> torch.optim.Optimizer:
+        # Its steps are as large as AdamW's, so that one learning rate does for both.
+        options: Any = {"lr": settings.lr, "weight_decay": settings.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+        return torch.optim.Muon(matrices, **options)
+
+    return Together([whole_optimizer(make, model, lambda name, parameter: parameter in inside), adamw])

@@ -1,0 +1,86 @@
+"""The comparison in the README: what it says of FSDP2 is so, and every note names a test or a file that is there."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.fsdp as fsdp2
+from torch import nn
+
+from flatshard.rehearsal import rehearse
+
+_ROOT = Path(__file__).parents[1]
+TEXT = (_ROOT / "README.md").read_text().partition("## Beside FSDP2")[2].partition("What works, line by line")[0]
+NOTES = dict(re.findall(r"^\[(\d+)\] ((?:(?!\. \[\d+\] )[^\n])*)", TEXT.replace(". [9]", ".\n[9]"), re.M))
+
+
+def test_every_cell_names_a_note_and_every_note_a_test_or_a_measurement():
+    rows = [
+        line.strip("|").split("|")[1:]
+        for line in TEXT.splitlines()
+        if line.startswith("| ") and "flatshard" not in line
+    ]
+    assert len(rows) == 10
+    for cell in (cell.strip() for row in rows for cell in row):
+        number = re.fullmatch(r".*\[(\d+)\]", cell)
+        assert cell == "not tested" or (number and number[1] in NOTES), cell
+    for note in NOTES.values():
+        (file, *test) = re.findall(r"`([^`]+)`", note)[0].split("::")
+        assert (_ROOT / file).exists(), note
+        if test:
+            functions = {node.name for node in ast.walk(ast.parse((_ROOT / file).read_text())) if hasattr(node, "name")}
+            assert test[0] in functions, note
+
+
+def test_the_figures_are_those_of_the_results():
+    results = (_ROOT / "benchmarks" / "results" / "README.md").read_text().partition("## Beside Megatron-FSDP")[2]
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in results.splitlines() if line[:1] == "|"]
+    found, case = {}, ""
+    for row in table:
+        case = row[0] or case
+        found[case, row[1]] = row
+    lines = {line[2:5]: line for line in TEXT.splitlines() if line.startswith("| (")}
+    for case, line in lines.items():
+        told = re.findall(r"([\d.]+) \[1\]", line)
+        assert told == [found[case, system][3] for system in ("flatshard", "fsdp2", "megatron-fsdp")], case
+    peaks = next(line for line in TEXT.splitlines() if "at the peak" in line)
+    assert re.findall(r"([\d.]+) \[1\]", peaks) == [
+        found["(c)", system][6] for system in ("flatshard", "fsdp2", "megatron-fsdp")
+    ]
+
+
+def test_fsdp2_has_one_strategy():
+    arguments = inspect.signature(fsdp2.fully_shard).parameters
+    assert not {"strategy", "placements", "optional", "values"} & set(arguments)
+    assert not [name for name in dir(fsdp2.FSDPModule) if "graph" in name or "capture" in name]
+
+
+def test_fsdp2_launches_what_each_rank_runs():
+    """So ranks that run different units wait for each other, and nothing has told them apart."""
+    launched = []
+    for used in (2, 1):
+        with rehearse(2, "free") as rehearsal:
+            model = [nn.Linear(4, 4), nn.Linear(4, 4)]
+            for layer in model:
+                fsdp2.fully_shard(layer)
+            x = torch.ones(2, 4)
+            for layer in model[:used]:
+                x = layer(x)
+            launched.append({kind: entry.launches for kind, entry in rehearsal.medium.ledger.entries.items()})
+    assert launched == [{"all_gather": 2}, {"all_gather": 1}]  # nothing else was said between ranks
+
+
+def test_fsdp2_refuses_weights_that_two_units_share():
+    with rehearse(2, "free"):
+        first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+        second.weight = first.weight
+        fsdp2.fully_shard(first)
+        fsdp2.fully_shard(second)
+        model = fsdp2.fully_shard(nn.Sequential(first, second))
+        with pytest.raises(ValueError, match="already managed by another FSDP group"):
+            model(torch.ones(2, 4))

@@ -1,0 +1,218 @@
+"""Every Python block of README and docs runs, every command in them parses, every link leads somewhere.
+
+A block runs as one rank of a rehearsal, on a small model, with the names of `_names` and of its page. What cannot run
+here says why in `NOT_RUN`, and has to compile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import flatshard
+from flatshard.cli import parser
+from flatshard.rehearsal import rehearse
+from flatshard.train.settings import parse
+
+_ROOT = Path(__file__).parents[1]
+PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]
+_BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```", re.S | re.M)
+
+# Page and number of a block -> why it is only compiled.
+NOT_RUN = {
+    ("capture.md", 0): "needs a GPU; tests/gpu/test_capture.py runs such steps",
+    ("ecosystem.md", 2): "needs peft; tests/ecosystem/test_peft.py does the same",
+}
+SLOW = {("ecosystem.md", 1)}  # imports transformers
+WORLDS = {"meshes.md": 8, "concepts.md": 8, "recipes.md": 8}  # others: one rank
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class MyExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+
+class Model(nn.Module):
+    """Returns a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.experts = MyExperts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def blocks(language: str) -> list[Any]:
+    found = []
+    for page in PAGES:
+        code = [body for _, kind, body in _BLOCK.findall(page.read_text()) if kind == language]
+        for number, body in enumerate(code):
+            marks = [pytest.mark.full] if (page.name, number) in SLOW else []
+            found.append(
+                pytest.param(page.name, number, textwrap.dedent(body), id=f"{page.name}-{number}", marks=marks)
+            )
+    return found
+
+
+def _names(page: str, number: int, folder: Path) -> dict[str, Any]:
+    """What a block finds. Most have a plain model; some go on where a model is sharded."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from flatshard.checkpoint import renamed
+
+    torch.manual_seed(0)
+    model: Any = Model()
+    batch = torch.randn(4, 8)
+    names: dict[str, Any] = {"torch": torch, "dist": dist, "dcp": dcp, "flatshard": flatshard, "contextlib": contextlib}
+    names |= {name: getattr(flatshard, name) for name in flatshard.__all__}
+    names |= {"init_device_mesh": init_device_mesh, "renamed": renamed, "Block": Block, "MyExperts": MyExperts}
+    names |= {"get_model_state_dict": get_model_state_dict, "set_model_state_dict": set_model_state_dict}
+    names |= {"batch": batch, "block": Block(), "data": [batch, batch], "micro_batches": [batch, batch], "step": 1}
+    names |= {"folder": str(folder / "weights"), "path": str(folder / "dcp"), "engine": Model()}
+    names |= {"dp": 4, "cp": 2, "schedule": SimpleNamespace(step=lambda *args: None)}
+    if page in ("checkpoints.md", "trust.md") or (page, number) == ("ecosystem.md", 3):
+        flatshard.shard_model(model)
+    if page == "ecosystem.md" and number == 1:
+        names |= _transformers(folder)
+    if page == "from-megatron-fsdp.md":
+        from flatshard.megatron import fully_shard_model
+
+        names |= {"data": [batch.bfloat16()] * 2}
+        if number == 2:
+            model = fully_shard_model(model, fsdp_unit_modules=[Block])
+    if page == "meshes.md" and number > 0:
+        names |= {"sparse": init_device_mesh("cpu", (2, 4), mesh_dim_names=("edp", "ep"))}
+    if page == "meshes.md" and number == 3:
+        stage = nn.Linear(2, 2)
+        stage.weight.grad = torch.ones(2, 2)
+        names |= {"stage": stage, "mesh": init_device_mesh("cpu", (2, 4), mesh_dim_names=("pp", "dp"))}
+    names |= {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    if (page, number) == ("ecosystem.md", 3):
+        mean = Model()
+        flatshard.shard_model(mean)
+        names |= {"mean": mean}
+    if page == "checkpoints.md" and number == 3:
+        dcp.save({"model": renamed(get_model_state_dict(model), add="module.")}, checkpoint_id=names["path"])
+    return names
+
+
+def _transformers(folder: Path) -> dict[str, Any]:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "in")
+    prompt = {"input_ids": torch.ones(1, 2, dtype=torch.int64), "max_new_tokens": 2, "pad_token_id": 0}
+    return {"config": config, "prompt": prompt, "AutoModelForCausalLM": transformers.AutoModelForCausalLM}
+
+
+def _train() -> None:
+    model = Model()
+    flatshard.shard_model(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        model(torch.randn(2, 8)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("page", "number", "code"), blocks("python"))
+def test_a_block_runs(page, number, code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if "continue" in code:  # part of a loop
+        code = f"for _ in range(1):\n{textwrap.indent(code, '    ')}"
+    compiled = compile(code.replace('"cuda"', '"cpu"'), f"{page}, block {number}", "exec")
+    if (page, number) in NOT_RUN:
+        return
+    if page == "rehearsal.md":
+        exec(compiled, {"train": _train})
+        return
+    with rehearse(WORLDS.get(page, 1), "free"):
+        names = _names(page, number, tmp_path)
+        try:
+            exec(compiled, names)
+        finally:
+            flatshard.uninstall()
+
+
+def _commands() -> list[Any]:
+    lines = []
+    for page in PAGES:
+        for _, kind, body in _BLOCK.findall(page.read_text()):
+            text = body.replace("\\\n", " ") if kind != "python" else ""
+            for line in text.splitlines():
+                found = re.match(r"(?:srun |torchrun .*-m )?(flatshard [a-z].*)", line.strip())
+                if found and not re.match(r"flatshard \w+:", found[1]):  # that is what a command says
+                    lines.append(pytest.param(shlex.split(found[1], comments=True)[1:], id=f"{page.name}: {found[1]}"))
+    return lines
+
+
+@pytest.mark.parametrize("arguments", _commands())
+def test_a_command_parses(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if arguments[0] != "train":
+        parser().parse_args(arguments)
+        return
+    for place, argument in enumerate(arguments):
+        if argument == "--config":
+            Path(arguments[place + 1]).parent.mkdir(parents=True, exist_ok=True)
+            Path(arguments[place + 1]).write_text("")
+    parse(arguments[1:])
+
+
+def _slug(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith(("https://", "http://")):
+            continue
+        file, _, part = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), link
+        if part and target.suffix == ".md":
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.M)
+            assert part in {_slug(heading) for heading in headings}, link
+
+
+@pytest.mark.full
+def test_the_site_is_built_without_a_warning(tmp_path):
+    import subprocess
+    import sys
+
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    assert (tmp_path / "recipes" / "index.html").exists()

@@ -1,0 +1,189 @@
+"""What `flatshard train` can be told beyond its defaults, against the same run in one process."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from flatshard.tools.report import Record
+from flatshard.train.build import build_mesh, build_model
+from flatshard.train.command import slurm_ranks
+from flatshard.train.data import batch_rows, held_rows, load_text
+from flatshard.train.model import Llama, mean_loss
+from flatshard.train.settings import Mistake, Settings
+from flatshard.train.trainer import Trainer
+
+TINY = Settings(steps=3, batch=4, context=32, width=32, layers=2, heads=4, kv_heads=2, ffn=64, warmup=2, sample=4)
+LLAMA = {"model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+
+
+def _train(rank, world, settings):
+    losses = []
+    for each in settings:
+        trainer = Trainer(each, load_text(each), build_mesh(each, "cpu", world, 1))
+        steps = list(trainer.steps())
+        val = [None if step.val_loss is None else float(step.val_loss) for step in steps]
+        losses.append(([float(step.loss) for step in steps], val, [step.sample for step in steps], trainer.sample()))
+    return losses
+
+
+def test_all_of_it_trains_as_in_one_process(ranks, tmp_path):
+    mixture = replace(TINY, steps=5, experts=4, loss_chunk=24, val_every=2, val_rows=4, sample_every=4)
+    told = replace(mixture, microbatches=2, strategy="zero1", layout="flat", reshard=False)
+    told = replace(told, losses=tmp_path / "losses.jsonl", record=tmp_path / "record.json")
+    sharded = ranks(2, _train, [told])
+    ((expected, val, *_),) = ranks(1, _train, [mixture])[0]
+    ((losses, own_val, samples, last),) = sharded[0]
+    assert losses == pytest.approx(expected, rel=1e-4)
+    assert [value for value in own_val if value is not None] == pytest.approx([val[1], val[3]], rel=1e-4)
+    assert own_val[0] is own_val[2] is None
+    assert [sample is not None for sample in samples] == [False, False, False, True, False]
+    assert sharded[1][0][3] == last
+    lines = [json.loads(line) for line in (tmp_path / "losses.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines] == losses
+    assert "val_loss" in lines[1]
+    record = Record.read(tmp_path / "record.json", tmp_path / "losses.jsonl")
+    assert len(record.data["steps"]) == 2
+    assert {span["lane"] for span in record.data["spans"]} >= {"compute", "reduce"}
+    assert record.data["run"]["memory"]["parameters"] > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["zero0", "zero2", "hsdp", "hfsdp"])
+def test_every_strategy_trains_alike(ranks, strategy):
+    expected = ranks(1, _train, [TINY])[0][0][0]
+    settings = replace(TINY, strategy=strategy, replicas=2 if strategy.startswith("h") else None)
+    losses = ranks(4, _train, [settings, replace(settings, precision="bfloat16", recompute=True)])[0]
+    assert losses[0][0] == pytest.approx(expected, rel=1e-4)
+    assert losses[1][0] == pytest.approx(expected, rel=2e-2)
+
+
+@pytest.mark.full
+def test_muon_and_formats_train(ranks, tmp_path):
+    muon = replace(TINY, optimizer="muon", checkpoint=tmp_path)
+    expected = ranks(1, _train, [replace(muon, checkpoint=None)])[0][0][0]
+    assert ranks(2, _train, [muon])[0][0][0] == pytest.approx(expected, rel=1e-3)
+    assert len(ranks(2, _train, [replace(muon, steps=4)])[0][0][0]) == 1  # goes on from its checkpoint
+    formats = replace(TINY, precision="bfloat16", gather_format="int8", reduce_format="int8")
+    plain = ranks(1, _train, [TINY])[0][0][0]
+    losses = ranks(2, _train, [formats])[0][0][0]
+    assert losses == pytest.approx(plain, rel=3e-2)
+    assert losses != plain
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_of_transformers_trains_as_in_one_process(ranks, tmp_path, tied):
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "tie_word_embeddings": tied}))
+    settings = replace(TINY, model=tmp_path, loss_chunk=16)
+    expected = ranks(1, _train, [replace(settings, loss_chunk=0)])[0][0][0]
+    losses = ranks(2, _train, [settings, replace(settings, recompute=True)])[0]
+    assert losses[0][0] == pytest.approx(expected, rel=1e-4)
+    assert losses[1][0] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_loss_in_chunks_is_the_same_and_never_has_all_logits():
+    torch.manual_seed(0)
+    head, x, targets = nn.Linear(8, 50), torch.randn(2, 9, 8, requires_grad=True), torch.randint(50, (2, 9))
+    most = []
+
+    def projection(rows):
+        most.append(len(rows))
+        return head(rows)
+
+    results = []
+    for chunk in (0, 5):
+        most.clear()
+        loss = mean_loss(projection, x, targets, chunk)
+        grads = torch.autograd.grad(loss, [x, head.weight])
+        results.append((loss.detach(), *grads))
+        assert max(most) == (chunk or 18)
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_an_epoch_takes_every_row_once_and_the_next_another_way():
+    settings = replace(TINY, batch=3)
+    text = load_text(settings)
+    text = replace(text, tokens=text.tokens[: 32 * 7 + 5])  # six rows, and slack for another beginning
+    rows = [tuple(row.tolist()) for step in range(1, 5) for row in batch_rows(text, settings, step, 0, 1)[0]]
+    first, second = rows[:6], rows[6:]
+    for epoch in (first, second):
+        joined = b"".join(bytes(row) for row in sorted(epoch, key=lambda r: bytes(text.tokens.tolist()).find(bytes(r))))
+        assert len(set(epoch)) == 6
+        assert joined in bytes(text.tokens.tolist())
+    assert first != second
+    held = replace(settings, val_every=1, val_rows=2, context=4)
+    tokens, targets = held_rows(load_text(held), held, 1, 2)
+    assert tokens.shape == (1, 4)
+    assert torch.equal(tokens[0, 1:], targets[0, :-1])
+
+
+def _tokenizer(path):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"[end]": 0, "[unk]": 1, "the": 2, "cat": 3, "sat": 4}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[unk]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(path))
+
+
+def test_tokens_come_from_text_files_and_datasets(tmp_path):
+    _tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "text").write_text("the cat sat " * 4)
+    torch.tensor([2, 3, 4] * 4, dtype=torch.int16).numpy().tofile(tmp_path / "tokens.bin")
+    settings = replace(TINY, context=4, data=tmp_path / "text", tokenizer=tmp_path / "tokenizer.json")
+    binary = replace(settings, data=tmp_path / "tokens.bin")
+    for each in (settings, binary, replace(binary, tokenizer=None, vocab=5)):
+        text = load_text(each)
+        assert (text.tokens.tolist(), text.vocab) == ([2, 3, 4] * 4, 5)
+        assert batch_rows(text, each, 1, 0, 1)[0].dtype == torch.int64
+    assert load_text(settings).decode(load_text(settings).encode("cat sat")) == "cat sat"
+    with pytest.raises(Mistake, match="give it --tokenizer FILE or --vocab N"):
+        load_text(replace(binary, tokenizer=None))
+    with pytest.raises(Mistake, match="has 12 tokens; --context 12 needs more"):
+        load_text(replace(binary, context=12))
+    datasets = pytest.importorskip("datasets")
+    columns = {"text": ["the cat", "sat the cat"], "ids": [[2, 3], [4, 2, 3]]}
+    made = datasets.Dataset(datasets.table.InMemoryTable.from_pydict(columns), fingerprint="a")
+    made.save_to_disk(str(tmp_path / "set"))
+    settings = replace(settings, data=tmp_path / "set", end_token=0)
+    for each in (settings, replace(settings, column="ids")):
+        assert load_text(each).tokens.tolist() == [2, 3, 0, 4, 2, 3, 0]  # packed
+    with pytest.raises(Mistake, match=r"the columns of .* are text, ids"):
+        load_text(replace(settings, column="body"))
+
+
+def test_srun_is_understood():
+    step = {"SLURM_JOB_ID": "70012", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "9", "SLURM_PROCID": "6"}
+    step |= {"SLURM_LOCALID": "2", "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "gpu[07-08,11]"}
+    step |= {"SLURM_STEP_TASKS_PER_NODE": "4(x2),1"}
+    assert slurm_ranks(step) == {
+        "RANK": "6", "WORLD_SIZE": "9", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "gpu07", "MASTER_PORT": "30012",
+    }  # fmt: skip
+    assert slurm_ranks({**step, "SLURM_STEP_NODELIST": "a1,b2", "MASTER_PORT": "1"})["MASTER_ADDR"] == "a1"
+    assert slurm_ranks({"SLURM_JOB_ID": "1"}) == {}
+    assert slurm_ranks({**step, "SLURM_STEP_NUM_TASKS": "1"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"replicas": 2}, "only --strategy hsdp and hfsdp have them"),
+        ({"strategy": "hsdp", "replicas": 3}, "4 processes cannot be divided by it"),
+    ],
+)
+def test_meshes_that_cannot_be_are_refused(change, expected):
+    with pytest.raises(Mistake, match=expected):
+        build_mesh(replace(TINY, **change), "cpu", 4, 1)
+
+
+def test_the_models_flops_count_the_chosen_experts():
+    dense, sparse = (build_model(replace(TINY, experts=experts), 256) for experts in (0, 4))
+    assert isinstance(sparse[0], Llama)
+    # of each block: one more expert than the one layer, and the router
+    assert sparse[2] - dense[2] == 6 * 2 * (3 * 32 * 64 + 32 * 4)
