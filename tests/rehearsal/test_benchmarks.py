@@ -8,7 +8,7 @@ import torch
 from benchmarks import direct_wgrads, growth, whole
 from benchmarks.models import LLAMA_1B, LLAMA_8B, LLAMA_TINY, Llama
 from benchmarks.moe import MOE_TINY, QWEN_MOE, mixture
-from benchmarks.systems import SYSTEMS
+from benchmarks.systems import FORMATS, SYSTEMS
 from benchmarks.table import CASES, describe, measure
 
 
@@ -43,7 +43,13 @@ def test_later_tokens_change_no_earlier_logits():
 @pytest.mark.limit(120)
 @pytest.mark.parametrize(
     "system",
-    [name for name in SYSTEMS if name != "megatron-fsdp" and not name.endswith("captured")],  # they need CUDA
+    [
+        name
+        for name in SYSTEMS
+        if name != "megatron-fsdp"
+        and not name.endswith(("captured", "torchao"))  # they need CUDA, or what is not here
+        and not any(name.startswith(f"flatshard-{formats}") for formats in FORMATS)
+    ],
 )
 def test_every_system_is_measured(system, little_work):
     row = measure("tiny", system, steps=1, warmup=1)
@@ -58,6 +64,15 @@ def test_every_system_is_measured(system, little_work):
         segments = 9 * row["launches"]  # at most: as many as a block has tensors
         assert 0.999 * least <= row["wire_ms"] <= 1.001 * least + 0.002 * segments
     assert "failed" not in describe({system: row})
+
+
+@pytest.mark.parametrize(
+    "formats", [pytest.param(name, marks=[] if name == "int8" else pytest.mark.full) for name in FORMATS]
+)
+def test_formats_are_measured(formats, little_work):
+    plain, row = (measure("tiny", system, steps=1, warmup=1) for system in ("flatshard", f"flatshard-{formats}"))
+    assert row["launches"] == plain["launches"]
+    assert row["wire_ms"] < plain["wire_ms"]
 
 
 def test_the_experts_of_a_mixture_are_those_that_tokens_were_sent_to():
