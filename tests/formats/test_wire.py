@@ -201,6 +201,32 @@ def test_formats_can_be_switched_between_steps(ranks):
     ranks(2, _switch)
 
 
+def _saved(rank, world, folder):
+    """What is saved with formats is main; a run without them goes on from it, on another layout, and the reverse."""
+    tokens = next(iter(batches(1, 4)))
+    net = sharded([world], mp_policy=policy(gather_format="int8", reduce_format="int8"))
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(net.parameters(), lr=1e-2))
+    step(net, tokens, optimizer)
+    flatshard.checkpoint.save(f"{folder}/one", net, optimizer, progress=False)
+    plain = sharded([world], make_net(seed=1, depth=2), layout="flat")
+    other = fully_shard_optimizer(torch.optim.AdamW(plain.parameters(), lr=1e-2))
+    flatshard.checkpoint.load(f"{folder}/one", plain, other, progress=False)
+    for one, two in zip(net.parameters(), plain.parameters()):
+        assert torch.equal(one.full_tensor(), two.full_tensor())
+    step(plain, tokens, other)
+    flatshard.checkpoint.save(f"{folder}/two", plain, other, progress=False)
+    flatshard.checkpoint.load(f"{folder}/two", net, optimizer, progress=False)
+    with gathered(net):  # what was encoded of the old weights is not shown
+        shown = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+    for name, parameter in plain.named_parameters():
+        whole = parameter.full_tensor()
+        assert torch.equal(shown[name], through(whole, "int8") if is_encoded(name, whole) else whole), name
+
+
+def test_checkpoints_know_nothing_of_formats(ranks, tmp_path):
+    ranks(2, _saved, str(tmp_path))
+
+
 def _default(rank, world):
     """A model as people write them: what stays as it is."""
 

@@ -66,9 +66,8 @@ def test_every_system_is_measured(system, little_work):
     assert "failed" not in describe({system: row})
 
 
-@pytest.mark.parametrize(
-    "formats", [pytest.param(name, marks=[] if name == "int8" else pytest.mark.full) for name in FORMATS]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("formats", FORMATS)
 def test_formats_are_measured(formats, little_work):
     plain, row = (measure("tiny", system, steps=1, warmup=1) for system in ("flatshard", f"flatshard-{formats}"))
     assert row["launches"] == plain["launches"]
