@@ -341,6 +341,12 @@ class Lane:
             works = [group.allreduce([tensor], options) for tensor in tensors] if group.size() > 1 else []
             return self._finish(group, "all_reduce", name, _nbytes(tensors), works, then)
 
+    def greet(self, groups: Sequence[ProcessGroup]) -> None:
+        """Communicate once in each group, also in one of this rank alone: NCCL makes communicators at their first use."""
+        with self.entered():
+            for group in groups:
+                group.allreduce([torch.zeros(1, device=self.device)], _torch.ALL_REDUCE["sum"]).wait()
+
     def all_to_all(
         self,
         group: ProcessGroup,

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from flatshard import _recording, _torch
 from flatshard.buffer import Lane, Planner, Pool, watch_over
@@ -674,8 +673,7 @@ class Scope:
             names = {_torch.backend_name(group, self.device) for group in groups}
             if names != {"nccl"}:
                 raise ValueError(f"SchedulePolicy(registered=True): only NCCL registers memory, not {', '.join(names)}")
-            for group in groups:
-                dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+            lane.greet(groups)
             pool.register(groups)
 
     def _announce(self, what: str, unit: Unit, group: int = 0) -> None:
