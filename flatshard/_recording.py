@@ -60,7 +60,7 @@ class Recording:
         self.waits: list[Wait] = []
         self.launches: list[Launch] = []
         self.steps: list[Moment] = []
-        self._scopes: dict[int, Any] = {}
+        self._scopes: dict[int, tuple[Any, list[dict[str, Any]]]] = {}  # and what their units look like
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._base: Moment = None
         self._cuda = False
@@ -82,7 +82,8 @@ class Recording:
     @contextmanager
     def around(self, phase: str, unit: str, scope: Any) -> Iterator[None]:
         """The body makes the current stream (on CUDA) or the caller (on CPU) wait, and does nothing else."""
-        self._scopes.setdefault(id(scope), scope)
+        if id(scope) not in self._scopes:
+            self._scopes[id(scope)] = scope, _described(scope)
         device = scope.device
         begin = self.now(device)
         yield
@@ -155,7 +156,7 @@ class Recording:
                 | {"staging": wait.staging, "allocated": wait.allocated}
                 for wait in waits
             ],
-            "units": self._units(),
+            "units": [row for _, rows in self._scopes.values() for row in rows],
         }
 
     def _span(self, wait: Wait, start: float) -> dict[str, float]:
@@ -195,23 +196,23 @@ class Recording:
                 )
         return found
 
-    def _units(self) -> list[dict[str, Any]]:
-        """Layout and waste of every unit that ran."""
-        return [
-            {
-                "unit": unit.name or "(root)",
-                "parameters": group.layout.payload,
-                "dtype": str(group.main.dtype).removeprefix("torch."),
-                "compute": str(group.codec.dtype).removeprefix("torch."),
-                "placements": ", ".join(type(placement).__name__ for placement in group.main.placements),
-                "bytes": group.main.local.numel() * group.main.local.element_size(),
-                "gathered": group.gathered_bytes,
-                "waste": group.layout.waste,
-            }
-            for scope in self._scopes.values()
-            for unit in scope.units
-            for group in unit.groups
-        ]
+
+def _described(scope: Any) -> list[dict[str, Any]]:
+    """Layout and waste of every unit."""
+    return [
+        {
+            "unit": unit.name or "(root)",
+            "parameters": group.layout.payload,
+            "dtype": str(group.main.dtype).removeprefix("torch."),
+            "compute": str(group.codec.dtype).removeprefix("torch."),
+            "placements": ", ".join(type(placement).__name__ for placement in group.main.placements),
+            "bytes": group.main.local.numel() * group.main.local.element_size(),
+            "gathered": group.gathered_bytes,
+            "waste": group.layout.waste,
+        }
+        for unit in scope.units
+        for group in unit.groups
+    ]
 
 
 @contextmanager
