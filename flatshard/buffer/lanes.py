@@ -342,7 +342,7 @@ class Lane:
             return self._finish(group, "all_reduce", name, _nbytes(tensors), works, then)
 
     def greet(self, groups: Sequence[ProcessGroup]) -> None:
-        """Communicate once in each group, of this rank alone, too: NCCL makes communicators when they are first used."""
+        """Communicate once in each group, also in one of this rank alone: NCCL makes communicators at first use."""
         with self.entered():
             for group in groups:
                 group.allreduce([torch.zeros(1, device=self.device)], _torch.ALL_REDUCE["sum"]).wait()
