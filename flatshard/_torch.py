@@ -402,22 +402,12 @@ def _without_ours(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 Refusal: TypeAlias = Callable[[Any, Sequence[torch.Tensor]], None]
-_LAYERS = (  # what layers compute with their weights; under inference mode, before it is decomposed
-    *(
-        "mm",
-        "addmm",
-        "mv",
-        "addmv",
-        "bmm",
-        "baddbmm",
-        "mul.Tensor",
-        "embedding",
-        "native_layer_norm",
-        "_fused_rms_norm",
-    ),
-    *("native_group_norm", "native_batch_norm", "convolution", "linear", "matmul", "layer_norm", "rms_norm"),
-    *("_embedding_bag", "embedding_bag", "_native_batch_norm_legit", "batch_norm", "group_norm"),
-    *("conv1d", "conv2d", "conv3d"),
+# What layers compute with their weights; under inference mode, before it is decomposed.
+_LAYERS = (
+    *("mm", "addmm", "mv", "addmv", "bmm", "baddbmm", "linear", "matmul", "mul.Tensor", "add.Tensor", "cat"),
+    *("convolution", "conv1d", "conv2d", "conv3d", "embedding", "embedding_bag", "_embedding_bag"),
+    *("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm", "group_norm", "native_group_norm"),
+    *("batch_norm", "native_batch_norm", "_native_batch_norm_legit"),
 )
 _mixed: dict[Any, Any] = {}  # operations of layers for which somebody is asked first; what DTensor had for each
 
@@ -444,9 +434,12 @@ def leave_mixed() -> None:
 
 
 def _unmixed(refuse: Refusal, known: Any, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensors: list[torch.Tensor] = []
     for given in (*args, *kwargs.values()):
-        if isinstance(given, torch.Tensor) and not isinstance(given, DTensor) and given.numel() > 1:
-            refuse(op, [other for other in (*args, *kwargs.values()) if isinstance(other, DTensor)])
+        listed = given if isinstance(given, (list, tuple)) else (given,)
+        tensors += [each for each in listed if isinstance(each, torch.Tensor)]
+    if any(not isinstance(tensor, DTensor) and tensor.numel() > 1 for tensor in tensors):
+        refuse(op, [tensor for tensor in tensors if isinstance(tensor, DTensor)])
     return _without_ours(op, args, kwargs) if known is None else known(op, args, kwargs)
 
 

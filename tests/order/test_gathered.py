@@ -103,6 +103,8 @@ def _outside(rank, world, layout):
         "words.weight": lambda: block.words(torch.arange(3)),
         "conv.weight": lambda: block.conv(torch.ones(1, DIM, 2)),
         "conv.bias": lambda: block.conv.bias * torch.ones(4),
+        "up.bias": lambda: torch.ones(2, 8) + block.up.bias,
+        "norm.bias": lambda: torch.cat([block.norm.bias, torch.ones(4)]),
     }
     for grads in (torch.enable_grad, torch.no_grad, torch.inference_mode):
         for name, use in unseen.items():
