@@ -103,7 +103,7 @@ def test_the_largest_model_is_planned_from_shapes(capsys, tmp_path):
     assert [line.split("  ")[0] for line in printed.splitlines()[3:9]] == [
         "ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3", "HSDP", "HFSDP"
     ]  # fmt: skip
-    assert any(line.startswith("ZeRO 3: ") for line in printed.splitlines()[-3:])
+    assert any(line.startswith("ZeRO 3: ") for line in printed.splitlines())  # whether formats pay is told after it
     assert 'mesh = init_device_mesh("cuda", (512,), mesh_dim_names=("dp",))' in printed
     plan = json.loads(path.read_text())
     assert plan["advice"] == "ZeRO 3"
@@ -136,7 +136,7 @@ def test_what_is_recommended_and_why(model, devices, memory, advice, why):
     plan = make_plan(load_model(model), Machine(devices, memory, get_network("h100-nvlink")), training)
     assert plan.advice == advice
     assert why in plan.why
-    assert plan.why.splitlines()[-1] in plan.table().splitlines()
+    assert plan.why in plan.table()
     chosen = [row for row in plan.rows if row.name == advice]
     assert all(row.fits for row in chosen)
 
