@@ -225,7 +225,7 @@ class Plan:
             )
         code = self.python()
         return "\n".join(
-            [*notes, "", *([code, ""] if code else []), self.why, *([self.formats] if self.formats else [])]
+            [*notes, "", *([code, ""] if code else []), *([self.formats] if self.formats else []), self.why]
         )
 
 

@@ -233,7 +233,7 @@ def test_formats_are_told_to_pay_only_where_the_wire_is_what_a_step_waits_for(ca
     }.items():
         given = ["plan", "llama-8b", "--devices", "64", "--memory", "10GB", "--tokens", "8192", "--tflops", "400"]
         assert main([*given, *more]) == 0
-        told[name] = capsys.readouterr().out.splitlines()[-1]
+        told[name] = capsys.readouterr().out.splitlines()[-2]
     assert re.search(r"'int8'.* would take the wire from [\d,.]+ to [\d,.]+ ms, and a step from at least", told["slow"])
     assert told["fast"].endswith("That does not pay: compute can hide it in either case.")
     for name in ("chosen", "two"):
