@@ -2,8 +2,8 @@
 
     python -m benchmarks.activations --models llama-1b qwen3-0.6b --batch 1 --length 4096
 
-Needs a GPU and Transformers. With recompute, the allocator is asked after forward: what the largest block saves while it
-runs again in backward is left out of the estimate.
+Needs a GPU and Transformers. With recompute, the allocator is asked after forward: what the largest block saves while
+it runs again in backward is left out of the estimate.
 """
 
 from __future__ import annotations

@@ -1178,6 +1178,11 @@ COMMANDS = {
         Case("no folder", _command("blame"), SystemExit, "2: .*FOLDER"),
         Case("last: text", _command("blame", "NEW", "--last", "x"), SystemExit, "2: .*--last"),
     ],
+    "flatshard report": [
+        Case("nothing there", _command("report", "NEW"), SystemExit, "2: flatshard report: .*new-"),
+        Case("no recording", _command("report"), SystemExit, "2: .*RECORD"),
+        Case("three", _command("report", "NEW", "NEW", "NEW"), SystemExit, "2: flatshard report: takes one or two"),
+    ],
     "flatshard convert": [
         Case("nothing there", _command("convert", "NEW", "NEW"), SystemExit, "2: flatshard convert: .*no checkpoint"),
         Case("rename", _command("convert", "NEW", "NEW", "--rename", "x"), SystemExit, "PATTERN=NEW|must be"),
