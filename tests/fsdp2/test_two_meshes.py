@@ -108,7 +108,7 @@ def _optimizers(rank, world, sizes, numbers):
     ("sizes", "numbers"),
     [
         ((2, 2), range(5)),
-        ((1, 2, 2), range(2, 4)),  # DTensors and their flat stand-ins
+        pytest.param((1, 2, 2), range(2, 4), marks=pytest.mark.full),  # DTensors and their flat stand-ins
         *(pytest.param(sizes, range(5), marks=pytest.mark.full) for sizes in ((2, 2, 1), (1, 2, 2))),
     ],
 )

@@ -108,9 +108,9 @@ def _train(rank, world, ep, held, how, wrap):
     [
         (2, "dtensor", "model", True),
         (2, "plain", "model", False),
-        (2, "modules", "model", True),
+        pytest.param(2, "modules", "model", True, marks=pytest.mark.full),
         (4, "plain", "units", False),
-        (2, "dtensor", "units", True),
+        pytest.param(2, "dtensor", "units", True, marks=pytest.mark.full),
         (2, "dtensor", "factor", False),
         pytest.param(2, "dtensor", "control", False, marks=pytest.mark.full),
         *(

@@ -397,7 +397,14 @@ class Waits:
             yield
 
 
-@pytest.mark.parametrize("body", [train_in_bf16, keep_for_the_next_microbatch, rest_between_axes])
+@pytest.mark.parametrize(
+    "body",
+    [
+        train_in_bf16,
+        pytest.param(keep_for_the_next_microbatch, marks=pytest.mark.full),
+        pytest.param(rest_between_axes, marks=pytest.mark.full),
+    ],
+)
 def test_every_wait_that_is_left_out_is_seen(body):
     def run(left_out: Site | None) -> tuple[list[Site], bool]:
         waits = Waits(left_out)
