@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,9 +26,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.path.parent.name not in ("train", "rehearsal", "order"))
     if config.getoption("--full"):
         return
-    left_out = [item for item in items if item.get_closest_marker("full")]
-    items[:] = [item for item in items if not item.get_closest_marker("full")]
-    config.hook.pytest_deselected(items=left_out)
+    left_out = {item for item in items if item.get_closest_marker("full")}
+    if not config.option.keyword:
+        left_out |= _not_sampled([item for item in items if item not in left_out])
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=list(left_out))
+
+
+def _not_sampled(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """Of tests marked `sampled`, all but every so many of one function's cases, the first among them."""
+    found, seen = set(), Counter[str]()
+    for item in items:
+        marker = item.get_closest_marker("sampled")
+        if marker is not None:
+            function = item.nodeid.partition("[")[0]
+            if seen[function] % marker.args[0]:
+                found.add(item)
+            seen[function] += 1
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -37,6 +37,8 @@ from tests.checkpoint.cases import (
     trained,
 )
 
+pytestmark = pytest.mark.sampled(2)
+
 SOME = partners(3)
 
 

@@ -28,6 +28,8 @@ from tests.checkpoint.cases import (
     trained,
 )
 
+pytestmark = pytest.mark.sampled(2)
+
 SOME = partners(4)
 
 

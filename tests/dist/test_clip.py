@@ -23,6 +23,8 @@ from flatshard.buffer import Lane
 from flatshard.buffer.groups import joint_group
 from tests.dist.models import assert_rows, batches, loss_of, make_net
 
+pytestmark = pytest.mark.sampled(2)
+
 ROWS = 12
 INF = float("inf")
 

@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from flatshard import fully_shard, fully_shard_optimizer
 from tests.dist.models import batches, loss_of, make_net
 
+pytestmark = pytest.mark.sampled(2)
+
 ROWS = 12
 
 

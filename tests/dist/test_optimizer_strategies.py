@@ -12,6 +12,8 @@ from tests.dist.models import batches, loss_of, make_net
 from tests.dist.test_engine import full, shard_net
 from tests.dist.test_strategies import STRATEGIES, mesh_of
 
+pytestmark = pytest.mark.sampled(2)
+
 ROWS = 12
 
 

@@ -15,6 +15,8 @@ from tests.bench.pairs import pairwise
 from tests.dist.models import assert_rows, batches, loss_of, make_net
 from tests.dist.test_engine import ROWS, full, shard_net
 
+pytestmark = pytest.mark.sampled(2)
+
 INNER = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 # (axes, strategy, outer_strategy)
 STRATEGIES = [

@@ -14,6 +14,8 @@ import flatshard
 from flatshard import _torch, fully_shard, fully_shard_optimizer
 from flatshard._torch import SUBCLASSES_DISPATCH
 
+pytestmark = pytest.mark.sampled(2)
+
 
 class Net(nn.Module):
     """Weights of two and three dims, of sizes that divide by nothing."""

@@ -23,6 +23,8 @@ from flatshard.megatron.uneven_dtensor import (
     validate_uneven_dtensor,
 )
 
+pytestmark = pytest.mark.sampled(2)
+
 
 class Pictures(nn.Module):
     """Weights of four dims, in units that hold one layer each."""

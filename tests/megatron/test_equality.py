@@ -12,6 +12,8 @@ import flatshard
 from flatshard.megatron import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from tests.dist.models import Block, assert_rows, batches, loss_of, make_net
 
+pytestmark = pytest.mark.sampled(2)
+
 ROWS = 8
 STRATEGIES = [
     *((name, None) for name in ("no_shard", 1, "optim_grads", 3)),

@@ -30,7 +30,7 @@ from flatshard.checkpoint.reader import Reader
 from flatshard.checkpoint.stored import pieces_of
 from tests.moe.cases import Model, Stacked, build, meshes, spread
 
-pytestmark = pytest.mark.limit(120)
+pytestmark = [pytest.mark.sampled(2), pytest.mark.limit(120)]
 
 
 def make(layout, seed):

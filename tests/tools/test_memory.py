@@ -18,6 +18,8 @@ from flatshard.rehearsal.ledger import difference
 from flatshard.train.model import LlamaConfig
 from tests.tools.cases import Case
 
+pytestmark = pytest.mark.sampled(2)
+
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
