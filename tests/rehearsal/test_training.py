@@ -19,8 +19,8 @@ def build():
     return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3)), nn.Linear(32, 8))
 
 
-def train(model, steps=4):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+def train(model, steps=4, fused=True):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
     losses = []
     for step in range(steps):
         torch.manual_seed(step)
@@ -46,7 +46,8 @@ def test_fsdp2_runs_and_stays_finite(shape):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         for block in model:
             fully_shard(block, mesh=mesh, mp_policy=policy)
-        losses = train(fully_shard(model, mesh=mesh, mp_policy=policy), steps=5)
+        # DTensor has no rule of its own for a fused SGD
+        losses = train(fully_shard(model, mesh=mesh, mp_policy=policy), steps=5, fused=False)
     assert losses[-1] < losses[0]
     report = rehearsal.report()
     shards = shape[-1]
