@@ -157,7 +157,8 @@ def main() -> None:
     systems = options.systems + [name + COMPILED for name in options.systems] * options.compile
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     document = {
-        "command": f"python -m benchmarks.table --case {options.case} --steps {options.steps}"
+        "command": f"python -m benchmarks.table --case {options.case} --steps {options.steps} --systems "
+        + " ".join(options.systems)
         + " --compile" * options.compile,
         "date": datetime.date.today().isoformat(),
         "device": device,

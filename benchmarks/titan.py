@@ -8,6 +8,9 @@ Each system runs in a process of its own, over one modelled network: first PyTor
 `flatshard.install()`. Meta device, list units, `to_empty`, `init_weights`, selective recomputation and the loss by
 chunks are torchtitan's; attention is PyTorch's, because flex attention would be compiled; AdamW is fused.
 
+With torch 2.11, FSDP2 frees the weight of the last norm before its backward where the loss goes by chunks, and the
+process ends: take `--loss whole` there.
+
 torchtitan must be importable. Packages that it imports and that are not used here may be missing (`UNUSED`).
 """
 
@@ -28,6 +31,7 @@ from unittest import mock
 
 import torch
 import torch.distributed.fsdp
+from torch import nn
 
 import flatshard
 from benchmarks.table import NETWORK, timed
@@ -131,6 +135,12 @@ def loss_by_chunks(model: Any, config: Any) -> Any:
     return wrapper
 
 
+def loss_at_once(logits: torch.Tensor, labels: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, None]:
+    """The same loss of all logits."""
+    summed = nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+    return summed / count, None
+
+
 def measure(system: str, options: argparse.Namespace) -> dict[str, float]:
     """Figures of one system, in this process: milliseconds and bytes."""
     on_gpu = options.device == "cuda"
@@ -180,7 +190,7 @@ def _trainer(options: argparse.Namespace) -> Any:
     with torch.no_grad():
         model.init_weights(buffer_device=None)
     model.train()
-    loss_of = loss_by_chunks(model, config)
+    loss_of = loss_at_once if options.loss == "whole" else loss_by_chunks(model, config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     shape, rng = (options.batch, options.seq), torch.Generator().manual_seed(1)
     tokens, labels = (torch.randint(0, 2048, shape, generator=rng).to(options.device) for _ in range(2))
@@ -215,6 +225,7 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--compile", action="store_true", help="compile the blocks, as torchtitan does")
+    parser.add_argument("--loss", default="chunks", choices=["chunks", "whole"], help="chunks: as torchtitan does")
     parser.add_argument("--json", type=Path, help="write the figures with command, device and versions")
     parser.add_argument("--system", choices=["fsdp2", "flatshard"], help="measure this one alone, in this process")
     parser.add_argument("--row", type=Path, help=argparse.SUPPRESS)
