@@ -115,17 +115,19 @@ def fsdp2(setup: Setup, finer: bool = False) -> Step:
     return trainer(setup, sharded_model(setup, fully_shard, policy, finer))
 
 
-def flat(setup: Setup, planned_pool: bool = False, finer: bool = False, formats: str | None = None) -> Step:
+def flat(
+    setup: Setup, planned_pool: bool = False, finer: bool = False, formats: str | None = None, rows: bool = False
+) -> Step:
     """flatshard, by FSDP2's own argument names, with its optimizer step on local tensors.
 
-    ``formats``: of what travels, one of `FORMATS`.
+    ``formats``: of what travels, one of `FORMATS`. ``rows``: of the embedding, only those travel that are read.
     It is told which micro-batch runs, and keeps blocks gathered from one to the next in memory that is free then.
     """
     chosen = {} if formats is None else FORMATS[formats]
     policy = flatshard.MixedPrecisionPolicy(param_dtype=setup.dtype, reduce_dtype=setup.dtype, **chosen)
     kept = BETWEEN_MICROBATCHES if setup.microbatches > 1 else 0
     schedule = flatshard.SchedulePolicy(keep_for_next=kept, planned_pool=planned_pool)
-    model = sharded_model(setup, functools.partial(flatshard.fully_shard, schedule=schedule), policy, finer)
+    model = sharded_model(setup, functools.partial(flatshard.fully_shard, schedule=schedule), policy, finer, rows)
     if setup.microbatches == 1:
         return trainer(setup, model, flatshard.fully_shard_optimizer)
 
@@ -217,7 +219,14 @@ SYSTEMS: dict[str, Callable[[Setup], Step]] = {
 }
 SYSTEMS["fsdp2-torchao"] = functools.partial(by_torchao, ours=False)
 SYSTEMS["flatshard-torchao"] = functools.partial(by_torchao, ours=True)
+SYSTEMS["flatshard-rows"] = functools.partial(flat, rows=True)
+SYSTEMS["flatshard-rows-finer"] = functools.partial(flat, planned_pool=True, finer=True, rows=True)
+SYSTEMS["flatshard-rows-captured"] = lambda setup: flatshard.capture(flat(setup, rows=True))
 for _name in FORMATS:
+    SYSTEMS[f"flatshard-{_name}-rows"] = functools.partial(flat, formats=_name, rows=True)
+    SYSTEMS[f"flatshard-{_name}-rows-finer"] = functools.partial(
+        flat, planned_pool=True, finer=True, formats=_name, rows=True
+    )
     SYSTEMS[f"flatshard-{_name}"] = functools.partial(flat, formats=_name)
     SYSTEMS[f"flatshard-{_name}-finer"] = functools.partial(flat, planned_pool=True, finer=True, formats=_name)
 
@@ -231,17 +240,24 @@ def on_meta(setup: Setup) -> Llama:
     return model
 
 
-def sharded_model(setup: Setup, fully_shard: Callable[..., object], policy: object, finer: bool = False) -> Llama:
-    return initialised(setup, on_meta(setup), fully_shard, policy, finer)
+def sharded_model(
+    setup: Setup, fully_shard: Callable[..., object], policy: object, finer: bool = False, rows: bool = False
+) -> Llama:
+    return initialised(setup, on_meta(setup), fully_shard, policy, finer, rows)
 
 
 def initialised(
-    setup: Setup, model: Llama, fully_shard: Callable[..., object], policy: object, finer: bool = False
+    setup: Setup,
+    model: Llama,
+    fully_shard: Callable[..., object],
+    policy: object,
+    finer: bool = False,
+    rows: bool = False,
 ) -> Llama:
     """A model that has no values yet, sharded, and with some."""
     if setup.ep > 1:
         fully_shard = around_experts(setup, model, fully_shard, policy)
-    shard_units(setup, model, fully_shard, policy, finer)
+    shard_units(setup, model, fully_shard, policy, finer, rows)
     if setup.ep > 1 and not is_ours(fully_shard):
         prefetch_explicitly(model)
     model.to_empty(device=setup.device)
@@ -286,18 +302,25 @@ def prefetch_explicitly(model: Llama) -> None:
 
 
 def shard_units(
-    setup: Setup, model: Llama, fully_shard: Callable[..., object], policy: object, finer: bool = False
+    setup: Setup,
+    model: Llama,
+    fully_shard: Callable[..., object],
+    policy: object,
+    finer: bool = False,
+    rows: bool = False,
 ) -> None:
     """Embedding, blocks and head are the units; the head stays gathered until its backward.
 
     ``finer``: so is the feed-forward part of the first block. The reduces of that block are the last but one of a step,
     and nothing is left to hide them; most of them can then begin while its attention is in backward.
+    ``rows``: the embedding is looked up where its rows are.
     """
     mesh = init_device_mesh(setup.device, (setup.world,))
     if finer:
         fully_shard(model.blocks[0].ffn, mesh=mesh, mp_policy=policy)
     for unit in (model.embed, *model.blocks, model.head):
-        fully_shard(unit, mesh=mesh, reshard_after_forward=unit is not model.head, mp_policy=policy)
+        chosen = {"rows": True} if rows and unit is model.embed else {}
+        fully_shard(unit, mesh=mesh, reshard_after_forward=unit is not model.head, mp_policy=policy, **chosen)
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 

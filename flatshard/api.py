@@ -58,6 +58,7 @@ def fully_shard(
     data_mesh: DeviceMesh | None = None,
     schedule: SchedulePolicy | None = None,
     optional: bool = False,
+    rows: bool = False,
     values: Values | None = None,
 ) -> M:
     """Make a unit of ``module``: shard its parameters over ``mesh``, and gather them only while they are needed.
@@ -101,6 +102,8 @@ def fully_shard(
     Those ranks take part in its gathers and reduces with zeros, at the place where it is registered: after the units
     before it, and before those after it, which is the order to call them in. Gradients that no rank has are zero. One
     backward goes through one forward of such a model, and its parameters are not tied to others (decision 020).
+    ``rows``: of an embedding that is not tied to a head, exchange the rows that batches read, and their gradients,
+    instead of gathering and reducing the table (docs/rows.md). All ranks look up at the same time.
     ``values``: what the ranks' parameters hold when they are cut. ``"same"``: the same, which the first forward
     checks, apart from those that have been loaded or written since; ``"warn"``: a difference is a warning;
     ``"first"``: keep those of the first rank of the mesh (all ranks of it call this at the same time then);
@@ -124,11 +127,12 @@ def fully_shard(
         data_mesh=data_mesh,
         schedule=schedule,
         optional=optional,
+        rows=rows,
         values=values,
     )
     build_unit(modules, choices)
     for each in modules:
-        each.__class__ = unit_class(type(each), methods_for)
+        each.__class__ = unit_class(type(each), methods_for, choices.rows)
         show_state(each)
     return module
 
@@ -149,6 +153,7 @@ def chosen(
     data_mesh: DeviceMesh | None = None,
     schedule: SchedulePolicy | None = None,
     optional: bool = False,
+    rows: bool = False,
     values: Values | None = None,
 ) -> Choices:
     """What these arguments of `fully_shard` say, checked; nothing is done."""
@@ -208,6 +213,7 @@ def chosen(
         where=where,
         offload=offload_policy,
         optional=_arguments.flag("optional", optional),
+        rows=_arguments.flag("rows", rows),
         values=kept,
         strategy=(strategy, outer_strategy),
         data_mesh=data_mesh,

@@ -29,6 +29,7 @@ def shard_model(
     optimizer: torch.optim.Optimizer | None = None,
     experts: Experts | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    rows: bool = False,
     **choices: Any,
 ) -> Summary:
     """Call `fully_shard` on the parts of ``model`` that should be units, and on ``model``; ``choices`` go to all calls.
@@ -44,6 +45,7 @@ def shard_model(
     counts as zero there, and is zero, not None, where all ranks do.
     ``shard_placement_fn``: of parameters that are no experts. Where it says nothing, they are cut on dim 0, or on a dim
     that pads less where dim 0 would be padded much.
+    ``rows``: units that are one embedding, tied to nothing, are looked up by rows (`fully_shard`).
 
     Returns, and logs, a table of the units.
     """
@@ -69,7 +71,8 @@ def shard_model(
     sort_parameters([model], chosen(shard_placement_fn=choose, **choices))
     for modules in found:
         held = left & {parameter for module in modules for parameter in module.parameters()}
-        fully_shard(modules, shard_placement_fn=choose, **choices)
+        by_rows = rows and len(modules) == 1 and isinstance(modules[0], nn.Embedding)
+        fully_shard(modules, shard_placement_fn=choose, **choices, rows=by_rows)
         if held:
             left -= held
             assert isinstance(modules[0], FSDPModule)

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from flatshard import _arguments, _torch
 from flatshard.engine.build import units_below
 from flatshard.engine.roots import scope_of, unit_of
+from flatshard.engine.rows import RowEmbedding
 from flatshard.engine.scope import Scope, join_reduces
 from flatshard.engine.unit import Unit
 from flatshard.engine.unit_changes import applying, check_change
@@ -527,13 +528,17 @@ def _checked_comm(method: str, comm: Any) -> Any:
     return comm
 
 
-_CLASSES: dict[type, type] = {}
+_CLASSES: dict[tuple[type, bool], type] = {}
 
 
-def unit_class(cls: type, methods_for: Callable[[type], dict[str, Any]] | None = None) -> type:
-    """The class of a unit made of a module of class ``cls``. ``methods_for``: of that, what units do otherwise."""
-    if cls not in _CLASSES:
-        _CLASSES.setdefault(
-            cls, type(f"FSDP{cls.__name__}", (FSDPModule, cls), {} if methods_for is None else methods_for(cls))
-        )
-    return _CLASSES[cls]
+def unit_class(cls: type, methods_for: Callable[[type], dict[str, Any]] | None = None, rows: bool = False) -> type:
+    """The class of a unit made of a module of class ``cls``. ``methods_for``: of that, what units do otherwise.
+
+    ``rows``: of an embedding, whose own forward ends in a look-up by rows.
+    """
+    if (cls, rows) not in _CLASSES:
+        own = () if rows and cls is nn.Embedding else (cls,)
+        bases = (FSDPModule, *own, RowEmbedding) if rows else (FSDPModule, *own)
+        made = type(f"FSDP{cls.__name__}", bases, {} if methods_for is None else methods_for(cls))
+        _CLASSES.setdefault((cls, rows), made)
+    return _CLASSES[cls, rows]

@@ -188,6 +188,7 @@ class Choices:
     where: Where
     offload: OffloadPolicy
     optional: bool = False
+    rows: bool = False
     strategy: tuple[Any, Any] = (None, None)  # of the inner and the outer axis, for parameters with a mesh of their own
     values: Values = "same"  # of the ranks' parameters
     data_mesh: DeviceMesh | None = None  # whose ranks' data the gradients come from, if it is not `mesh`
@@ -280,6 +281,7 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     """Shard the parameters below ``modules`` and hook them up."""
     watch_over(choices.device)  # ranks that raise before the first forward leave the others waiting there
     borrowed, by_kind, plain, dims = sort_parameters(modules, choices)
+    by_rows = _checked_rows(modules, borrowed, by_kind, dims, choices) if choices.rows else None
     owner = type(modules[0]).__name__
     groups = [
         _build_group(members, [dims[p] for _, p, _ in members], kind, choices, owner)
@@ -306,6 +308,8 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
             group.park_mesh, unit.parks = park, True  # the others are gathered again from all
     if choices.optional:
         unit.be_optional()
+    if by_rows is not None:
+        unit.look_up_rows(by_rows)
     if nests and len(modules) == 1:
         holders = {id(site.module()) for group in unit.needs for member in group.members for site in member.sites}
         owned = [module for _, module in owned_modules(modules) if module not in modules]
@@ -315,6 +319,35 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
         _torch.mark_sharded(module)
     watch_use(groups)
     return unit
+
+
+def _checked_rows(
+    modules: Sequence[nn.Module],
+    borrowed: Sequence[Any],
+    by_kind: dict[Kind, list[Named]],
+    dims: dict[nn.Parameter, int],
+    choices: Choices,
+) -> nn.Embedding:
+    """The embedding that a unit by rows is made of. Raises if it cannot be one."""
+    module = modules[0]
+    if len(modules) > 1 or not isinstance(module, nn.Embedding):
+        raise ValueError(f"rows=True is for a unit of one nn.Embedding, and this is of {type(module).__name__}")
+    for name in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(module, name):
+            raise ValueError(f"rows=True: an embedding with {name} changes or counts rows that other ranks hold")
+    members = [named for group in by_kind.values() for named in group]
+    if borrowed or len(members) != 1 or len(members[0][2]) > 1:
+        raise ValueError("rows=True: the table is tied to another layer, which needs all of it, or is not alone here")
+    (kind,) = by_kind
+    placements, cut = kind.placements(choices), dims[members[0][1]]
+    *outer, inner = placements.optimizer
+    if placements.parameter != placements.optimizer or not is_sharded(inner) or any(map(is_sharded, outer)):
+        raise ValueError(f"rows=True: the table must be sharded over the last axis of {kind.mesh}, and over no other")
+    if kind.parallel is not None or kind.apart is not None or kind.extended is not None or cut:
+        raise ValueError("rows=True: the table must be a plain tensor that is cut on dim 0")
+    if choices.optional or Home.of(choices.device, choices.offload).host:
+        raise ValueError("rows=True: the table must rest on the device, and every rank must look it up")
+    return module
 
 
 def _is_marked(named: Named) -> bool:
@@ -392,7 +425,9 @@ def _build_group(members: list[Named], dims: list[int], kind: Kind, choices: Cho
         main = main.cast(main_dtype)
     main = home.take(main)
     sharded = make_members(main, members, choices.where.axes, apart=kind.apart)
-    group = Group(sharded, main, placements, precision, home, own=members[0][1].dtype, owner=owner)
+    group = Group(
+        sharded, main, placements, precision, home, own=members[0][1].dtype, owner=owner, by_rows=choices.rows
+    )
     if initial is not None:
         initial.parts, group.initial = initial.of_parts(group), initial
     group.gradients.scale = kind.scale

@@ -71,7 +71,7 @@ class Gradients:
         self.on_first: Callable[[], None] | None = None  # called when one arrives and none has, if watched
         self._arrived: set[int] = set()  # of those watched
         self._sole = sole_owners(main.layout)
-        self._stages = stages_to(main.mesh, placements.optimizer, formats, self.reduce_dtype)
+        self._stages = self._plan(formats)
         # As many of them as there are axes that gradients rest reduced over.
         self._rests_after = sum(is_sharded(placement) for placement in placements.gradient)
         self._unreduced: DBuffer | None = None
@@ -92,10 +92,13 @@ class Gradients:
         """Reduce, and keep gradients, in what another policy says; ``compute`` is the dtype of full parameters."""
         before, self.grad_dtype = self.grad_dtype, policy.grad_of(self.main.dtype, compute)
         self.reduce_dtype = policy.reduce_of(compute, self.grad_dtype)
-        self._stages = stages_to(self.main.mesh, self.placements.optimizer, formats, self.reduce_dtype)
+        self._stages = self._plan(formats)
         if self.grad_dtype != before:
             known, self.main_grads = self.main_grads, MainGrads(self.members, self.main, self.grad_dtype, self.home)
             self.main_grads.is_decoupled = known.is_decoupled
+
+    def _plan(self, formats: Formats) -> list[Stage]:
+        return stages_to(self.main.mesh, self.placements.optimizer, formats, self.reduce_dtype)
 
     @property
     def layout(self) -> Layout:

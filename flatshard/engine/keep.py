@@ -31,7 +31,8 @@ def plan_kept(units: Sequence[Unit], policy: SchedulePolicy) -> None:
     in_backward = [unit for unit in units if unit.settings.unshard_in_backward]
     for unit in _chosen([unit for unit in reversed(in_backward) if unit.settings.is_auto], policy.keep_for_backward):
         unit.settings.reshard_after_forward = False
-    for unit in _chosen(units, policy.keep_for_next):  # those that backward does not gather are, at its end
+    in_forward = [unit for unit in units if unit.settings.unshard_in_forward]
+    for unit in _chosen(in_forward, policy.keep_for_next):  # those that backward does not gather are, at its end
         unit.settings.keeps_for_next = True
 
 

@@ -75,6 +75,8 @@ class Scope:
         if self.has_optional:
             _with_optional.add(self)
             self._refuse_tied()
+        if self.has_optional and any(unit.rows is not None for unit in units):
+            raise ValueError("rows=True is not for models with optional units: ranks that skip one ask for no rows")
         if self.has_optional and not self.reduce_lane.own_groups:
             raise ValueError(
                 "optional units need SchedulePolicy(separate_groups=True): ranks that use one and ranks that do not "
@@ -475,7 +477,9 @@ class Scope:
                 continue
             if other.is_gathered:
                 return  # the next one is there; what comes after it is gathered when that is needed
-            if backward and (index in self._done or not other.settings.unshard_in_backward):
+            if not (other.settings.unshard_in_backward if backward else other.settings.unshard_in_forward):
+                continue
+            if backward and index in self._done:
                 continue  # a recompute passed through it, or it needs none: nothing of this backward will need it
             if room <= 0 and self.gather_pool.live_bytes + gathered_bytes(other) > bytes_ahead:
                 return
@@ -675,6 +679,11 @@ class Scope:
                 raise ValueError(f"SchedulePolicy(registered=True): only NCCL registers memory, not {', '.join(names)}")
             lane.greet(groups)
             pool.register(groups)
+
+    def announce_rows(self, unit: Unit) -> None:
+        """All ranks are about to look up rows of an embedding."""
+        if self.program.announces:
+            self._announce("look up rows of", unit)
 
     def _announce(self, what: str, unit: Unit, group: int = 0) -> None:
         """See that all ranks are about to do this, or raise on all.

@@ -17,6 +17,7 @@ class Settings:
     reshard_after_forward: bool | None  # None: unless it is the outermost unit of a forward
     is_auto: bool = False  # `reshard_after_forward` is chosen by the budget of the root
     reshard_after_backward: bool = True
+    unshard_in_forward: bool = True
     unshard_in_backward: bool = True
     keeps_for_next: bool = False  # gathered between the micro-batches of a step
     is_first: bool = True  # of the micro-batches of an optimizer step

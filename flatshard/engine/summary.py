@@ -164,6 +164,8 @@ def _formats(formats: Formats) -> str:
 def _kept(unit: Unit, group: Group, keeps: bool) -> str:
     if group.is_resident:
         return "always"
+    if unit.rows is not None:
+        return "by rows"
     moments = ["until backward"] * keeps + ["between micro-batches"] * unit.settings.keeps_for_next
     return ", ".join(moments) or "no"
 

@@ -20,6 +20,7 @@ from flatshard.engine.program import Pass
 from flatshard.engine.reduction import Goal
 from flatshard.engine.roots import scope_of
 from flatshard.engine.roots import unit_of as unit_of
+from flatshard.engine.rows import RowGradients, Rows
 from flatshard.engine.scope import Scope
 from flatshard.engine.settings import Settings
 from flatshard.engine.transforms import watch_transformed
@@ -80,6 +81,7 @@ class Unit:
         )
         self.holders = 0  # bodies of `gathered` that want the full weights to stay, whatever passes come and go
         self.is_written = False  # the modules hold whole copies, for somebody to write to
+        self.rows: Rows | None = None  # of an embedding that is looked up where its rows are
         self.plain: list[Plain] = []  # frozen parameters that stay whole
         self._modules = [weakref.ref(module) for module in modules]
         self._ids = frozenset(map(id, modules))
@@ -104,6 +106,11 @@ class Unit:
 
     def borrow(self, group: Group, member: Member, site: Site) -> None:
         """Use a parameter of another unit too, which is tied to that at ``site``."""
+        if group.by_rows:
+            raise ValueError(
+                f"parameter '{member.name}' is tied to another layer, which needs all of it: call fully_shard on that "
+                "embedding without rows=True"
+            )
         self.borrowed.append((group, member, site))
         self.settings.unshard_in_backward = True
         if group not in self.needs:
@@ -190,7 +197,7 @@ class Unit:
             if self.phase is Phase.BACKWARD:
                 self._refuse(Phase.FORWARD)
             self.phase = Phase.FORWARD
-        scope.need(self)
+        scope.need(self, gather=self.settings.unshard_in_forward)
         if self.policy.param_dtype is not None:
             args, kwargs = self._cast_inputs(args, kwargs)
         if call.watches:
@@ -338,6 +345,14 @@ class Unit:
             self.leave(keep=settings.reshard_after_forward is False, grads=scope.program.running is Pass.FORWARD)
             if not self.holders:
                 self.hide()
+
+    def look_up_rows(self, module: nn.Embedding) -> None:
+        """Ask other ranks for the rows that a batch reads, and gather the table only when it is asked for by hand."""
+        gradients = self.groups[0].gradients
+        assert isinstance(gradients, RowGradients)
+        gradients.padding = module.padding_idx
+        self.rows = Rows(self.groups[0], module)
+        self.settings.unshard_in_forward = self.settings.unshard_in_backward = False
 
     def be_optional(self) -> None:
         """A batch may use nothing of it: gradients that are missing are zero, on the wire and afterwards."""

@@ -21,6 +21,7 @@ from flatshard.engine.gradients import Gradients, gradient_arrived
 from flatshard.engine.host import Home
 from flatshard.engine.look import Look
 from flatshard.engine.parameters import Member
+from flatshard.engine.rows import RowGradients
 from flatshard.engine.source import Source, source_for
 from flatshard.layout import Layout
 from flatshard.policy import MixedPrecisionPolicy, Placements
@@ -47,10 +48,11 @@ class Group:
         is_extended: bool = False,
         own: torch.dtype | None = None,
         owner: str = "",
+        by_rows: bool = False,
     ) -> None:
         """``own``: the dtype of the parameters before they were sharded, if it is not main's.
 
-        ``owner``: the class of the unit's module.
+        ``owner``: the class of the unit's module. ``by_rows``: forwards use `Rows`, and not full weights.
         """
         self.members = members
         self.is_extended = is_extended  # parameters of a tensor subclass: ``main`` has a layout, and no memory
@@ -69,7 +71,7 @@ class Group:
         self._refreshed: tuple[int, ...] | None = None  # to this state of main, by hand
         self.initial: Initial | None = None  # for the ranks to compare before the first launch
         self.main, self.own = main, main.dtype if own is None else own
-        self._owner = owner
+        self._owner, self.by_rows = owner, by_rows
         self.set_main(main)
 
     def set_main(self, main: DBuffer) -> None:
@@ -78,7 +80,8 @@ class Group:
         self.own = self.own if main.dtype == self.main.dtype else main.dtype
         self.main = main
         self._set_codec()
-        self.gradients = Gradients(
+        kind = RowGradients if self.by_rows else Gradients
+        self.gradients = kind(
             self.members, main, self.placements, self.policy, self.codec.dtype, self.home, self.formats
         )
         if known is not None:
@@ -198,6 +201,8 @@ class Group:
         """Let full weights be those of now until `refresh`; the lane is ordered after what made main."""
         if self.is_held:
             return
+        if self.by_rows:
+            raise NotImplementedError(f"parameter '{self.members[0].name}' is looked up by rows: nothing holds it")
         if self.is_extended:
             raise NotImplementedError(
                 f"parameter '{self.members[0].name}' is encoded anew in each gather: nothing holds it"

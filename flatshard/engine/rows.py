@@ -1,0 +1,342 @@
+"""Embeddings by rows: a batch reads a few thousand rows of a large table, so those travel, and the table does not.
+
+A look-up asks the ranks that hold its rows for them; its backward sends each row's gradient there. With U different
+tokens in a batch and rows of H numbers, that is U x H each way instead of the table:
+
+    tokens      5 0 7 5            of this rank; ranks 0 and 1 hold rows 0-3 and 4-7
+    asked       0 | 5 7            sorted, each once: that many rows of each rank
+    seats       1 0 2 1            where among these the row of each token is
+    rows        r0 | r5 r7         come back in the order in which they were asked for
+    gradients   g2 | g1+g4 g3      go the same way, and are added in the order of ranks
+
+How many rows a rank asks for depends on its tokens, and collectives want to know it: the host waits for the counts of
+all ranks, once per look-up. While a CUDA graph is captured it cannot: then every rank asks every other one for as many
+rows as could be needed, which is never more than the table.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from flatshard import _torch
+from flatshard.buffer import DBuffer, Lane, Pool, Ticket
+from flatshard.buffer.lanes import DONE, Op
+from flatshard.engine.formats import Formats
+from flatshard.engine.gradients import Gradients, refuse_orphan
+from flatshard.engine.reduction import Stage
+
+if TYPE_CHECKING:
+    from flatshard.engine.scope import Scope
+    from flatshard.engine.unit import Unit
+    from flatshard.engine.weights import Group
+
+
+@dataclass(frozen=True)
+class LookUp:
+    """Which rows went where. Counts are of rows, per rank."""
+
+    seats: torch.Tensor  # for each token, the place of its row among those that this rank asked for
+    asked: list[int]
+    wanted: torch.Tensor  # the rows of this rank that all ranks asked for, in the order of ranks
+    served: list[int]
+
+
+class Rows:
+    """The look-ups of one embedding."""
+
+    def __init__(self, group: Group, module: nn.Embedding) -> None:
+        self._group = weakref.ref(group)
+        self._number = module.num_embeddings
+        layout, mesh = group.layout, group.mesh
+        starts = [layout.rows(layout.slots[0], rank, 1) for rank in range(layout.num_shards)]
+        self._first = [start for start, _ in starts]
+        self._most = max(count for _, count in starts)
+        self._everywhere = min(count for _, count in starts) > 0
+        self._axis = mesh.ndim - 1
+        self._tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        # A backward comes to it after all look-ups that it goes through, and then all gradients are there.
+        self._anchor = nn.Parameter(torch.empty(0, device=group.home.device))
+        self._anchor.register_post_accumulate_grad_hook(functools.partial(_complete, weakref.ref(group)))
+
+    def look_up(self, tokens: torch.Tensor, scope: Scope, unit: Unit) -> torch.Tensor:
+        """The rows of ``tokens``, in the compute dtype."""
+        group = self._group()
+        assert group is not None
+        if _torch.transforming():
+            raise RuntimeError(f"unit '{unit.name}' is an embedding by rows, which functional transforms do not know")
+        if tokens.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"unit '{unit.name}': tokens must be int32 or int64, not {tokens.dtype}")
+        scope.announce_rows(unit)
+        trains = group.members[0].sharded.requires_grad
+        if self._anchor.requires_grad != trains:
+            self._anchor.requires_grad = trains
+        group.gradients.expected = int(trains)
+        found: torch.Tensor = _LookUp.apply(self._anchor, tokens, self, scope.gather_lane, unit.name)  # type: ignore[no-untyped-call]
+        return found
+
+    def exchange(self, tokens: torch.Tensor, lane: Lane, name: str) -> tuple[torch.Tensor, LookUp]:
+        """Ask for rows, serve those that others ask for."""
+        group = self._group()
+        assert group is not None
+        among = lane.group(group.mesh, self._axis)
+        table, dtype = group.main.local_view(0), group.codec.dtype
+        ask, seats, asked, served = self._sorted(tokens.reshape(-1), lane, among, name)
+        wanted = ask.new_empty(sum(served))
+        lane.all_to_all(among, wanted, ask, served, asked, after=(lane.mark(),), name=name).wait()
+        width = table.shape[1]
+        sent = table.index_select(0, wanted).to(dtype)
+        got = sent.new_empty(sum(asked), width)
+        splits = [count * width for count in asked], [count * width for count in served]
+        lane.all_to_all(among, got.view(-1), sent.view(-1), *splits, after=(lane.mark(),), name=name).wait()
+        rows = got.index_select(0, seats)
+        return rows.view(*tokens.shape, width), LookUp(seats, asked, wanted, served)
+
+    def _sorted(
+        self, tokens: torch.Tensor, lane: Lane, among: ProcessGroup, name: str
+    ) -> tuple[torch.Tensor, torch.Tensor, list[int], list[int]]:
+        """What to ask for (rows as their holders number them), the seats, and how many are asked and served."""
+        # No scatter is among these operations: every one of them gives the same bits each time, and none waits.
+        first, stop = self._on(tokens.device)
+        ids, order = tokens.long().sort()
+        holder = torch.bucketize(ids, stop, right=True).clamp_(max=len(self._first) - 1)
+        is_new = torch.ones_like(ids, dtype=torch.bool)
+        torch.ne(ids[1:], ids[:-1], out=is_new[1:])
+        number = is_new.cumsum(0)  # of each different token, from 1 on
+        until = torch.cat((number.new_zeros(1), number))[torch.searchsorted(ids, stop)]  # how many, up to each rank
+        counts = until.diff(prepend=until.new_zeros(1))
+        here = ids - first[holder]
+        if _is_static(tokens):
+            self._check_static(ids)
+            most = min(len(ids), self._most)
+            asked = served = [most] * len(self._first)
+            place = holder * most + number - 1 - (until - counts)[holder]
+            among_rank = torch.arange(most, device=ids.device)
+            taken = ((until - counts)[:, None] + among_rank + 1).clamp_(max=number[-1])
+            ask = here[torch.searchsorted(number, taken.view(-1))]
+            ask = torch.where((among_rank < counts[:, None]).view(-1), ask, 0)
+        else:
+            asked, served = self._counted(ids, counts, lane, among, name)
+            place = number - 1
+            ask = here[torch.searchsorted(number, torch.arange(1, sum(asked) + 1, device=ids.device))]
+        return ask, place[order.argsort()], asked, served
+
+    def _counted(
+        self, ids: torch.Tensor, counts: torch.Tensor, lane: Lane, among: ProcessGroup, name: str
+    ) -> tuple[list[int], list[int]]:
+        theirs = torch.empty_like(counts)
+        lane.all_to_all(among, theirs, counts, [], [], after=(lane.mark(),), name=name).wait()
+        ends = torch.stack((ids[0], ids[-1])) if len(ids) else ids.new_zeros(2)
+        told = torch.cat((ends, counts, theirs)).tolist()  # the host waits here, once
+        for token in told[:2]:
+            if not 0 <= token < self._number:
+                raise IndexError(f"token {token} in '{name}', an embedding of {self._number} rows")
+        return told[2 : 2 + len(counts)], told[2 + len(counts) :]
+
+    def _check_static(self, ids: torch.Tensor) -> None:
+        if not self._everywhere:
+            raise RuntimeError(
+                f"an embedding of {self._number} rows over {len(self._first)} ranks, some of which hold none, cannot "
+                "be captured by rows"
+            )
+        torch._assert_async(((ids >= 0) & (ids < self._number)).all())
+
+    def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first row of each rank, and the first row after those of each rank."""
+        if device not in self._tables:
+            first = torch.tensor(self._first, device=device)
+            stop = torch.tensor([*self._first[1:], self._number], device=device)
+            self._tables[device] = first, stop
+        return self._tables[device]
+
+
+class _LookUp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, tokens: torch.Tensor, rows: Rows, lane: Lane, name: str
+    ) -> torch.Tensor:
+        found, ctx.look_up = rows.exchange(tokens, lane, name)
+        group = rows._group()
+        assert group is not None
+        ctx.gradients = weakref.ref(group.gradients)
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        gradients = ctx.gradients()
+        if gradients is None:
+            refuse_orphan()
+        gradients.came.append((grad.flatten(0, -2), ctx.look_up))
+        return grad.new_empty(0), None, None, None, None
+
+
+@_torch.uncompiled
+def _complete(group: weakref.ref[Group], anchor: torch.Tensor) -> None:
+    """A backward has been through all look-ups that it is going to."""
+    anchor.grad = None
+    found = group()
+    if found is not None:
+        found.gradients.arrived(0)
+
+
+class RowGradients(Gradients):
+    """Gradients of look-ups wait, and travel, as the rows that they are of."""
+
+    padding: int | None = None  # a row that is not trained
+
+    def __init__(self, *given: Any) -> None:
+        self.came: list[tuple[torch.Tensor, LookUp]] = []  # by the running backward
+        self._kept: list[tuple[torch.Tensor, LookUp]] = []  # by earlier ones, which stopped short, too
+        super().__init__(*given)
+
+    def take_settings(self, other: Gradients) -> None:
+        super().take_settings(other)
+        assert isinstance(other, RowGradients)
+        self.padding = other.padding
+
+    def _plan(self, formats: Formats) -> list[Stage]:
+        first, *others = super()._plan(formats)
+        axis = self.main.mesh.ndim - 1
+        self._by_rows = RowStage(self.main.mesh, axis, first.placements)
+        return [self._by_rows, *others]
+
+    @property
+    def _before(self) -> float:
+        return 1.0  # sums are in float32
+
+    @property
+    def has_partial(self) -> bool:
+        return bool(self._kept) or super().has_partial
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self.came) or super().waiting
+
+    def take(self) -> list[torch.Tensor | None]:
+        taken = super().take()
+        if any(gradient is not None for gradient in taken):
+            raise RuntimeError(
+                f"parameter '{self.members[0].name}' is looked up by rows, and has a gradient from elsewhere: a tied "
+                "layer, or a use of the whole table. Call fully_shard without rows=True"
+            )
+        if self.came:
+            self._used.add(0)
+        self._kept += self.came
+        self.came = []
+        return taken
+
+    def drop(self) -> None:
+        self.came = []
+        super().drop()
+
+    def drop_partial(self) -> None:
+        super().drop_partial()
+        self._kept = []
+
+    def _add_unreduced(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """They are kept as they are."""
+
+    def _inputs(
+        self, gradients: Sequence[torch.Tensor | None], pool: Pool
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        kept, self._kept = self._kept, []
+        self._by_rows.waiting = [(grad.to(self.reduce_dtype), look_up) for grad, look_up in kept]
+        self._by_rows.padding = self.padding
+        return [], [grad for grad, _ in [*kept, *self._by_rows.waiting]]
+
+
+class RowStage(Stage):
+    """The reduce over the axis that the table is sharded on. Rows travel in the reduce dtype, sums are in float32."""
+
+    is_encoded = True
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.waiting: list[tuple[torch.Tensor, LookUp]] = []
+        self.padding: int | None = None
+
+    def launch(
+        self,
+        inputs: Sequence[torch.Tensor],
+        out: DBuffer,
+        pool: Pool,
+        op: Op,
+        held: list[torch.Tensor],
+        *,
+        after: Sequence[Ticket] = (),
+        then: Callable[[], None] | None = None,
+        name: str = "",
+        comm: Any = None,
+    ) -> Ticket:
+        group, lane = self._among(pool.lane), pool.lane
+        waiting, self.waiting = self.waiting, []
+        width = out.layout.slots[0].shape[1]
+        tickets: list[Ticket] = []
+        received: list[torch.Tensor] = []
+        with lane.entered(after):
+            for grad, look_up in waiting:
+                sent = _added(grad, look_up.seats, sum(look_up.asked))
+                got = sent.new_empty(sum(look_up.served), width)
+                splits = [count * width for count in look_up.served], [count * width for count in look_up.asked]
+                tickets.append(lane.all_to_all(group, got.view(-1), sent.view(-1), *splits, name=name))
+                received.append(got)
+                held += (sent, got)
+        factor = 1.0 / group.size() if op == "avg" else 1.0
+
+        def add() -> None:
+            for ticket in tickets:
+                ticket.wait()
+            rows = out.local_view(0)
+            if rows.numel() != out.local.numel() or not waiting:
+                out.local.zero_()
+            if waiting and len(rows):
+                wanted = torch.cat([look_up.wanted for _, look_up in waiting])
+                torch.mul(_added(torch.cat(received).float(), wanted, len(rows)), factor, out=rows)
+            self._leave_padding(out, rows)
+            if then is not None:
+                then()
+
+        return lane.follow(tickets[-1] if tickets else DONE, add)
+
+    def _leave_padding(self, out: DBuffer, rows: torch.Tensor) -> None:
+        if self.padding is None:
+            return
+        first = out.layout.rows(out.layout.slots[0], out.held.first, out.held.count)[0]
+        if first <= self.padding < first + len(rows):
+            rows[self.padding - first].zero_()
+
+
+def _is_static(tokens: torch.Tensor) -> bool:
+    """Whether counts must be the same for all tokens, since the host cannot ask for them."""
+    return tokens.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _added(grads: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tensor:
+    """Rows of gradients added to ``count`` places, always in the order in which they are given."""
+    if not len(grads):
+        return grads.new_zeros(count, grads.shape[-1])
+    added: torch.Tensor = torch.ops.aten.embedding_dense_backward(grads, places, count, -1, False)
+    return added
+
+
+class RowEmbedding(nn.Embedding):
+    """The class that stands before `nn.Embedding` in that of a unit by rows."""
+
+    @_torch.uncompiled
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        from flatshard.engine.roots import unit_of  # which builds on units
+
+        unit = unit_of(self)
+        assert unit is not None
+        assert unit.scope is not None
+        assert unit.rows is not None
+        return unit.rows.look_up(input, unit.scope, unit)
