@@ -820,6 +820,11 @@ def uncompiled(function: F) -> F:
     return function
 
 
+def assert_on_device(condition: torch.Tensor) -> None:
+    """Let the device fail where a condition does not hold, without waiting for it, also in a graph."""
+    torch._assert_async(condition)
+
+
 def transforming() -> bool:
     """Whether a transform of torch.func (jvp, vmap ...) or forward-mode differentiation is going on."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

@@ -147,7 +147,7 @@ class Rows:
                 f"an embedding of {self._number} rows over {len(self._first)} ranks, some of which hold none, cannot "
                 "be captured by rows"
             )
-        torch._assert_async(((ids >= 0) & (ids < self._number)).all())
+        _torch.assert_on_device(((ids >= 0) & (ids < self._number)).all())
 
     def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """The first row of each rank, and the first row after those of each rank."""
