@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatshard import _torch
+from flatshard.recomputed import Generators, Segments
 from flatshard.engine import steps
 from flatshard.engine.main_grads import MainGrads
 from flatshard.engine.scope import Scope, scopes_that_ran
@@ -61,6 +62,7 @@ class Captured:
         self._calls = 0
         self._scopes: list[weakref.ref[Scope]] = []
         self._optimizers: list[Optimizer] = []
+        self._segments = Segments()  # that are recomputed in a step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = _torch.tree_flatten((args, kwargs))
@@ -92,7 +94,7 @@ class Captured:
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the step as it is, and see which models and optimizers are in it."""
         optimizers: list[Optimizer] = []
-        with scopes_that_ran() as scopes, _optimizers_that_step(optimizers):
+        with scopes_that_ran() as scopes, _optimizers_that_step(optimizers), self._segments.counted():
             found = self._step(*args, **kwargs)
         self._scopes, self._optimizers = [weakref.ref(scope) for scope in scopes], optimizers
         return found
@@ -107,13 +109,13 @@ class Captured:
         args, kwargs = _torch.tree_unflatten(static, tree)
         with _quiet(scopes) as lasting:
             _move_apart([tensor for optimizer in self._optimizers for tensor in state_of(optimizer)])
-            graph, output = _captured(lambda: self._step(*args, **kwargs), scopes, lasting)
+            graph, output, generators = _captured(lambda: self._step(*args, **kwargs), scopes, lasting, self._segments)
         if _gradients(scopes) != before:
             raise RuntimeError(
                 "the step leaves other gradients behind than it found: a captured step ends with "
                 "optimizer.zero_grad(), or adds to gradients that stay (zero_grad(set_to_none=False))"
             )
-        return _Graph(graph, static, output, scopes, self._optimizers)
+        return _Graph(graph, static, output, scopes, self._optimizers, generators)
 
 
 def _move_apart(tensors: Sequence[torch.Tensor]) -> None:
@@ -136,15 +138,15 @@ _LARGE = 1 << 20  # bytes: smaller tensors have segments of their own kind
 
 
 def _captured(
-    step: Callable[[], Any], scopes: Sequence[Scope], lasting: Sequence[MainGrads]
-) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A graph of a step, and what it returned. If it cannot be captured, all is as it was before.
+    step: Callable[[], Any], scopes: Sequence[Scope], lasting: Sequence[MainGrads], segments: Segments
+) -> tuple[torch.cuda.CUDAGraph, Any, Generators]:
+    """A graph of a step, what it returned, and what it draws from. If it cannot be captured, all is as it was before.
 
     ``lasting`` get their memory first, not amid that of activations. torch's own context leaves a capture that failed
     half open.
     """
     graph, pool, stream = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-    random = _torch.RandomState()
+    random, generators = _torch.RandomState(), segments.of_graph(graph)
     error: BaseException | None = None
     _torch.clear_workspaces()
     torch.cuda.empty_cache()
@@ -154,7 +156,8 @@ def _captured(
         try:
             for grads in lasting:
                 grads.wake()
-            output = step()
+            with generators.used():
+                output = step()
             for scope in scopes:
                 _join_lanes(scope)
         except BaseException as raised:
@@ -166,7 +169,7 @@ def _captured(
             _torch.abandon_capture(torch.cuda.current_device(), pool)
             random.restore()
     if error is None:
-        return graph, output
+        return graph, output, generators
     _torch.epochs.begin()
     for scope in scopes:
         scope.reset()
@@ -175,8 +178,7 @@ def _captured(
     told = str(error).partition("\n")[0]
     raise RuntimeError(
         f"the step cannot be captured: {told}. It must not read values from the GPU (.item(), .cpu(), print, a Python "
-        "condition on a tensor), make the host wait, or use a random state of its own "
-        "(checkpoint(preserve_rng_state=False)); the model has been reset"
+        "condition on a tensor), make the host wait, or read a random state; the model has been reset"
     ) from error
 
 
@@ -190,7 +192,9 @@ class _Graph:
         output: Any,
         scopes: Sequence[Scope],
         optimizers: Sequence[Optimizer],
+        generators: Generators,
     ) -> None:
+        self._generators = generators
         self._graph, self._static, self._output = graph, static, output
         self._scopes = [weakref.ref(scope) for scope in scopes]
         self._optimizers = list(optimizers)
@@ -231,6 +235,7 @@ class _Graph:
             _join_lanes(scope)
         if leaves:
             torch._foreach_copy_(list(self._static), list(leaves))
+        self._generators.align()
         self._graph.replay()
         if self._optimizers:
             steps.note()

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import flatshard
 from flatshard import (
@@ -65,9 +67,17 @@ def deterministic():
 class Trainer:
     """A model, and a step of it: micro-batches, clipping, a learning rate that changes."""
 
-    def __init__(self, micro: int = 2, local: bool = True, lr: Any = None, hsdp: bool = False, **choices: Any) -> None:
+    def __init__(
+        self,
+        micro: int = 2,
+        local: bool = True,
+        lr: Any = None,
+        hsdp: bool = False,
+        recompute: bool = False,
+        **choices: Any,
+    ) -> None:
         torch.manual_seed(0)
-        self.model, self.micro = Llama(CONFIG), micro
+        self.model, self.micro = Llama(dataclasses.replace(CONFIG, recompute=recompute)), micro
         world = dist.get_world_size()
         shape = (world // 2, 2) if hsdp else (world,)
         shard_model(self.model, mesh=init_device_mesh("cuda", shape), **choices)
@@ -126,6 +136,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bfloat16, zero 1": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16), "strategy": 1},
     "through DTensor": {"local": False},
     "one micro-batch": {"micro": 1},
+    "recompute": {"recompute": True},
     "int8": {"mp_policy": IN_BYTES},
     "int8, zero 1": {"mp_policy": IN_BYTES, "strategy": 1},
     "int8, hsdp": {"mp_policy": dataclasses.replace(IN_BYTES, reduce_format=("int8", "bf16_fp32")), "hsdp": True},
@@ -333,3 +344,31 @@ def test_memory_of_a_captured_step():
     eager, captured = found
     workspace = 33 << 20  # of cuBLAS, for one more stream
     assert captured[1] <= 1.25 * eager[1] + workspace, found
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_dropout_is_that_of_the_forward(reentrant):
+    """The loss is linear in the weights, so it is their product with the gradient, if backward saw the same masks."""
+    weights = [torch.rand(64, device="cuda", requires_grad=True) for _ in range(3)]
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        parts = [checkpoint(lambda w: F.dropout(w, 0.5), weight, use_reentrant=reentrant) for weight in weights]
+        loss = torch.cat(parts).sum() + F.dropout(weights[0], 0.5).sum()
+        grads = torch.autograd.grad(loss, weights) if not reentrant else _by_backward(loss, weights)
+        return loss.detach(), sum((w.detach() * g).sum() for w, g in zip(weights, grads))
+
+    captured = capture(step)
+    seen = []
+    for _ in range(8):
+        loss, product = captured()
+        torch.testing.assert_close(loss, product)
+        seen.append(loss.item())
+    assert len(set(seen)) == len(seen)
+
+
+def _by_backward(loss, weights):
+    loss.backward()
+    grads = [weight.grad.clone() for weight in weights]
+    for weight in weights:
+        weight.grad = None
+    return grads
