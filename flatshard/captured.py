@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatshard import _torch
-from flatshard.recomputed import Generators, Segments
 from flatshard.engine import steps
 from flatshard.engine.main_grads import MainGrads
 from flatshard.engine.scope import Scope, scopes_that_ran
 from flatshard.optim.step import is_settled, state_of, state_places
+from flatshard.recomputed import Generators, Segments
 
 OtherShapes = Literal["raise", "eager", "capture"]
 
