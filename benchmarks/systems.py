@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from benchmarks.models import Llama, LlamaConfig
 from benchmarks.moe import MixtureConfig, connect, is_expert, mixture
 
 Step = Callable[[], Tensor]
+Rows = bool | Literal["even"]
 Wrap = Callable[[torch.optim.Optimizer], torch.optim.Optimizer]
 
 Around = Callable[[int], AbstractContextManager[None]]
@@ -116,7 +117,7 @@ def fsdp2(setup: Setup, finer: bool = False) -> Step:
 
 
 def flat(
-    setup: Setup, planned_pool: bool = False, finer: bool = False, formats: str | None = None, rows: bool = False
+    setup: Setup, planned_pool: bool = False, finer: bool = False, formats: str | None = None, rows: Rows = False
 ) -> Step:
     """flatshard, by FSDP2's own argument names, with its optimizer step on local tensors.
 
@@ -219,6 +220,7 @@ SYSTEMS: dict[str, Callable[[Setup], Step]] = {
 }
 SYSTEMS["fsdp2-torchao"] = functools.partial(by_torchao, ours=False)
 SYSTEMS["flatshard-torchao"] = functools.partial(by_torchao, ours=True)
+SYSTEMS["flatshard-even-rows"] = functools.partial(flat, rows="even")
 SYSTEMS["flatshard-rows"] = functools.partial(flat, rows=True)
 SYSTEMS["flatshard-rows-finer"] = functools.partial(flat, planned_pool=True, finer=True, rows=True)
 SYSTEMS["flatshard-rows-captured"] = lambda setup: flatshard.capture(flat(setup, rows=True))
@@ -241,7 +243,7 @@ def on_meta(setup: Setup) -> Llama:
 
 
 def sharded_model(
-    setup: Setup, fully_shard: Callable[..., object], policy: object, finer: bool = False, rows: bool = False
+    setup: Setup, fully_shard: Callable[..., object], policy: object, finer: bool = False, rows: Rows = False
 ) -> Llama:
     return initialised(setup, on_meta(setup), fully_shard, policy, finer, rows)
 
@@ -252,7 +254,7 @@ def initialised(
     fully_shard: Callable[..., object],
     policy: object,
     finer: bool = False,
-    rows: bool = False,
+    rows: Rows = False,
 ) -> Llama:
     """A model that has no values yet, sharded, and with some."""
     if setup.ep > 1:
@@ -307,7 +309,7 @@ def shard_units(
     fully_shard: Callable[..., object],
     policy: object,
     finer: bool = False,
-    rows: bool = False,
+    rows: Rows = False,
 ) -> None:
     """Embedding, blocks and head are the units; the head stays gathered until its backward.
 
@@ -319,7 +321,7 @@ def shard_units(
     if finer:
         fully_shard(model.blocks[0].ffn, mesh=mesh, mp_policy=policy)
     for unit in (model.embed, *model.blocks, model.head):
-        chosen = {"rows": True} if rows and unit is model.embed else {}
+        chosen = {"rows": rows} if rows and unit is model.embed else {}
         fully_shard(unit, mesh=mesh, reshard_after_forward=unit is not model.head, mp_policy=policy, **chosen)
     fully_shard(model, mesh=mesh, mp_policy=policy)
 

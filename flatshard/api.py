@@ -58,7 +58,7 @@ def fully_shard(
     data_mesh: DeviceMesh | None = None,
     schedule: SchedulePolicy | None = None,
     optional: bool = False,
-    rows: bool = False,
+    rows: bool | Literal["even"] = False,
     values: Values | None = None,
 ) -> M:
     """Make a unit of ``module``: shard its parameters over ``mesh``, and gather them only while they are needed.
@@ -103,7 +103,8 @@ def fully_shard(
     before it, and before those after it, which is the order to call them in. Gradients that no rank has are zero. One
     backward goes through one forward of such a model, and its parameters are not tied to others (decision 020).
     ``rows``: of an embedding that is not tied to a head, exchange the rows that batches read, and their gradients,
-    instead of gathering and reducing the table (docs/rows.md). All ranks look up at the same time.
+    instead of gathering and reducing the table (docs/rows.md). All ranks look up at the same time. ``"even"``: and as
+    many tokens, so that the host waits for nothing, and more rows travel than are read.
     ``values``: what the ranks' parameters hold when they are cut. ``"same"``: the same, which the first forward
     checks, apart from those that have been loaded or written since; ``"warn"``: a difference is a warning;
     ``"first"``: keep those of the first rank of the mesh (all ranks of it call this at the same time then);
@@ -132,7 +133,7 @@ def fully_shard(
     )
     build_unit(modules, choices)
     for each in modules:
-        each.__class__ = unit_class(type(each), methods_for, choices.rows)
+        each.__class__ = unit_class(type(each), methods_for, bool(choices.rows))
         show_state(each)
     return module
 
@@ -153,7 +154,7 @@ def chosen(
     data_mesh: DeviceMesh | None = None,
     schedule: SchedulePolicy | None = None,
     optional: bool = False,
-    rows: bool = False,
+    rows: bool | Literal["even"] = False,
     values: Values | None = None,
 ) -> Choices:
     """What these arguments of `fully_shard` say, checked; nothing is done."""
@@ -213,7 +214,7 @@ def chosen(
         where=where,
         offload=offload_policy,
         optional=_arguments.flag("optional", optional),
-        rows=_arguments.flag("rows", rows),
+        rows=rows if rows == "even" else _arguments.flag("rows", rows),
         values=kept,
         strategy=(strategy, outer_strategy),
         data_mesh=data_mesh,

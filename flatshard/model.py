@@ -29,7 +29,7 @@ def shard_model(
     optimizer: torch.optim.Optimizer | None = None,
     experts: Experts | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    rows: bool = False,
+    rows: bool | Literal["even"] = False,
     **choices: Any,
 ) -> Summary:
     """Call `fully_shard` on the parts of ``model`` that should be units, and on ``model``; ``choices`` go to all calls.
@@ -71,8 +71,8 @@ def shard_model(
     sort_parameters([model], chosen(shard_placement_fn=choose, **choices))
     for modules in found:
         held = left & {parameter for module in modules for parameter in module.parameters()}
-        by_rows = rows and len(modules) == 1 and isinstance(modules[0], nn.Embedding)
-        fully_shard(modules, shard_placement_fn=choose, **choices, rows=by_rows)
+        is_table = len(modules) == 1 and isinstance(modules[0], nn.Embedding)
+        fully_shard(modules, shard_placement_fn=choose, **choices, rows=rows if is_table else False)
         if held:
             left -= held
             assert isinstance(modules[0], FSDPModule)

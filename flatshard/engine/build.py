@@ -188,7 +188,7 @@ class Choices:
     where: Where
     offload: OffloadPolicy
     optional: bool = False
-    rows: bool = False
+    rows: bool | Literal["even"] = False  # of an embedding, exchange rows instead of the table
     strategy: tuple[Any, Any] = (None, None)  # of the inner and the outer axis, for parameters with a mesh of their own
     values: Values = "same"  # of the ranks' parameters
     data_mesh: DeviceMesh | None = None  # whose ranks' data the gradients come from, if it is not `mesh`
@@ -309,7 +309,7 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     if choices.optional:
         unit.be_optional()
     if by_rows is not None:
-        unit.look_up_rows(by_rows)
+        unit.look_up_rows(by_rows, even=choices.rows == "even")
     if nests and len(modules) == 1:
         holders = {id(site.module()) for group in unit.needs for member in group.members for site in member.sites}
         owned = [module for _, module in owned_modules(modules) if module not in modules]
@@ -426,7 +426,7 @@ def _build_group(members: list[Named], dims: list[int], kind: Kind, choices: Cho
     main = home.take(main)
     sharded = make_members(main, members, choices.where.axes, apart=kind.apart)
     group = Group(
-        sharded, main, placements, precision, home, own=members[0][1].dtype, owner=owner, by_rows=choices.rows
+        sharded, main, placements, precision, home, own=members[0][1].dtype, owner=owner, by_rows=bool(choices.rows)
     )
     if initial is not None:
         initial.parts, group.initial = initial.of_parts(group), initial

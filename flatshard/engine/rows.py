@@ -10,8 +10,8 @@ tokens in a batch and rows of H numbers, that is U x H each way instead of the t
     gradients   g2 | g1+g4 g3      go the same way, and are added in the order of ranks
 
 How many rows a rank asks for depends on its tokens, and collectives want to know it: the host waits for the counts of
-all ranks, once per look-up. While a CUDA graph is captured it cannot: then every rank asks every other one for as many
-rows as could be needed, which is never more than the table.
+all ranks, once per look-up. Even look-ups, of as many tokens on each rank, need no counts: every rank asks every other
+one for as many rows as could be needed, which is never more than the table. So are those that a CUDA graph captures.
 """
 
 from __future__ import annotations
@@ -53,14 +53,15 @@ class LookUp:
 class Rows:
     """The look-ups of one embedding."""
 
-    def __init__(self, group: Group, module: nn.Embedding) -> None:
+    def __init__(self, group: Group, module: nn.Embedding, even: bool) -> None:
+        self._even = even
         self._group = weakref.ref(group)
         self._number = module.num_embeddings
         layout, mesh = group.layout, group.mesh
         starts = [layout.rows(layout.slots[0], rank, 1) for rank in range(layout.num_shards)]
         self._first = [start for start, _ in starts]
         self._most = max(count for _, count in starts)
-        self._everywhere = min(count for _, count in starts) > 0
+        self._least = min(count for _, count in starts)
         self._axis = mesh.ndim - 1
         self._tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
         # A backward comes to it after all look-ups that it goes through, and then all gradients are there.
@@ -75,21 +76,27 @@ class Rows:
             raise RuntimeError(f"unit '{unit.name}' is an embedding by rows, which functional transforms do not know")
         if tokens.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"unit '{unit.name}': tokens must be int32 or int64, not {tokens.dtype}")
-        scope.announce_rows(unit)
+        even = self._even or _is_captured(tokens)
+        if even and not self._least:
+            raise ValueError(
+                f"unit '{unit.name}' has {self._number} rows over {len(self._first)} ranks, some of which hold none: "
+                "its look-ups cannot be even, or captured"
+            )
+        scope.announce_rows(unit, tokens.numel() if even else None)
         trains = group.members[0].sharded.requires_grad
         if self._anchor.requires_grad != trains:
             self._anchor.requires_grad = trains
         group.gradients.expected = int(trains)
-        found: torch.Tensor = _LookUp.apply(self._anchor, tokens, self, scope.gather_lane, unit.name)  # type: ignore[no-untyped-call]
+        found: torch.Tensor = _LookUp.apply(self._anchor, tokens, self, even, scope.gather_lane, unit.name)  # type: ignore[no-untyped-call]
         return found
 
-    def exchange(self, tokens: torch.Tensor, lane: Lane, name: str) -> tuple[torch.Tensor, LookUp]:
+    def exchange(self, tokens: torch.Tensor, even: bool, lane: Lane, name: str) -> tuple[torch.Tensor, LookUp]:
         """Ask for rows, serve those that others ask for."""
         group = self._group()
         assert group is not None
         among = lane.group(group.mesh, self._axis)
         table, dtype = group.main.local_view(0), group.codec.dtype
-        ask, seats, asked, served = self._sorted(tokens.reshape(-1), lane, among, name)
+        ask, seats, asked, served = self._sorted(tokens.reshape(-1), even, lane, among, name)
         wanted = ask.new_empty(sum(served))
         lane.all_to_all(among, wanted, ask, served, asked, after=(lane.mark(),), name=name).wait()
         width = table.shape[1]
@@ -101,7 +108,7 @@ class Rows:
         return rows.view(*tokens.shape, width), LookUp(seats, asked, wanted, served)
 
     def _sorted(
-        self, tokens: torch.Tensor, lane: Lane, among: ProcessGroup, name: str
+        self, tokens: torch.Tensor, even: bool, lane: Lane, among: ProcessGroup, name: str
     ) -> tuple[torch.Tensor, torch.Tensor, list[int], list[int]]:
         """What to ask for (rows as their holders number them), the seats, and how many are asked and served."""
         # No scatter is among these operations: every one of them gives the same bits each time, and none waits.
@@ -114,15 +121,17 @@ class Rows:
         until = torch.cat((number.new_zeros(1), number))[torch.searchsorted(ids, stop)]  # how many, up to each rank
         counts = until.diff(prepend=until.new_zeros(1))
         here = ids - first[holder]
-        if _is_static(tokens):
-            self._check_static(ids)
+        if even:
             most = min(len(ids), self._most)
             asked = served = [most] * len(self._first)
             place = holder * most + number - 1 - (until - counts)[holder]
-            among_rank = torch.arange(most, device=ids.device)
-            taken = ((until - counts)[:, None] + among_rank + 1).clamp_(max=number[-1])
-            ask = here[torch.searchsorted(number, taken.view(-1))]
-            ask = torch.where((among_rank < counts[:, None]).view(-1), ask, 0)
+            of_rank = torch.arange(most, device=ids.device)
+            taken = ((until - counts)[:, None] + of_rank + 1).clamp_(max=len(ids))
+            is_taken = of_rank < counts[:, None]
+            found = torch.searchsorted(number, taken).clamp_(max=len(ids) - 1)
+            # What is asked for in vain is spread: of one row, all these zeros would be added one after another.
+            ask = torch.where(is_taken, here[found], of_rank % self._least).view(-1)
+            _torch.assert_on_device(((ids >= 0) & (ids < self._number)).all())
         else:
             asked, served = self._counted(ids, counts, lane, among, name)
             place = number - 1
@@ -141,14 +150,6 @@ class Rows:
                 raise IndexError(f"token {token} in '{name}', an embedding of {self._number} rows")
         return told[2 : 2 + len(counts)], told[2 + len(counts) :]
 
-    def _check_static(self, ids: torch.Tensor) -> None:
-        if not self._everywhere:
-            raise RuntimeError(
-                f"an embedding of {self._number} rows over {len(self._first)} ranks, some of which hold none, cannot "
-                "be captured by rows"
-            )
-        _torch.assert_on_device(((ids >= 0) & (ids < self._number)).all())
-
     def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """The first row of each rank, and the first row after those of each rank."""
         if device not in self._tables:
@@ -161,9 +162,9 @@ class Rows:
 class _LookUp(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, tokens: torch.Tensor, rows: Rows, lane: Lane, name: str
+        ctx: Any, anchor: torch.Tensor, tokens: torch.Tensor, rows: Rows, even: bool, lane: Lane, name: str
     ) -> torch.Tensor:
-        found, ctx.look_up = rows.exchange(tokens, lane, name)
+        found, ctx.look_up = rows.exchange(tokens, even, lane, name)
         group = rows._group()
         assert group is not None
         ctx.gradients = weakref.ref(group.gradients)
@@ -176,7 +177,7 @@ class _LookUp(torch.autograd.Function):
         if gradients is None:
             refuse_orphan()
         gradients.came.append((grad.flatten(0, -2), ctx.look_up))
-        return grad.new_empty(0), None, None, None, None
+        return grad.new_empty(0), None, None, None, None, None
 
 
 @_torch.uncompiled
@@ -315,8 +316,7 @@ class RowStage(Stage):
             rows[self.padding - first].zero_()
 
 
-def _is_static(tokens: torch.Tensor) -> bool:
-    """Whether counts must be the same for all tokens, since the host cannot ask for them."""
+def _is_captured(tokens: torch.Tensor) -> bool:
     return tokens.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

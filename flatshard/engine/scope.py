@@ -680,10 +680,10 @@ class Scope:
             lane.greet(groups)
             pool.register(groups)
 
-    def announce_rows(self, unit: Unit) -> None:
-        """All ranks are about to look up rows of an embedding."""
+    def announce_rows(self, unit: Unit, count: int | None) -> None:
+        """All ranks are about to look up rows of an embedding; ``count``: so many, on each of them."""
         if self.program.announces:
-            self._announce("look up rows of", unit)
+            self._announce("look up rows of" if count is None else f"look up {count} rows of", unit)
 
     def _announce(self, what: str, unit: Unit, group: int = 0) -> None:
         """See that all ranks are about to do this, or raise on all.

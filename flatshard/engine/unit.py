@@ -346,12 +346,15 @@ class Unit:
             if not self.holders:
                 self.hide()
 
-    def look_up_rows(self, module: nn.Embedding) -> None:
-        """Ask other ranks for the rows that a batch reads, and gather the table only when it is asked for by hand."""
+    def look_up_rows(self, module: nn.Embedding, even: bool) -> None:
+        """Ask other ranks for the rows that a batch reads, and gather the table only when it is asked for by hand.
+
+        ``even``: all ranks read as many.
+        """
         gradients = self.groups[0].gradients
         assert isinstance(gradients, RowGradients)
         gradients.padding = module.padding_idx
-        self.rows = Rows(self.groups[0], module)
+        self.rows = Rows(self.groups[0], module, even)
         self.settings.unshard_in_forward = self.settings.unshard_in_backward = False
 
     def be_optional(self) -> None:

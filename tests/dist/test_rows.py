@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from flatshard import (
     shard_model,
     summary,
 )
-from flatshard.engine import rows
 from flatshard.engine.unit import unit_of
 from tests.dist.test_engine import full
 
@@ -78,19 +76,13 @@ CASES = [
     ((2,), {"model": {"kind": Scaled}, "micro": 2}),
     ((2,), {"model": {"recompute": False}}),
     ((2,), {"gradient_scale": "sum"}),
-    ((3,), {"static": True, "texts": 2}),
+    ((3,), {"by_rows": "even", "texts": 2}),
 ]
 DEFAULT = (2, 4, 9)  # cases in every run
 
 
 def _equals(rank, world, sizes, told):
     told = dict(told)
-    static = told.pop("static", False)  # as while a graph is captured
-    with mock.patch.object(rows, "_is_static", return_value=static):
-        _train_both(rank, world, sizes, told)
-
-
-def _train_both(rank, world, sizes, told):
     made, micro, sync, texts = (told.pop(*pair) for pair in (("model", {}), ("micro", 1), ("sync", True), ("texts", 1)))
     mesh = init_device_mesh("cpu", sizes)
     plain, model = _model(**made), _shard(_model(**made), mesh=mesh, **told)
