@@ -38,6 +38,7 @@ class DryRun:
         self._groups = [[_Group(sizes, choice, self, number) for sizes in unit] for number, unit in enumerate(groups)]
         self._modules: dict[int, list[_Module]] = {}
         self._note, self.is_noting = note, False
+        self._accumulates = choice.microbatches > 1
         self._root = self._module(model.root)
         self._units = []
         for number, modules in self._modules.items():
@@ -51,8 +52,12 @@ class DryRun:
         self._root_unit = next(unit for unit in self._units if self._root in unit.modules)
 
     def step(self) -> None:
-        """One micro-batch, the last of a step. The one before it tells the engine in which order units are needed."""
-        for self.is_noting in (False, True):
+        """The last micro-batch of a step. A pass before it tells the engine in which order units are needed, and where
+        there are several micro-batches, the one before it leaves reduces on their way."""
+        passes = [(False, True), *[(True, False)] * self._accumulates, (True, True)]
+        for self.is_noting, is_last in passes:
+            for unit in self._units:
+                unit.settings.is_last = is_last
             self.gathers = [[0] * len(counts) for counts in self.gathers]
             self._root(torch.zeros(1)).sum().backward()
 
@@ -200,9 +205,10 @@ class _Gradients(Gradients):
     def reduce(self, pool: Pool, goal: Goal, name: str) -> Reduction:
         self.take()
         sizes, note = self._group.sizes, self._group.run.note
-        fresh = not self._accumulates or sizes.ends
+        ends = sizes.ends and goal is Goal.FINAL
+        fresh = not self._accumulates or ends
         note(gradients=sizes.main_grad if fresh else 0, staging=sizes.reducing)
-        ended = sizes.accumulated if sizes.ends else 0
+        ended = sizes.accumulated if ends else 0
         return Reduction(Ticket(then=lambda: note(gradients=-ended, staging=-sizes.arriving - sizes.reducing)), name)
 
 

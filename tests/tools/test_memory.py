@@ -16,7 +16,7 @@ from flatshard.rehearsal import rehearse
 from flatshard.rehearsal.clock_cpu import CpuClock, CpuWork, carry_out
 from flatshard.rehearsal.ledger import difference
 from flatshard.train.model import LlamaConfig
-from tests.tools.cases import Case
+from tests.tools.cases import CONFIG, Case
 
 pytestmark = pytest.mark.sampled(2)
 
@@ -141,13 +141,12 @@ def allocator_peak(profile, path):
     return most
 
 
-@pytest.mark.parametrize("case", TRACED, ids=str)
-def test_peak_and_traffic_of_a_step(case, monkeypatch, tmp_path):
+def assert_peak_and_traffic(case, monkeypatch, tmp_path, config=CONFIG):
     monkeypatch.setattr(CpuClock, "submit", at_once)
-    formula = case.formula()
+    formula = case.formula(config)
     # On processors with matrix units oneDNN takes working memory for products in bfloat16.
     with torch.backends.mkldnn.flags(enabled=False), rehearse(case.world, "free") as rehearsal:
-        model = case.build()
+        model = case.build(config)
         case.warmed_up(model)
         before = rehearsal.medium.ledger.snapshot()
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -162,6 +161,11 @@ def test_peak_and_traffic_of_a_step(case, monkeypatch, tmp_path):
         entry[0] += launch.times
         entry[1] += launch.times * launch.size
     assert {kind: [entry.launches, entry.size] for kind, entry in traffic.items()} == sizes
+
+
+@pytest.mark.parametrize("case", TRACED, ids=str)
+def test_peak_and_traffic_of_a_step(case, monkeypatch, tmp_path):
+    assert_peak_and_traffic(case, monkeypatch, tmp_path)
 
 
 LARGER = LlamaConfig(256, layers=2, heads=4, kv_heads=4, ffn=320, vocab=1030, max_tokens=4)  # matrices worth encoding
@@ -200,9 +204,16 @@ def test_traffic_with_formats(case):
     assert ours < theirs or case.strategy == 0
 
 
+def test_peak_where_a_micro_batch_begins_beside_the_reduces_of_the_last(monkeypatch, tmp_path):
+    """Those of a large embedding, whose rows do not divide, and of the first block, beside both gathered again."""
+    config = LlamaConfig(128, layers=4, heads=4, kv_heads=2, ffn=352, vocab=2054, max_tokens=4)
+    case = Case((8,), param=BF16, microbatches=2)
+    assert_peak_and_traffic(case, monkeypatch, tmp_path, config)
+
+
 @pytest.mark.parametrize("case", [Case((4,), param=BF16), Case((4,), strategy=2)], ids=str)
 def test_peak_and_traffic_where_a_tensor_is_cut_on_another_dim(case, monkeypatch, tmp_path):
     """The rows of the embedding and of the head, which do not divide, are not padded but cut across."""
     monkeypatch.setattr(planner, "AUTO_FLAT_BELOW", 0)
     monkeypatch.setattr(planner, "TURN_ABOVE", 0.0)
-    test_peak_and_traffic_of_a_step(case, monkeypatch, tmp_path)
+    assert_peak_and_traffic(case, monkeypatch, tmp_path)
