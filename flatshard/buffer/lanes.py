@@ -345,7 +345,7 @@ class Lane:
         """Communicate once in each group, also in one of this rank alone: NCCL makes communicators at first use."""
         with self.entered():
             for group in groups:
-                group.allreduce([torch.zeros(1, device=self.device)], _torch.ALL_REDUCE["sum"]).wait()
+                _join(group.allreduce([torch.zeros(1, device=self.device)], _torch.ALL_REDUCE["sum"]))
 
     def all_to_all(
         self,
@@ -396,7 +396,7 @@ class Lane:
                             ticket.what = "the other ranks,", about
                             ticket.wait()
                         else:
-                            work.wait()
+                            _join(work)
             found: list[int] = values.tolist()
         return found
 
@@ -429,10 +429,8 @@ class Lane:
         if self.stream is None:
             ticket = Ticket(works=works, then=then)
         else:
-            # NCCL ran on this lane's stream itself (asyncOp is off); other backends are joined to it here.
             for work in works:
-                if work is not None:
-                    work.wait()
+                _join(work)
             if then is not None:
                 then()
             ticket = self.mark()
@@ -513,6 +511,12 @@ class Gather:
         """Inside `Lane.entered`."""
         works, then = self._call()
         return self._lane._finish(self._group, "all_gather", name, self._numbytes, works, then)
+
+
+def _join(work: Work | None) -> None:
+    """Let the current stream wait for what was launched in it. NCCL, which ran in it itself, gives None."""
+    if work is not None:
+        work.wait()
 
 
 # The ways to gather a list: what to wait for, and what to do then.
