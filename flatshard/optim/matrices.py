@@ -13,7 +13,7 @@ from flatshard.buffer import Lane
 from flatshard.engine.homes import group_of
 from flatshard.engine.main_grads import MAIN_GRAD
 from flatshard.optim.owners import Matrix
-from flatshard.optim.routes import Meeting, Piece, Route, held_of
+from flatshard.optim.routes import Meeting, Route, held_of
 from flatshard.optim.runs import cut_of
 
 
@@ -75,11 +75,15 @@ class Bucket:
         self.mine = [number for number, each in enumerate(self.seen) if each.is_mine]
         self._gradients: dict[int, torch.Tensor] = {}
         self._weights: dict[int, torch.Tensor] = {}
-        self._locals: dict[int, torch.Tensor | None] = {}
+        self._held: dict[int, torch.Tensor] = {}  # what this rank holds of the weights, from `come` to `land`
 
     def come(self, lane: Lane) -> None:
         """Send gradients and weights to their owners."""
-        self.inward.launch(lane, self._held)
+        with _torch.PlainAttributes():
+            grads = [each.parameter.grad for each in self.seen]
+        self._held = {number: held_of(each.parameter) for number, each in enumerate(self.seen)}
+        gradients = {number: _held_gradient(each.parameter, grads[number]) for number, each in enumerate(self.seen)}
+        self.inward.launch(lane, {"gradient": gradients, "weight": self._held})
 
     def arrive(self, uncast: bool) -> None:
         """Let the matrices of this rank have the values that have come."""
@@ -88,8 +92,7 @@ class Bucket:
             gradient, weight = self.seen[number].dtypes
             self._gradients[number] = torch.empty(sizes, dtype=gradient, device=device)
             self._weights[number] = torch.empty(sizes, dtype=weight, device=device)
-        self._locals.clear()
-        self.inward.land(lambda p: (self._gradients if p.role == "gradient" else self._weights)[p.number])
+        self.inward.land({"gradient": self._gradients, "weight": self._weights})
         for number in self.mine:
             self.seen[number].arrive(self._gradients.pop(number), self._weights[number], uncast)
 
@@ -98,12 +101,13 @@ class Bucket:
         for number in self.mine:
             seen = self.seen[number]
             self._weights[number] = seen.tensor.data.reshape(seen.matrix.box.sizes)  # it may be another tensor
-        self.outward.launch(lane, lambda piece: self._weights[piece.number])
+        self.outward.launch(lane, {"weight": self._weights})
         self.leave()
 
     def land(self) -> None:
         """Put the new weights into the shards."""
-        self.outward.land(self._held)
+        self.outward.land({"weight": self._held})
+        self._held = {}
 
     def leave(self) -> None:
         for number in self.mine:
@@ -113,23 +117,13 @@ class Bucket:
 
     def drop(self) -> None:
         self.leave()
-        self._locals.clear()
+        self._held = {}
         self.inward.drop()
         self.outward.drop()
 
-    def _held(self, piece: Piece) -> torch.Tensor | None:
-        """What this rank holds of the parameter of a piece, or of its gradient."""
-        parameter = self.seen[piece.number].parameter
-        if piece.role == "weight":
-            return held_of(parameter)
-        if piece.number not in self._locals:
-            self._locals[piece.number] = _gradient_of(parameter)
-        return self._locals[piece.number]
 
-
-def _gradient_of(parameter: nn.Parameter) -> torch.Tensor | None:
+def _held_gradient(parameter: nn.Parameter, grad: torch.Tensor | None) -> torch.Tensor | None:
     """This rank's part of a gradient, cut as the parameter is. Collective for one that lies in another way."""
-    grad = parameter.grad
     if grad is None or not isinstance(grad, DTensor):
         return grad
     assert isinstance(parameter, DTensor)

@@ -8,7 +8,8 @@ into one run of bytes, in the order of the matrices, so that both ends know wher
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -116,40 +117,89 @@ def _box_at(parameter: DTensor, place: tuple[int, ...]) -> Box:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of matrix ``number`` in a run of bytes, and where it lies in the tensor it is taken from or put into."""
+    """A box of matrix ``number`` in a run of bytes, and where it lies in the tensor it is taken from or put into.
+
+    ``where`` is None for all of that tensor. Equal boxes of consecutive rows that lie in the run at equal distances, as
+    those of all ranks do where rows divide evenly, are one piece: ``times`` of them, each ``every`` elements.
+    """
 
     number: int
     role: Role
-    where: tuple[slice, ...]
-    sizes: tuple[int, ...]
+    where: tuple[slice, ...] | None
+    sizes: tuple[int, ...]  # of one box
     dtype: torch.dtype
-    start: int
+    start: int  # in elements
+    times: int
+    every: int
+
+    def __post_init__(self) -> None:
+        numel = math.prod(self.sizes)
+        strides, rest = [], numel
+        for size in self.sizes:
+            rest //= size
+            strides.append(rest)
+        view = (self.sizes, tuple(strides)) if self.times == 1 else ((self.times, numel), (self.every, 1))
+        object.__setattr__(self, "_view", (*view, self.start))
 
     def of(self, packed: torch.Tensor) -> torch.Tensor:
-        size = self.dtype.itemsize
-        for count in self.sizes:
-            size *= count
-        return packed[self.start : self.start + size].view(self.dtype).view(self.sizes)
+        """In the run, seen as elements of its dtype."""
+        return packed.as_strided(*self._view)  # type: ignore[attr-defined]
+
+    def within(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In the tensor, in the shape of `of`."""
+        part = tensor if self.where is None else tensor[self.where]
+        return part if self.times == 1 else part.reshape(self.times, -1)
 
 
-Find: TypeAlias = Callable[[Piece], torch.Tensor | None]
+Tensors: TypeAlias = Mapping[Role, Mapping[int, torch.Tensor | None]]
 
 
 class _Run:
     """Pieces between this rank and each other one, and where they lie when packed."""
 
     def __init__(self) -> None:
-        self.pieces: list[Piece] = []
         self.splits: list[int] = []
         self.bytes = 0
+        self._boxes: dict[tuple[int, Role], list[tuple[Box, int]]] = {}
+        self._tensors: dict[tuple[int, Role], tuple[Box, torch.dtype]] = {}
 
     def add(self, number: int, role: Role, box: Box, within: Box, dtype: torch.dtype) -> None:
-        self.pieces.append(Piece(number, role, box.inside(within), box.sizes, dtype, self.bytes))
+        self._boxes.setdefault((number, role), []).append((box, self.bytes // dtype.itemsize))
+        self._tensors[number, role] = within, dtype
         self.bytes += -(-box.numel * dtype.itemsize // _ALIGN) * _ALIGN
 
     def close(self) -> None:
         """All pieces for one rank have been added."""
         self.splits.append(self.bytes - sum(self.splits))
+
+    def pieces(self) -> list[Piece]:
+        found = []
+        for (number, role), boxes in self._boxes.items():
+            within, dtype = self._tensors[number, role]
+            for times, every in _stacks(boxes, within):
+                box, start = boxes[0]
+                boxes = boxes[times:]
+                rows = Box(box.offsets, (times * box.sizes[0], *box.sizes[1:])) if times > 1 else box
+                where = None if rows == within else rows.inside(within)
+                found.append(Piece(number, role, where, box.sizes, dtype, start, times, every))
+        return found
+
+
+def _stacks(boxes: Sequence[tuple[Box, int]], within: Box) -> list[tuple[int, int]]:
+    """How many boxes, from the first, are one piece, and at which distance; then of the rest."""
+    found: list[tuple[int, int]] = []
+    previous: tuple[Box, int] | None = None
+    for box, start in boxes:
+        if previous is not None:
+            (before, at), (times, every) = previous, found[-1]
+            follows = box.sizes == before.sizes and len(box.sizes) > 0 and box.sizes[1:] == within.sizes[1:]
+            if follows and box.offsets[0] == before.offsets[0] + box.sizes[0] and every in (0, start - at):
+                found[-1] = times + 1, start - at
+                previous = box, start
+                continue
+        found.append((1, 0))
+        previous = box, start
+    return found
 
 
 class Route:
@@ -157,6 +207,7 @@ class Route:
 
     def __init__(self, meeting: Meeting, sent: _Run, received: _Run, name: str) -> None:
         self._meeting, self._sent, self._received, self._name = meeting, sent, received, name
+        self._pieces = sent.pieces(), received.pieces()
         self._flying: tuple[torch.Tensor, torch.Tensor, Ticket | None] | None = None
 
     @property
@@ -164,20 +215,19 @@ class Route:
         """Of the packed pieces, sent and received."""
         return self._sent.bytes + (self._received.bytes if self._meeting.size > 1 else 0)
 
-    def launch(self, lane: Lane, find: Find) -> None:
-        """Pack and send pieces of the tensors that ``find`` gives; None counts as zeros."""
+    def launch(self, lane: Lane, tensors: Tensors) -> None:
+        """Pack and send pieces of tensors, by role and number; None counts as zeros."""
         device = self._meeting.device
         packed = torch.empty(self._sent.bytes, dtype=torch.uint8, device=device)
         targets, sources = [], []
-        for piece in self._sent.pieces:
-            found, target = find(piece), piece.of(packed)
+        for piece, target in _places(self._pieces[0], packed):
+            found = tensors[piece.role][piece.number]
             if found is None:
                 target.zero_()
             else:
                 targets.append(target)
-                sources.append(found[piece.where])
-        if targets:
-            torch._foreach_copy_(targets, sources)
+                sources.append(piece.within(found))
+        _copy(targets, sources)
         if self._meeting.size == 1:
             self._flying = packed, packed, None
             return
@@ -186,20 +236,19 @@ class Route:
         ticket = lane.all_to_all(self._meeting.group, output, packed, *splits, after=(lane.mark(),), name=self._name)
         self._flying = packed, output, ticket
 
-    def land(self, find: Find) -> None:
-        """Put what has come into the tensors that ``find`` gives, and free the bytes."""
+    def land(self, tensors: Tensors) -> None:
+        """Put what has come into tensors, by role and number, and free the bytes."""
         assert self._flying is not None
         _, output, ticket = self._flying
         if ticket is not None:
             ticket.wait()
         targets, sources = [], []
-        for piece in self._received.pieces:
-            target = find(piece)
+        for piece, source in _places(self._pieces[1], output):
+            target = tensors[piece.role][piece.number]
             assert target is not None
-            targets.append(target[piece.where])
-            sources.append(piece.of(output))
-        if targets:
-            torch._foreach_copy_(targets, sources)
+            targets.append(piece.within(target))
+            sources.append(source)
+        _copy(targets, sources)
         self._flying = None
 
     def drop(self) -> None:
@@ -207,6 +256,24 @@ class Route:
         if self._flying is not None and self._flying[2] is not None and self._flying[2].is_on_device:
             self._flying[2].wait()
         self._flying = None
+
+
+def _places(pieces: Sequence[Piece], packed: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """Pieces, and where they lie in a run of bytes."""
+    seen: dict[torch.dtype, torch.Tensor] = {}
+    for piece in pieces:
+        if piece.dtype not in seen:
+            seen[piece.dtype] = packed.view(piece.dtype)
+        yield piece, piece.of(seen[piece.dtype])
+
+
+def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy tensors by few kernels: those that lie in the same way by one."""
+    alike = [number for number, (a, b) in enumerate(zip(targets, sources)) if a.stride() == b.stride()]
+    if alike:
+        torch._foreach_copy_([targets[number] for number in alike], [sources[number] for number in alike])
+    for number in sorted(set(range(len(targets))).difference(alike)):
+        targets[number].copy_(sources[number])
 
 
 def routes(
