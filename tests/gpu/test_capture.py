@@ -43,15 +43,12 @@ def ranks(kind: str) -> Iterator[None]:
         with rehearse(4, "free"):
             yield
         return
-    port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in port.items():
-            patch.setenv(name, value)
-        dist.init_process_group("nccl", rank=0, world_size=1, device_id=torch.device("cuda", 0))
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
+    device = torch.device("cuda", 0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

@@ -39,10 +39,11 @@ def test_equal_to_unsharded(gpu_ranks, eight):
 @pytest.mark.parametrize("world", [8, 64])
 def test_memory_is_that_of_a_few_buckets(world):
     rows, columns, count = 1024, 2048, 3 * world
-    with rehearse(world, NETWORK):
+    with rehearse(world, NETWORK), torch.device("cuda"):
         model: Any = nn.Sequential(*[nn.Linear(columns, rows, bias=False) for _ in range(count)])
         fully_shard(model)
-        optimizer = fully_shard_optimizer(Plain(model.parameters()), whole=True)
+        plain = Plain(model.parameters())
+        optimizer = fully_shard_optimizer(plain, whole=True, bucket_bytes=8 * rows * columns)
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
