@@ -41,6 +41,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 
 BETWEEN_MICROBATCHES = 2_600_000_000  # bytes: the 1B model in bfloat16
+AHEAD = 2_700_000_000  # bytes: the head of the 8B model and four of its blocks
 
 
 @dataclass(frozen=True)
@@ -117,17 +118,23 @@ def fsdp2(setup: Setup, finer: bool = False) -> Step:
 
 
 def flat(
-    setup: Setup, planned_pool: bool = False, finer: bool = False, formats: str | None = None, rows: Rows = False
+    setup: Setup,
+    planned_pool: bool = False,
+    finer: bool = False,
+    formats: str | None = None,
+    rows: Rows = False,
+    ahead: int = 0,
 ) -> Step:
     """flatshard, by FSDP2's own argument names, with its optimizer step on local tensors.
 
     ``formats``: of what travels, one of `FORMATS`. ``rows``: of the embedding, only those travel that are read.
+    ``ahead``: bytes of weights that are gathered at most, more than the next unit.
     It is told which micro-batch runs, and keeps blocks gathered from one to the next in memory that is free then.
     """
     chosen = {} if formats is None else FORMATS[formats]
     policy = flatshard.MixedPrecisionPolicy(param_dtype=setup.dtype, reduce_dtype=setup.dtype, **chosen)
     kept = BETWEEN_MICROBATCHES if setup.microbatches > 1 else 0
-    schedule = flatshard.SchedulePolicy(keep_for_next=kept, planned_pool=planned_pool)
+    schedule = flatshard.SchedulePolicy(keep_for_next=kept, planned_pool=planned_pool, max_gathered_bytes=ahead)
     model = sharded_model(setup, functools.partial(flatshard.fully_shard, schedule=schedule), policy, finer, rows)
     if setup.microbatches == 1:
         return trainer(setup, model, flatshard.fully_shard_optimizer)
@@ -222,12 +229,12 @@ SYSTEMS["fsdp2-torchao"] = functools.partial(by_torchao, ours=False)
 SYSTEMS["flatshard-torchao"] = functools.partial(by_torchao, ours=True)
 SYSTEMS["flatshard-even-rows"] = functools.partial(flat, rows="even")
 SYSTEMS["flatshard-rows"] = functools.partial(flat, rows=True)
-SYSTEMS["flatshard-rows-finer"] = functools.partial(flat, planned_pool=True, finer=True, rows=True)
+SYSTEMS["flatshard-rows-ahead"] = functools.partial(flat, finer=True, rows=True, ahead=AHEAD)
 SYSTEMS["flatshard-rows-captured"] = lambda setup: flatshard.capture(flat(setup, rows=True))
 for _name in FORMATS:
     SYSTEMS[f"flatshard-{_name}-rows"] = functools.partial(flat, formats=_name, rows=True)
-    SYSTEMS[f"flatshard-{_name}-rows-finer"] = functools.partial(
-        flat, planned_pool=True, finer=True, formats=_name, rows=True
+    SYSTEMS[f"flatshard-{_name}-rows-ahead"] = functools.partial(
+        flat, finer=True, formats=_name, rows=True, ahead=AHEAD
     )
     SYSTEMS[f"flatshard-{_name}"] = functools.partial(flat, formats=_name)
     SYSTEMS[f"flatshard-{_name}-finer"] = functools.partial(flat, planned_pool=True, finer=True, formats=_name)

@@ -87,7 +87,7 @@ class Rows:
         if self._anchor.requires_grad != trains:
             self._anchor.requires_grad = trains
         group.gradients.expected = int(trains)
-        found: torch.Tensor = _LookUp.apply(self._anchor, tokens, self, even, scope.gather_lane, unit.name)  # type: ignore[no-untyped-call]
+        found: torch.Tensor = _LookUp.apply(self._anchor, tokens, self, even, scope.rows_lane, unit.name)  # type: ignore[no-untyped-call]
         return found
 
     def exchange(self, tokens: torch.Tensor, even: bool, lane: Lane, name: str) -> tuple[torch.Tensor, LookUp]:

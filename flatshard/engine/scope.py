@@ -38,6 +38,8 @@ class Scope:
         self.main_event: Any = None  # gathers of the next forward wait for it, and not for the current stream
         self.gather_lane = Lane("gather", device)
         self.reduce_lane = Lane("reduce", device, own_groups=policy.separate_groups)
+        # Look-ups do not queue behind gathers that run ahead: the host may be waiting for one.
+        self.rows_lane = Lane("rows", device, own_groups=policy.separate_groups)
         self.gather_pool = Pool(self.gather_lane, Planner() if policy.planned_pool else None)
         self.reduce_pool = Pool(self.reduce_lane)
         self.program = Program([len(unit.groups) for unit in units], [unit.parent for unit in units])
@@ -119,7 +121,7 @@ class Scope:
             raise RuntimeError("a model cannot change its lanes during a forward or backward")
         for unit in self.units:
             unit.release()
-        self.gather_lane, self.reduce_lane = other.gather_lane, other.reduce_lane
+        self.gather_lane, self.reduce_lane, self.rows_lane = other.gather_lane, other.reduce_lane, other.rows_lane
         self.gather_pool, self.reduce_pool = other.gather_pool, other.reduce_pool
 
     # Passes
