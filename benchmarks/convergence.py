@@ -203,18 +203,18 @@ def plot(curves: dict[str, list[float]], title: str, path: Path) -> None:
 
     figure, (upper, lower) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 7), height_ratios=[2, 1])
     styles = {"one": "-", "fsdp2": "--", "flatshard": ":", **dict.fromkeys(WITH_FORMATS, "-")}
+    colors = {name: f"C{number}" for number, name in enumerate(curves)}
     for name, losses in curves.items():
-        upper.plot(range(1, len(losses) + 1), losses, styles[name], label=name, linewidth=1.5)
+        upper.plot(range(1, len(losses) + 1), losses, styles[name], color=colors[name], label=name, linewidth=1.5)
     upper.set(ylabel="loss (nats per byte)", title=title)
     upper.legend()
     first = next(iter(curves))
     for name, losses in list(curves.items())[1:]:
         done = min(len(losses), len(curves[first]))
         apart = smoothed(losses[:done]) - smoothed(curves[first][:done])
-        lower.plot(range(done - len(apart) + 1, done + 1), apart, styles[name], label=f"{name} - {first}")
-    lower.axhspan(-0.01, 0.01, alpha=0.15, color="grey", label="within 0.01")
-    lower.set(xlabel="step", ylabel=f"difference, mean of {SMOOTHED} steps")
-    lower.legend()
+        lower.plot(range(done - len(apart) + 1, done + 1), apart, styles[name], color=colors[name])
+    lower.axhspan(-0.01, 0.01, alpha=0.15, color="grey")
+    lower.set(xlabel="step; the grey band is within 0.01", ylabel=f"to {first}, mean of {SMOOTHED} steps")
     for axes in (upper, lower):
         axes.grid(alpha=0.3)
     figure.tight_layout()
