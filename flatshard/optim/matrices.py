@@ -22,7 +22,7 @@ class Seen:
 
     def __init__(self, name: str, parameter: nn.Parameter, matrix: Matrix, number: int, meeting: Meeting) -> None:
         self.name, self.parameter, self.matrix = f"{name}{matrix.label}", parameter, matrix
-        self.number = number  # of its parameter group
+        self.number: int | None = number  # of its parameter group; None if it is in none any more
         self.meeting, self.owner = meeting, 0
         local = held_of(parameter)
         self._nothing = torch.zeros((), dtype=local.dtype, device=local.device).expand(matrix.shape)  # takes no memory

@@ -108,12 +108,15 @@ def _rows(rows: int, split: Split) -> list[int]:
     return counts
 
 
-def assign(costs: Sequence[float], holders: Sequence[int], world: int) -> tuple[list[int], list[int]]:
+def assign(
+    costs: Sequence[float], holders: Sequence[int], world: int, before: Sequence[float] = ()
+) -> tuple[list[int], list[int]]:
     """The order in which matrices are given out, the dearest first, and the owner of each: whoever has least by then.
 
     No rank has more than a third too much, and where there are several matrices of a kind for each rank, next to
     nothing. Of equal costs, those take turns that different ranks hold most of, ``holders``: matrices that are near
-    each other travel together, and are then sent by many. Equal loads go to the first rank.
+    each other travel together, and are then sent by many. Equal loads go to the first rank. ``before``: what each rank
+    has to do besides.
     """
     turns: dict[tuple[float, int], int] = {}
     keys = []
@@ -121,7 +124,8 @@ def assign(costs: Sequence[float], holders: Sequence[int], world: int) -> tuple[
         turns[key] = turns.get(key, 0) + 1
         keys.append((-key[0], turns[key], number))
     order = sorted(range(len(costs)), key=keys.__getitem__)
-    loads, owners = [(0.0, 0, rank) for rank in range(world)], [0] * len(costs)
+    loads, owners = [(load, 0, rank) for rank, load in enumerate(before or [0.0] * world)], [0] * len(costs)
+    heapq.heapify(loads)
     for number in order:
         load, count, rank = loads[0]
         owners[number] = rank

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
@@ -137,6 +138,7 @@ def whole_optimizer(
     choice = _choice(whole or (lambda name, p: p.dim() >= 2), split, cost, owners, bucket_bytes)
     assert choice is not None
     side = Whole(replace(choice, unbind=True), Local(False, _arguments.flag("precision_aware", precision_aware)))
+    side.model = weakref.ref(model)
     named = [(n, p, 0) for n, p in model.named_parameters() if p.requires_grad and choice.wants(n, p)]
     if not named:
         raise ValueError("whole_optimizer: no parameter of the model is to be whole")
@@ -189,7 +191,7 @@ def _install(optimizer: Opt, side: Local | Whole) -> Opt:
 
 def _refuse(optimizer: Optimizer, on_shards: Literal["all", "rest", "none"]) -> None:
     """Refuse what cannot work; ``on_shards`` says whether all parameters, some or none are stepped in parts."""
-    names = [cls.__name__ for cls in type(optimizer).__mro__]
+    names = [cls.__name__ for cls in type(optimizer).__mro__ if cls not in _CLASSES.values()]
     name = names[0]
     if "LBFGS" in names:
         raise ValueError(
@@ -325,6 +327,10 @@ def _get_state(self: Optimizer) -> Any:
 
 
 def _set_state(self: Optimizer, state: Any) -> None:
+    side = self.__dict__.get(_LOCAL)
+    if isinstance(side, Whole):
+        with side.taking(self, state) as state:
+            pass
     self.__dict__["state"] = state
 
 
@@ -392,12 +398,18 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     steps.note()
     if torch.compiler.is_compiling():
         return
+    side = optimizer.__dict__.get(_LOCAL)
+    if side is not None and side.is_lent:  # the step of a class has called that of its base
+        return
     join_reduces()
     now = (generation(), sum(len(group["params"]) for group in optimizer.param_groups))
     if now[0] and optimizer.__dict__.get(_CHECKED) != now:
         refuse_replaced(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if _LOCAL not in optimizer.__dict__:
+        if isinstance(side, Whole):  # parameters may have been added
+            side.plan(optimizer)
+            _refuse(optimizer, "rest" if side.leaves_any else "none")
+        if side is None:
             _refuse_factored(optimizer, parameters)
             if any(isinstance(parameter, DTensor) for parameter in parameters):
                 _refuse_foreign_blocks(optimizer)
@@ -409,7 +421,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                     )
         optimizer.__dict__[_CHECKED] = now
         optimizer.__dict__[_SCALARS] = [p for p in parameters if isinstance(p, DTensor) and p.dim() == 0]
-    if now[0] and optimizer.__dict__[_SCALARS] and _LOCAL not in optimizer.__dict__:
+    if now[0] and optimizer.__dict__[_SCALARS] and side is None:
         _wrap_scalars(optimizer)
 
 

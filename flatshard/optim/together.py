@@ -29,8 +29,10 @@ class Together(Optimizer):
             if id(parameter) in taken:
                 raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is in two of the optimizers")
             taken.add(id(parameter))
-        # What `Optimizer.__init__` would make of its own groups is theirs here; this makes the rest.
-        super().__setstate__({"optimizers": listed, "defaults": {}})
+        # What `Optimizer.__init__` would make of its own groups is theirs here; this makes the rest. Schedulers look
+        # into ``defaults`` for what all groups have.
+        shared = {key: value for key, value in listed[0].defaults.items() if all(key in o.defaults for o in listed)}
+        super().__setstate__({"optimizers": listed, "defaults": shared})
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -85,7 +87,7 @@ class Together(Optimizer):
             each.__setstate__({"state": _only(state["state"], held), "param_groups": theirs})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"optimizers": self.optimizers, "defaults": {}}
+        return {"optimizers": self.optimizers, "defaults": self.defaults}
 
     def __repr__(self) -> str:
         return f"Together({self.optimizers!r})"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from torch.optim import Optimizer
 from flatshard import _torch
 from flatshard.buffer import Lane
 from flatshard.engine.homes import OWNER, generation, group_of
+from flatshard.optim.calls import Calls
 from flatshard.optim.local import Local, refuse_replaced
 from flatshard.optim.matrices import Bucket, Seen
 from flatshard.optim.owned import shown, taken
@@ -39,7 +41,6 @@ from flatshard.optim.runs import State
 
 Predicate: TypeAlias = Callable[[str, torch.Tensor], bool]
 Splits: TypeAlias = Mapping[str, Split] | Callable[[str, torch.Tensor], Split] | None
-_NUMBERS = (int, float, bool)  # what optimizers count with, on themselves
 BUCKET = 64 << 20
 _LABEL = re.compile(r"\[\d+(, \d+:\d+|:\d+)?\]$")
 _CAPTURED = "a step on whole matrices cannot be captured; leave the optimizer's step outside"
@@ -77,13 +78,22 @@ class Whole:
         self.state: defaultdict[Any, State] = defaultdict(dict)  # of the matrices that this rank owns
         self.batches: list[list[Seen]] = []  # parameters that came together; their owners do not change
         self.buckets: list[Bucket] = []
-        self._known: dict[int, nn.Parameter | None] = {}  # all parameters by id; None for those that are not whole
+        self.model: weakref.ref[nn.Module] | None = None  # whose names parameters have, if it is known
+        self._known: dict[torch.Tensor, bool] = {}  # all parameters that there have been, and whether they are whole
+        self._listed: dict[torch.Tensor, int] = {}  # the numbers of the groups that they are in
+        self._meetings: dict[Any, Meeting] = {}
         self._parts: dict[torch.Tensor, list[Seen]] = {}
         self._generation = -1
         self._compared = 0  # batches of which the ranks have the same
         self._lanes: dict[torch.device, Lane] = {}
         self._lent: Any = None  # what `optimizer.state` is for now
+        self._shown: dict[Any, State] | None = None  # what it was when somebody looked, since the last step
         self._has_state = False
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether the optimizer's step is running, or something else that must see only what it is given."""
+        return self._lent is not None or self.rest.is_lent
 
     @property
     def uncast(self) -> bool:
@@ -102,9 +112,8 @@ class Whole:
     def add(self, named: Sequence[tuple[str, nn.Parameter, int]]) -> list[Seen]:
         """Make matrices of parameters, given with their names and the numbers of their groups, and choose owners."""
         batch: list[Seen] = []
-        meetings: dict[Any, Meeting] = {}
         for name, parameter, number in named:
-            meeting = self._meeting(parameter, meetings)
+            meeting = self._meeting(parameter)
             try:
                 matrices = matrices_of(
                     tuple(parameter.shape), self.choice.split_of(name, parameter), self.choice.unbind
@@ -112,20 +121,26 @@ class Whole:
             except ValueError as error:
                 raise ValueError(f"split of '{name}': {error}") from None
             batch += [Seen(name, parameter, matrix, number, meeting) for matrix in matrices]
-        for meeting in meetings.values():
+        for meeting in dict.fromkeys(each.meeting for each in batch):
             here = [each for each in batch if each.meeting is meeting]
-            for each, owner in zip(here, self._assign(meeting, here)[1]):
+            loads = [0.0] * meeting.size  # of what came before, whose owners stay
+            for each in self.seen:
+                if each.meeting is meeting:
+                    loads[each.owner] += self.choice.cost(each.matrix.shape)
+            for each, owner in zip(here, self._assign(meeting, here, loads)[1]):
                 each.owner = owner
         self.batches.append(batch)
         self._parts.clear()
-        self._known.update({id(parameter): parameter for _, parameter, _ in named})
+        self._known.update({parameter: True for _, parameter, _ in named})
         self._generation = -1
         return batch
 
-    def _assign(self, meeting: Meeting, here: Sequence[Seen]) -> tuple[list[int], list[int]]:
+    def _assign(
+        self, meeting: Meeting, here: Sequence[Seen], loads: Sequence[float] = ()
+    ) -> tuple[list[int], list[int]]:
         holders = {id(each.parameter): meeting.holders(each.parameter) for each in here}
         most = [int(holders[id(each.parameter)].counts(each.matrix.box).argmax()) for each in here]
-        return assign([self.choice.cost(each.matrix.shape) for each in here], most, meeting.size)
+        return assign([self.choice.cost(each.matrix.shape) for each in here], most, meeting.size, loads)
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Let an optimizer that was made of stand-ins have the parameters in its groups, each once; take its state."""
@@ -142,7 +157,8 @@ class Whole:
                 if id(found) not in listed:
                     params.append(found)
                     listed.add(id(found))
-                self._known.setdefault(id(found), None)
+                self._known.setdefault(found, False)
+                self._listed.setdefault(found, number)
             group["params"] = params
             group.pop("param_names", None)
         if seen:
@@ -157,9 +173,9 @@ class Whole:
     @property
     def leaves_any(self) -> bool:
         """Whether some of the optimizer's parameters are not whole."""
-        return any(parameter is None for parameter in self._known.values())
+        return not all(self._known[parameter] for parameter in self._listed)
 
-    def _meeting(self, parameter: nn.Parameter, known: dict[Any, Meeting]) -> Meeting:
+    def _meeting(self, parameter: nn.Parameter) -> Meeting:
         mesh: DeviceMesh | None = None
         axes: tuple[int, ...] = ()
         device = held_of(parameter).device
@@ -170,31 +186,54 @@ class Whole:
             if axes and mesh.device_type != device.type:  # weights on the host, which communicate on the device
                 device = torch.empty(0, device=mesh.device_type).device
         key = (mesh, axes, device)
-        if key not in known:
-            known[key] = Meeting(mesh, axes, device)
-        return known[key]
+        if key not in self._meetings:
+            self._meetings[key] = Meeting(mesh, axes, device)
+        return self._meetings[key]
 
     def plan(self, optimizer: Optimizer) -> None:
         """Know all parameters of the optimizer, and the buckets in which they go."""
-        new = []
-        for number, group in enumerate(optimizer.param_groups):
-            names = group.get("param_names") or [name_of(parameter) for parameter in group["params"]]
-            for name, parameter in zip(names, group["params"]):
-                if id(parameter) not in self._known:
-                    self._known[id(parameter)] = None
-                    if self.choice.wants(name, parameter):
-                        new.append((name, parameter, number))
-        if new:
-            self.add(new)
+        listed = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        if listed != self._listed:
+            self._list(listed)
+        if any(parameter not in self._known for parameter in listed):
+            names = self._names(optimizer)
+            wanted = {p: self.choice.wants(names[p], p) for p in listed if p not in self._known}
+            self._known.update(wanted)
+            if any(wanted.values()):
+                self.add([(names[p], p, listed[p]) for p, is_whole in wanted.items() if is_whole])
         if self._generation != generation():
             refuse_replaced(optimizer)
             self.buckets = [bucket for batch in self.batches for bucket in self._buckets(batch)]
             self._generation = generation()
 
+    def _list(self, listed: dict[torch.Tensor, int]) -> None:
+        """Matrices follow their parameters into other groups, and out of all of them: then they are not stepped."""
+        for each in self.seen:
+            before, now = self._listed.get(each.parameter), listed.get(each.parameter)
+            if before != now and each.number != before:
+                raise RuntimeError(
+                    f"'{each.name}' is of another parameter group than other parts of its parameter, and groups have "
+                    "been changed since; build a new optimizer"
+                )
+            each.number = now if each.number == before else each.number
+        self._listed, self._generation = listed, -1
+
+    def _names(self, optimizer: Optimizer) -> dict[torch.Tensor, str]:
+        """Of all parameters: as in the model, where that is known, or as the optimizer was given them."""
+        model = None if self.model is None else self.model()
+        if model is not None:
+            known = {parameter: name for name, parameter in model.named_parameters()}
+            return {p: known.get(p, name_of(p)) for group in optimizer.param_groups for p in group["params"]}
+        return {
+            parameter: name
+            for group in optimizer.param_groups
+            for name, parameter in zip(group.get("param_names") or map(name_of, group["params"]), group["params"])
+        }
+
     def _buckets(self, batch: Sequence[Seen]) -> list[Bucket]:
         found: list[Bucket] = []
         for meeting in dict.fromkeys(each.meeting for each in batch):
-            here = [each for each in batch if each.meeting is meeting]
+            here = [each for each in batch if each.meeting is meeting and each.number is not None]
             here = [here[number] for number in self._assign(meeting, here)[0]]
             holders = {id(each.parameter): meeting.holders(each.parameter) for each in here}
             loads = []
@@ -217,7 +256,11 @@ class Whole:
         """Raise, on all ranks, if they do not have the same matrices. Once for each batch: all ranks come to it."""
         for batch in self.batches[self._compared :]:
             for meeting in dict.fromkeys(each.meeting for each in batch):
-                here = [f"{e.name} {e.matrix.shape} {e.dtypes}" for e in batch if e.meeting is meeting]
+                here = [
+                    f"{e.name} {e.matrix.shape} {e.dtypes}, owned by number {e.owner}"
+                    for e in batch
+                    if e.meeting is meeting
+                ]
                 digest = hashlib.sha256(repr((here, self.choice.bucket_bytes)).encode()).digest()
                 said = meeting.messages(self.lane(meeting), digest)
                 if len(set(said)) > 1:
@@ -241,10 +284,11 @@ class Whole:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise NotImplementedError(_CAPTURED)
         self.plan(optimizer)
+        self._notice(optimizer)
         if self._compared < len(self.batches):
             self._compare()
-        calls = _Calls(optimizer, base)
-        rest = [[p for p in group["params"] if self._known[id(p)] is None] for group in optimizer.param_groups]
+        calls = Calls(optimizer, base)
+        rest = [[p for p in group["params"] if not self._known[p]] for group in optimizer.param_groups]
         self._has_state = True
         try:
             if any(rest):
@@ -272,11 +316,13 @@ class Whole:
         calls.close()
         return calls.result
 
-    def _step_on(self, calls: _Calls, mine: Sequence[Seen]) -> None:
+    def _step_on(self, calls: Calls, mine: Sequence[Seen]) -> None:
         params: list[list[torch.Tensor]] = [[] for _ in calls.groups]
         for each in mine:
+            assert each.number is not None
             params[each.number].append(each.tensor)
-        missed = [] if mine else [n for n in {each.number for each in self.seen} if n not in calls.seen]
+        numbers = dict.fromkeys(each.number for each in self.seen if each.number is not None)
+        missed = [] if mine else [number for number in numbers if number not in calls.seen]
         if not mine and not missed:
             return
         with self.lending(self.state), calls.lent(params, missed) as step:
@@ -307,14 +353,31 @@ class Whole:
         """The state as others see it: of whole parameters, what this rank owns. The entries are ours."""
         if self._lent is not None:
             return self._lent
-        outer = self.rest.look(optimizer)
         if self.rest.is_lent or not self._has_state:
-            return outer
-        whole = {
-            parameter: _joined([(each.matrix.label, self.state.get(each.tensor, {})) for each in parts])
-            for parameter, parts in self._by_parameter().items()
-        }
-        return defaultdict(dict, {**outer, **whole})
+            return self.rest.look(optimizer)
+        if self._shown is None:
+            whole = {
+                parameter: _joined([(each.matrix.label, self.state.get(each.tensor, {})) for each in parts])
+                for parameter, parts in self._by_parameter().items()
+            }
+            self._shown = defaultdict(dict, {**self.rest.look(optimizer), **whole})
+        return self._shown
+
+    def _notice(self, optimizer: Optimizer) -> None:
+        """Take over what others have done to the state that they were shown: set, or taken away."""
+        shown, self._shown = self._shown, None
+        if shown is None:
+            return
+        outer = optimizer.__dict__["state"]
+        for key in [key for key in outer if key not in shown]:
+            del outer[key]
+        outer.update({key: value for key, value in shown.items() if not self.has(key)})
+        for each in self.seen:
+            mine = parts_of(shown.get(each.parameter, {}), each.matrix.label) if each.is_mine else {}
+            if mine:
+                self.state[each.tensor] = mine
+            else:
+                self.state.pop(each.tensor, None)
 
     def _by_parameter(self) -> dict[torch.Tensor, list[Seen]]:
         if not self._parts:
@@ -325,6 +388,7 @@ class Whole:
     def show(self, optimizer: Optimizer) -> dict[Any, State]:
         """The state by parameter, with the same entries on all ranks: whole parameters have DTensors. All call it."""
         self.plan(optimizer)
+        self._notice(optimizer)
         outer = {key: value for key, value in self.look(optimizer).items() if not self.has(key)}
         seen = list(self.seen)
         found: dict[int, Any] = {}
@@ -355,6 +419,7 @@ class Whole:
         In it, `optimizer.state` has both, so that optimizers can bring old entries up to date. All ranks call it.
         """
         self.plan(optimizer)
+        self._shown = None
         self.state.clear()
         self._has_state = bool(state)
         rest = {key: value for key, value in state.items() if not self.has(key)}
@@ -381,7 +446,7 @@ class Whole:
 
     def has(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter is whole."""
-        return self._known.get(id(parameter)) is not None
+        return self._known.get(parameter, False)
 
     def owns(self, parameter: torch.Tensor, key: str) -> bool:
         """Whether this rank has an entry of the state of a whole parameter."""
@@ -395,51 +460,6 @@ class Whole:
     def settle(self) -> bool:
         """Of a step that is to be captured: it cannot be."""
         raise NotImplementedError(_CAPTURED)
-
-
-class _Calls:
-    """Several calls of an optimizer's step that count as one: each begins with the same options and numbers."""
-
-    def __init__(self, optimizer: Optimizer, base: Callable[[], Any]) -> None:
-        self.groups, self.seen = optimizer.param_groups, set[int]()
-        self.result: Any = None
-        self._optimizer, self._base = optimizer, base
-        self._options = [{k: v for k, v in group.items() if k != "params"} for group in self.groups]
-        self._after: dict[int, dict[str, Any]] = {}
-        self._numbers = {k: v for k, v in optimizer.__dict__.items() if type(v) in _NUMBERS}
-
-    @contextmanager
-    def lent(self, params: Sequence[Sequence[torch.Tensor]], empty: Sequence[int] = ()) -> Iterator[Callable[[], Any]]:
-        """In it, the optimizer has these parameters. Groups without any are left out, but for those in ``empty``."""
-        numbers = [number for number, mine in enumerate(params) if mine or number in empty]
-        lent = [{**self._options[number], "params": list(params[number])} for number in numbers]
-        self._optimizer.__dict__.update(self._numbers)
-        self._optimizer.param_groups = lent
-        try:
-            yield self._base
-        finally:
-            self._optimizer.param_groups = self.groups
-        for number, group in zip(numbers, lent):
-            group.pop("params")
-            self.seen.add(number)
-            before = self._after.setdefault(number, group)
-            if before.keys() != group.keys() or any(not _same(before[key], group[key]) for key in group):
-                odd = next(key for key in group if key not in before or not _same(before[key], group[key]))
-                raise RuntimeError(
-                    f"{type(self._optimizer).__name__} has other values of '{odd}' in its parameter group after some "
-                    "matrices than after others: it adds up over all parameters, which no rank has"
-                )
-
-    def close(self) -> None:
-        """Let the groups have the options that the calls have made of theirs."""
-        for number, options in self._after.items():
-            self.groups[number].update(options)
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return one is other or (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.equal(other))
-    return bool(one == other)
 
 
 def name_of(parameter: torch.Tensor) -> str:

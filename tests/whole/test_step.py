@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -172,6 +173,10 @@ def _refused(rank: int, world: int) -> None:
     for step in (lambda: foreign(matrices).step(), lambda: fully_shard_optimizer(foreign(matrices))):
         with pytest.raises(ValueError, match="of bitsandbytes has scales for blocks"):
             step()
+    optimizer = whole_optimizer(muon, model, lambda name, p: name.startswith("blocks.0") and "down" in name)
+    optimizer.add_param_group({"params": [model.blocks[1].down.weight]})
+    with pytest.raises(ValueError, match="`whole` leaves it parameters"):  # it would step shards as if they were whole
+        optimizer.step()
     with pytest.raises(RuntimeError, match="other values of 'total'"):
         fully_shard_optimizer(Summing(matrices), whole=True, bucket_bytes=1).step()
 
@@ -180,26 +185,55 @@ def test_refusals(ranks):
     ranks(1, _refused)
 
 
+class Calling(torch.optim.Muon):
+    """Its step is one call of its base's, which has hooks of its own as soon as there has been a Muon."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
 def _added(rank: int, world: int) -> None:
-    """Parameters that are added later are whole too, nobody's owner changes, and weights may change between steps."""
+    """What is done to groups, weights and state between steps is done to what owners have, too."""
     reference = Net()
     model = shard(copy.deepcopy(reference))
-    optimizers = [muon([each.head.weight]) for each in (model, reference)]
+    optimizers = [kind([each.head.weight], lr=0.1) for kind, each in ((Calling, model), (torch.optim.Muon, reference))]
     fully_shard_optimizer(optimizers[0], whole=True)
-    for step in range(4):
-        if step == 2:
-            for each, optimizer in zip((model, reference), optimizers):
-                optimizer.add_param_group({"params": [block.down.weight for block in each.blocks], "lr": 0.3})
+    for step in range(6):
         for each, optimizer in zip((model, reference), optimizers):
+            if step == 1:
+                optimizer.add_param_group({"params": [block.down.weight for block in each.blocks], "lr": 0.3})
+            if step == 2:
+                optimizer.param_groups.reverse()
+            if step == 3:
+                optimizer.state.clear()
+            if step == 4:
+                optimizer.state = defaultdict(dict)
+                del optimizer.param_groups[0]["params"][0]
             give(each, gradients(reference, 0))
             optimizer.step()
             for parameter in each.parameters():  # as one who averages weights, or loads others: the next step sees it
                 parameter.data.mul_(0.5)
+        assert_equal_bits(model, reference)
+    side = optimizers[0].__dict__["_flatshard_local"]
+    assert [each.owner for each in side.seen] == [0, 1, 1]  # who came later counts what was there; nobody's changes
+
+
+def _named_as_in_the_model(rank: int, world: int) -> None:
+    reference = Net()
+    model = shard(copy.deepcopy(reference))
+    optimizers = []
+    for each in (model, reference):
+        each.blocks[1].requires_grad_(False)
+        optimizers.append(whole_optimizer(muon, each, inside))
+        optimizers[-1].add_param_group({"params": list(each.blocks[1].requires_grad_().down.parameters())})
+        give(each, gradients(reference, 0))
+        optimizers[-1].step()
     assert_equal_bits(model, reference)
 
 
-def test_groups_that_are_added_later(ranks):
+def test_what_is_done_between_steps(ranks):
     ranks(2, _added)
+    ranks(2, _named_as_in_the_model)
 
 
 def _different(rank: int, world: int) -> None:
@@ -207,6 +241,9 @@ def _different(rank: int, world: int) -> None:
     optimizer = whole_optimizer(muon, model, lambda name, p: inside(name, p) and (rank == 0 or "up" not in name))
     give(model, gradients(model, 0))
     with pytest.raises(RuntimeError, match=r"first has blocks.0.up.weight \(10, 6\).* number 1 has blocks.0.down"):
+        optimizer.step()
+    optimizer = whole_optimizer(muon, model, inside, cost=lambda shape: shape[rank])
+    with pytest.raises(RuntimeError, match=r"owned by number 0, and number 1 has .* owned by number 1"):
         optimizer.step()
 
 

@@ -1,0 +1,57 @@
+"""Several calls of an optimizer's step that count as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+_NUMBERS = (int, float, bool)  # what optimizers count with, on themselves
+
+
+class Calls:
+    """Of one step: each begins with the same options and numbers."""
+
+    def __init__(self, optimizer: Optimizer, base: Callable[[], Any]) -> None:
+        self.groups, self.seen = optimizer.param_groups, set[int]()
+        self.result: Any = None
+        self._optimizer, self._base = optimizer, base
+        self._options = [{k: v for k, v in group.items() if k != "params"} for group in self.groups]
+        self._after: dict[int, dict[str, Any]] = {}
+        self._numbers = {k: v for k, v in optimizer.__dict__.items() if type(v) in _NUMBERS}
+
+    @contextmanager
+    def lent(self, params: Sequence[Sequence[torch.Tensor]], empty: Sequence[int] = ()) -> Iterator[Callable[[], Any]]:
+        """In it, the optimizer has these parameters. Groups without any are left out, but for those in ``empty``."""
+        numbers = [number for number, mine in enumerate(params) if mine or number in empty]
+        lent = [{**self._options[number], "params": list(params[number])} for number in numbers]
+        self._optimizer.__dict__.update(self._numbers)
+        self._optimizer.param_groups = lent
+        try:
+            yield self._base
+        finally:
+            self._optimizer.param_groups = self.groups
+        for number, group in zip(numbers, lent):
+            group.pop("params")
+            self.seen.add(number)
+            before = self._after.setdefault(number, group)
+            if before.keys() != group.keys() or any(not _same(before[key], group[key]) for key in group):
+                odd = next(key for key in group if key not in before or not _same(before[key], group[key]))
+                raise RuntimeError(
+                    f"{type(self._optimizer).__name__} has other values of '{odd}' in its parameter group after some "
+                    "matrices than after others: it adds up over all parameters, which no rank has"
+                )
+
+    def close(self) -> None:
+        """Let the groups have the options that the calls have made of theirs."""
+        for number, options in self._after.items():
+            self.groups[number].update(options)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return one is other or (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.equal(other))
+    return bool(one == other)
