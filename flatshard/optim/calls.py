@@ -27,7 +27,9 @@ class Calls:
     def lent(self, params: Sequence[Sequence[torch.Tensor]], empty: Sequence[int] = ()) -> Iterator[Callable[[], Any]]:
         """In it, the optimizer has these parameters. Groups without any are left out, but for those in ``empty``."""
         numbers = [number for number, mine in enumerate(params) if mine or number in empty]
-        lent = [{**self._options[number], "params": list(params[number])} for number in numbers]
+        # Of tensors, copies: some optimizers count in them, too.
+        copies = {n: {k: v.clone() for k, v in self._options[n].items() if torch.is_tensor(v)} for n in numbers}
+        lent = [{**self._options[n], **copies[n], "params": list(params[n])} for n in numbers]
         self._optimizer.__dict__.update(self._numbers)
         self._optimizer.param_groups = lent
         try:
@@ -36,6 +38,9 @@ class Calls:
             self._optimizer.param_groups = self.groups
         for number, group in zip(numbers, lent):
             group.pop("params")
+            for key, value in copies[number].items():
+                if group.get(key) is value and value._version == 0:  # has not been written to
+                    group[key] = self._options[number][key]
             self.seen.add(number)
             before = self._after.setdefault(number, group)
             if before.keys() != group.keys() or any(not _same(before[key], group[key]) for key in group):
@@ -48,10 +53,15 @@ class Calls:
     def close(self) -> None:
         """Let the groups have the options that the calls have made of theirs."""
         for number, options in self._after.items():
-            self.groups[number].update(options)
+            for key, value in options.items():
+                known = self.groups[number].get(key)
+                if torch.is_tensor(known) and torch.is_tensor(value) and known is not value:
+                    known.copy_(value)
+                else:
+                    self.groups[number][key] = value
 
 
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return one is other or (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.equal(other))
-    return bool(one == other)
+    return one is other or bool(one == other)

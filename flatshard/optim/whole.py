@@ -252,29 +252,39 @@ class Whole:
             self._lanes[meeting.device] = Lane("whole", meeting.device)
         return self._lanes[meeting.device]
 
-    def _compare(self) -> None:
-        """Raise, on all ranks, if they do not have the same matrices. Once for each batch: all ranks come to it."""
+    def _compare(self, optimizer: Optimizer, after: bool) -> None:
+        """Raise, on all ranks, if they do not have the same matrices; or, after a step, other options in their groups.
+
+        Once for each batch: all ranks come to it.
+        """
         for batch in self.batches[self._compared :]:
             for meeting in dict.fromkeys(each.meeting for each in batch):
-                here = [
-                    f"{e.name} {e.matrix.shape} {e.dtypes}, owned by number {e.owner}"
-                    for e in batch
-                    if e.meeting is meeting
-                ]
-                digest = hashlib.sha256(repr((here, self.choice.bucket_bytes)).encode()).digest()
-                said = meeting.messages(self.lane(meeting), digest)
-                if len(set(said)) > 1:
-                    odd = next(rank for rank, each in enumerate(said) if each != said[0])
-                    told = [
-                        json.loads(each) for each in meeting.messages(self.lane(meeting), json.dumps(here).encode())
-                    ]
-                    pairs = zip_longest(told[0], told[odd], fillvalue="nothing")
-                    one, other = next((pair for pair in pairs if pair[0] != pair[1]), ("other options", "others"))
-                    raise RuntimeError(
-                        f"ranks have other matrices to step: of those that share them the first has {one}, and number "
-                        f"{odd} has {other}; build the optimizer alike on all of them"
+                here = [each for each in batch if each.meeting is meeting]
+                if not after:
+                    lines = [f"{e.name} {e.matrix.shape} {e.dtypes}, owned by number {e.owner}" for e in here]
+                    what, then = "other matrices to step", "build the optimizer alike on all of them"
+                else:
+                    numbers = sorted({each.number for each in here if each.number is not None})
+                    lines = [line for number in numbers for line in _options(number, optimizer.param_groups[number])]
+                    what = "other options after a step"
+                    then = (
+                        "build the optimizer alike on all of them; one that adds up over all parameters cannot be used"
                     )
-        self._compared = len(self.batches)
+                self._agree(meeting, lines, what, then)
+        self._compared = len(self.batches) if after else self._compared
+
+    def _agree(self, meeting: Meeting, lines: list[str], what: str, then: str) -> None:
+        lane = self.lane(meeting)
+        said = meeting.messages(lane, hashlib.sha256(repr((lines, self.choice.bucket_bytes)).encode()).digest())
+        if len(set(said)) > 1:
+            odd = next(rank for rank, each in enumerate(said) if each != said[0])
+            told = [json.loads(each) for each in meeting.messages(lane, json.dumps(lines).encode())]
+            pairs = zip_longest(told[0], told[odd], fillvalue="nothing")
+            one, other = next((pair for pair in pairs if pair[0] != pair[1]), ("other options", "others"))
+            raise RuntimeError(
+                f"ranks have {what}: of those that share matrices the first has {one}, and number {odd} has {other}; "
+                f"{then}"
+            )
 
     # Step
 
@@ -285,8 +295,9 @@ class Whole:
             raise NotImplementedError(_CAPTURED)
         self.plan(optimizer)
         self._notice(optimizer)
-        if self._compared < len(self.batches):
-            self._compare()
+        is_new = self._compared < len(self.batches)
+        if is_new:
+            self._compare(optimizer, after=False)
         calls = Calls(optimizer, base)
         rest = [[p for p in group["params"] if not self._known[p]] for group in optimizer.param_groups]
         self._has_state = True
@@ -314,6 +325,8 @@ class Whole:
                 bucket.drop()
             raise
         calls.close()
+        if is_new:
+            self._compare(optimizer, after=True)
         return calls.result
 
     def _step_on(self, calls: Calls, mine: Sequence[Seen]) -> None:
@@ -466,6 +479,11 @@ def name_of(parameter: torch.Tensor) -> str:
     """The name of a sharded parameter, from its unit down."""
     known = parameter.__dict__.get(OWNER)
     return "" if known is None else str(known[0])
+
+
+def _options(number: int, group: Mapping[str, Any]) -> list[str]:
+    plain = {key: value for key, value in group.items() if isinstance(value, (int, float, str))}
+    return [f"{key}={plain[key]!r} in parameter group {number}" for key in sorted(plain)]
 
 
 # Entries of the state of a parameter that is several matrices: key and label together.

@@ -167,6 +167,8 @@ def _used(rank: int, world: int) -> None:
     for model in models:
         mine = tokens if model is models[0] else tokens.chunk(world)[rank]
         optimizer = build(model, "muon")
+        assert set(optimizer.defaults) >= {"lr", "weight_decay"}  # of both; some schedulers look there
+        assert "momentum" not in optimizer.defaults
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
         for _ in range(3):

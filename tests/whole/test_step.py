@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatshard import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer, whole_optimizer
+from flatshard.optim.calls import Calls
 from tests.whole.cases import Net, Spectral, assert_equal_bits, give, gradients, inside, muon, shard
 
 COUNT, ROWS, COLUMNS = 40, 24, 32
@@ -42,6 +43,27 @@ class Live(TorchDispatchMode):
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+class Counting(Optimizer):
+    """Counts in its groups, in a tensor."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+
+
+def test_calls_of_one_step_count_once():
+    matrices = [nn.Parameter(torch.zeros(2, 2)) for _ in range(3)]
+    count = torch.tensor(4.0)
+    optimizer = Counting(matrices, {"count": count, "odd": float("nan")})
+    calls = Calls(optimizer, optimizer.step)
+    for matrix in matrices:
+        with calls.lent([[matrix]]) as step:
+            step()
+    calls.close()
+    assert optimizer.param_groups[0]["count"] is count
+    assert count == 5
 
 
 class Plain(Optimizer):
@@ -242,6 +264,9 @@ def _different(rank: int, world: int) -> None:
     give(model, gradients(model, 0))
     with pytest.raises(RuntimeError, match=r"first has blocks.0.up.weight \(10, 6\).* number 1 has blocks.0.down"):
         optimizer.step()
+    matrices = [p for n, p in model.named_parameters() if inside(n, p)]
+    with pytest.raises(RuntimeError, match=r"total=\S+ in parameter group 0, and number 1 has total="):
+        fully_shard_optimizer(Summing(matrices), whole=True).step()  # each rank has one bucket, and its own sum
     optimizer = whole_optimizer(muon, model, inside, cost=lambda shape: shape[rank])
     with pytest.raises(RuntimeError, match=r"owned by number 0, and number 1 has .* owned by number 1"):
         optimizer.step()
