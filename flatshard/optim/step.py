@@ -235,7 +235,7 @@ def _local_class(cls: type[Optimizer], whole: bool) -> type[Optimizer]:
         step.hooked = True  # type: ignore[attr-defined]
         members: dict[str, Any] = {"step": step, "state": property(_get_state, _set_state), "zero_grad": _zero_grad}
         if whole:
-            members.update(state_dict=_state_dict, __setstate__=_take_state)
+            members.update(state_dict=_state_dict, load_state_dict=_load_state_dict, __setstate__=_take_state)
         names = {"__doc__": cls.__doc__, "__module__": cls.__module__}
         _CLASSES[cls, whole] = type(f"FSDP{cls.__name__}", (cls,), {**names, **members})
     return _CLASSES[cls, whole]
@@ -282,6 +282,18 @@ def _state_dict(self: Optimizer) -> Any:
     side = _whole(self)
     with side.lending(side.show(self)):
         return type(self).__mro__[1].state_dict(self)  # type: ignore[attr-defined]
+
+
+def _load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
+    """As the optimizer's own, which may read and change what it has loaded: it sees all of it. All ranks call it."""
+    cls, before = type(self), self.__dict__["state"]
+    self.__class__ = cls.__mro__[1]
+    try:
+        self.load_state_dict(state_dict)
+        loaded, self.__dict__["state"] = self.__dict__["state"], before
+    finally:
+        self.__class__ = cls
+    self.state = loaded
 
 
 def _take_state(self: Optimizer, state: dict[str, Any]) -> None:

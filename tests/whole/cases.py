@@ -69,6 +69,15 @@ class Spectral(Optimizer):
         super().__init__(params, {"lr": lr, "steps": 0})
         self.calls = 0
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes over what it has loaded, beside what it was given, as many do to restore dtypes."""
+        super().load_state_dict(state_dict)
+        keys, params = (
+            [p for g in groups for p in g["params"]] for groups in (state_dict["param_groups"], self.param_groups)
+        )
+        for key, p in zip(keys, params):
+            self.state[p] = {name: self.state[p][name] for name in state_dict["state"].get(key, ())}
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         self.calls += 1
