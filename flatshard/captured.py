@@ -18,6 +18,7 @@ from flatshard.engine import steps
 from flatshard.engine.main_grads import MainGrads
 from flatshard.engine.scope import Scope, scopes_that_ran
 from flatshard.optim.step import is_settled, state_of, state_places
+from flatshard.optim.together import Together
 from flatshard.recomputed import Generators, Segments
 
 OtherShapes = Literal["raise", "eager", "capture"]
@@ -347,7 +348,7 @@ def _shapes(kind: Any) -> str:
 @contextmanager
 def _optimizers_that_step(found: list[Optimizer]) -> Iterator[None]:
     def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not any(optimizer is each for each in found):
+        if not isinstance(optimizer, Together) and not any(optimizer is each for each in found):  # its parts step, too
             found.append(optimizer)
 
     handle = register_optimizer_step_pre_hook(note)

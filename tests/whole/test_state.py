@@ -16,7 +16,9 @@ from torch.distributed.checkpoint.state_dict import (
 
 import flatshard
 from flatshard import fully_shard_optimizer, whole_optimizer
+from flatshard.captured import _optimizers_that_step
 from flatshard.optim import Together
+from flatshard.optim.step import state_places
 from tests.dist.models import assert_rows
 from tests.whole.cases import (
     MAKERS,
@@ -194,6 +196,14 @@ def _used(rank: int, world: int) -> None:
 
 def test_schedulers_clipping_and_scaling(ranks):
     ranks(2, _used)
+
+
+def test_together_is_its_parts_to_a_captured_step():
+    both, found = Together([torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]) for _ in range(2)]), []
+    with _optimizers_that_step(found):
+        both.step()
+    assert found == both.optimizers
+    assert all(state_places(each) for each in found)
 
 
 def _from_before(rank: int, world: int) -> None:
