@@ -176,7 +176,7 @@ class _LookUp(torch.autograd.Function):
         gradients = ctx.gradients()
         if gradients is None:
             refuse_orphan()
-        gradients.came.append((grad.flatten(0, -2), ctx.look_up))
+        gradients.came.append((grad.reshape(-1, grad.shape[-1]), ctx.look_up))
         return grad.new_empty(0), None, None, None, None, None
 
 
@@ -337,6 +337,10 @@ class RowEmbedding(nn.Embedding):
 
         unit = unit_of(self)
         assert unit is not None
-        assert unit.scope is not None
         assert unit.rows is not None
+        if unit.call is None or unit.scope is None:
+            raise RuntimeError(
+                f"unit '{unit.name}' is an embedding by rows, and its forward was called by itself, without the hooks "
+                "of the module: call the module"
+            )
         return unit.rows.look_up(input, unit.scope, unit)

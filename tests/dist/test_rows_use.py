@@ -1,0 +1,37 @@
+"""Embeddings by rows, used in ways that a training loop seldom does: what held for the table holds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.dist.test_engine import full
+from tests.dist.test_rows import VOCAB, _model, _shard
+
+
+def _train_on(rank, world, model, plain, loss):
+    """A backward of this rank's ``loss`` of the sharded model, and those of all ranks of the plain one."""
+    for each in range(world):
+        (loss(plain, each) / world).backward()
+    loss(model, rank).backward()
+    torch.testing.assert_close(full(model.embed.weight.grad), plain.embed.weight.grad)
+
+
+def _any_shape(rank, world):
+    for shape in ((), (3,), (2, 1, 3), (0,)):
+        model, plain = _shard(_model()), _model()
+        texts = torch.randint(VOCAB, (world, *shape), generator=torch.Generator().manual_seed(1)).int()
+        _train_on(rank, world, model, plain, lambda m, r, texts=texts: m.embed(texts[r]).square().sum())
+
+
+def _forward_itself(rank, world):
+    model = _shard(_model())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="'.*mbed.*' is an embedding by rows.*call the module"):
+            model.embed.forward(torch.tensor([1]))
+        model(torch.tensor([[1]])).backward()
+
+
+@pytest.mark.parametrize("use", [_any_shape, _forward_itself], ids=lambda use: use.__name__[1:])
+def test_used_otherwise(ranks, use):
+    ranks(2, use)
