@@ -211,10 +211,6 @@ class RowGradients(Gradients):
         return [self._by_rows, *others]
 
     @property
-    def _before(self) -> float:
-        return 1.0  # sums are in float32
-
-    @property
     def has_partial(self) -> bool:
         return bool(self._kept) or super().has_partial
 
@@ -251,7 +247,7 @@ class RowGradients(Gradients):
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         kept, self._kept = self._kept, []
         self._by_rows.waiting = [(grad.to(self.reduce_dtype), look_up) for grad, look_up in kept]
-        self._by_rows.padding = self.padding
+        self._by_rows.padding, self._by_rows.before = self.padding, self._before
         return [], [grad for grad, _ in [*kept, *self._by_rows.waiting]]
 
 
@@ -264,6 +260,7 @@ class RowStage(Stage):
         super().__init__(*given)
         self.waiting: list[tuple[torch.Tensor, LookUp]] = []
         self.padding: int | None = None
+        self.before = 1.0  # what sums, which are in float32, are multiplied by before another stage rounds them
 
     def launch(
         self,
@@ -291,7 +288,7 @@ class RowStage(Stage):
                 tickets.append(lane.all_to_all(group, got.view(-1), sent.view(-1), *splits, name=name))
                 received.append(got)
                 held += (sent, got)
-        factor = 1.0 / group.size() if op == "avg" else 1.0
+        factor = self.before / group.size() if op == "avg" else self.before
 
         def add() -> None:
             for ticket in tickets:

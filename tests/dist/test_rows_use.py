@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
+from flatshard import MixedPrecisionPolicy
 from tests.dist.test_engine import full
 from tests.dist.test_rows import VOCAB, _model, _shard
 
@@ -32,6 +34,14 @@ def _forward_itself(rank, world):
         model(torch.tensor([[1]])).backward()
 
 
-@pytest.mark.parametrize("use", [_any_shape, _forward_itself], ids=lambda use: use.__name__[1:])
+def _large_in_float16(rank, world):
+    """Two axes: what the first one adds is rounded to float16 for the second, and must not become infinite there."""
+    mesh, policy = init_device_mesh("cpu", (1, 2)), MixedPrecisionPolicy(reduce_dtype=torch.float16)
+    model = _shard(_model(), mesh=mesh, mp_policy=policy)
+    (model.embed(torch.tensor([1])).sum() * 60_000).backward()
+    assert full(model.embed.weight.grad)[1].eq(60_000).all()
+
+
+@pytest.mark.parametrize("use", [_any_shape, _forward_itself, _large_in_float16], ids=lambda use: use.__name__[1:])
 def test_used_otherwise(ranks, use):
     ranks(2, use)
