@@ -30,7 +30,7 @@ from flatshard.engine.hooks import call_finished, change_gradients
 from flatshard.engine.host import Home
 from flatshard.engine.main_grads import MainGrads, zero_between
 from flatshard.engine.parameters import Member
-from flatshard.engine.reduction import Goal, Reduction, Stage, stages_to
+from flatshard.engine.reduction import Goal, Reduction, Stage, stages_to, sum_dtype
 from flatshard.engine.staging import add_to, fill_runs, sole_owners
 from flatshard.layout import Layout, Partial, Placement, is_sharded
 from flatshard.policy import MixedPrecisionPolicy, Placements
@@ -112,7 +112,7 @@ class Gradients:
     def _result(self, number: int, stages: Sequence[Stage]) -> torch.dtype:
         """What one of some stages results in: sums of encoded inputs stay in float32 unless a plain stage is next."""
         goes_on = number + 1 < len(stages) and not stages[number + 1].is_encoded
-        return torch.float32 if stages[number].is_encoded and not goes_on else self.reduce_dtype
+        return sum_dtype(self.reduce_dtype) if stages[number].is_encoded and not goes_on else self.reduce_dtype
 
     @property
     def _op(self) -> Literal["avg", "sum"]:

@@ -161,6 +161,11 @@ class EncodedStage(Stage):
         return self._noise.add_(0x2545F491)
 
 
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What encoded gradients, or rows of them, that would travel in ``dtype`` are added in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def stages_to(mesh: DeviceMesh, final: tuple[Placement, ...], formats: Formats, dtype: torch.dtype) -> list[Stage]:
     """From unreduced gradients, every rank's own, to placements ``final``: one axis after the other, the last first.
 

@@ -32,7 +32,7 @@ from flatshard.buffer import DBuffer, Lane, Pool, Ticket
 from flatshard.buffer.lanes import DONE, Op
 from flatshard.engine.formats import Formats
 from flatshard.engine.gradients import Gradients, refuse_orphan
-from flatshard.engine.reduction import Stage
+from flatshard.engine.reduction import Stage, sum_dtype
 
 if TYPE_CHECKING:
     from flatshard.engine.scope import Scope
@@ -287,7 +287,7 @@ class RowStage(Stage):
                 splits = [count * width for count in look_up.served], [count * width for count in look_up.asked]
                 tickets.append(lane.all_to_all(group, got.view(-1), sent.view(-1), *splits, name=name))
                 received.append(got)
-                held += (sent, got)
+                held += (sent, got, look_up.seats, look_up.wanted)  # these two are of another stream
         factor = self.before / group.size() if op == "avg" else self.before
 
         def add() -> None:
@@ -298,7 +298,8 @@ class RowStage(Stage):
                 out.local.zero_()
             if waiting and len(rows):
                 wanted = torch.cat([look_up.wanted for _, look_up in waiting])
-                torch.mul(_added(torch.cat(received).float(), wanted, len(rows)), factor, out=rows)
+                terms = torch.cat(received).to(sum_dtype(received[0].dtype))
+                torch.mul(_added(terms, wanted, len(rows)), factor, out=rows)
             self._leave_padding(out, rows)
             if then is not None:
                 then()

@@ -7,6 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from flatshard import MixedPrecisionPolicy
+from flatshard.engine.unit import unit_of
 from tests.dist.test_engine import full
 from tests.dist.test_rows import VOCAB, _model, _shard
 
@@ -42,6 +43,31 @@ def _large_in_float16(rank, world):
     assert full(model.embed.weight.grad)[1].eq(60_000).all()
 
 
-@pytest.mark.parametrize("use", [_any_shape, _forward_itself, _large_in_float16], ids=lambda use: use.__name__[1:])
+def _in_float64(rank, world):
+    model, plain = _shard(_model().double()), _model().double()
+    plain.embed(torch.tensor([1])).pow(3).sum().backward()
+    model.embed(torch.tensor([1])).pow(3).sum().backward()
+    torch.testing.assert_close(full(model.embed.weight.grad), plain.embed.weight.grad, rtol=1e-14, atol=0)
+
+
+def _read_by_the_lane(rank, world):
+    """What a reduce reads on a stream of its own lives until that is over, although the graph is gone."""
+    model, held, seats = _shard(_model()), [], []
+    group = unit_of(model.embed).groups[0]
+    reduce = group.gradients.reduce
+
+    def watched(*given):
+        seats.extend((look_up.seats, look_up.wanted) for _, look_up in group.gradients.came)
+        made = reduce(*given)
+        held.extend(made.held)
+        return made
+
+    group.gradients.reduce = watched
+    model(torch.tensor([[1, 2]])).backward()
+    assert seats
+    assert all(any(each is other for other in held) for each in seats[0])
+
+
+@pytest.mark.parametrize("use", [_any_shape, _forward_itself, _large_in_float16, _in_float64, _read_by_the_lane], ids=lambda use: use.__name__[1:])
 def test_used_otherwise(ranks, use):
     ranks(2, use)
