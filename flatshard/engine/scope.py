@@ -411,10 +411,14 @@ class Scope:
                 group.gather(self.gather_pool, unit.name, lasting)
 
     def refresh_order(self) -> None:
-        """Gathers launched from now on read main after all that the current stream has been given."""
+        """Gathers and look-ups from now on read main after all that the current stream has been given.
+
+        Or after what `main_event` is of; then look-ups, too, which are after the current stream anyway, wait for it.
+        """
         event, self.main_event = self.main_event, None
-        with self.gather_lane.entered((self.gather_lane.mark() if event is None else self.gather_lane.ticket(event),)):
-            pass
+        for lane in (self.gather_lane,) if event is None else (self.gather_lane, self.rows_lane):
+            with lane.entered((lane.mark() if event is None else lane.ticket(event),)):
+                pass
 
     def hold(self, units: Sequence[Unit]) -> None:
         """Keep the compute weights of these units as they are."""

@@ -128,7 +128,7 @@ def _bytes(rank, world):
     scope = unit_of(model).scope
     sent = [
         operation.numbytes
-        for lane in (scope.gather_lane, scope.reduce_lane)
+        for lane in (scope.rows_lane, scope.reduce_lane)
         for operation in lane.history
         if operation.name == "0"
     ]

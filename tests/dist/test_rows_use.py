@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from flatshard import MixedPrecisionPolicy
+from flatshard.buffer.lanes import DONE
 from flatshard.engine.unit import unit_of
 from tests.dist.test_engine import full
 from tests.dist.test_rows import VOCAB, _model, _shard
@@ -68,6 +71,20 @@ def _read_by_the_lane(rank, world):
     assert all(any(each is other for other in held) for each in seats[0])
 
 
-@pytest.mark.parametrize("use", [_any_shape, _forward_itself, _large_in_float16, _in_float64, _read_by_the_lane], ids=lambda use: use.__name__[1:])
+def _after_the_optimizer(rank, world):
+    """An optimizer on another stream: what a look-up reads of main is ordered after the event that it is given."""
+    model, event = _shard(_model()), torch.Event("cpu")
+    model(torch.tensor([[1]])).backward()
+    lane = unit_of(model).scope.rows_lane
+    with mock.patch.object(type(lane), "ticket", autospec=True, return_value=DONE) as ticket:
+        model.set_post_optim_event(event)
+        model(torch.tensor([[1]]))
+    assert mock.call(lane, event) in ticket.mock_calls
+
+
+USES = [_any_shape, _forward_itself, _large_in_float16, _in_float64, _read_by_the_lane, _after_the_optimizer]
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__[1:])
 def test_used_otherwise(ranks, use):
     ranks(2, use)
