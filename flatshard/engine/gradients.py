@@ -105,6 +105,11 @@ class Gradients:
         return self.main.layout
 
     @property
+    def what(self) -> str:
+        """What ranks say that they do when they compare reduces."""
+        return "reduce"
+
+    @property
     def is_encoded(self) -> bool:
         """Whether a reduce over some axis travels in a format of its own."""
         return any(stage.is_encoded for stage in self._stages)

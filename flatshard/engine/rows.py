@@ -32,7 +32,7 @@ from flatshard.buffer import DBuffer, Lane, Pool, Ticket
 from flatshard.buffer.lanes import DONE, Op
 from flatshard.engine.formats import Formats
 from flatshard.engine.gradients import Gradients, refuse_orphan
-from flatshard.engine.reduction import Stage, sum_dtype
+from flatshard.engine.reduction import Goal, Reduction, Stage, sum_dtype
 
 if TYPE_CHECKING:
     from flatshard.engine.scope import Scope
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 class LookUp:
     """Which rows went where. Counts are of rows, per rank."""
 
+    tokens: torch.Tensor
     seats: torch.Tensor  # for each token, the place of its row among those that this rank asked for
     asked: list[int]
     wanted: torch.Tensor  # the rows of this rank that all ranks asked for, in the order of ranks
@@ -96,7 +97,8 @@ class Rows:
         assert group is not None
         among = lane.group(group.mesh, self._axis)
         table, dtype = group.main.local_view(0), group.codec.dtype
-        ask, seats, asked, served = self._sorted(tokens.reshape(-1), even, lane, among, name)
+        mine = tokens.reshape(-1).clone()  # the caller may use the memory for the next batch
+        ask, seats, asked, served = self._sorted(mine, even, lane, among, name)
         wanted = ask.new_empty(sum(served))
         lane.all_to_all(among, wanted, ask, served, asked, after=(lane.mark(),), name=name).wait()
         width = table.shape[1]
@@ -105,7 +107,7 @@ class Rows:
         splits = [count * width for count in asked], [count * width for count in served]
         lane.all_to_all(among, got.view(-1), sent.view(-1), *splits, after=(lane.mark(),), name=name).wait()
         rows = got.index_select(0, seats)
-        return rows.view(*tokens.shape, width), LookUp(seats, asked, wanted, served)
+        return rows.view(*tokens.shape, width), LookUp(mine, seats, asked, wanted, served)
 
     def _sorted(
         self, tokens: torch.Tensor, even: bool, lane: Lane, among: ProcessGroup, name: str
@@ -211,6 +213,10 @@ class RowGradients(Gradients):
         return [self._by_rows, *others]
 
     @property
+    def what(self) -> str:
+        return "reduce" if self.counts_unused else f"reduce {len(self._kept) + len(self.came)} look-ups of"
+
+    @property
     def has_partial(self) -> bool:
         return bool(self._kept) or super().has_partial
 
@@ -219,17 +225,11 @@ class RowGradients(Gradients):
         return bool(self.came) or super().waiting
 
     def take(self) -> list[torch.Tensor | None]:
-        taken = super().take()
-        if any(gradient is not None for gradient in taken):
-            raise RuntimeError(
-                f"parameter '{self.members[0].name}' is looked up by rows, and has a gradient from elsewhere: a tied "
-                "layer, or a use of the whole table. Call fully_shard without rows=True"
-            )
         if self.came:
             self._used.add(0)
         self._kept += self.came
         self.came = []
-        return taken
+        return super().take()
 
     def drop(self) -> None:
         self.came = []
@@ -242,22 +242,45 @@ class RowGradients(Gradients):
     def _add_unreduced(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """They are kept as they are."""
 
+    def reduce(self, pool: Pool, goal: Goal, name: str) -> Reduction:
+        if super().waiting:
+            raise RuntimeError(
+                f"parameter '{self.members[0].name}' is looked up by rows, and has a gradient from elsewhere: a tied "
+                "layer, or a use of the whole table. Call fully_shard without rows=True"
+            )
+        self._by_rows.is_encoded = not self.counts_unused
+        return super().reduce(pool, goal, name)
+
     def _inputs(
         self, gradients: Sequence[torch.Tensor | None], pool: Pool
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         kept, self._kept = self._kept, []
+        if self.counts_unused:  # ranks may have used other look-ups, or none: all of the table is reduced
+            whole = self._whole(kept) if kept else None
+            runs, held = super()._inputs([whole], pool)
+            return runs, [*held, *(tensor for grad, look_up in kept for tensor in (grad, look_up.tokens))]
         self._by_rows.waiting = [(grad.to(self.reduce_dtype), look_up) for grad, look_up in kept]
         self._by_rows.padding, self._by_rows.before = self.padding, self._before
         return [], [grad for grad, _ in [*kept, *self._by_rows.waiting]]
 
 
-class RowStage(Stage):
-    """The reduce over the axis that the table is sharded on. Rows travel in the reduce dtype, sums are in float32."""
+    def _whole(self, kept: Sequence[tuple[torch.Tensor, LookUp]]) -> torch.Tensor:
+        """The gradient of the table."""
+        grads = torch.cat([grad.to(self.reduce_dtype) for grad, _ in kept])
+        tokens = torch.cat([look_up.tokens for _, look_up in kept])
+        padding = -1 if self.padding is None else self.padding
+        return _added(grads, tokens, self.layout.slots[0].shape[0], padding)
 
-    is_encoded = True
+
+class RowStage(Stage):
+    """The reduce over the axis that the table is sharded on. Rows travel in the reduce dtype, sums are in float32.
+
+    With inputs, which are of all rows, it is as that of any table.
+    """
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
+        self.is_encoded = True
         self.waiting: list[tuple[torch.Tensor, LookUp]] = []
         self.padding: int | None = None
         self.before = 1.0  # what sums, which are in float32, are multiplied by before another stage rounds them
@@ -275,6 +298,8 @@ class RowStage(Stage):
         name: str = "",
         comm: Any = None,
     ) -> Ticket:
+        if inputs:
+            return super().launch(inputs, out, pool, op, held, after=after, then=then, name=name, comm=comm)
         group, lane = self._among(pool.lane), pool.lane
         waiting, self.waiting = self.waiting, []
         width = out.layout.slots[0].shape[1]
@@ -318,11 +343,11 @@ def _is_captured(tokens: torch.Tensor) -> bool:
     return tokens.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _added(grads: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tensor:
-    """Rows of gradients added to ``count`` places, always in the order in which they are given."""
+def _added(grads: torch.Tensor, places: torch.Tensor, count: int, left_out: int = -1) -> torch.Tensor:
+    """Rows of gradients added to ``count`` places, but for one, always in the order in which they are given."""
     if not len(grads):
         return grads.new_zeros(count, grads.shape[-1])
-    added: torch.Tensor = torch.ops.aten.embedding_dense_backward(grads, places, count, -1, False)
+    added: torch.Tensor = torch.ops.aten.embedding_dense_backward(grads, places, count, left_out, False)
     return added
 
 

@@ -631,7 +631,7 @@ class Scope:
         if goal is None:
             goal = self._goal(unit, group) if self._one_of_several else gradients.goal(unit.goal)
         if self.program.announces and goal is not Goal.UNREDUCED:
-            self._announce("reduce", unit, unit.numbers.index(number))
+            self._announce(gradients.what, unit, unit.numbers.index(number))
         if self._is_profiled:
             with self._traced("reduce", unit):
                 self._reducing.append(gradients.reduce(pool, goal, unit.name))

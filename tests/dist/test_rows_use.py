@@ -82,7 +82,35 @@ def _after_the_optimizer(rank, world):
     assert mock.call(lane, event) in ticket.mock_calls
 
 
+def _unused(rank, world):
+    """A rank whose loss leaves a look-up out takes part with zeros, where it is told that this may be."""
+    model, plain = _shard(_model(padding_idx=5)), _model(padding_idx=5)
+    model.set_reduce_scatter_unused_params(True)
+
+    def loss(model, rank, step):
+        found = [model.embed(torch.tensor([rank, 4, 5, 4])), model.embed(torch.tensor([step, 7 + rank]))]
+        used = found if step == 2 else found[rank:] if step else found[2 * rank :]
+        return sum(each.square().sum() for each in used) + model.head.weight.sum()
+
+    for step in range(4):
+        model.set_requires_gradient_sync(step != 1)
+        for each in range(world):
+            (loss(plain, each, step) / world).backward()
+        model.forward = lambda step=step: loss(model, rank, step)
+        model().backward()
+    torch.testing.assert_close(full(model.embed.weight.grad), plain.embed.weight.grad)
+
+
+def _differently_used(rank, world):
+    """Without that, ranks are told that they differ, before they exchange what does not fit."""
+    model = _shard(_model())
+    first, second = model.embed(torch.tensor([1])), model.embed(torch.tensor([2]))
+    with pytest.raises(RuntimeError, match=r"ranks differ.*to reduce [12] look-ups of unit"):
+        (first + second * rank if rank else first).sum().backward()
+
+
 USES = [_any_shape, _forward_itself, _large_in_float16, _in_float64, _read_by_the_lane, _after_the_optimizer]
+USES += [_unused, _differently_used]
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__[1:])
