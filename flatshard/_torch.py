@@ -305,6 +305,28 @@ def bare_wrapper(cls: type[Any], local: torch.Tensor, spec: DTensorSpec) -> Any:
     return made
 
 
+# A subclass of Tensor with this as its `__torch_function__` sees operations in `__torch_dispatch__` only.
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+
+
+def wrapper_like(cls: type[Any], tensor: torch.Tensor, device: torch.device) -> Any:
+    """An instance of a subclass of Tensor that has no memory, laid out as ``tensor`` is."""
+    return torch.Tensor._make_wrapper_subclass(
+        cls,
+        tensor.shape,
+        strides=tensor.stride(),
+        storage_offset=tensor.storage_offset(),
+        dtype=tensor.dtype,
+        device=device,
+    )
+
+
+def writes(operation: Any) -> bool:
+    """Whether an operation writes to what it is given."""
+    infos = [each.alias_info for each in operation._schema.arguments]
+    return any(info is not None and info.is_write for info in infos)
+
+
 def like_dtensor(like: torch.Tensor, local: torch.Tensor, at: torch.Tensor | None = None) -> DTensor:
     """A DTensor over ``local`` with the mesh, placements and global shape of another one, and of its class.
 

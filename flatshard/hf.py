@@ -6,15 +6,24 @@ Nothing of Transformers is imported: the methods are known by their names.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+import json
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from flatshard.buffer import Exchange
 from flatshard.checkpoint.converted import of_their_own_classes
 from flatshard.checkpoint.errors import exchange, together
 from flatshard.checkpoint.full import iter_full_tensors
+from flatshard.checkpoint.promised import Promised, PromisedFile, promise
 from flatshard.gathering import gathered
+
+_WRITER = "safe_save_file"  # what Hugging Face libraries call `safetensors.torch.save_file`
 
 
 def methods_for(cls: type) -> dict[str, Callable[..., Any]]:
@@ -38,10 +47,10 @@ def _held(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _saved_by_rank_0(method: Callable[..., Any]) -> Callable[..., Any]:
-    """`save_pretrained`, called on all ranks: whole weights come to the host memory of rank 0, which writes them.
+    """`save_pretrained`, called on all ranks: rank 0 writes, while a bucket of whole weights at a time is in memory.
 
-    They are gathered a bucket at a time. With a ``state_dict``, or where Transformers has sharded the model itself and
-    knows what to do, it is the method as it was.
+    With a ``state_dict``, or where Transformers has sharded the model itself and knows what to do, it is the method as
+    it was. PEFT's writes adapters alone, and those rank 0 has at once.
     """
 
     @functools.wraps(method)
@@ -49,22 +58,70 @@ def _saved_by_rank_0(method: Callable[..., Any]) -> Callable[..., Any]:
         theirs = getattr(getattr(self, "config", None), "distributed_config", None) is not None
         if theirs or len(args) > 1 or kwargs.get("state_dict") is not None:
             return method(self, save_directory, *args, **kwargs)
-        ranks = exchange("checkpoint_save")
-        state = {
-            name: tensor.to("cpu", copy=True)
-            for name, tensor in iter_full_tensors(self, names=_adapters(self))
-            if ranks.rank == 0
-        }
+        ranks, adapters = exchange("checkpoint_save"), _adapters(self)
+        modules = _safetensors_users(type(self)) if adapters is None else []
+        asked = _Asked(self, ranks)
+        state = promise(self.state_dict(keep_vars=True)) if modules else asked.for_whole(adapters)
 
         def write() -> None:
-            if ranks.rank == 0:
-                with of_their_own_classes(self):
-                    method(self, save_directory, *args, **kwargs, state_dict=state)
+            with of_their_own_classes(self), asked.by(modules):
+                method(self, save_directory, *args, **kwargs, state_dict=state)
 
-        together(ranks, write)
+        together(ranks, write if ranks.rank == 0 else asked.answer)
         return None
 
     return save_pretrained
+
+
+def _safetensors_users(cls: type) -> list[dict[str, Any]]:
+    """The names of those modules from which ``cls`` has `save_pretrained` that call `safe_save_file` there."""
+    methods = [inspect.unwrap(vars(each)["save_pretrained"]) for each in cls.__mro__ if "save_pretrained" in vars(each)]
+    found = {id(names): names for names in (method.__globals__ for method in methods) if _WRITER in names}
+    return list(found.values())
+
+
+class _Asked:
+    """Whole weights for rank 0, while it runs somebody's code; the others wait for what it asks for."""
+
+    def __init__(self, model: nn.Module, ranks: Exchange) -> None:
+        self._model, self._ranks = model, ranks
+
+    def for_whole(self, names: Container[str] | None) -> dict[str, torch.Tensor]:
+        """All of these at once, on rank 0. All ranks call it."""
+        whole = iter_full_tensors(self._model, names=names)
+        return {name: tensor.to("cpu", copy=True) for name, tensor in whole if self._ranks.rank == 0}
+
+    @contextmanager
+    def by(self, modules: list[dict[str, Any]]) -> Iterator[None]:
+        """Within, files of promised tensors that these modules write get their values from all ranks."""
+        before = [(names, names[_WRITER]) for names in modules]
+        for names, write in before:
+            names[_WRITER] = functools.partial(self._write, write)
+        try:
+            yield
+        finally:
+            for names, write in before:
+                names[_WRITER] = write
+            self._ranks.gather(json.dumps(None).encode())
+
+    def answer(self) -> None:
+        """Take part in the gathers, until rank 0 has what it needs."""
+        while (names := json.loads(self._ranks.gather(b"")[0])) is not None:
+            for _ in iter_full_tensors(self._model, names=set(names)):
+                pass
+
+    def _write(self, write: Callable[..., Any], tensors: Any, path: Any, metadata: Any = None) -> None:
+        if not any(isinstance(tensor, Promised) for tensor in tensors.values()):
+            write(tensors, path, metadata=metadata)
+            return
+        file = PromisedFile(Path(path), tensors, metadata)
+        self._ranks.gather(json.dumps(sorted(file.needs)).encode())
+        whole = iter_full_tensors(self._model, names=file.needs)
+        try:
+            file.write(whole)
+        finally:
+            for _ in whole:  # the others are in it, whatever has happened here
+                pass
 
 
 def _adapters(model: Any) -> set[str] | None:
