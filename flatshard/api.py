@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -38,7 +38,16 @@ from flatshard.state import show_state, state_of
 
 M = TypeVar("M", nn.Module, list[nn.Module])
 
-default_values: list[Values] = ["same"]  # one: what `fully_shard(values=None)` means, unless the environment says
+
+@dataclass
+class Installed:
+    """What `install` changes of `fully_shard` itself."""
+
+    values: Values = "same"  # what None means there, unless the environment says
+    after: Callable[[], None] = lambda: None  # called whenever a unit has been made
+
+
+installed = Installed()
 
 
 def fully_shard(
@@ -135,6 +144,7 @@ def fully_shard(
     for each in modules:
         each.__class__ = unit_class(type(each), methods_for, bool(choices.rows))
         show_state(each)
+    installed.after()
     return module
 
 
@@ -167,7 +177,7 @@ def chosen(
         raise TypeError(f"shard_placement_fn={shard_placement_fn!r}: must be a function of a parameter")
     if not isinstance(offload_policy, OffloadPolicy):
         raise TypeError(f"offload_policy={offload_policy!r}: must be a flatshard.OffloadPolicy or CPUOffloadPolicy")
-    kept: Any = os.environ.get("FLATSHARD_VALUES", default_values[0]) if values is None else values
+    kept: Any = os.environ.get("FLATSHARD_VALUES", installed.values) if values is None else values
     if kept not in get_args(Values):
         raise ValueError(f"values={kept!r}: must be one of {', '.join(get_args(Values))}")
     if gradient_scale not in ("mean", "sum") and not _is_number(gradient_scale):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import sys
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from flatshard.checkpoint.errors import exchange, together
 from flatshard.checkpoint.full import iter_full_tensors
 from flatshard.checkpoint.promised import Promised, PromisedFile, promise
 from flatshard.gathering import gathered
+from flatshard.module import FSDPModule
 
 _WRITER = "safe_save_file"  # what Hugging Face libraries call `safetensors.torch.save_file`
 
@@ -65,7 +67,7 @@ def _saved_by_rank_0(method: Callable[..., Any]) -> Callable[..., Any]:
 
         def write() -> None:
             with of_their_own_classes(self), asked.by(modules):
-                method(self, save_directory, *args, **kwargs, state_dict=state)
+                method(self, save_directory, *args, **{**kwargs, "state_dict": state})
 
         together(ranks, write if ranks.rank == 0 else asked.answer)
         return None
@@ -131,3 +133,46 @@ def _adapters(model: Any) -> set[str] | None:
         return None
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     return trained | {name for name in model.state_dict() if any(f".{adapter}" in name for adapter in known)}
+
+
+_trainers: list[tuple[Any, Callable[..., Any]]] = []  # the class, and what its `save_model` was
+
+
+def let_trainer_save() -> None:
+    """Let `save_model` of Transformers' Trainer, if that has been imported, write weights of sharded state dicts, too.
+
+    It writes nothing of them by itself. Its checkpoints, for which it calls the same method, stay as they are.
+    """
+    cls = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
+    if cls is None or any(cls is known for known, _ in _trainers):
+        return
+    method = cls.save_model
+
+    @functools.wraps(method)
+    def save_model(self: Any, output_dir: Any = None, _internal_call: bool = False) -> Any:
+        if not _internal_call and isinstance(self.model, FSDPModule) and _has_sharded_state(self):
+            _save(self, output_dir)
+        return method(self, output_dir, _internal_call)
+
+    _trainers.append((cls, method))
+    cls.save_model = save_model
+
+
+def undo_let_trainer_save() -> None:
+    """Let the Trainer be as it was."""
+    while _trainers:
+        cls, method = _trainers.pop()
+        cls.save_model = method
+
+
+def _has_sharded_state(trainer: Any) -> bool:
+    return trainer.is_fsdp_enabled and "FULL" not in str(trainer.accelerator.state.fsdp_plugin.state_dict_type)
+
+
+def _save(trainer: Any, folder: Any) -> None:
+    if hasattr(trainer.model, "save_pretrained"):
+        trainer._save(folder)  # of which all ranks call `save_pretrained`, and rank 0 does the rest
+        return
+    state = trainer.accelerator.get_state_dict(trainer.model)
+    if trainer.args.should_save:
+        trainer._save(folder, state_dict=state)

@@ -13,8 +13,8 @@ import sys
 import types
 from typing import Any
 
-from flatshard import _torch
-from flatshard.api import default_values, fully_shard
+from flatshard import _torch, hf
+from flatshard.api import fully_shard, installed
 from flatshard.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from flatshard.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
@@ -39,7 +39,8 @@ def install() -> None:
     Also in modules that have imported torch's already. Models that torch's has sharded stay what they are. Calling it
     again takes in what has been imported since. `uninstall` undoes it.
     """
-    default_values[0] = "warn"  # ranks that begin with different values are no error with PyTorch's
+    installed.values = "warn"  # ranks that begin with different values are no error with PyTorch's
+    installed.after = hf.let_trainer_save  # which may have been imported by then
     for name in _torch.FSDP_HOMES:
         importlib.import_module(name)
     theirs = {id(value): _OURS[name] for name, value in _torch.FSDP_NAMES.items() if name in _OURS}
@@ -56,7 +57,8 @@ def uninstall() -> None:
 
     of a module that has come since, nothing tells whether it asked torch or flatshard for them.
     """
-    default_values[0] = "same"
+    installed.values, installed.after = "same", lambda: None
+    hf.undo_let_trainer_save()
     while _changed:
         module, name, value = _changed.pop()
         if vars(module).get(name) is _OURS.get(_name_of(value)):
