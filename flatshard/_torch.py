@@ -423,7 +423,7 @@ def _without_ours(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             handlers[op] = ours
 
 
-Refusal: TypeAlias = Callable[[Any, Sequence[torch.Tensor]], None]
+Refusal: TypeAlias = Callable[[Any, str, Sequence[torch.Tensor]], None]
 # What layers compute with their weights; under inference mode, before it is decomposed.
 _LAYERS = (
     *("mm", "addmm", "mv", "addmv", "bmm", "baddbmm", "linear", "matmul", "mul.Tensor", "add.Tensor", "cat"),
@@ -435,7 +435,10 @@ _mixed: dict[Any, Any] = {}  # operations of layers for which somebody is asked 
 
 
 def on_mixed(refuse: Refusal) -> None:
-    """Let ``refuse`` raise, if it wants to, where a layer is given a plain tensor and a DTensor, which cannot be."""
+    """Let ``refuse`` raise, if it wants to, where a layer is given what DTensor cannot take together.
+
+    A plain tensor and a DTensor, or DTensors of different meshes.
+    """
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     for name in () if _mixed else _LAYERS:
         packet, _, overload = name.partition(".")
@@ -446,7 +449,7 @@ def on_mixed(refuse: Refusal) -> None:
 
 
 def leave_mixed() -> None:
-    """Ask nobody: DTensors are what models compute with, and asking would cost every operation."""
+    """Ask nobody: a model computes with DTensors now, and asking would cost every operation."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     for op, known in _mixed.items():
         handlers.pop(op, None)
@@ -460,8 +463,12 @@ def _unmixed(refuse: Refusal, known: Any, op: Any, args: tuple[Any, ...], kwargs
     for given in (*args, *kwargs.values()):
         listed = given if isinstance(given, (list, tuple)) else (given,)
         tensors += [each for each in listed if isinstance(each, torch.Tensor)]
-    if any(not isinstance(tensor, DTensor) and tensor.numel() > 1 for tensor in tensors):
-        refuse(op, [tensor for tensor in tensors if isinstance(tensor, DTensor)])
+    sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    plain = any(not isinstance(tensor, DTensor) and tensor.numel() > 1 for tensor in tensors)
+    if plain and not DTensor._op_dispatcher._allow_implicit_replication:
+        refuse(op, "torch.Tensor and DTensor", sharded)
+    if len({tensor.device_mesh for tensor in sharded if tensor.numel() > 1}) > 1:
+        refuse(op, "meshes", sharded)
     return _without_ours(op, args, kwargs) if known is None else known(op, args, kwargs)
 
 

@@ -317,7 +317,7 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     for module in modules:
         own(module, unit)
         _torch.mark_sharded(module)
-    watch_use(groups)
+    watch_use()
     return unit
 
 

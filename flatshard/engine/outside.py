@@ -1,9 +1,9 @@
 """Sharded parameters that are used outside of a forward of their unit, where nothing has gathered them.
 
 What concerns a parameter alone (`parameter.norm()`, an optimizer's arithmetic) is DTensor's to do. A layer that is
-given a plain tensor is refused by DTensor too, in words that name neither the parameter nor the remedy; here are better
-ones. Forwards and backwards of units pay nothing for it: their parameters are plain tensors. Under tensor parallelism
-they are DTensors, so there nothing is asked, and DTensor's words stay.
+given a plain tensor, or a DTensor of another mesh, is refused by DTensor too, in words that name neither the parameter
+nor the remedy; here are better ones. Passes of units pay nothing for it: their parameters are plain tensors. Under
+tensor parallelism they are DTensors, and nobody is asked while such a pass runs.
 """
 
 from __future__ import annotations
@@ -17,27 +17,39 @@ import torch
 from flatshard import _torch
 from flatshard.buffer import ragged
 from flatshard.engine.homes import groups
-from flatshard.engine.weights import Group
 
-_PARALLEL: weakref.WeakSet[Group] = weakref.WeakSet()  # of parameters that are DTensors in forward and backward
+_passing: weakref.WeakSet[Any] = weakref.WeakSet()  # what has a pass running that computes with DTensors
 
 
-def watch_use(built: Sequence[Group]) -> None:
-    """Explain what goes wrong with these groups, and with all others."""
+def watch_use() -> None:
+    """Explain what goes wrong with sharded parameters."""
     ragged.owner[:] = [_owner]
-    _PARALLEL.update(group for group in built if group.members[0].inner and not group.members[0].inner.hidden)
-    if _PARALLEL:
-        _torch.leave_mixed()
-    else:
+    _watch()
+
+
+def pass_begins(scope: Any) -> None:
+    """A pass begins whose parameters are DTensors."""
+    _passing.add(scope)
+    _torch.leave_mixed()
+
+
+def pass_ends(scope: Any) -> None:
+    """It is over, or has been given up."""
+    _passing.discard(scope)
+    _watch()
+
+
+def _watch() -> None:
+    if not _passing:
         _torch.on_mixed(_refuse)
 
 
-def _refuse(op: Any, sharded: Sequence[torch.Tensor]) -> None:
+def _refuse(op: Any, kind: str, sharded: Sequence[torch.Tensor]) -> None:
     """Raise if one of the tensors is a parameter of a unit, or a view of one."""
     found = [owner for owner in map(_owner, sharded) if owner is not None]
     if found:
         raise RuntimeError(
-            f"{op}: got mixed torch.Tensor and DTensor, because {found[0]}, which is sharded, was used outside of a "
+            f"{op}: got mixed {kind}, because {found[0]}, which is sharded, was used outside of a "
             "forward of that unit. Call the unit itself, run this within `with flatshard.gathered(module):` of the "
             "unit's module, or make the method that does it a forward by register_fsdp_forward_method(module, name)"
         )

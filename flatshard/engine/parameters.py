@@ -70,6 +70,11 @@ class Member:
     attributes: dict[str, object] = field(default_factory=dict)  # of `sharded`, should it be replaced
     made_of: tuple[Structure, list[bool]] | None = None  # a subclass that is gathered leaf by leaf, and which are cut
 
+    @property
+    def is_parallel(self) -> bool:
+        """Whether the full parameter is a DTensor."""
+        return self.inner is not None and not self.inner.hidden
+
     def make_full(self, values: torch.Tensor) -> None:
         """Make the full parameter of its values."""
         if self.inner is not None and not self.inner.hidden:

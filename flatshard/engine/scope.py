@@ -14,7 +14,7 @@ import torch
 
 from flatshard import _recording, _torch
 from flatshard.buffer import Lane, Planner, Pool, watch_over
-from flatshard.engine import steps
+from flatshard.engine import outside, steps
 from flatshard.engine.agreement import Agreement, check_model, digest, patience
 from flatshard.engine.keep import gathered_bytes
 from flatshard.engine.program import Pass, Program
@@ -67,6 +67,7 @@ class Scope:
         self._alike = True  # all ranks use the same parameters
         # Ranks compare steps in check mode. Those of the process are more where a rank trains something of its own.
         self._step, self._taken = 1, steps.taken()
+        self._is_parallel = any(group.members[0].is_parallel for unit in units for group in unit.groups)
         self._is_profiled = False  # a profiler looks on at the running pass
         self._stopped = False  # a backward has stopped short of final gradients
         self._one_of_several = False  # roots that are asked to reduce what they have accumulated, one after another
@@ -163,6 +164,8 @@ class Scope:
         record.step, record.phase = self._step, _PHASE[kind]
         self._is_profiled = _torch.profiling()
         self.program.begin(kind, entry.index)
+        if self._is_parallel:
+            outside.pass_begins(self)
         for unit in self.units:
             if unit.holders and not unit.shows_full:
                 self.gather(unit)
@@ -210,6 +213,8 @@ class Scope:
         record.phase = _PHASE[Pass.BACKWARD]
         self._is_profiled = _torch.profiling()
         self.program.begin(Pass.BACKWARD, free=self._alike)
+        if self._is_parallel:
+            outside.pass_begins(self)
         end = _End(self)
         self._end = weakref.ref(end)
         _torch.at_end_of_backward(end)
@@ -322,6 +327,8 @@ class Scope:
         self._retained, self.entry, self._end, self._lingering = None, None, None, None
         self.gather_pool.forget()
         self.program.abandon()
+        if self._is_parallel:
+            outside.pass_ends(self)
 
     def reset(self) -> None:
         """Give up the running pass, whatever it was: nothing stays gathered, no unreduced gradient is kept."""
@@ -723,6 +730,8 @@ class Scope:
             if not self._agreement.differs(digest(proposal), "the order of launches"):
                 self.program.adopt(proposal)
         self.program.end()
+        if self._is_parallel:
+            outside.pass_ends(self)
         record.phase = 0
 
     def _traced(self, what: str, unit: Unit) -> AbstractContextManager[Any]:

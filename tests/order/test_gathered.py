@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from flatshard import fully_shard, gathered
+from flatshard import _torch, fully_shard, gathered
 from tests.order.cases import DIM, backward_of_all, compare, grads_of, make, optimizer_of, rows, shard, weights_of
 from tests.order.test_generation import Gathers
 
@@ -93,7 +94,6 @@ class Narrow(nn.Module):
 
 
 def _outside(rank, world, layout):
-    gc.collect()  # models with tensor parallelism, which would not be asked
     block, x = fully_shard(make(Narrow), layout=layout, reshard_after_forward=True), rows(rank)
     unseen = {
         "gate.weight": lambda: block.gate(x),
@@ -120,6 +120,36 @@ def _outside(rank, world, layout):
 @pytest.mark.parametrize("layout", ["tensor", "flat"])
 def test_layers_called_outside_of_a_forward_say_whose_they_are_and_what_to_do(interpreters, layout):
     interpreters(2, _outside, layout)
+
+
+def _outside_in_parallel(rank, world):
+    """Before and after passes, and not while they run: then operations on DTensors are not asked about."""
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("dp", "tp"))
+    block, x = make(Narrow), rows(rank)
+    parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(output_layouts=Replicate())})
+    fully_shard(block, mesh=mesh["dp"])
+    unseen = {
+        "gate.weight": lambda: block.gate(x),
+        "up.(bias|weight)": lambda: block.up(x),  # has become a DTensor of another mesh
+        "up.weight": lambda: F.linear(x, block.up.weight),
+        "norm.weight": lambda: block.norm(x),
+    }
+    asked = []
+    block.up.register_forward_pre_hook(lambda *_: asked.append(bool(_torch._mixed)))
+    block.up.register_full_backward_hook(lambda *_: asked.append(bool(_torch._mixed)))
+    for _ in range(2):
+        for name, use in unseen.items():
+            with pytest.raises(RuntimeError, match=rf"'{name}' of unit '(FSDP)?Narrow'.*flatshard\.gathered"):
+                use()
+        asked.clear()
+        block(x).sum().backward()
+        assert asked == [False, False]
+    with gathered(block):
+        block.up(x)
+
+
+def test_layers_under_tensor_parallelism_say_so_too(interpreters):
+    interpreters(2, _outside_in_parallel)
 
 
 def _parts(rank, world, policy):
