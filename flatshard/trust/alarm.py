@@ -259,6 +259,7 @@ class Alarm:
         if pid != os.getpid():
             return
         self._stop_thread()
+        self._of = None  # a process group that nobody has destroyed goes with the modules, when `_left` has none
         if "error" in record.header:
             if self._gave_up or record.is_pending():
                 # Its process groups would wait for what will never end, until their time-out, before it is gone.
