@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flatshard import _arguments, _torch
+from flatshard.copying import copied
 from flatshard.engine.build import NO_SHARD, Choices, Values, Where, build_unit, owned_modules, units_below
 from flatshard.engine.gradients import GradientScale
 from flatshard.engine.homes import OWNER
@@ -140,12 +142,19 @@ def fully_shard(
         rows=rows,
         values=values,
     )
-    build_unit(modules, choices)
+    make_unit(modules, choices)
+    return module
+
+
+def make_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
+    """Make a unit of modules, and let them be of a class that knows of it."""
+    unit = build_unit(modules, choices)
+    unit.copier = functools.partial(copied, make_unit)
     for each in modules:
         each.__class__ = unit_class(type(each), methods_for, bool(choices.rows))
         show_state(each)
     installed.after()
-    return module
+    return unit
 
 
 def chosen(

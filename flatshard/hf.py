@@ -22,8 +22,8 @@ from flatshard.checkpoint.converted import of_their_own_classes
 from flatshard.checkpoint.errors import exchange, together
 from flatshard.checkpoint.full import iter_full_tensors
 from flatshard.checkpoint.promised import Promised, PromisedFile, promise
+from flatshard.engine.roots import unit_of
 from flatshard.gathering import gathered
-from flatshard.module import FSDPModule
 
 _WRITER = "safe_save_file"  # what Hugging Face libraries call `safetensors.torch.save_file`
 
@@ -150,7 +150,7 @@ def let_trainer_save() -> None:
 
     @functools.wraps(method)
     def save_model(self: Any, output_dir: Any = None, _internal_call: bool = False) -> Any:
-        if not _internal_call and isinstance(self.model, FSDPModule) and _has_sharded_state(self):
+        if not _internal_call and unit_of(self.model) is not None and _has_sharded_state(self):
             _save(self, output_dir)
         return method(self, output_dir, _internal_call)
 

@@ -32,10 +32,6 @@ from flatshard.policy import MixedPrecisionPolicy, own_policy
 from flatshard.state import FSDPState, state_of
 
 
-class _NoCopy(TypeError, AssertionError):
-    """PyTorch raises AssertionError."""
-
-
 class FSDPModule(TorchFSDPModule):
     """What `fully_shard` adds to the class of a module.
 
@@ -52,10 +48,11 @@ class FSDPModule(TorchFSDPModule):
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise _NoCopy(
-            f"a sharded {type(self).__name__} cannot be copied: copy the model before fully_shard, or build and shard "
-            "another one and give it this one's state_dict(). FSDP does not support deepcopy"
-        )
+        """Another model of the same units and settings, over copies of the shards. Gradients are not copied."""
+        unit = _unit(self)
+        assert isinstance(self, nn.Module)
+        assert unit.copier is not None
+        return unit.copier(self, memo)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """`.to`, `.float`, `to_empty` and their like replace parameters; the buffers take the new ones over."""

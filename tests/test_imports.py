@@ -15,7 +15,7 @@ import pytest
 _ROOT = Path(__file__).parents[1]
 
 _ENGINE_AND_BELOW = {"engine", "buffer", "policy", "layout", "trust", "_arguments", "_torch", "_recording"}
-_API_AND_BELOW = {"api", "module", "state", "hf", *_ENGINE_AND_BELOW}
+_API_AND_BELOW = {"api", "copying", "module", "state", "hf", *_ENGINE_AND_BELOW}
 _ANY = {
     "api",
     "module",
@@ -23,6 +23,7 @@ _ANY = {
     "wgrads",
     "wrapping",
     "captured",
+    "copying",
     "recomputed",
     "gathering",
     "hf",
@@ -56,7 +57,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gathering": _ENGINE_AND_BELOW,
     "captured": {"optim", "recomputed", *_ENGINE_AND_BELOW},
     "hf": {"gathering", "checkpoint", *_ENGINE_AND_BELOW},
-    "api": {"module", "state", "hf", *_ENGINE_AND_BELOW},
+    "copying": {"state", "checkpoint", *_ENGINE_AND_BELOW},
+    "api": {"copying", "module", "state", "hf", *_ENGINE_AND_BELOW},
     "installing": _API_AND_BELOW,
     "optim": _ENGINE_AND_BELOW,
     "model": {"optim", "wrapping", *_API_AND_BELOW},

@@ -13,7 +13,7 @@ from flatshard.engine.weights import Group
 # By the identity of the sharded parameter, which lives as long as its group. Kept beside the parameters, not on them:
 # what is put on a parameter is pickled and copied with it.
 _GROUPS: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
-_SUCCESSOR = "_flatshard_successor"
+SUCCESSOR = "_flatshard_successor"
 OWNER = "_flatshard_owner"  # on a parameter of a group, in any of its forms: its name, and whose it is
 _generation = 0
 
@@ -29,7 +29,7 @@ def register(group: Group, originals: Iterable[nn.Parameter], in_main: bool = Tr
         if in_main:
             _GROUPS[id(member.sharded)] = group
         # Not a weak reference to the parameter itself: torch cannot move or cast one that has any.
-        original.__dict__[_SUCCESSOR] = (weakref.ref(group), index)
+        original.__dict__[SUCCESSOR] = (weakref.ref(group), index)
 
 
 def adopt(group: Group, index: int, parameter: nn.Parameter) -> None:
@@ -38,7 +38,7 @@ def adopt(group: Group, index: int, parameter: nn.Parameter) -> None:
     if _GROUPS.pop(id(member.sharded), None) is not None:
         _GROUPS[id(parameter)] = group
     old, member.sharded = member.sharded, parameter
-    parameter.__dict__.pop(_SUCCESSOR, None)  # it may have been ours before
+    parameter.__dict__.pop(SUCCESSOR, None)  # it may have been ours before
     supersede(group, index, old)
 
 
@@ -46,7 +46,7 @@ def supersede(group: Group, index: int, parameter: nn.Parameter) -> None:
     """Let whoever holds ``parameter`` find out that member ``index`` of a group has taken its place."""
     global _generation
     _generation += 1
-    parameter.__dict__[_SUCCESSOR] = (weakref.ref(group), index)
+    parameter.__dict__[SUCCESSOR] = (weakref.ref(group), index)
     mark = group.members[index].sharded.__dict__.get(OWNER)
     if mark is not None:
         parameter.__dict__[OWNER] = mark
@@ -78,9 +78,9 @@ def groups() -> list[Group]:
 
 def is_replaced(parameter: torch.Tensor) -> bool:
     """Whether another parameter has been put in the place of this one, by `fully_shard` or later."""
-    if _SUCCESSOR not in parameter.__dict__:
+    if SUCCESSOR not in parameter.__dict__:
         return False
-    group, index = parameter.__dict__[_SUCCESSOR]
+    group, index = parameter.__dict__[SUCCESSOR]
     known: Group | None = group()
     # It may have been put back since, which the next forward will find out.
     return known is None or not any(site.look() is parameter for site in known.members[index].sites)
@@ -91,15 +91,15 @@ def owner_of(parameter: torch.Tensor) -> tuple[Group, int] | None:
     found = group_of(parameter)
     if found is not None:
         return found, next(i for i, member in enumerate(found.members) if member.sharded is parameter)
-    group, index = parameter.__dict__.get(_SUCCESSOR, (lambda: None, 0))
+    group, index = parameter.__dict__.get(SUCCESSOR, (lambda: None, 0))
     known: Group | None = group()
     return None if known is None else (known, index)
 
 
 def successor_of(original: torch.Tensor) -> nn.Parameter | None:
     """The sharded parameter in the place of ``original``, while it exists."""
-    if _SUCCESSOR not in original.__dict__:
+    if SUCCESSOR not in original.__dict__:
         return None
-    group, index = original.__dict__[_SUCCESSOR]
+    group, index = original.__dict__[SUCCESSOR]
     found: Group | None = group()
     return None if found is None else found.members[index].sharded

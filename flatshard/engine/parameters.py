@@ -107,14 +107,14 @@ def make_members(
         inner = inner if apart is None else _torch.held_apart(original, apart)
         local = None if locals_ is None else locals_[index]
         sharded = _torch.as_parameter(as_dtensor(main, index, inner, local), original.requires_grad)
-        sharded.__dict__.update(_attributes(original))
+        sharded.__dict__.update(attributes_of(original))
         for site in sites:
             site.put(sharded)
         members.append(Member(name, sites, sharded, inner=inner))
     return members
 
 
-def _attributes(parameter: nn.Parameter) -> dict[str, object]:
+def attributes_of(parameter: nn.Parameter) -> dict[str, object]:
     """What users have put on a parameter."""
     own = {"_spec", "_local_tensor", "_is_param"}  # a DTensor's own
     if _torch.is_wrapper(parameter):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, Literal
 
@@ -41,6 +42,9 @@ class Phase(Enum):
 # A recompute is not a forward: it happens on the way to, or in, BACKWARD and does not change the phase by itself.
 
 
+_numbers = itertools.count()
+
+
 class Unit:
     """The state of one `fully_shard` call. Its modules own it through their hooks; it knows them weakly."""
 
@@ -67,6 +71,9 @@ class Unit:
         # module that contains one may multiply with its weights, too.
         self.settings.unshard_in_backward = not all(type(module) is nn.Embedding for module in modules)
         self.schedule = schedule
+        self.choices: Any = None  # of the call, for copies
+        self.copier: Callable[[nn.Module, dict[int, Any]], nn.Module] | None = None  # makes those
+        self.number = next(_numbers)  # of the call in this process
         self.name = type(modules[0]).__name__
         self.index = 0
         self.numbers = range(0)  # of its groups in the program

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor import DTensor
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from flatshard import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
 from tests.order.cases import DIM, Chain, backward_of_all, compare, grads_of, make, rows, shard, weights_of
@@ -133,25 +132,6 @@ def _scaled(rank, world):
     compare(weights_of(model), weights_of(reference), rtol=1e-2, atol=1e-2)
 
 
-def _average(rank, world):
-    """An exponential average of weights: another sharded model, and torch's function for two lists of parameters."""
-    pairs = [(shard(make()), shard(make())), (make(), make())]
-    average = get_ema_multi_avg_fn(0.9)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model, _ in pairs]
-    for number in range(3):
-        pairs[0][0](rows(rank, number)).square().mean().backward()
-        backward_of_all([pairs[1][0](rows(who, number)).square().mean() for who in range(world)])
-        for optimizer, (model, mean) in zip(optimizers, pairs):
-            optimizer.step()
-            optimizer.zero_grad()
-            average([p.detach() for p in mean.parameters()], [p.detach() for p in model.parameters()], number)
-        with torch.no_grad():
-            torch.testing.assert_close(pairs[0][1](rows(rank)), pairs[1][1](rows(rank)))
-    compare(weights_of(pairs[0][1]), weights_of(pairs[1][1]))
-    with pytest.raises(AssertionError, match="FSDP does not support deepcopy"):
-        AveragedModel(pairs[0][0])
-
-
 def _whole_matrix_search(rank, world):
     """LBFGS, which asks for dot products over all parameters, works by DTensor's."""
     model, reference = shard(make()), make()
@@ -219,7 +199,6 @@ def _head_of_another_unit(rank, world):
         _penalty_on_parameters,
         _penalty_on_gradients,
         _scaled,
-        _average,
         _whole_matrix_search,
         _factored,
         _head_of_another_unit,

@@ -1,0 +1,162 @@
+"""`copy.deepcopy` of sharded models: units like the old ones, over copies of the shards. Nothing is made whole."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from flatshard import _torch
+from flatshard.checkpoint.converted import of_their_own_classes
+from flatshard.engine.build import Choices, units_below
+from flatshard.engine.homes import OWNER, SUCCESSOR, group_of, successor_of
+from flatshard.engine.parameters import attributes_of
+from flatshard.engine.unit import Unit
+from flatshard.engine.unit_changes import absorb
+from flatshard.engine.weights import Group
+from flatshard.policy import Sharding
+from flatshard.state import FSDPState
+
+MakeUnit: TypeAlias = Callable[[Sequence[nn.Module], Choices], Unit]
+
+
+class _NoCopy(TypeError, AssertionError):
+    """PyTorch raises AssertionError."""
+
+
+def copied(make_unit: MakeUnit, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """What `copy.deepcopy` makes of a module that is a unit.
+
+    The modules are copied as ever, with parameters without values in the place of the sharded ones, and without what
+    the units have put on them. Then they are sharded as the others were, and given copies of the shards.
+    """
+    units = sorted((unit for _, unit in units_below(module)), key=lambda unit: unit.number)
+    for unit in units:
+        unit.reshard()
+        absorb(unit)
+    _check(module, units)
+    dims: dict[int, int] = {}  # that the new parameters are to be cut on
+    for group, index in _members(units):
+        sharded = group.members[index].sharded
+        blank = nn.Parameter(torch.empty(sharded.shape, dtype=group.own, device="meta"), sharded.requires_grad)
+        memo[id(sharded)] = blank
+        dims[id(blank)] = group.layout.slots[index].dim
+    for group, index in _members(units):
+        sharded = group.members[index].sharded
+        own = {name: value for name, value in attributes_of(sharded).items() if name not in (OWNER, SUCCESSOR)}
+        memo[id(sharded)].__dict__.update(copy.deepcopy(own, memo))
+    for owned in _owned(module):
+        memo[id(owned)] = _gone
+    with of_their_own_classes(module):
+        made: nn.Module = copy.deepcopy(module, memo)
+    for each in made.modules():
+        _remove(vars(each))
+    new = {id(unit): make_unit([memo[id(each)] for each in unit.modules], _choices(unit, memo, dims)) for unit in units}
+    for group, index in _members(units):
+        _fill(group, index, memo[id(group.members[index].sharded)])
+    for unit in units:
+        absorb(new[id(unit)])
+        _take_settings(unit, new)
+    return made
+
+
+def _gone(*args: Any) -> None:
+    """In the place of what a copy is not to have."""
+
+
+def _members(units: Sequence[Unit]) -> Iterator[tuple[Group, int]]:
+    return ((group, index) for unit in units for group in unit.groups for index in range(len(group.members)))
+
+
+def _check(module: nn.Module, units: Sequence[Unit]) -> None:
+    """Raise where a copy would have to be another one."""
+    inside = set(module.modules())
+    for unit in units:
+        reason = None
+        if not inside.issuperset(unit.modules):
+            reason = "it is sharded together with modules that are not in the copy; copy the model that has all of them"
+        elif any(group.unit is None or group.unit() not in units for group in unit.needs):
+            reason = "it has parameters of units that are not in the copy; copy the model that has all of them"
+        elif any(group.is_extended or group.members[0].inner is not None for group in unit.groups):
+            reason = "it has parameters of tensor subclasses, or of tensor parallelism"
+        elif any(group.mesh != unit.mesh for group in unit.groups):
+            reason = "it has parameters on another mesh"
+        if reason is not None:
+            raise _NoCopy(
+                f"unit '{unit.name}' cannot be copied: {reason}. Or build and shard another model, and give it this "
+                "one's state_dict(). FSDP does not support deepcopy"
+            )
+
+
+def _owned(module: nn.Module) -> Iterator[Any]:
+    """What units have put on modules: themselves, and their hooks."""
+    for each in module.modules():
+        for name, value in vars(each).items():
+            if name.endswith("_hooks"):
+                yield from (hook for hook in value.values() if _is_ours(hook))
+            elif isinstance(value, (Unit, FSDPState)):
+                yield value
+            elif isinstance(value, dict):
+                yield from (state for state in value.values() if isinstance(state, FSDPState))
+
+
+def _is_ours(hook: Any) -> bool:
+    """Whether a hook, in whatever torch has wrapped it, is one of flatshard's."""
+    while isinstance(hook, functools.partial) or hasattr(hook, "hook"):
+        hook = hook.func if isinstance(hook, functools.partial) else hook.hook
+    return str(hook.__module__).startswith("flatshard.")
+
+
+def _remove(attributes: dict[str, Any]) -> None:
+    for name, value in list(attributes.items()):
+        if value is _gone:
+            del attributes[name]
+        elif isinstance(value, dict) and name != "_modules":
+            _remove(value)
+
+
+def _choices(unit: Unit, memo: dict[int, Any], dims: dict[int, int]) -> Choices:
+    """What to make the copy of a unit with."""
+    known: Choices = unit.choices
+    choose: Callable[[nn.Parameter], Sharding] = lambda parameter: Sharding(dims[id(parameter)])  # noqa: E731
+    return replace(
+        known,
+        precision=unit.policy,
+        ignored=frozenset(memo.get(id(parameter), parameter) for parameter in known.ignored),
+        where=replace(known.where, choose=choose),
+    )
+
+
+def _fill(group: Group, index: int, blank: nn.Parameter) -> None:
+    """Put a copy of a shard into the modules that are to have it."""
+    sharded = group.members[index].sharded
+    parameter = successor_of(blank)
+    assert parameter is not None
+    made = group_of(parameter)
+    assert made is not None
+    member = next(each for each in made.members if each.sharded is parameter)
+    fresh = _torch.like_dtensor(sharded, _torch.local_of(sharded).detach().clone())
+    for site in member.sites:
+        site.put(_torch.as_parameter(fresh, sharded.requires_grad))
+
+
+def _take_settings(unit: Unit, new: dict[int, Unit]) -> None:
+    """Tell the copy of a unit what this one has been told."""
+    settings, made = unit.settings, new[id(unit)]
+    ahead = [
+        None
+        if refs is None
+        else [weakref.ref(new[id(each)]) for ref in refs if (each := ref()) is not None and id(each) in new]
+        for refs in (settings.prefetch_in_forward, settings.prefetch_in_backward)
+    ]
+    made.settings = replace(settings, prefetch_in_forward=ahead[0], prefetch_in_backward=ahead[1])
+    if len(made.groups) == len(unit.groups):
+        for mine, theirs in zip(made.groups, unit.groups):
+            for name in ("scale", "sums_only", "counts_unused"):
+                setattr(mine.gradients, name, getattr(theirs.gradients, name))
