@@ -61,7 +61,8 @@ def _saved_by_rank_0(method: Callable[..., Any]) -> Callable[..., Any]:
         if theirs or len(args) > 1 or kwargs.get("state_dict") is not None:
             return method(self, save_directory, *args, **kwargs)
         ranks, adapters = exchange("checkpoint_save"), _adapters(self)
-        modules = _safetensors_users(type(self)) if adapters is None else []
+        streams = adapters is None and kwargs.get("safe_serialization", True)  # which Transformers 4 can turn off
+        modules = _safetensors_users(type(self)) if streams else []
         asked = _Asked(self, ranks)
         state = promise(self.state_dict(keep_vars=True)) if modules else asked.for_whole(adapters)
 

@@ -76,12 +76,14 @@ class Promised(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if kwargs.get("device") is not None:
-            raise NotImplementedError(f"{func}: a promised tensor has no values yet to move to a device")
+        moved = kwargs.get("device") is not None
+        if moved and torch.device(kwargs["device"]).type != "cpu":
+            raise NotImplementedError(f"{func}: a promised tensor has no values yet to move to {kwargs['device']}")
         if _torch.writes(func):
             raise NotImplementedError(f"{func}: a promised tensor has no values yet to write to")
         given = [each for each in _torch.pytree_leaves((args, kwargs)) if isinstance(each, Promised)]
         shown_args, shown_kwargs = _torch.map_leaves(torch.Tensor, _show, (args, kwargs))
+        shown_kwargs |= {"device": "meta"} if moved else {}
         results, shape = _torch.tree_flatten(func(*shown_args, **shown_kwargs))
         memories = {_torch.storage_id(each._shown): each._memory for each in given}
         call = _Call(func, args, kwargs, frozenset().union(*(each.needs for each in given)))
