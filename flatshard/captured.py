@@ -87,6 +87,11 @@ class Captured:
         graph.check()
         return graph.replay(leaves)
 
+    @property
+    def captures_next(self) -> bool:
+        """Whether the next call is to make the first graph. On all ranks or on none."""
+        return not self._graphs and self._calls >= self._warmup
+
     def renew(self) -> None:
         """Forget all graphs, and their memory: the next calls run, and capture, the step anew."""
         self._graphs.clear()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flatshard.api import fully_shard
-from flatshard.optim.step import whole_optimizer
+from flatshard.optim.step import fully_shard_optimizer, whole_optimizer
 from flatshard.optim.together import Together
 from flatshard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from flatshard.train.model import Llama, mean_loss
@@ -113,7 +113,7 @@ def build_optimizer(model: nn.Module, blocks: list[nn.Module], settings: Setting
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    adamw = torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True)
+    adamw = fully_shard_optimizer(torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True))
     if not muon:
         return adamw
 
@@ -123,3 +123,12 @@ def build_optimizer(model: nn.Module, blocks: list[nn.Module], settings: Setting
         return torch.optim.Muon(matrices, **options)
 
     return Together([whole_optimizer(make, model, lambda name, parameter: parameter in inside), adamw])
+
+
+def set_capturable(optimizer: torch.optim.Optimizer, lr: Tensor | None) -> None:
+    """Where a graph is to hold the optimizer's step, it reads ``lr`` there. A checkpoint may say otherwise."""
+    for group in optimizer.param_groups:
+        if "capturable" in group:
+            group["capturable"] = lr is not None
+        if lr is not None:
+            group["lr"] = lr

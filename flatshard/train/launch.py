@@ -37,13 +37,19 @@ def run(settings: Settings) -> int:
     """Train as one rank of a job that torchrun started, or start the ranks here. Returns the exit status."""
     if started_world():
         return join(settings)
-    processes = _processes(settings)
+    processes = settings.processes or torch.cuda.device_count() or 2
     settings.rows_per_rank(processes)
+    _check_devices(settings, processes)
     return _start(settings, processes)
 
 
-def _processes(settings: Settings) -> int:
-    return settings.processes or torch.cuda.device_count() or 2
+def _check_devices(settings: Settings, processes: int) -> None:
+    """Mistake where steps are to be captured and not every process of this machine has a GPU."""
+    count = torch.cuda.device_count()
+    if settings.capture and count < processes:
+        raise Mistake(
+            f"--capture: CUDA graphs need a GPU for each of the {processes} processes here; there are {count}"
+        )
 
 
 def join(settings: Settings) -> int:
@@ -53,6 +59,7 @@ def join(settings: Settings) -> int:
     """
     local_rank, local_world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     kind = "cuda" if torch.cuda.device_count() >= local_world else "cpu"
+    _check_devices(settings, local_world)
     if kind == "cuda":
         torch.cuda.set_device(local_rank)
     elif "OMP_NUM_THREADS" not in os.environ:

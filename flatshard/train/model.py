@@ -15,6 +15,12 @@ from flatshard.train.shape import LlamaConfig
 __all__ = ["Llama", "LlamaConfig", "mean_loss"]
 
 
+def _again(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    """``function(*args)``, which runs again in backward. It draws no random numbers: nobody asks for their state."""
+    out: Tensor = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+    return out
+
+
 class Attention(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -83,8 +89,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         if self.recompute and self.training:
-            out: Tensor = checkpoint(self._forward, x, cos, sin, use_reentrant=False)
-            return out
+            return _again(self._forward, x, cos, sin)
         return self._forward(x, cos, sin)
 
     def _forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -122,7 +127,7 @@ def mean_loss(projection: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor
     if not chunk or len(labels) <= chunk:
         return F.cross_entropy(projection(rows).float(), labels)
     pairs = zip(rows.split(chunk), labels.split(chunk))
-    sums: list[Tensor] = [checkpoint(summed, *pair, use_reentrant=False) for pair in pairs]
+    sums: list[Tensor] = [_again(summed, *pair) for pair in pairs]
     return torch.stack(sums).sum() / len(labels)
 
 

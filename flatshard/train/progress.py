@@ -77,7 +77,8 @@ def headline(trainer: Trainer) -> str:
     tokens = len(trainer.text.tokens)
     amount = f"{tokens / 1e3:,.0f} kB" if trainer.text.vocab == 256 else f"{tokens:,} tokens"
     text = f"{trainer.text.name} ({amount})"
-    return f"{size} parameters on {ranks} ({trainer.device.type}, {trainer.settings.precision}), {text}"
+    how = [trainer.device.type, trainer.settings.precision, *["captured"] * trainer.settings.capture]
+    return f"{size} parameters on {ranks} ({', '.join(how)}), {text}"
 
 
 def resumed(settings: Settings, done: int) -> str:

@@ -16,7 +16,7 @@ FILE = "settings.yaml"  # in the folder of the run
 # What a run may change when it is continued.
 _FREE = {"processes", "steps", "recompute", "loss_chunk", "microbatches", "strategy", "replicas", "layout", "reshard"}
 _FREE |= {"offload", "sample", "sample_every", "prompt", "temperature", "checkpoint", "save_every", "keep", "losses"}
-_FREE |= {"tensorboard", "record", "timeout", "val_rows"}
+_FREE |= {"tensorboard", "record", "timeout", "val_rows", "capture"}
 
 
 class Mistake(ValueError):
@@ -61,6 +61,7 @@ class Settings:
     reduce_format: Literal["none", "int8", "bf16_fp32"] = "none"  # of gradients on the wire
     recompute: bool = False  # recompute blocks in backward to save memory
     loss_chunk: int = 1024  # tokens whose logits are there at a time; 0: all
+    capture: bool = False  # on GPUs: from the fourth on, steps are one CUDA graph, which the host launches at once
     # How it learns
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: of matrices inside blocks, and AdamW of the rest
     lr: float = 3e-3  # peak learning rate
@@ -95,11 +96,29 @@ class Settings:
             self._require(name, lambda value: value >= 0 and math.isfinite(value), "0 or more")
         self._require("lr", lambda value: value > 0 and math.isfinite(value), "more than 0")
         self._require("prompt", lambda value: value != "", "at least one character")
+        if self.capture:
+            self._check_capture()
         try:
             self.shape()
         except ValueError as error:  # an impossible shape
             raise Mistake(str(error)) from error
         return self
+
+    def _check_capture(self) -> None:
+        """Mistake where a graph cannot hold a step."""
+        reasons = {
+            "--offload": (self.offload, "a graph cannot step weights in host memory"),
+            "--experts": (self.experts > 0, "how many tokens an expert gets is read on the host"),
+            "--optimizer muon": (self.optimizer == "muon", "it reads its learning rate on the host"),
+            "--record": (self.record is not None, "a step that is replayed has nothing to record"),
+            "--model and --recompute": (
+                self.model is not None and self.recompute,
+                "Transformers' recompute reads the random state on the host",
+            ),
+        }
+        for flags, (is_so, reason) in reasons.items():
+            if is_so:
+                raise Mistake(f"--capture with {flags}: {reason}; leave one of them out")
 
     def _require(self, name: str, holds: Any, wanted: str) -> None:
         value = getattr(self, name)

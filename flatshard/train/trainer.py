@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor, Partial
 from flatshard import checkpoint
 from flatshard._recording import Recording, recording
 from flatshard.api import microbatch
-from flatshard.checkpoint.errors import exchange, together
+from flatshard.captured import Captured, capture
+from flatshard.checkpoint.errors import CheckpointError, exchange, together
 from flatshard.optim.clip import clip_grad_norm_
-from flatshard.train.build import build_model, build_optimizer, shard
+from flatshard.train.build import build_model, build_optimizer, set_capturable, shard
 from flatshard.train.data import Text, batch_rows, held_rows
 from flatshard.train.log import Log
 from flatshard.train.settings import FILE, Mistake, Settings
@@ -59,6 +60,9 @@ class Trainer:
         shard(self.model, blocks, settings, mesh)
         self.optimizer = build_optimizer(self.model, blocks, settings)
         self.done = self.reached = self._resume()  # steps that a checkpoint has, and that have been made
+        self._lr = torch.zeros((), device=self.device) if settings.capture else None
+        self._update = capture(self._eager) if settings.capture else self._eager
+        set_capturable(self.optimizer, self._lr)
         if settings.record is not None and settings.steps < self.done + _RECORDED[1]:
             raise Mistake(f"--record {settings.record}: takes step {_RECORDED[1]} of a run; give it more --steps")
         self._log: Log | None = None
@@ -133,20 +137,39 @@ class Trainer:
 
     def _step(self, number: int) -> Step:
         tokens, targets = batch_rows(self.text, self.settings, number, self.mesh.get_rank(), self.mesh.size())
+        lr = self.settings.lr_at(number)
+        if self._lr is not None:
+            self._lr.fill_(lr)
+        else:
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+        batch = tokens.to(self.device), targets.to(self.device)
+        is_first = isinstance(self._update, Captured) and self._update.captures_next
+        loss, norm = self._captured(batch) if is_first else self._update(*batch)
+        return Step(number, self._mean(loss), norm.clone(), lr)  # a graph writes to the same tensors again
+
+    def _eager(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean loss of this rank's rows, and the norm of the gradient, of which the model has made a step."""
         parts = self.settings.microbatches
         loss = torch.zeros((), device=self.device)
         for place, (inputs, labels) in enumerate(zip(tokens.chunk(parts), targets.chunk(parts))):
             with microbatch(self.model, is_last=place == parts - 1):
-                part = self.model(inputs.to(self.device), labels.to(self.device)) / parts
+                part = self.model(inputs, labels) / parts
                 part.backward()
             loss += part.detach()
         norm = clip_grad_norm_(self.model.parameters(), self.settings.clip or float("inf"))
-        lr = self.settings.lr_at(number)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return Step(number, self._mean(loss), norm, lr)
+        return loss, norm
+
+    def _captured(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """A step that becomes a graph. Mistake on all ranks where it cannot on one."""
+        made: list[tuple[Tensor, Tensor]] = []
+        try:
+            together(exchange("train_capture"), lambda: made.append(self._update(*batch)))
+        except CheckpointError as error:
+            raise Mistake(f"--capture: {error}") from error
+        return made[0]
 
     def _mean(self, value: Tensor) -> Tensor:
         """The mean over ranks, on each of them."""
