@@ -290,12 +290,24 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         "--activations", default="0", metavar="SIZE", help="of one rank, counted in the peak (default 0)"
     )
     parser.add_argument("--batch", type=int, metavar="ROWS", help="of a micro-batch and rank: estimates activations")
-    parser.add_argument("--length", type=int, metavar="TOKENS", help="of a row, for the same")
-    parser.add_argument("--recompute", action="store_true", help="blocks are recomputed, for the same")
+    parser.add_argument("--length", type=int, metavar="TOKENS", help="of a row, for the same and for attention's time")
+    parser.add_argument("--recompute", action="store_true", help="blocks are recomputed, for both")
+    parser.add_argument("--ep", type=int, metavar="N", help="experts in N parts on neighbouring ranks (default: tried)")
+    parser.add_argument("--experts-per-token", type=int, metavar="N", help="where the model's configuration is silent")
     parser.add_argument("--picture", action="store_true", help="and what fits at which number of devices")
     parser.add_argument("--spare", type=float, default=0.1, help="part of the memory that is left free (default 0.1)")
-    parser.add_argument("--tokens", type=float, help="per micro-batch and rank, for a lower bound of the step time")
-    parser.add_argument("--tflops", type=float, help="that a device reaches, for the same")
+    parser.add_argument(
+        "--tokens", type=float, help="per micro-batch and rank, for the step time (default: batch x length)"
+    )
+    parser.add_argument(
+        "--tflops", metavar="N", help="TFLOP/s that products reach, for the same; or 'measured', on this machine"
+    )
+    parser.add_argument(
+        "--memory-bandwidth", type=float, default=3.35, metavar="TB/S", help="of a device, for the same (default 3.35)"
+    )
+    parser.add_argument(
+        "--host-ms", type=float, default=2.7, help="the host's per unit and micro-batch, for the same; 0: captured"
+    )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures here too")
     parser.set_defaults(run=_plan, parser=parser)
 
@@ -307,10 +319,15 @@ def _plan(options: argparse.Namespace) -> int:
     try:
         if options.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer {options.optimizer!r} is not known; known are {', '.join(OPTIMIZERS)}")
-        if (options.tokens is None) != (options.tflops is None):
-            raise ValueError("a step time needs both --tokens and --tflops")
-        if (options.batch is None) != (options.length is None) or min(options.batch or 1, options.length or 1) < 1:
+        if (options.batch is not None and options.length is None) or min(options.batch or 1, options.length or 1) < 1:
             raise ValueError("activations are estimated from both --batch and --length, at least 1")
+        if options.tokens is None and options.batch is not None and options.tflops is not None:
+            options.tokens = float(options.batch * options.length)
+        if (options.tokens is None) != (options.tflops is None):
+            raise ValueError("a step time needs both --tokens, or --batch and --length, and --tflops")
+        tflops = _tflops(options.tflops)
+        if any(given is not None and given < 1 for given in (options.ep, options.experts_per_token)):
+            raise ValueError("--ep and --experts-per-token are at least 1")
         network = get_network(options.network, options.ranks_per_node)
         memory, activations = _size("memory", options.memory), _size("activations", options.activations)
         if options.devices < 1:
@@ -321,13 +338,19 @@ def _plan(options: argparse.Namespace) -> int:
         from flatshard.policy import MixedPrecisionPolicy
         from flatshard.tools.plan import Machine, Training, make_plan, picture
         from flatshard.tools.shapes import load_model
+        from flatshard.tools.timing import Speed, measured_flops
 
+        param_dtype = _dtype("param", options.param_dtype)
+        model = load_model(options.model, options.units or "auto", options.experts_per_token)
         if options.batch is not None:
             activations += _activations(options)
+        if tflops == "measured":
+            tflops = measured_flops(model, options.tokens, param_dtype) / 1e12
+            print(f"measured here: {tflops:,.1f} TFLOP/s\n")
         machine = Machine(options.devices, memory, network, options.spare)
         training = Training(
             precision=MixedPrecisionPolicy(
-                param_dtype=_dtype("param", options.param_dtype),
+                param_dtype=param_dtype,
                 reduce_dtype=_dtype("reduce", options.reduce_dtype),
                 main_dtype=_dtype("main", options.main_dtype),
                 grad_dtype=_dtype("grad", options.grad_dtype),
@@ -338,10 +361,18 @@ def _plan(options: argparse.Namespace) -> int:
             state=OPTIMIZERS[options.optimizer],
             microbatches=options.microbatches,
             activations=activations,
-            tokens=options.tokens,
-            flops=None if options.tflops is None else 1e12 * options.tflops,
+            speed=None
+            if tflops is None
+            else Speed(
+                1e12 * tflops,
+                options.tokens,
+                options.length,
+                options.recompute,
+                1e12 * options.memory_bandwidth,
+                1e-3 * options.host_ms,
+            ),
+            expert_parts=options.ep,
         )
-        model = load_model(options.model, options.units or "auto")
         found = make_plan(model, machine, training)
         drawn = picture(model, machine, training) if options.picture else None
         if options.json:
@@ -358,6 +389,16 @@ def _plan(options: argparse.Namespace) -> int:
 def _pair(given: list[Any] | None) -> Any:
     """What was given once stands alone."""
     return given[0] if given is not None and len(given) == 1 else given and tuple(given)
+
+
+def _tflops(given: str | None) -> Any:
+    """A number, "measured", or None."""
+    if given is None or given == "measured":
+        return given
+    try:
+        return float(given)
+    except ValueError:
+        raise ValueError(f"--tflops {given!r}: must be a number of TFLOP/s, or 'measured'") from None
 
 
 def _activations(options: argparse.Namespace) -> int:

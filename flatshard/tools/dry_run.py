@@ -25,20 +25,24 @@ from flatshard.engine.weights import Group
 from flatshard.policy import MixedPrecisionPolicy
 from flatshard.tools.groups import Choice, GroupBytes
 from flatshard.tools.shapes import Call, Model
+from flatshard.tools.timing import Clock, Estimate
 
 # Called with the bytes that come, or go: of main gradients, of gathered weights, of gradients on their way.
 Note = Callable[[int, int, int], None]
 
 
 class DryRun:
-    """``gathers``: per unit, how often the last step has gathered its weights in forward, and in backward."""
+    """``gathers``: of each group of each unit, how often the last step has gathered it in forward, and in backward."""
 
     def __init__(self, model: Model, groups: Sequence[Sequence[GroupBytes]], choice: Choice, note: Note) -> None:
-        self.gathers = [[0] * len(model.units), [0] * len(model.units)]
         self._groups = [[_Group(sizes, choice, self, number) for sizes in unit] for number, unit in enumerate(groups)]
         self._modules: dict[int, list[_Module]] = {}
         self._note, self.is_noting = note, False
         self._accumulates = choice.microbatches > 1
+        self.clock: Clock | None = None
+        self.is_last = True  # of the micro-batches of a step
+        self._refreshed: set[_Source] = set()
+        self._model = model
         self._root = self._module(model.root)
         self._units = []
         for number, modules in self._modules.items():
@@ -58,8 +62,39 @@ class DryRun:
         for self.is_noting, is_last in passes:
             for unit in self._units:
                 unit.settings.is_last = is_last
-            self.gathers = [[0] * len(counts) for counts in self.gathers]
+            for group in (group for unit in self._groups for group in unit):
+                group.gathers = [0, 0]
             self._root(torch.zeros(1)).sum().backward()
+
+    def timed(self, clock: Clock, microbatches: int) -> Estimate:
+        """How long a step takes. Of many micro-batches, those in the middle are like the second."""
+        self.step()  # tells the engine the order
+        self.clock = clock
+        passes = min(microbatches, 3)
+        for number in range(passes):
+            self.is_last = number == passes - 1
+            for unit in self._units:
+                unit.settings.is_first, unit.settings.is_last = number == 0, self.is_last
+            began = clock.marks
+            self._root(torch.zeros(1)).sum().backward()
+            if number == 1:
+                clock.repeat(microbatches - passes, began)
+        groups = [group.sizes for unit in self._groups for group in unit]
+        return clock.finish(groups, len(self._units) * microbatches)
+
+    def launched(self, source: _Source, group: GroupBytes, is_parked: bool) -> Ticket:
+        """A gather, and before it, once a step, what derives the weights that it gathers."""
+        clock = self.clock
+        if clock is None:
+            return Ticket()
+        launches = [] if source in self._refreshed else group.refreshes()
+        self._refreshed.add(source)
+        end = clock.launch("gather", [*launches, *group.gathers(parked=is_parked)])
+        return Ticket(then=lambda: clock.wait(end))
+
+    def used(self, unit: int, group: GroupBytes, position: int, backward: bool) -> None:
+        if self.clock is not None:
+            self.clock.use(self._model.units[unit], group, position, backward)
 
     def _module(self, call: Call) -> _Module:
         module = _Module([self._module(inner) for inner in call.inner], self._groups[call.unit])
@@ -72,10 +107,14 @@ class DryRun:
         if self.is_noting:
             self._note(gradients, gathered, staging)
 
-    def gathered(self, unit: int) -> None:
+    @property
+    def gathers(self) -> list[list[list[int]]]:
+        return [[group.gathers for group in unit] for unit in self._groups]
+
+    def gathered(self, group: _Group) -> None:
         scope = self._root_unit.scope
         assert scope is not None
-        self.gathers[scope.program.running is Pass.BACKWARD][unit] += 1
+        group.gathers[scope.program.running is Pass.BACKWARD] += 1
 
 
 class _Module(nn.Module):
@@ -103,10 +142,12 @@ class _Use(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: _Group, position: int, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         ctx.group, ctx.position, ctx.count = group, position, len(parameters)
+        group.run.used(group.number, group.sizes, position, backward=False)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.group.run.used(ctx.group.number, ctx.group.sizes, ctx.position, backward=True)
         ctx.group.gradients_appear(ctx.position)
         return None, None, grads[0], *[torch.zeros(1) for _ in range(ctx.count)]
 
@@ -115,13 +156,14 @@ class _Group(Group):
     """Weights that are one number each, and take the bytes that ``sizes`` says."""
 
     def __init__(self, sizes: GroupBytes, choice: Choice, run: DryRun, unit: int) -> None:
-        self.sizes, self.run = sizes, run
+        self.sizes, self.run, self.number = sizes, run, unit
         self.calls = 0  # forwards of a pass that use it
+        self.gathers = [0, 0]
         self._appeared = 0  # how often a backward has given gradients
         parameters = [nn.Parameter(torch.zeros(1), requires_grad=sizes.trainable) for _ in sizes.tensors]
         self.members = [Member("", [], parameter, parameter) for parameter in parameters]
         self.placements, self.is_extended = sizes.placements, False
-        self.source = _Source(self, unit)
+        self.source = _Source(self)
         self.gradients = _Gradients(self, choice)
         self.look = self  # type: ignore[assignment]
         self.is_full, self.users, self.ticket, self._watched = False, None, None, False
@@ -155,19 +197,19 @@ class _Group(Group):
 
 
 class _Source(Source):
-    def __init__(self, group: _Group, unit: int) -> None:
-        self._group, self._unit = group, unit
+    def __init__(self, group: _Group) -> None:
+        self._group = group
         self._pool: Pool | None = None
         self._is_parked = False
         self.is_resident = group.sizes.is_resident
 
     def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
         self._pool = pool
-        self._group.run.gathered(self._unit)
+        self._group.run.gathered(self._group)
         sizes = self._group.sizes
         self._add(sizes.gathered + sizes.passing)
         self._add(-sizes.passing)
-        return Ticket()
+        return self._group.run.launched(self, sizes, self._is_parked)
 
     def release(self) -> None:
         self._add(-self._group.sizes.gathered)
@@ -209,7 +251,15 @@ class _Gradients(Gradients):
         fresh = not self._accumulates or ends
         note(gradients=sizes.main_grad if fresh else 0, staging=sizes.reducing)
         ended = sizes.accumulated if ends else 0
-        return Reduction(Ticket(then=lambda: note(gradients=-ended, staging=-sizes.arriving - sizes.reducing)), name)
+        run, clock = self._group.run, self._group.run.clock
+        end = 0.0 if clock is None else clock.launch("reduce", sizes.reduces(run.is_last))
+
+        def over() -> None:
+            note(gradients=-ended, staging=-sizes.arriving - sizes.reducing)
+            if clock is not None:
+                clock.wait(end)
+
+        return Reduction(Ticket(then=over), name)
 
 
 _CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 import torch
@@ -13,6 +13,7 @@ from flatshard.engine.formats import Formats
 from flatshard.layout import Layout, Placement, Replicate, is_sharded, least_padded_dim, plan
 from flatshard.layout.planner import LayoutName
 from flatshard.policy import MixedPrecisionPolicy, Placements, SchedulePolicy, replicated
+from flatshard.rehearsal.network import Level, Network
 from flatshard.tools.shapes import Tensor
 
 StateOf: TypeAlias = Callable[[tuple[int, ...], int], float]
@@ -26,6 +27,8 @@ class Choice:
     ``state``: tensors of a parameter's size that the optimizer keeps, in the dtype of main weights: 2 for AdamW. Or a
     function of a parameter's shape and of the bytes of a main weight: bytes of state for each of its elements.
     ``microbatches``: of one optimizer step, each inside `flatshard.microbatch`.
+    ``expert_parts``: so many neighbours along the last axis have different experts; each part is sharded over the rest.
+    ``stride``: how far apart, in ranks, neighbours along the last axis are.
     """
 
     mesh: tuple[int, ...]
@@ -36,12 +39,19 @@ class Choice:
     schedule: SchedulePolicy = field(default_factory=SchedulePolicy)
     state: int | StateOf = 2
     microbatches: int = 1
+    expert_parts: int = 1
+    stride: int = 1
 
     def __post_init__(self) -> None:
         if len(self.placements.parameter) != len(self.mesh):
             raise ValueError(f"placements name {len(self.placements.parameter)} axes; the mesh has {len(self.mesh)}")
         if any(size < 1 for size in self.mesh) or self.microbatches < 1 or self.state_of((1,), 1) < 0:
             raise ValueError("sizes of axes and micro-batches are at least 1, tensors of optimizer state at least 0")
+
+    def of_experts(self) -> Choice:
+        """How experts are sharded, of which this rank has one part."""
+        *outer, last = self.mesh
+        return replace(self, mesh=(*outer, last // self.expert_parts), stride=self.expert_parts)
 
     def state_of(self, shape: tuple[int, ...], size: int) -> float:
         """Bytes of optimizer state for each element of a parameter, whose main weights have ``size`` bytes each."""
@@ -64,7 +74,8 @@ class Choice:
 class Launch:
     """``times`` collectives of a step on a full message of ``size`` bytes each, among ranks along one axis.
 
-    ``among``: how many neighbours along that axis take part. ``reduces``: it brings gradients, whatever its kind.
+    ``among``: how many neighbours along that axis take part, ``stride`` ranks apart. ``reduces``: it brings gradients,
+    whatever its kind.
     """
 
     kind: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
@@ -74,6 +85,11 @@ class Launch:
     segments: int
     times: int
     reduces: bool = False
+    stride: int = 1
+
+    def level(self, network: Network) -> Level:
+        """The link that it is charged at."""
+        return network.level(range(0, self.among * self.stride, self.stride))
 
 
 class GroupBytes:
@@ -204,17 +220,33 @@ class GroupBytes:
 
     def launches(self, forward: int, backward: int) -> list[Launch]:
         """Of a step whose micro-batches gather the weights so many times each."""
-        found = []
-        rounds, parameter, main = self.choice.microbatches, self.placements.parameter, self.placements.optimizer
-        if self.is_resident or parameter != main:
-            found += self._gathers(main, parameter, 1)
-        if not self.is_resident:
-            everywhere = replicated(len(main)).parameter
-            parked = backward if self.parked else 0
-            found += self._gathers(parameter, everywhere, rounds * (forward + backward - parked))
-            if parked and self.choice.park:
-                found.append(self._launch("all_gather", len(main) - 1, everywhere, rounds * parked, self.choice.park))
-        return [launch for launch in [*found, *self._reduces(rounds)] if launch.times and launch.among > 1]
+        rounds, parked = self.choice.microbatches, backward if self.parked else 0
+        found = [*self.refreshes(), *self.gathers(rounds * (forward + backward - parked))]
+        found += self.gathers(rounds * parked, parked=True)
+        return [*found, *self.reduces()]
+
+    def refreshes(self) -> list[Launch]:
+        """Once a step: compute weights that rest otherwise than main are derived from it."""
+        parameter, main = self.placements.parameter, self.placements.optimizer
+        return _real(self._gathers(main, parameter, 1)) if self.is_resident or parameter != main else []
+
+    def gathers(self, times: int = 1, parked: bool = False) -> list[Launch]:
+        """Full weights for a pass; ``parked``: from a smaller group."""
+        if self.is_resident:
+            return []
+        everywhere = replicated(len(self.choice.mesh)).parameter
+        if parked and self.choice.park:
+            return _real([self._launch("all_gather", len(everywhere) - 1, everywhere, times, self.choice.park)])
+        return _real(self._gathers(self.placements.parameter, everywhere, times))
+
+    def reduces(self, is_last: bool | None = None) -> list[Launch]:
+        """Of all micro-batches; or of one, the last or another."""
+        rounds = self.choice.microbatches
+        found = _real(self._reduces(rounds))
+        return found if is_last is None else [x for x in found if is_last or x.times == rounds]
+
+    def _stride(self, axis: int) -> int:
+        return self.choice.stride * math.prod(self.choice.mesh[axis + 1 :])
 
     def _gathers(self, source: Sequence[Placement], target: Sequence[Placement], times: int) -> list[Launch]:
         found, current = [], list(source)
@@ -236,16 +268,16 @@ class GroupBytes:
             if self.formats.reduces[axis] is not None:
                 size = self.formats.reduce_coder(axis, self.reduce).wire.piece * self._pieces(held)
                 if is_sharded(final):
-                    found.append(Launch("all_to_all", axis, among, size, 1, times, reduces=True))
+                    found.append(Launch("all_to_all", axis, among, size, 1, times, True, self._stride(axis)))
                     held[axis] = final
                 else:
-                    found.append(Launch("all_gather", axis, among, among * size, 1, times, reduces=True))
+                    found.append(Launch("all_gather", axis, among, among * size, 1, times, True, self._stride(axis)))
             elif is_sharded(final):
                 found.append(self._launch("reduce_scatter", axis, held, times))
                 held[axis] = final
             else:
                 size = self._numel(held) * self.reduce.itemsize
-                found.append(Launch("all_reduce", axis, among, size, 1, times, reduces=True))
+                found.append(Launch("all_reduce", axis, among, size, 1, times, True, self._stride(axis)))
         return found
 
     def _launch(
@@ -258,17 +290,27 @@ class GroupBytes:
     ) -> Launch:
         """``full``: what the full message of the collective holds. ``among``: of parked weights, which are decoded."""
         if kind == "all_gather" and self.piece and among is None:
-            return Launch(kind, axis, self.choice.mesh[axis], self.piece * self._pieces(full), 1, times)
+            size = self.piece * self._pieces(full)
+            return Launch(kind, axis, self.choice.mesh[axis], size, 1, times, stride=self._stride(axis))
         dtype = self.wire if kind == "all_gather" else self.reduce
         size = self.layout.run_numel * self._pieces(full) * dtype.itemsize
         segments = sum(segment.piece > 0 for segment in self.layout.segments)
         reduces = kind == "reduce_scatter"
-        return Launch(kind, axis, among or self.choice.mesh[axis], size, segments, times, reduces)
+        return Launch(kind, axis, among or self.choice.mesh[axis], size, segments, times, reduces, self._stride(axis))
+
+
+def _real(launches: list[Launch]) -> list[Launch]:
+    return [launch for launch in launches if launch.times and launch.among > 1]
 
 
 def groups_of(unit: Sequence[Tensor], choice: Choice) -> list[GroupBytes]:
-    """The groups that tensors of a unit make: of the same dtype and need of a gradient, with and without dims."""
+    """The groups that tensors of a unit make: of the same dtype, need of a gradient and mesh, with and without dims."""
     by_kind: dict[tuple[object, ...], list[Tensor]] = {}
+    parts = choice.expert_parts
     for tensor in unit:
-        by_kind.setdefault((tensor.dtype, tensor.trainable, len(tensor.shape) > 0), []).append(tensor)
-    return [GroupBytes(tensors, choice) for tensors in by_kind.values()]
+        apart = parts > 1 and tensor.is_expert
+        if apart:  # those of this rank, which get the tokens of all its neighbours
+            count, *rest = tensor.shape
+            tensor = replace(tensor, shape=(count // parts, *rest), used=tensor.used * parts)
+        by_kind.setdefault((tensor.dtype, tensor.trainable, len(tensor.shape) > 0, apart), []).append(tensor)
+    return [GroupBytes(tensors, choice.of_experts() if kind[3] else choice) for kind, tensors in by_kind.items()]

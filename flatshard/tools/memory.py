@@ -26,9 +26,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+from flatshard.rehearsal.network import Network
 from flatshard.tools.dry_run import DryRun
-from flatshard.tools.groups import Choice, Launch, groups_of
+from flatshard.tools.groups import Choice, GroupBytes, Launch, groups_of
 from flatshard.tools.shapes import Model
+from flatshard.tools.timing import Clock, Estimate, Speed
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,7 @@ class Memory:
 
 def memory_of(model: Model, choice: Choice) -> Memory:
     """What training ``model`` takes of one rank, and sends."""
-    alike = {tensors: groups_of(tensors, choice) for tensors in dict.fromkeys(unit.tensors for unit in model.units)}
-    groups = [alike[unit.tensors] for unit in model.units]
+    groups = _groups(model, choice)
     every = [group for unit in groups for group in unit]
     resting = Bytes(*(sum(getattr(group, name) for group in every) for name in ("main", "compute", "state")))
     fullest = _Fullest(replace(resting, gradients=sum(group.accumulated for group in every)))
@@ -72,11 +73,22 @@ def memory_of(model: Model, choice: Choice) -> Memory:
     run.step()
     launches = [
         launch
-        for number, unit in enumerate(groups)
-        for group in unit
-        for launch in group.launches(run.gathers[0][number], run.gathers[1][number])
+        for unit, counts in zip(groups, run.gathers)
+        for group, count in zip(unit, counts)
+        for launch in group.launches(*count)
     ]
     return Memory(resting, fullest.peak, fullest.most_gathered, fullest.most_staging, tuple(launches))
+
+
+def time_of(model: Model, choice: Choice, speed: Speed, network: Network) -> Estimate:
+    """How long a step of that takes."""
+    run = DryRun(model, _groups(model, choice), choice, lambda *sizes: None)
+    return run.timed(Clock(speed, network, model.width), choice.microbatches)
+
+
+def _groups(model: Model, choice: Choice) -> list[list[GroupBytes]]:
+    alike = {tensors: groups_of(tensors, choice) for tensors in dict.fromkeys(unit.tensors for unit in model.units)}
+    return [alike[unit.tensors] for unit in model.units]
 
 
 class _Fullest:

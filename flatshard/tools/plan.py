@@ -12,10 +12,11 @@ import torch
 
 from flatshard.layout.planner import LayoutName
 from flatshard.policy import MixedPrecisionPolicy, Strategy, placements_for
-from flatshard.rehearsal.network import Level, Network, wire_bytes
+from flatshard.rehearsal.network import Network, wire_bytes
 from flatshard.tools.groups import Choice, Launch, StateOf
-from flatshard.tools.memory import Memory, memory_of
+from flatshard.tools.memory import Memory, memory_of, time_of
 from flatshard.tools.shapes import Model
+from flatshard.tools.timing import Estimate, Speed
 
 _STRATEGIES: tuple[tuple[str, Strategy, Strategy | None], ...] = (
     ("ZeRO 0", "no_shard", None),
@@ -51,9 +52,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class Training:
-    """``activations``: bytes of one rank, and ``tokens`` of one micro-batch and rank; ``flops`` that a device reaches.
+    """``activations``: bytes of one rank. ``speed``: what a device does, for the time of a step.
 
-    ``state`` and ``microbatches`` are as in `Choice`.
+    ``state`` and ``microbatches`` are as in `Choice`. ``expert_parts``: in how many parts experts are tried, beside not
+    at all; None: in as many as a node allows.
     """
 
     precision: MixedPrecisionPolicy = MixedPrecisionPolicy()
@@ -61,18 +63,21 @@ class Training:
     state: int | StateOf = 2
     microbatches: int = 1
     activations: float = 0.0
-    tokens: float | None = None
-    flops: float | None = None
+    speed: Speed | None = None
+    expert_parts: int | None = None
 
 
 @dataclass(frozen=True)
 class Row:
     """One strategy. ``gathers`` and ``reduces``: bytes that a rank sends in a step; ``wire``: modelled seconds.
 
-    ``step``: seconds that a step takes at least, however well communication and compute overlap; None if unknown.
+    ``step``: its estimated time; None if nobody has said how fast a device is. ``ep``: parts of the experts.
     """
 
-    name: str
+    kind: str
+    strategy: Strategy
+    outer: Strategy | None
+    ep: int
     mesh: tuple[int, ...]
     memory: Memory
     gathers: float
@@ -80,7 +85,17 @@ class Row:
     wire: float
     peak: float  # with activations
     fits: bool
-    step: float | None
+    step: Estimate | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} ep {self.ep}" if self.ep > 1 else self.kind
+
+    @property
+    def cost(self) -> tuple[float, float]:
+        """What is least in the best one: time, to two digits; then memory."""
+        seconds = self.wire if self.step is None else float(f"{self.step.total:.2g}")
+        return seconds, self.peak
 
 
 @dataclass(frozen=True)
@@ -98,6 +113,7 @@ class Plan:
     advice: str | None
     why: str
     formats: str = ""
+    experts: tuple[str, ...] = ()  # classes of modules that hold nothing else
 
     @property
     def state_per_parameter(self) -> float:
@@ -107,7 +123,7 @@ class Plan:
     def to_json(self) -> str:
         rows: list[dict[str, Any]] = []
         for row in self.rows:
-            found = asdict(row)
+            found = {"name": row.name, **asdict(row)}
             found["memory"].pop("launches")
             for moment in ("resting", "peak"):
                 found["memory"][moment]["total"] = getattr(row.memory, moment).total
@@ -138,18 +154,18 @@ class Plan:
 
     def python(self) -> str:
         """The lines that shard a model as advised; none if nothing fits."""
-        if self.best is None:
+        row = self.best
+        if row is None:
             return ""
-        _, strategy, outer = next(each for each in _STRATEGIES if each[0] == self.advice)
         precision = self.training.precision
         named = {name: getattr(precision, name) for name in ("param_dtype", "reduce_dtype", "main_dtype", "grad_dtype")}
         named |= {name: getattr(precision, name) for name in ("gather_format", "reduce_format")}
         said = {name: value if isinstance(value, torch.dtype) else repr(value) for name, value in named.items()}
         dtypes = ", ".join(f"{name}={said[name]}" for name, value in named.items() if value is not None)
-        axes = {1: '("dp",)', 2: '("replicas", "shard")'}[len(self.best.mesh)]
+        axes = ("dp",) if len(row.mesh) == 1 else ("replicas", "shard")
         choices = ["mesh=mesh", "mp_policy=policy"]
-        choices += [f'strategy="{strategy}"'] if strategy != "optim_grads_params" else []
-        choices += [f'outer_strategy="{outer}"'] if outer == "optim" else []
+        choices += [f'strategy="{row.strategy}"'] if row.strategy != "optim_grads_params" else []
+        choices += [f'outer_strategy="{row.outer}"'] if row.outer == "optim" else []
         choices += [f'layout="{self.training.layout}"'] if self.training.layout != "tensor" else []
         kept = self.kept_bytes
         if kept:
@@ -158,11 +174,23 @@ class Plan:
                 f"schedule=SchedulePolicy(keep_for_backward={kept:,})".replace(",", "_"),
             ]
         names = ["MixedPrecisionPolicy", *["SchedulePolicy"] * bool(kept), "shard_model"]
+        lines = [_mesh("mesh", row.mesh, axes), f"policy = MixedPrecisionPolicy({dtypes})"]
+        if row.ep > 1:
+            names.insert(0, "Experts")
+            *outer, last = row.mesh
+            sparse = (*outer, last // row.ep, row.ep)
+            lines.append(_mesh("sparse", sparse, (*axes[:-1], "edp", "ep")))
+            same = ", ".join(f'"{axis}"' for axis in (*axes[:-1], "edp"))
+            lines.append(f'experts = Experts({list(self.experts)}, mesh=sparse[{same}], apart=sparse["ep"])')
+            choices.append("experts=experts")
+        if "your_model.Experts" in self.experts and row.ep > 1:
+            lines.append("# your_model.Experts: what holds this rank's experts, stacked, and nothing else")
         return "\n".join(
             [
+                "import torch",
+                "from torch.distributed.device_mesh import init_device_mesh",
                 f"from flatshard import {', '.join(names)}",
-                f'mesh = init_device_mesh("cuda", {self.best.mesh}, mesh_dim_names={axes})',
-                f"policy = MixedPrecisionPolicy({dtypes})",
+                *lines,
                 f"shard_model(model, {', '.join(choices)})",
             ]
         )
@@ -184,8 +212,9 @@ class Plan:
     def table(self) -> str:
         """Text for a terminal."""
         machine, training = self.machine, self.training
+        timed = self.rows[0].step is not None
         header = ["", "mesh", "resting", "main", "compute", "state", "grads", "gathered", "staging", "peak"]
-        header += ["gathers", "reduces", "wire ms", *["step ms"] * (self.rows[0].step is not None), "fits"]
+        header += ["gathers", "reduces", "wire ms", *["step ms", "waits"] * timed, "fits"]
         lines = [header]
         for row in self.rows:
             peak, resting = row.memory.peak, row.memory.resting
@@ -200,7 +229,7 @@ class Plan:
             ]
             sizes += [row.peak, row.gathers, row.reduces]
             line = [row.name, " x ".join(map(str, row.mesh)), *map(_gb, sizes), f"{1e3 * row.wire:,.1f}"]
-            line += [f"{1e3 * row.step:,.1f}"] if row.step is not None else []
+            line += [f"{1e3 * row.step.total:,.1f}", f"{1e3 * row.step.waits:,.1f}"] if row.step is not None else []
             lines.append([*line, "yes" if row.fits else "no"])
         widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
         table = [
@@ -219,42 +248,92 @@ class Plan:
             f"overlapped or not. fits: the peak leaves {100 * machine.spare:.0f}% of the memory to others.",
             f"state: of the optimizer, {self.state_per_parameter:.2f} bytes per parameter.",
         ]
-        if self.rows[0].step is not None:
-            notes.append(
-                "step: at least so long: the busier link's time, or 6 FLOPs per weight and token if that is more."
-            )
+        notes += self._of_time()
         code = self.python()
         return "\n".join(
             [*notes, "", *([code, ""] if code else []), self.why, *([self.formats] if self.formats else [])]
         )
 
+    def _of_time(self) -> list[str]:
+        """What to know of the times, and of experts."""
+        notes, step = [], self.rows[0].step
+        if step is not None:
+            notes.append("step: estimated (docs/plan.md); waits: the part of it in which compute waits for the wire.")
+        slow = [row.name for row in self.rows if row.step is not None and row.step.total <= row.step.host]
+        if slow:
+            notes.append(
+                f"The host is what a step of {', '.join(slow)} waits for; captured steps do not (--host-ms 0)."
+            )
+        if any(row.ep > 1 for row in self.rows):
+            notes.append(
+                "ep: ranks in a row that have different experts. "
+                + ("wire and step have the tokens that they send each other." if step is not None else "")
+                + ("Tokens that they send are not counted: give --tokens and --tflops." if step is None else "")
+            )
+        return notes
+
+
+def _mesh(name: str, sizes: tuple[int, ...], axes: tuple[str, ...]) -> str:
+    quoted = ", ".join(f'"{axis}"' for axis in axes) + "," * (len(axes) == 1)
+    return f'{name} = init_device_mesh("cuda", {sizes}, mesh_dim_names=({quoted}))'
+
 
 def make_plan(model: Model, machine: Machine, training: Training) -> Plan:
     """Compare the strategies that fit the number of devices."""
     rows = tuple(
-        _row(name, model, _choice(strategy, outer, machine, training), machine, training)
+        _row(name, strategy, outer, ep, model, machine, training)
+        for ep in _parts(model, machine, training)
         for name, strategy, outer in _STRATEGIES
-        if outer is None or _nodes(machine) > 1
+        if (outer is None or _nodes(machine) > 1) and _can_part(ep, outer, machine)
     )
+    experts = model.experts
     fitting = [row for row in rows if row.fits]
     if not fitting:
-        return Plan(
-            model.numel, len(model.units), machine, training, rows, None, _why_not(model, machine, training, rows)
-        )
-    best = min(fitting, key=lambda row: (row.wire, row.peak))
+        why = _why_not(model, machine, training, rows)
+        return Plan(model.numel, len(model.units), machine, training, rows, None, why, experts=experts)
+    best = min(fitting, key=lambda row: row.cost)
     left = machine.memory - best.peak
     why = f"{best.name}: {_gb(left)} GB of each device are left, and "
     others = [row for row in fitting if row is not best]
     if not others:
         why += "nothing else fits."
+    elif best.step is not None:
+        why += f"of the {len(fitting)} that fit it is fastest, {1e3 * best.step.total:,.0f} ms per step"
     else:
         why += (
             f"of the {len(fitting)} that fit it has the least to send: {1e3 * best.wire:,.1f} ms per step on the wire"
         )
+    if others:
         leaner = min(fitting, key=lambda row: row.peak)
         why += "." if leaner is best else f". {leaner.name} takes least memory: {_gb(best.peak - leaner.peak)} GB less."
     formats = _formats(model, machine, training, best)
-    return Plan(model.numel, len(model.units), machine, training, rows, best.name, why, formats)
+    return Plan(model.numel, len(model.units), machine, training, rows, best.name, why, formats, experts)
+
+
+def _parts(model: Model, machine: Machine, training: Training) -> list[int]:
+    """In how many parts experts may lie apart: 1, and as many as a node, the devices and the experts allow."""
+    counts = model.expert_counts
+    if not counts:
+        if training.expert_parts not in (None, 1):
+            raise ValueError("the model has no experts that could lie apart: modules whose class ends with 'Experts'")
+        return [1]
+
+    def divides(parts: int) -> bool:
+        return machine.devices % parts == 0 and all(count % parts == 0 for count in counts)
+
+    given = training.expert_parts
+    if given is not None:
+        if not divides(given):
+            what = f"{', '.join(map(str, sorted(counts)))} experts on {machine.devices} devices"
+            raise ValueError(f"{what} cannot be in {given} parts")
+        return [given]
+    inside = min(machine.network.ranks_per_node, machine.devices)
+    return sorted({1, max(parts for parts in range(1, inside + 1) if divides(parts) and inside % parts == 0)})
+
+
+def _can_part(ep: int, outer: Strategy | None, machine: Machine) -> bool:
+    """Whether experts can lie apart: on one axis, or where the inner one has room; those of HFSDP cannot."""
+    return ep == 1 or outer is None or (outer != "optim" and machine.devices // _nodes(machine) % ep == 0)
 
 
 def _formats(model: Model, machine: Machine, training: Training, best: Row) -> str:
@@ -262,9 +341,8 @@ def _formats(model: Model, machine: Machine, training: Training, best: Row) -> s
     precision, has = training.precision, training.precision.has_formats
     none = replace(precision, gather_format=None, reduce_format=None)
     other = none if has else replace(precision, gather_format="int8", reduce_format="int8")
-    ((_, strategy, outer),) = [each for each in _STRATEGIES if each[0] == best.name]
     changed = replace(training, precision=other)
-    row = _row(best.name, model, _choice(strategy, outer, machine, changed), machine, changed)
+    row = _row(best.kind, best.strategy, best.outer, best.ep, model, machine, changed)
     plain, coded = (row, best) if has else (best, row)
     if not has and coded.wire > 0.9 * plain.wire:
         return ""
@@ -272,26 +350,33 @@ def _formats(model: Model, machine: Machine, training: Training, best: Row) -> s
     text += f" the wire from {1e3 * plain.wire:,.1f} to {1e3 * coded.wire:,.1f} ms"
     if plain.step is None or coded.step is None:
         return f"{text}. Give --tokens and --tflops to see whether a step is bound by it."
-    if coded.step < 0.99 * plain.step:
-        return f"{text}, and a step from at least {1e3 * plain.step:,.1f} to {1e3 * coded.step:,.1f} ms."
+    if coded.step.total < 0.97 * plain.step.total:
+        added = "" if has else ' Then: policy = MixedPrecisionPolicy(..., gather_format="int8", reduce_format="int8")'
+        return f"{text}, and a step from {1e3 * plain.step.total:,.1f} to {1e3 * coded.step.total:,.1f} ms.{added}"
     return f"{text}. That does not pay: compute can hide it in either case."
 
 
 def picture(model: Model, machine: Machine, training: Training) -> str:
     """What fits at which number of devices: a row for each strategy, a mark for each power of two."""
     counts = [1 << power for power in range(13) if 1 << power <= 8 * max(machine.devices, 8)]
-    plans = [make_plan(model, replace(machine, devices=count), training) for count in counts]
-    width = max(len(str(count)) for count in counts) + 1
-    lines = ["fits on     " + "".join(str(count).rjust(width) for count in counts) + "  devices"]
-    for name, *_ in _STRATEGIES:
-        marks = ""
-        for plan in plans:
-            row = next((row for row in plan.rows if row.name == name), None)
-            sign = " " if row is None else "#" if row.fits else "."
-            marks += sign.rjust(width)
-        if marks.strip():
-            lines.append(name.ljust(12) + marks)
-    return "\n".join([*lines, "", f"#: fits in {_gb(machine.usable)} GB, .: does not"])
+    bytes_only = replace(training, speed=None)
+    plans = [make_plan(model, replace(machine, devices=count), bytes_only) for count in counts]
+    marks = [{row.kind + " ep" * (row.ep > 1): "#" if row.fits else "." for row in plan.rows} for plan in plans]
+    names = sorted({name for each in marks for name in each}, key=_place)
+    wide, width = max(12, *(len(name) + 2 for name in names)), len(str(counts[-1])) + 1
+    lines = ["fits on".ljust(wide) + "".join(str(count).rjust(width) for count in counts) + "  devices"]
+    for name in names:
+        lines.append(name.ljust(wide) + "".join(each.get(name, " ").rjust(width) for each in marks).rstrip())
+    lines += ["", f"#: fits in {_gb(machine.usable)} GB, .: does not"]
+    if any(name.endswith(" ep") for name in names):
+        lines.append("ep: experts in as many parts as a node allows")
+    return "\n".join(lines)
+
+
+def _place(name: str) -> tuple[bool, int]:
+    """Where a strategy stands in a list."""
+    kind = name.removesuffix(" ep")
+    return kind != name, [each for each, *_ in _STRATEGIES].index(kind)
 
 
 def _nodes(machine: Machine) -> int:
@@ -300,43 +385,45 @@ def _nodes(machine: Machine) -> int:
     return machine.devices // inside if machine.devices % inside == 0 else 1
 
 
-def _choice(strategy: Strategy, outer: Strategy | None, machine: Machine, training: Training) -> Choice:
+def _row(
+    kind: str,
+    strategy: Strategy,
+    outer: Strategy | None,
+    ep: int,
+    model: Model,
+    machine: Machine,
+    training: Training,
+) -> Row:
     nodes = _nodes(machine)
     mesh = (machine.devices,) if outer is None else (nodes, machine.devices // nodes)
-    return Choice(
+    choice = Choice(
         mesh,
         placements_for(strategy, outer, len(mesh)),
         training.precision,
         training.layout,
         state=training.state,
         microbatches=training.microbatches,
+        expert_parts=ep,
     )
-
-
-def _row(name: str, model: Model, choice: Choice, machine: Machine, training: Training) -> Row:
     memory = memory_of(model, choice)
-    sent = {kind: sum(_sent(x) for x in memory.launches if x.reduces == kind) for kind in (True, False)}
-    seconds: dict[Level, float] = {"inside": 0.0, "between": 0.0}  # two links, which work at the same time
-    for launch in memory.launches:
-        level = _level(launch, choice.mesh, machine.network)
-        time = machine.network.seconds(launch.kind, launch.size, launch.among, level, launch.segments)
-        seconds[level] += launch.times * time
-    peak = memory.peak.total + training.activations
+    sent = {each: sum(_sent(x) for x in memory.launches if x.reduces == each) for each in (True, False)}
+    wire = sum(_seconds(launch, machine.network) for launch in memory.launches)
     step = None
-    if training.tokens is not None and training.flops is not None:
-        weights = sum(unit.used for unit in model.units)
-        step = max(*seconds.values(), 6 * weights * training.tokens * training.microbatches / training.flops)
-    wire = sum(seconds.values())
-    return Row(name, choice.mesh, memory, sent[False], sent[True], wire, peak, peak <= machine.usable, step)
+    if training.speed is not None:
+        step = time_of(model, choice, training.speed, machine.network)
+        wire += step.exchanges
+    peak = memory.peak.total + training.activations
+    fits = peak <= machine.usable
+    return Row(kind, strategy, outer, ep, mesh, memory, sent[False], sent[True], wire, peak, fits, step)
 
 
 def _sent(launch: Launch) -> float:
     return launch.times * wire_bytes(launch.kind, launch.size, launch.among)
 
 
-def _level(launch: Launch, mesh: Sequence[int], network: Network) -> Level:
-    stride = mesh[-1] if launch.axis < len(mesh) - 1 else 1
-    return network.level(range(0, launch.among * stride, stride))
+def _seconds(launch: Launch, network: Network) -> float:
+    level = launch.level(network)
+    return launch.times * network.seconds(launch.kind, launch.size, launch.among, level, launch.segments)
 
 
 def _why_not(model: Model, machine: Machine, training: Training, rows: Sequence[Row]) -> str:
@@ -346,7 +433,7 @@ def _why_not(model: Model, machine: Machine, training: Training, rows: Sequence[
     while devices < _MOST_DEVICES:
         devices *= 2
         more = replace(machine, devices=devices)
-        row = _row("ZeRO 3", model, _choice("optim_grads_params", None, more, training), more, training)
+        row = _row("ZeRO 3", "optim_grads_params", None, 1, model, more, training)
         if row.fits:
             return f"{text}On {devices} devices ZeRO 3 would take {_gb(row.peak)} GB and fit."
     fixed = least.memory.peak.gathered + least.memory.peak.staging + training.activations

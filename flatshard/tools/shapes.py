@@ -25,6 +25,7 @@ class Tensor:
 
     ``used``: the part of it that a token is multiplied with; of stacked experts, those that it is sent to.
     ``encoded``: it travels in one byte where gathers or reduces have such a format.
+    ``is_expert``: stacked experts, which ranks may have apart. ``queries``: of a layer that makes queries, how wide.
     """
 
     shape: tuple[int, ...]
@@ -33,15 +34,21 @@ class Tensor:
     after: int = 0
     used: float = 1.0
     encoded: bool = False
+    is_expert: bool = False
+    queries: int = 0
 
 
 @dataclass(frozen=True)
 class Unit:
-    """``is_embedding``: consists of embeddings only, whose backward does not read their weights."""
+    """``is_embedding``: consists of embeddings only, whose backward does not read their weights.
+
+    ``is_block``: neither that, nor a head, nor the root; it may be recomputed.
+    """
 
     name: str
     tensors: tuple[Tensor, ...]
     is_embedding: bool = False
+    is_block: bool = False
 
     @property
     def numel(self) -> int:
@@ -63,25 +70,51 @@ class Call:
 
 @dataclass(frozen=True)
 class Model:
-    """Units, and the forward of the root, which is taken to run modules in the order of their registration."""
+    """Units, and the forward of the root, which is taken to run modules in the order of their registration.
+
+    ``experts``: classes of the modules that hold experts, and nothing else, by their import paths.
+    """
 
     units: tuple[Unit, ...]
     root: Call
+    experts: tuple[str, ...] = ()
 
     @property
     def numel(self) -> int:
         return sum(unit.numel for unit in self.units)
 
+    @property
+    def width(self) -> int:
+        """Numbers that a token is, between blocks; 0 where there is no embedding to tell."""
+        found = (tensor.shape[-1] for unit in self.units if unit.is_embedding for tensor in unit.tensors)
+        return next(found, 0)
 
-def model_of(model: nn.Module, units: Literal["auto"] | Sequence[type[nn.Module] | str] = "auto") -> Model:
-    """The shapes of ``model`` with the units that `flatshard.shard_model` would make; it may be on the meta device."""
+    @property
+    def expert_counts(self) -> set[int]:
+        """How many experts a layer has; several numbers where layers differ."""
+        return {tensor.shape[0] for unit in self.units for tensor in unit.tensors if tensor.is_expert}
+
+
+def model_of(
+    model: nn.Module,
+    units: Literal["auto"] | Sequence[type[nn.Module] | str] = "auto",
+    experts_per_token: int | None = None,
+) -> Model:
+    """The shapes of ``model`` with the units that `flatshard.shard_model` would make; it may be on the meta device.
+
+    Modules whose class name ends with "Experts" hold experts, if all they hold are stacks of as many tensors.
+    """
     made = unit_modules(model, units)
+    stacks = _stacks(model)
+    for module in stacks if experts_per_token is not None else ():
+        for stacked in module.parameters():
+            stacked.__dict__[_USED] = min(1.0, (experts_per_token or 0) / stacked.shape[0])
     number = {module: index for index, modules in enumerate(made) for module in modules}
     names = {module: name for name, module in model.named_modules()}
     known: set[nn.Parameter] = set()
     shapes = []
     for modules in made:
-        found: dict[nn.Parameter, tuple[int, bool]] = {}  # how many units have been passed before it; is it encoded
+        found: dict[nn.Parameter, Tensor] = {}
         passed = 0
         seen: set[nn.Module] = set()
         waiting = list(reversed(modules))
@@ -97,18 +130,41 @@ def model_of(model: nn.Module, units: Literal["auto"] | Sequence[type[nn.Module]
             owner = type(modules[0]).__name__
             for key, parameter in module._parameters.items():
                 if parameter is not None and parameter not in known:
-                    marked = chosen(path + key, parameter, [module], MixedPrecisionPolicy(), owner)
-                    found[parameter] = passed, marked
+                    found[parameter] = Tensor(
+                        tuple(parameter.shape),
+                        parameter.dtype,
+                        parameter.requires_grad,
+                        after=passed,
+                        used=parameter.__dict__.get(_USED, 1.0),
+                        encoded=chosen(path + key, parameter, [module], MixedPrecisionPolicy(), owner),
+                        is_expert=module in stacks,
+                        queries=parameter.shape[0] if key == "weight" and path[:-1] in _QUERIES else 0,
+                    )
             known.update(found)
             waiting += reversed(list(module.children()))
-        tensors = tuple(
-            Tensor(tuple(p.shape), p.dtype, p.requires_grad, at, p.__dict__.get(_USED, 1.0), marked)
-            for p, (at, marked) in found.items()
-        )
         embedding = all(type(module) is nn.Embedding for module in modules)
-        shapes.append(Unit(names[modules[0]] or "(root)", tensors, embedding))
+        block = modules[0] is not model and not isinstance(modules[0], (nn.Embedding, nn.Linear))
+        shapes.append(Unit(names[modules[0]] or "(root)", tuple(found.values()), embedding, block))
     (root,) = _calls(model, number, set())
-    return Model(tuple(shapes), root)
+    return Model(tuple(shapes), root, tuple(dict.fromkeys(_path(type(module)) for module in stacks)))
+
+
+def _path(kind: type) -> str:
+    return "your_model.Experts" if kind is _Experts else f"{kind.__module__}.{kind.__qualname__}"
+
+
+_QUERIES = {"q", "q_proj", "wq", "query"}  # how layers that make queries are called
+
+
+def _stacks(model: nn.Module) -> dict[nn.Module, None]:
+    """Modules that hold experts, stacked, and nothing else; in order."""
+
+    def is_stack(module: nn.Module) -> bool:
+        shapes = [parameter.shape for parameter in module.parameters()]
+        alike = len({shape[:1] for shape in shapes}) == 1 and all(len(shape) > 1 for shape in shapes)
+        return type(module).__name__.endswith("Experts") and alike and not any(True for _ in module.children())
+
+    return dict.fromkeys(module for module in model.modules() if is_stack(module))
 
 
 def _calls(module: nn.Module, number: Mapping[nn.Module, int], seen: set[nn.Module]) -> tuple[Call, ...]:
@@ -136,16 +192,22 @@ _TYPES: dict[str, tuple[bool | str, bool | str, bool]] = {
 _MIXTURES = {"mixtral": "intermediate_size", "qwen3_moe": "moe_intermediate_size"}
 
 
-def load_model(source: str, units: Literal["auto"] | Sequence[str] = "auto") -> Model:
+def load_model(
+    source: str, units: Literal["auto"] | Sequence[str] = "auto", experts_per_token: int | None = None
+) -> Model:
     """A named shape, a Hugging Face ``config.json`` (or its folder), or ``module:callable`` that returns a module.
 
     The callable is called without arguments and under the meta device, so parameters take no memory.
+    ``experts_per_token``: to how many of its experts a layer sends a token, where the configuration does not say.
     """
     check_source(source)
     config = _config(source)
     if config is None:
-        return model_of(_imported(source), units)
-    return model_of(skeleton(config) if config.get("model_type") in _TYPES else _from_transformers(config), units)
+        return model_of(_imported(source), units, experts_per_token)
+    if config.get("model_type") in _TYPES:
+        return model_of(skeleton(config), units)
+    chosen = config.get("num_experts_per_tok") if experts_per_token is None else experts_per_token
+    return model_of(_from_transformers(config), units, chosen)
 
 
 def load_runnable(source: str) -> tuple[nn.Module, list[nn.Module]]:
@@ -240,16 +302,22 @@ class _Feedforward(nn.Module):
         self.down = nn.Linear(ffn, width, bias=bias)
 
 
-class _Mixture(nn.Module):
+class _Experts(nn.Module):
     """Experts that are stacked, of which each token is sent to ``chosen``."""
 
     def __init__(self, width: int, ffn: int, experts: int, chosen: int) -> None:
         super().__init__()
-        self.router = nn.Linear(width, experts, bias=False)
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * ffn, width))
         self.down = nn.Parameter(torch.empty(experts, width, ffn))
         for stacked in (self.gate_up, self.down):
             stacked.__dict__[_USED] = chosen / experts
+
+
+class _Mixture(nn.Module):
+    def __init__(self, width: int, ffn: int, experts: int, chosen: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, experts, bias=False)
+        self.experts = _Experts(width, ffn, experts, chosen)
 
 
 class _Block(nn.Module):
