@@ -45,6 +45,8 @@ def check(settings: Settings) -> None:
     check_data(settings)
     if settings.losses is not None:
         log.check(settings.losses)
+    if settings.tensorboard is not None:
+        log.check_board(settings.tensorboard)
     if settings.record is not None:
         _check_written(settings.record)
     if settings.checkpoint is not None:
@@ -105,6 +107,11 @@ def slurm_ranks(environ: Mapping[str, str]) -> dict[str, str]:
         "MASTER_ADDR": environ.get("MASTER_ADDR", first[1] + (first[2] or "")),
         "MASTER_PORT": environ.get("MASTER_PORT", str(20000 + int(environ["SLURM_JOB_ID"]) % 20000)),
     }
+
+
+def has_own_gpus(environ: Mapping[str, str]) -> bool:
+    """Whether srun shows every task GPUs of its own alone (--gpus-per-task), and not those of the node."""
+    return "SLURM_GPUS_PER_TASK" in environ or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
 
 
 def _tasks_per_node(text: str) -> list[int]:

@@ -23,7 +23,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from flatshard import _torch
 from flatshard.checkpoint import CheckpointError
 from flatshard.train.build import build_mesh
-from flatshard.train.command import started_world
+from flatshard.train.command import has_own_gpus, started_world
 from flatshard.train.data import load_text
 from flatshard.train.meeting import meet
 from flatshard.train.progress import run_with_display
@@ -39,13 +39,12 @@ def run(settings: Settings) -> int:
         return join(settings)
     processes = settings.processes or torch.cuda.device_count() or 2
     settings.rows_per_rank(processes)
-    _check_devices(settings, processes)
+    _check_devices(settings, processes, torch.cuda.device_count())
     return _start(settings, processes)
 
 
-def _check_devices(settings: Settings, processes: int) -> None:
+def _check_devices(settings: Settings, processes: int, count: int) -> None:
     """Mistake where steps are to be captured and not every process of this machine has a GPU."""
-    count = torch.cuda.device_count()
     if settings.capture and count < processes:
         raise Mistake(
             f"--capture: CUDA graphs need a GPU for each of the {processes} processes here; there are {count}"
@@ -58,10 +57,12 @@ def join(settings: Settings) -> int:
     A signal that has ended it early counts as shells count it.
     """
     local_rank, local_world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    kind = "cuda" if torch.cuda.device_count() >= local_world else "cpu"
-    _check_devices(settings, local_world)
+    seen = torch.cuda.device_count()
+    count = local_world if seen and has_own_gpus(os.environ) else seen
+    kind = "cuda" if count >= local_world else "cpu"
+    _check_devices(settings, local_world, count)
     if kind == "cuda":
-        torch.cuda.set_device(local_rank)
+        torch.cuda.set_device(local_rank % seen)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
     patience = None if settings.timeout is None else timedelta(seconds=settings.timeout)

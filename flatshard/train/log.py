@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -23,6 +25,18 @@ def check(path: Path) -> None:
         _end_of(path, 0)
     except OSError as error:
         raise Mistake(f"--losses {path}: {error.strerror}") from error
+
+
+def check_board(folder: Path) -> None:
+    """Mistake where TensorBoard is not installed, or cannot have this folder."""
+    if find_spec("tensorboard") is None:
+        raise Mistake("--tensorboard: tensorboard is not installed: pip install tensorboard")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise Mistake(f"--tensorboard {folder}: {error.strerror}") from error
 
 
 def _end_of(path: Path, done: int) -> int:
@@ -77,8 +91,8 @@ class Log:
                 if self._file is not None:
                     self._file.write(json.dumps(line).encode() + b"\n")
                 if self._board is not None:
-                    for name, value in line.items():
-                        self._board.add_scalar(name, value, line["step"])
+                    for name in line.keys() - {"step"}:
+                        self._board.add_scalar(name, line[name], line["step"])
         self._waiting.clear()
         if self._file is not None:
             self._file.flush()
@@ -96,8 +110,6 @@ def _line(step: Step) -> dict[str, Any]:
 
 
 def _board(folder: Path, done: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise Mistake("--tensorboard: tensorboard is not installed: pip install tensorboard") from error
+    from torch.utils.tensorboard import SummaryWriter
+
     return SummaryWriter(str(folder), purge_step=done + 1 if done else None)

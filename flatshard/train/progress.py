@@ -25,7 +25,7 @@ _REFRESH = 0.1  # seconds between two readings of the loss: each waits for the d
 class Reading:
     """Where a run stands. ``speed``: tokens per second of all ranks since the last reading, and ``flops`` with them.
 
-    ``left``: seconds, if it goes on as since the first reading.
+    ``left``: seconds, if it goes on as since the first reading; None in that one.
     """
 
     step: int
@@ -33,7 +33,7 @@ class Reading:
     speed: float
     flops: float
     memory: int
-    left: float
+    left: float | None
     val_loss: float | None = None
 
     def __str__(self) -> str:
@@ -100,7 +100,8 @@ class Plain:
 
     def show(self, reading: Reading) -> None:
         width = len(str(self._steps))
-        left = f"  {timedelta(seconds=round(reading.left))} left" if reading.step < self._steps else ""
+        is_known = reading.left is not None and reading.step < self._steps
+        left = f"  {timedelta(seconds=round(reading.left or 0))} left" if is_known else ""
         self._say(f"step {reading.step:{width}}/{self._steps}  {reading}{left}")
 
 
@@ -161,9 +162,12 @@ class Meter:
         now = time.monotonic()
         speed = (step.number - self._step) * self._tokens / max(now - self._time, 1e-9)
         self._step, self._time = step.number, now
-        self._first = self._first or (step.number, now)
-        each = (now - self._first[1]) / max(1, step.number - self._first[0])
-        left = each * (self._trainer.settings.steps - step.number)
+        left = None
+        if self._first is None:
+            self._first = step.number, now
+        else:
+            each = (now - self._first[1]) / (step.number - self._first[0])
+            left = each * (self._trainer.settings.steps - step.number)
         memory = peak_memory(self._trainer.device)
         return Reading(step.number, loss, speed, speed * self._trainer.flops_per_token, memory, left, self._val)
 

@@ -66,12 +66,14 @@ class Trainer:
         if settings.record is not None and settings.steps < self.done + _RECORDED[1]:
             raise Mistake(f"--record {settings.record}: takes step {_RECORDED[1]} of a run; give it more --steps")
         self._log: Log | None = None
-        if mesh.get_rank() == 0:
-            if settings.checkpoint is not None:
-                settings.write(settings.checkpoint / FILE)
-            if settings.losses is not None or settings.tensorboard is not None:
-                tokens = settings.batch * settings.context
-                self._log = Log(settings.losses, self.done, settings.tensorboard, tokens)
+        together(exchange("train_log"), lambda: self._open_log() if mesh.get_rank() == 0 else None)
+
+    def _open_log(self) -> None:
+        settings = self.settings
+        if settings.checkpoint is not None:
+            settings.write(settings.checkpoint / FILE)
+        if settings.losses is not None or settings.tensorboard is not None:
+            self._log = Log(settings.losses, self.done, settings.tensorboard, settings.batch * settings.context)
 
     def _resume(self) -> int:
         """Continue from the newest checkpoint of the settings; the number of its step, 0 where there is none.
@@ -173,9 +175,12 @@ class Trainer:
 
     def _mean(self, value: Tensor) -> Tensor:
         """The mean over ranks, on each of them."""
-        partial = [Partial()] * self.mesh.ndim
-        mean: Tensor = DTensor.from_local(value / self.mesh.size(), self.mesh, partial).full_tensor()
-        return mean
+        value = value / self.mesh.size()
+        # One axis after another: of two at once, torch warns that it does so.
+        names = self.mesh.mesh_dim_names or ()
+        for axis in [self.mesh] if self.mesh.ndim == 1 else [self.mesh[name] for name in names]:
+            value = DTensor.from_local(value, axis, [Partial()]).full_tensor()
+        return value
 
     @torch.no_grad()
     def validate(self) -> Tensor:

@@ -73,6 +73,25 @@ def test_train_runs_to_its_end_and_writes_a_sample(ranks):
     assert lines[6].startswith("Once ")
 
 
+@pytest.mark.full
+def test_under_srun_the_tasks_of_a_step_join():
+    """Two tasks with the variables that srun sets, on this machine as the only node."""
+    number = next(number for number in iter(free_port, None) if 20000 <= number < 40000)
+    step = {"SLURM_JOB_ID": str(number - 20000), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}
+    step |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
+    command = [*_TRAIN, "--steps", "3", "--strategy", "hsdp"]
+    tasks = [_start(command, **step, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in range(2)]
+    try:
+        (out, err), (other, more) = [task.communicate(timeout=120) for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+    assert [task.returncode for task in tasks] == [0, 0], err + more
+    assert "on 2 processes (cpu, float32)" in out
+    assert "step 3/3" in out
+    assert [other, err, more] == ["", "", ""]
+
+
 def test_the_minimal_example_trains(ranks):
     printed = ranks(2, as_script, str(_ROOT / "examples" / "minimal.py"), free_port())
     losses = [float(line.split()[-1]) for line in printed[0].splitlines()]

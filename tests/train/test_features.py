@@ -9,13 +9,15 @@ import pytest
 import torch
 from torch import nn
 
+from flatshard.cli import main
 from flatshard.tools.report import Record
 from flatshard.train.build import build_mesh, build_model
-from flatshard.train.command import slurm_ranks
+from flatshard.train.command import has_own_gpus, slurm_ranks
 from flatshard.train.data import batch_rows, held_rows, load_text
+from flatshard.train.log import Log
 from flatshard.train.model import Llama, mean_loss
 from flatshard.train.settings import Mistake, Settings
-from flatshard.train.trainer import Trainer
+from flatshard.train.trainer import Step, Trainer
 
 TINY = Settings(steps=3, batch=4, context=32, width=32, layers=2, heads=4, kv_heads=2, ffn=64, warmup=2, sample=4)
 LLAMA = {"model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -168,6 +170,38 @@ def test_srun_is_understood():
     assert slurm_ranks({**step, "SLURM_STEP_NODELIST": "a1,b2", "MASTER_PORT": "1"})["MASTER_ADDR"] == "a1"
     assert slurm_ranks({"SLURM_JOB_ID": "1"}) == {}
     assert slurm_ranks({**step, "SLURM_STEP_NUM_TASKS": "1"}) == {}
+    assert has_own_gpus({"SLURM_GPUS_PER_TASK": "1"})
+    assert not has_own_gpus(step)
+
+
+def test_tensorboard_gets_what_the_log_gets(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    numbers = torch.arange(9.0)
+    for done, last in ((0, 6), (4, 8)):  # broken off after a checkpoint of step 4
+        log = Log(tmp_path / "log.jsonl", done, tmp_path / "board", tokens=100)
+        for step in range(done + 1, last + 1):
+            log.add(Step(step, numbers[step], 2 * numbers[step], 0.5, val_loss=numbers[1] if step == 5 else None))
+        log.write()
+    board = EventAccumulator(str(tmp_path / "board"))
+    board.Reload()
+    assert sorted(board.Tags()["scalars"]) == ["grad_norm", "loss", "lr", "tokens_per_second", "val_loss"]
+    assert [(each.step, each.value) for each in board.Scalars("loss")] == [(step, step) for step in range(1, 9)]
+    assert [each.step for each in board.Scalars("val_loss")] == [5]
+    assert all(each.value > 0 for each in board.Scalars("tokens_per_second"))
+
+
+def test_a_board_that_cannot_be_is_refused_before_anything_starts(tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("flatshard.train.log.find_spec", lambda name: name)
+    assert main(["train", "--tensorboard", f"{tmp_path}/file/board"]) == 2
+    assert capsys.readouterr().err == f"flatshard train: --tensorboard {tmp_path}/file/board: Not a directory\n"
+    monkeypatch.setattr("flatshard.train.log.find_spec", lambda name: None)
+    assert main(["train", "--tensorboard", f"{tmp_path}/board"]) == 2
+    assert capsys.readouterr().err == (
+        "flatshard train: --tensorboard: tensorboard is not installed: pip install tensorboard\n"
+    )
 
 
 @pytest.mark.parametrize(
