@@ -14,10 +14,11 @@ from typing import Any, Protocol
 import torch
 
 from flatshard.train.settings import FILE, Settings
-from flatshard.train.stop import named
+from flatshard.train.stop import named, reader_is_gone
 from flatshard.train.trainer import Step, Trainer
 
 _LINES = 12  # of a run that is not in a terminal
+_SILENCE = 60.0  # seconds: the longest between two of these
 _REFRESH = 0.1  # seconds between two readings of the loss: each waits for the device
 
 
@@ -37,11 +38,17 @@ class Reading:
     val_loss: float | None = None
 
     def __str__(self) -> str:
+        return self.within(1000)
+
+    def within(self, width: int) -> str:
+        """As much of it as fits, the most important first."""
         scale, unit = next((s, u) for s, u in ((1e15, "P"), (1e12, "T"), (1e9, "G")) if self.flops >= s or u == "G")
         parts = [f"loss {self.loss:.3f}"]
         if self.val_loss is not None:
             parts.append(f"val {self.val_loss:.3f}")
         parts += [f"{self.speed:6,.0f} tokens/s", f"{self.flops / scale:.1f} {unit}FLOP/s", format_bytes(self.memory)]
+        while len(parts) > 1 and len("  ".join(parts)) > width:
+            parts.pop()
         return "  ".join(parts)
 
 
@@ -89,16 +96,18 @@ def resumed(settings: Settings, done: int) -> str:
 
 
 class Plain:
-    """A dozen lines, for logs."""
+    """A dozen lines, for logs, and one a minute in longer runs."""
 
     def __init__(self, steps: int, say: Callable[[str], None]) -> None:
         self._steps, self._say = steps, say
-        self._every = max(1, steps // _LINES)
+        self._every, self._last = max(1, steps // _LINES), time.monotonic()
 
     def due(self, step: int) -> bool:
-        return step in (1, self._steps) or step % self._every == 0
+        late = time.monotonic() - self._last >= _SILENCE
+        return late or step in (1, self._steps) or step % self._every == 0
 
     def show(self, reading: Reading) -> None:
+        self._last = time.monotonic()
         width = len(str(self._steps))
         is_known = reading.left is not None and reading.step < self._steps
         left = f"  {timedelta(seconds=round(reading.left or 0))} left" if is_known else ""
@@ -119,7 +128,9 @@ class Bar:
 
     def show(self, reading: Reading) -> None:
         self._last = time.monotonic()
-        self._bar.update(self._task, completed=reading.step, reading=str(reading))
+        # Beside a bar of eight, the count of steps and the time left.
+        room = self._bar.console.width - 8 - (2 * len(str(self._steps)) + 1) - len("left 00:00:00") - 3
+        self._bar.update(self._task, completed=reading.step, reading=reading.within(room))
 
 
 @contextmanager
@@ -189,6 +200,8 @@ def run_with_display(trainer: Trainer) -> None:
     first = last = float("nan")
     with display(trainer.settings, say) as shown:
         for step in trainer.steps():
+            if reader_is_gone():
+                trainer.stop.lose_reader()
             is_first = step.number == trainer.done + 1
             if step.sample is not None:
                 say(f"\n{step.sample}\n")

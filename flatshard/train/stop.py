@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import time
@@ -39,6 +40,17 @@ class Stop:
     def agreed(self) -> int:
         """The signal that has asked any rank, or 0. The same on all ranks, which all call it after each step."""
         return max(reply[0] for reply in exchange("train_stop").gather(bytes([self.number])))
+
+
+def reader_is_gone() -> bool:
+    """Whether this process prints to a pipe that nobody reads any more. A print would tell, but may be long to come."""
+    try:
+        place = sys.stdout.fileno()
+    except (OSError, ValueError):  # no file
+        return False
+    look = select.poll()
+    look.register(place, 0)
+    return any(seen & select.POLLERR for _, seen in look.poll(0))
 
 
 def print_nowhere() -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
+import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
 
 import flatshard
 from flatshard.cli import main
+from flatshard.train.progress import Reading
 from flatshard.train.settings import Settings, parse
 from tests.bench.script import as_command, as_script, free_port
 
@@ -203,6 +209,66 @@ def test_a_reader_that_leaves_is_no_error():
     )  # fmt: skip
     assert done.returncode in (0, 141)  # it may have been faster
     assert not done.stderr
+
+
+@pytest.mark.full
+def test_a_run_whose_reader_leaves_ends_with_it():
+    """At once, though the next line to print is minutes away."""
+    command = " ".join([*_TRAIN, "--steps", "100000"])
+    done = subprocess.run(
+        f"{command} | head -2; exit ${{PIPESTATUS[0]}}",
+        shell=True, executable="/bin/bash", cwd=_ROOT, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": str(_ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 141
+    assert len(done.stdout.splitlines()) == 2
+    assert not done.stderr
+
+
+@pytest.mark.full
+def test_a_bar_fits_its_terminal_and_ctrl_c_in_it_saves(tmp_path):
+    command = [
+        *_TRAIN,
+        "--steps",
+        "100000",
+        "--val-every",
+        "2",
+        "--val-rows",
+        "4",
+        "--checkpoint",
+        str(tmp_path / "run"),
+    ]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(_ROOT)
+        os.execve(command[0], command, {**os.environ, "PYTHONPATH": str(_ROOT), "TERM": "xterm"})
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    shown, asked = b"", 0
+    while True:
+        try:
+            shown += os.read(terminal, 1 << 16)
+        except OSError:  # the other side has closed
+            break
+        if b"val " in shown and not asked:
+            asked = os.write(terminal, b"\x03")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode().replace("^C", ""))
+    bars = [line for line in re.split(r"[\r\n]", plain) if "tokens/s" in line]
+    assert bars
+    for line in bars:
+        assert len(line) == 80
+        assert re.search(r"\d+/100000 loss [\d.]+ .*tokens/s.* left [-\d]+:[-\d]+:[-\d]+", line), line
+    last = plain.strip().splitlines()[-1]
+    assert re.search(
+        r"ended by Ctrl-C after step (\d+) of 100000, saved in .*/step-\1; go on with: flatshard train", last
+    )
+
+
+def test_a_reading_says_the_most_important_that_fits():
+    reading = Reading(3, 2.5, 1234.0, 5e12, 3 << 30, None, 2.25)
+    assert str(reading) == "loss 2.500  val 2.250   1,234 tokens/s  5.0 TFLOP/s  3.0 GiB"
+    assert reading.within(40) == "loss 2.500  val 2.250   1,234 tokens/s"
+    assert reading.within(5) == "loss 2.500"
 
 
 def test_under_torchrun_the_launcher_says_how_many(monkeypatch, capsys):
