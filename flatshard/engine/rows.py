@@ -263,7 +263,6 @@ class RowGradients(Gradients):
         self._by_rows.padding, self._by_rows.before = self.padding, self._before
         return [], [grad for grad, _ in [*kept, *self._by_rows.waiting]]
 
-
     def _whole(self, kept: Sequence[tuple[torch.Tensor, LookUp]]) -> torch.Tensor:
         """The gradient of the table."""
         grads = torch.cat([grad.to(self.reduce_dtype) for grad, _ in kept])

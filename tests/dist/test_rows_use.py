@@ -33,7 +33,7 @@ def _any_shape(rank, world):
 def _forward_itself(rank, world):
     model = _shard(_model())
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="'.*mbed.*' is an embedding by rows.*call the module"):
+        with pytest.raises(RuntimeError, match=r"'.*mbed.*' is an embedding by rows.*call the module"):
             model.embed.forward(torch.tensor([1]))
         model(torch.tensor([[1]])).backward()
 
