@@ -82,7 +82,7 @@ def build_mesh(settings: Settings, kind: str, world: int, nodes: int) -> DeviceM
 
 
 def shard(model: nn.Module, blocks: list[nn.Module], settings: Settings, mesh: DeviceMesh) -> None:
-    """Every block is a unit, and the rest of the model is one."""
+    """Every block is a unit, and the rest of the model is one; the embedding is one, too, if it goes by rows."""
     half = settings.precision == "bfloat16"
     precision = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if half else None,
@@ -91,9 +91,11 @@ def shard(model: nn.Module, blocks: list[nn.Module], settings: Settings, mesh: D
         reduce_format=None if settings.reduce_format == "none" else settings.reduce_format,
     )
     strategy = 3 if mesh.ndim > 1 else int(settings.strategy[-1])
-    for module in (*blocks, model):
+    tables = [_table(model, settings)] if settings.rows else []
+    for module in (*tables, *blocks, model):
         fully_shard(
             module,
+            rows=module in tables,
             mesh=mesh,
             mp_policy=precision,
             strategy=strategy,
@@ -102,6 +104,20 @@ def shard(model: nn.Module, blocks: list[nn.Module], settings: Settings, mesh: D
             reshard_after_forward=None if settings.reshard else False,
             offload_policy=CPUOffloadPolicy() if settings.offload else OffloadPolicy(),
         )
+
+
+def _table(model: nn.Module, settings: Settings) -> nn.Module:
+    """The embedding that is to go by rows."""
+    if settings.offload or settings.strategy not in ("zero3", "hsdp"):
+        what = "--offload" if settings.offload else f"--strategy {settings.strategy}"
+        raise Mistake(f"--rows with {what}: for a table that is sharded over one axis, on the device; leave one out")
+    if isinstance(model, Llama):
+        return model.embed
+    assert isinstance(model, Causal)
+    if model.inner.config.tie_word_embeddings:
+        raise Mistake("--rows: the embedding of --model is tied to its head, which needs all of it")
+    found: nn.Module = model.inner.get_input_embeddings()
+    return found
 
 
 def build_optimizer(model: nn.Module, blocks: list[nn.Module], settings: Settings) -> torch.optim.Optimizer:

@@ -59,6 +59,7 @@ class Settings:
     precision: Literal["float32", "bfloat16"] = "float32"  # of compute; main weights stay float32
     gather_format: Literal["none", "int8", "float8"] = "none"  # of weights on the wire
     reduce_format: Literal["none", "int8", "bf16_fp32"] = "none"  # of gradients on the wire
+    rows: bool = False  # of the embedding, only rows travel that a batch reads
     recompute: bool = False  # recompute blocks in backward to save memory
     loss_chunk: int = 1024  # tokens whose logits are there at a time; 0: all
     capture: bool = False  # on GPUs: from the fourth on, steps are one CUDA graph, which the host launches at once
@@ -111,10 +112,6 @@ class Settings:
             "--experts": (self.experts > 0, "how many tokens an expert gets is read on the host"),
             "--optimizer muon": (self.optimizer == "muon", "it reads its learning rate on the host"),
             "--record": (self.record is not None, "a step that is replayed has nothing to record"),
-            "--model and --recompute": (
-                self.model is not None and self.recompute,
-                "Transformers' recompute reads the random state on the host",
-            ),
         }
         for flags, (is_so, reason) in reasons.items():
             if is_so:

@@ -35,11 +35,11 @@ class _Graph:
 
 
 def _stand_in(stack, graphs, refuse=None):
-    def make(step, scopes, lasting):
+    def make(step, scopes, lasting, segments):
         if refuse is not None:
             raise RuntimeError(refuse)
         graphs.append(_Graph(step))
-        return graphs[-1], graphs[-1].output
+        return graphs[-1], graphs[-1].output, mock.Mock()  # what recomputed segments draw from
 
     for name in ("_check_arguments", "_check_capturable"):
         stack.enter_context(mock.patch.object(captured, name))
@@ -89,7 +89,6 @@ def test_a_step_that_cannot_be_captured_ends_all_ranks_with_a_line(ranks):
         ("--experts 4", "with --experts"),
         ("--optimizer muon", "with --optimizer muon"),
         ("--record x.json", "with --record"),
-        ("--model x.json --recompute", "with --model and --recompute"),
         ("--processes 2", "a GPU for each of the 2 processes here; there are 0"),
     ],
 )
