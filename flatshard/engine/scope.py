@@ -17,6 +17,7 @@ from flatshard.buffer import Lane, Planner, Pool, watch_over
 from flatshard.engine import outside, steps
 from flatshard.engine.agreement import Agreement, check_model, digest, patience
 from flatshard.engine.keep import gathered_bytes
+from flatshard.engine.optional import OptionalUnits, refuse_backward_of_two, refuse_forward_within
 from flatshard.engine.program import Pass, Program
 from flatshard.engine.reduction import Goal, Reduction
 from flatshard.engine.unit_changes import absorb_moved
@@ -55,9 +56,6 @@ class Scope:
         self._talk = self.gather_lane if checking is None else Lane("check", torch.device("cpu"), patience=checking)
         self._agreement: Agreement | None = None  # once the ranks have compared their models
         self.entry: int | None = None  # the outermost unit whose forward is running
-        self.has_optional = any(unit.settings.is_optional for unit in units)
-        self._passed_over: set[int] = set()  # optional units that the running pass came to nothing of
-        self._lingering: tuple[int, bool] | None = None  # an optional unit after its forward, which may be run again
         self._retained: int | None = None  # a unit gathered by a recompute, its backward to come
         self._ahead: set[int] = set()  # gathered by prefetch and not needed yet
         self._apart = frozenset(_experts(units)) if len(self.meshes) > 1 else frozenset[int]()
@@ -71,20 +69,10 @@ class Scope:
         self._is_profiled = False  # a profiler looks on at the running pass
         self._stopped = False  # a backward has stopped short of final gradients
         self._one_of_several = False  # roots that are asked to reduce what they have accumulated, one after another
-        self._forward: int | None = None  # that the running backward belongs to
-        self._task = -1  # of autograd, of which the running backward is
+        self.task = -1  # of autograd, of which the running backward is
         self._end: weakref.ref[_End] | None = None  # what is to happen at the end of the running backward
         self.resolve()
-        if self.has_optional:
-            _with_optional.add(self)
-            self._refuse_tied()
-        if self.has_optional and any(unit.rows is not None for unit in units):
-            raise ValueError("rows=True is not for models with optional units: ranks that skip one ask for no rows")
-        if self.has_optional and not self.reduce_lane.own_groups:
-            raise ValueError(
-                "optional units need SchedulePolicy(separate_groups=True): ranks that use one and ranks that do not "
-                "come to its reduce at different places among the gathers"
-            )
+        self.optional = OptionalUnits(self) if any(unit.settings.is_optional for unit in units) else None
         if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             warnings.warn(
                 "CUDA_DEVICE_MAX_CONNECTIONS=1 puts communication and compute into one hardware queue, so gathers and "
@@ -97,6 +85,10 @@ class Scope:
         """The units in the order of registration."""
         return [unit for ref in self._units if (unit := ref()) is not None]
 
+    def unit_at(self, index: int) -> Unit | None:
+        """A unit by its number, if it still exists."""
+        return self._units[index]()
+
     def resolve(self) -> None:
         """Let what units were told about all reduces count: the highest number, the last word on process groups."""
         settings = [unit.settings for unit in self.units]
@@ -104,17 +96,6 @@ class Scope:
         self.max_reducing = self.policy.max_reducing if highest is None else highest
         told = [told.separate_groups for told in settings if told.separate_groups is not None]
         self.reduce_lane.own_groups = any(told) if told else self.policy.separate_groups
-
-    def _refuse_tied(self) -> None:
-        for unit in self.units:
-            for group, member, _ in unit.borrowed:
-                owner = None if group.unit is None else group.unit()
-                if owner is not None and (unit.settings.is_optional or owner.settings.is_optional):
-                    raise ValueError(
-                        f"units '{unit.name}' and '{owner.name}' share parameter '{member.name}', and one of them is "
-                        "optional: ranks that use one and ranks that use both would gather it at other places. Make "
-                        "them one unit, or neither optional"
-                    )
 
     def share(self, other: Scope) -> None:
         """Communicate over the lanes, and from the pools, of another scope."""
@@ -133,12 +114,7 @@ class Scope:
             self._agree()
         if self.program.running is not None:
             self.recover()
-        for other in _with_optional:
-            if other is not self and other.entry is not None:
-                raise RuntimeError(
-                    "a sharded model is called within the forward of another that has optional units: ranks that use "
-                    "one and ranks that do not would launch in different orders. Call it before or after that"
-                )
+        refuse_forward_within(self)
         self.entry = entry.index
         self.forwards += 1
         if _ran is not None:
@@ -154,7 +130,8 @@ class Scope:
                 for group in unit.groups:
                     group.renew()
         self._ahead.clear()
-        self._passed_over.clear()
+        if self.optional is not None:
+            self.optional.begin_pass()
         self.gather_pool.end_pass()
         # The gathers of this pass read main after all that has been enqueued so far, the optimizer's writes included.
         self.refresh_order()
@@ -182,8 +159,9 @@ class Scope:
 
     def end_forward(self, grads: bool) -> None:
         """The forward of ``entry`` is over; ``grads``: a gradient may come to its output."""
-        self._end_lingering()
-        self._pass_over(self.program.upcoming)
+        if self.optional is not None:
+            self.optional.end_lingering(self)
+            self.optional.pass_over(self, self.program.upcoming)
         self.entry = None
         for unit in self.units:
             unit.forward_over(grads)
@@ -197,18 +175,12 @@ class Scope:
                 return
             self.recover()  # an exception broke the last backward off, and no forward has been since
         self.backwards += 1
-        self._forward = None
-        self._task = _torch.graph_task()
-        for other in _with_optional:
-            if other is not self and other._end is not None and other._task == self._task and 0 not in other._done:
-                raise RuntimeError(
-                    "one backward goes through two sharded models, and the first that it comes to has optional units: "
-                    "ranks that skip some of them would launch in another order. Make one model of both, or call "
-                    "backward for each"
-                )
+        self.task = _torch.graph_task()
+        refuse_backward_of_two(self)
         self._done.clear()
         self._launched.clear()
-        self._passed_over.clear()
+        if self.optional is not None:
+            self.optional.begin_pass()
         self._alike = True not in [unit.settings.reduces_unused for unit in self.units]
         record.phase = _PHASE[Pass.BACKWARD]
         self._is_profiled = _torch.profiling()
@@ -219,26 +191,19 @@ class Scope:
         self._end = weakref.ref(end)
         _torch.at_end_of_backward(end)
 
-    def goes_through(self, forward: int) -> None:
-        """The running backward has come to a unit's call in this forward. With optional units, there is one only.
-
-        Which of two forwards a unit's gather is for, ranks that skip it in one of them cannot tell.
-        """
-        if self._forward not in (None, forward):
-            raise RuntimeError(
-                "one backward goes through two forwards of a model with optional units; call backward after each "
-                "forward, or put both batches into one"
-            )
-        self._forward = forward
+    def is_amid(self, task: int) -> bool:
+        """Whether a backward that is of this task of autograd has come here, and not yet to the root."""
+        return self._end is not None and self.task == task and 0 not in self._done
 
     @property
     def is_nested(self) -> bool:
         """Within a backward: whether a segment of it is recomputed, and gone through, as a graph of its own."""
-        return _torch.graph_task() != self._task
+        return _torch.graph_task() != self.task
 
     def end_backward(self) -> None:
         """All gradients are there."""
-        self._pass_over(self.program.upcoming, over=True)
+        if self.optional is not None:
+            self.optional.pass_over(self, self.program.upcoming, over=True)
         self._finish_backward()
 
     def _finish_backward(self) -> None:
@@ -324,7 +289,9 @@ class Scope:
         for unit in self.units:
             unit.recover(broken)
         self._ahead.clear()
-        self._retained, self.entry, self._end, self._lingering = None, None, None, None
+        self._retained, self.entry, self._end = None, None, None
+        if self.optional is not None:
+            self.optional.give_up()
         self.gather_pool.forget()
         self.program.abandon()
         if self._is_parallel:
@@ -345,11 +312,8 @@ class Scope:
         """
         if self.program.checks and self.program.running is not Pass.BACKWARD:  # a recompute may have nothing to do
             self._announce("run", unit)
-        if self.has_optional:
-            self._check_place(unit)
-            if self._lingering is not None and self._lingering[0] != unit.index:
-                self._end_lingering()
-            self._pass_over(self.program.before(unit.index))
+        if self.optional is not None:
+            self.optional.come_to(self, unit)
         self.arrive(unit, gather)
         if not gather:
             return
@@ -380,6 +344,11 @@ class Scope:
         if unit.settings.prefetch_in_backward is None:
             self._gather_next(unit, self.policy.max_gathered - (unit.index in self._apart))
 
+    def gather_early(self, unit: Unit) -> None:
+        """Start gathering a unit that the running pass comes to later."""
+        self._ahead.add(unit.index)
+        self.gather(unit)
+
     def gather(self, unit: Unit) -> None:
         """Start gathering a unit. No effect on what has been gathered."""
         if self.program.announces and not unit.is_gathered:
@@ -407,7 +376,7 @@ class Scope:
             unit.keep()
 
     def _comes_later(self, index: int) -> bool:
-        unit = self._units[index]()
+        unit = self.unit_at(index)
         return unit is not None and unit.is_ahead
 
     def _launch_gather(self, unit: Unit) -> None:
@@ -462,10 +431,10 @@ class Scope:
 
     def retain(self, unit: Unit) -> None:
         """Keep a recomputed unit gathered for its backward, which usually is next; only the last one is kept."""
-        if self.has_optional:
+        if self.optional is not None:
             return  # which one is the last depends on what a rank uses: all of a recomputed segment stay
         earlier, self._retained = self._retained, unit.index
-        other = None if earlier is None or earlier == unit.index else self._units[earlier]()
+        other = None if earlier is None or earlier == unit.index else self.unit_at(earlier)
         if other is not None and not other.in_backward and not other.holders:
             other.release()
 
@@ -478,14 +447,13 @@ class Scope:
         if explicit is not None:
             for other in (ref() for ref in explicit):
                 if other is not None and not other.is_gathered:
-                    ahead.add(other.index)
-                    self.gather(other)
+                    self.gather_early(other)
             return
         room, bytes_ahead = most - len(ahead - self._apart if self._apart else ahead), self.policy.max_gathered_bytes
         if room <= 0 and not bytes_ahead:
             return
         for index in tuple(self.program.upcoming):
-            other = self._units[index]()
+            other = self.unit_at(index)
             if other is None or other is unit or index in ahead:
                 continue
             if other.is_gathered:
@@ -496,12 +464,11 @@ class Scope:
                 continue  # a recompute passed through it, or it needs none: nothing of this backward will need it
             if room <= 0 and self.gather_pool.live_bytes + gathered_bytes(other) > bytes_ahead:
                 return
-            ahead.add(index)
-            self.gather(other)
+            self.gather_early(other)
             room -= index not in self._apart
             if room <= 0 and not bytes_ahead:
                 return
-        if backward and self.policy.keep_for_next and not self.has_optional:
+        if backward and self.policy.keep_for_next and self.optional is None:
             # On the way to the next micro-batch, which begins with units that this backward does not gather.
             for other in self.units:
                 if other.is_kept_for_next and not other.settings.unshard_in_backward and not other.is_gathered:
@@ -510,60 +477,10 @@ class Scope:
     def _release_ahead(self) -> None:
         """Give back what was gathered ahead and not needed after all."""
         for index in sorted(self._ahead):
-            unit = self._units[index]()
+            unit = self.unit_at(index)
             if unit is not None:
                 unit.release()
         self._ahead.clear()
-
-    # Optional units
-    #
-    # Every rank launches the gather of an optional unit once in every pass, at its place in the program: after what is
-    # expected before it, and before what is expected after it. A rank that uses nothing of it finds out when it comes
-    # to what is after it, or to the end.
-
-    def _pass_over(self, indices: Sequence[int], over: bool = False) -> None:
-        """The pass is going beyond these units. ``over``: it is at its end, or theirs, and will not come back.
-
-        What is launched for those that it came to nothing of, gathers and reduces, is launched in the order of a rank
-        that uses them: whoever waits for a launch of another rank has launched all that this one needs to come there.
-        """
-        within: list[Unit] = []  # units that have been passed over, as far as those inside them
-        for index in list(indices) if self.has_optional else ():
-            unit = self._units[index]()
-            if unit is None or not unit.settings.is_optional or index in self._passed_over:
-                continue
-            if not over and self.program.running is Pass.BACKWARD and unit.is_ahead:
-                if not unit.is_gathered and unit.settings.unshard_in_backward:
-                    self._ahead.add(index)
-                    self.gather(unit)
-                continue
-            while within and not self.program.is_inside(index, within[-1].index):
-                within.pop().passed_over()
-            self._passed_over.add(index)
-            unit.pass_over()
-            within.append(unit)
-        while within:
-            within.pop().passed_over()
-
-    def _check_place(self, unit: Unit) -> None:
-        if not unit.settings.is_optional or unit.is_gathered or unit.index in self.program.upcoming:
-            return
-        if unit.index in self._passed_over or not self.program.is_first:
-            raise RuntimeError(
-                f"optional unit '{unit.name}' is used after units that come after it: ranks that do not use it have "
-                "gathered it before them. Use units in the order in which they are registered, and an optional one in "
-                "one place"
-            )
-
-    def linger(self, unit: Unit, grads: bool) -> None:
-        """Its forward is over, and may be called again before that of another unit: the others gather it once."""
-        self._lingering = unit.index, grads
-
-    def _end_lingering(self) -> None:
-        lingering, self._lingering = self._lingering, None
-        unit = None if lingering is None else self._units[lingering[0]]()
-        if unit is not None and lingering is not None:
-            unit.leave(keep=False, grads=lingering[1])
 
     # Reduces
 
@@ -581,14 +498,13 @@ class Scope:
         if self.counts:
             self.program.turns.mark(number, over=False)
             self._reduce_due()
-        elif not self.has_optional:  # else what counts is when units are left, which ranks that skip some can follow
+        elif self.optional is None:  # else what counts is when units are left, which ranks that skip some can follow
             self.program.turns.see(number)
 
     def unit_left(self, unit: Unit) -> None:
         """The running backward has left a unit: the gradients of its groups are complete, if there are any."""
-        if self.has_optional and unit.nests:
-            inside = [index for index in self.program.upcoming if self.program.is_inside(index, unit.index)]
-            self._pass_over(inside, over=True)
+        if self.optional is not None and unit.nests:
+            self.optional.pass_over_inside(self, unit)
         self._done.add(unit.index)
         for number in unit.numbers:
             self.program.turns.mark(number)
@@ -655,7 +571,7 @@ class Scope:
         Where units are optional, a rank that skips some may come to it only after a gather that this rank has yet to
         launch: then it has to be over already.
         """
-        return not self.has_optional or self._reducing[0].ticket.has_ended()
+        return self.optional is None or self._reducing[0].ticket.has_ended()
 
     def _land(self) -> None:
         """Order the current stream after the oldest reduce; what it read may be freed."""
@@ -705,7 +621,7 @@ class Scope:
         recorded. Where units are optional, some ranks wait for others at other places, and a launch must not wait:
         their order is that of the program from the start.
         """
-        if (self.has_optional and what != _END) or self._agreement is None:
+        if (self.optional is not None and what != _END) or self._agreement is None:
             return
         of = f" (group {group})" if group else ""
         running = self.program.running
@@ -739,7 +655,6 @@ class Scope:
         return torch.profiler.record_function(f"flatshard::{what} {unit.name}")
 
 
-_with_optional: weakref.WeakSet[Scope] = weakref.WeakSet()  # scopes that have optional units
 _unjoined: weakref.WeakSet[Scope] = weakref.WeakSet()  # scopes that have left a backward before its reduces
 
 

@@ -311,7 +311,8 @@ class Unit:
         if not grads and settings.reshard_after_forward is None:
             keep = False  # no backward will need it, and nothing tells of weights that are written through `.data`
         if settings.is_optional and not (keep or outermost or self.nests or self.holders):
-            scope.linger(self, grads)
+            assert scope.optional is not None
+            scope.optional.linger(self, grads)
         else:
             self.leave(keep, grads)
         if outermost:
@@ -441,8 +442,8 @@ class Unit:
         assert scope is not None
         scope.begin_backward()
         if call.backward != scope.backwards:
-            if scope.has_optional and not call.in_recompute:
-                scope.goes_through(call.forward)
+            if scope.optional is not None and not call.in_recompute:
+                scope.optional.goes_through(call.forward)
             call.backward = scope.backwards
             if call.passed or not call.watches:
                 call.await_again()
@@ -475,7 +476,7 @@ class Unit:
     def _prepare_second_backward(self) -> None:
         """This backward makes a graph. What goes through that reads the weights, and comes to no output of ours."""
         assert self.scope is not None
-        if self.scope.has_optional:
+        if self.scope.optional is not None:
             raise RuntimeError(
                 "a backward with create_graph=True goes through a model with optional units: weights stay for the next "
                 "backward on ranks that have used them, and the others would gather them. Make no unit optional"
