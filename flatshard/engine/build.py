@@ -339,6 +339,8 @@ def _checked_rows(
     members = [named for group in by_kind.values() for named in group]
     if borrowed or len(members) != 1 or len(members[0][2]) > 1:
         raise ValueError("rows=True: the table is tied to another layer, which needs all of it, or is not alone here")
+    if module._parameters.get("weight") is not members[0][1]:
+        raise ValueError("rows=True: the weight of the embedding is computed from a parameter (a parametrization?)")
     (kind,) = by_kind
     placements, cut = kind.placements(choices), dims[members[0][1]]
     *outer, inner = placements.optimizer

@@ -61,7 +61,8 @@ def _owner(tensor: torch.Tensor) -> str | None:
     exact = [pair for pair in known if pair[0].sharded is tensor]
     for member, unit in exact or [pair for pair in known if _shows(tensor, pair[0].sharded)]:
         if unit is not None:
-            return f"parameter '{member.name}' of unit '{unit.name}'"
+            reader = "" if unit.rows is None else " (by rows: only the forward of nn.Embedding reads it)"
+            return f"parameter '{member.name}' of unit '{unit.name}'{reader}"
     return None
 
 

@@ -54,11 +54,11 @@ class LookUp:
 class Rows:
     """The look-ups of one embedding."""
 
-    def __init__(self, group: Group, module: nn.Embedding, even: bool) -> None:
+    def __init__(self, group: Group, even: bool) -> None:
         self._even = even
         self._group = weakref.ref(group)
-        self._number = module.num_embeddings
         layout, mesh = group.layout, group.mesh
+        self._number = layout.slots[0].shape[0]
         starts = [layout.rows(layout.slots[0], rank, 1) for rank in range(layout.num_shards)]
         self._first = [start for start, _ in starts]
         self._most = max(count for _, count in starts)

@@ -446,7 +446,7 @@ class Scope:
         explicit = unit.settings.prefetch_in_backward if backward else unit.settings.prefetch_in_forward
         if explicit is not None:
             for other in (ref() for ref in explicit):
-                if other is not None and not other.is_gathered:
+                if other is not None and not other.is_gathered and other.rows is None:
                     self.gather_early(other)
             return
         room, bytes_ahead = most - len(ahead - self._apart if self._apart else ahead), self.policy.max_gathered_bytes

@@ -362,7 +362,7 @@ class Unit:
         gradients = self.groups[0].gradients
         assert isinstance(gradients, RowGradients)
         gradients.padding = module.padding_idx
-        self.rows = Rows(self.groups[0], module, even)
+        self.rows = Rows(self.groups[0], even)
         self.settings.unshard_in_forward = self.settings.unshard_in_backward = False
 
     def be_optional(self) -> None:

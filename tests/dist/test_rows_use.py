@@ -6,9 +6,12 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
+from torch.nn.utils import parametrize
 
-from flatshard import MixedPrecisionPolicy
+from flatshard import MixedPrecisionPolicy, fully_shard
 from flatshard.buffer.lanes import DONE
 from flatshard.engine.unit import unit_of
 from tests.dist.test_engine import full
@@ -109,8 +112,39 @@ def _differently_used(rank, world):
         (first + second * rank if rank else first).sum().backward()
 
 
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return weight * 2
+
+
+class OfItsOwn(nn.Embedding):
+    def forward(self, input):
+        return functional.embedding(input, self.weight)
+
+
+def _not_the_weight(rank, world):
+    """A table that is not what look-ups are to read, and one that is read past them."""
+    computed = parametrize.register_parametrization(nn.Embedding(4, 4), "weight", Doubled())
+    with pytest.raises(ValueError, match="is computed from a parameter"):
+        fully_shard(computed, rows=True)
+    model = _shard(_model(kind=OfItsOwn))
+    with pytest.raises(RuntimeError, match="by rows: only the forward of nn.Embedding reads it"):
+        model(torch.tensor([[1, 2]]))
+
+
+def _prefetched(rank, world):
+    """What is said to be gathered ahead is not gathered, where nothing would read it."""
+    model = _shard(_model())
+    model.set_modules_to_forward_prefetch([model.embed, model.mix])
+    model.mix.set_modules_to_backward_prefetch([model.embed])
+    model(torch.tensor([[1]])).backward()
+    gathers = [operation.name for operation in unit_of(model).scope.gather_lane.history]
+    assert "mix" in gathers
+    assert "embed" not in gathers
+
+
 USES = [_any_shape, _forward_itself, _large_in_float16, _in_float64, _read_by_the_lane, _after_the_optimizer]
-USES += [_unused, _differently_used]
+USES += [_unused, _differently_used, _not_the_weight, _prefetched]
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__[1:])
