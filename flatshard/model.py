@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -67,12 +68,13 @@ def shard_model(
 
     left = set(where)  # experts that no unit owns yet
     found = unit_modules(model, units)
+    tables = _tables(model)
     # What is wrong with a unit is told before any has been sharded.
     sort_parameters([model], chosen(shard_placement_fn=choose, **choices))
     for modules in found:
         held = left & {parameter for module in modules for parameter in module.parameters()}
-        is_table = len(modules) == 1 and isinstance(modules[0], nn.Embedding)
-        fully_shard(modules, shard_placement_fn=choose, **choices, rows=rows if is_table else False)
+        by_rows = rows if len(modules) == 1 and modules[0] in tables else False
+        fully_shard(modules, shard_placement_fn=choose, **choices, rows=by_rows)
         if held:
             left -= held
             assert isinstance(modules[0], FSDPModule)
@@ -82,6 +84,13 @@ def shard_model(
     table = summary(model)
     _log.info("sharded %s:\n%s", type(model).__name__, table)
     return table
+
+
+def _tables(model: nn.Module) -> set[nn.Embedding]:
+    """Embeddings whose weights no other module has."""
+    holders = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    return {each for each in embeddings if all(holders[id(parameter)] == 1 for parameter in each.parameters())}
 
 
 def _expert_shardings(model: nn.Module, experts: Experts) -> dict[nn.Parameter, Sharding]:

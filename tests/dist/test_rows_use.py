@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.nn.utils import parametrize
 
-from flatshard import MixedPrecisionPolicy, fully_shard
+from flatshard import MixedPrecisionPolicy, fully_shard, shard_model
 from flatshard.buffer.lanes import DONE
 from flatshard.engine.unit import unit_of
 from tests.dist.test_engine import full
@@ -128,7 +128,7 @@ def _not_the_weight(rank, world):
     with pytest.raises(ValueError, match="is computed from a parameter"):
         fully_shard(computed, rows=True)
     model = _shard(_model(kind=OfItsOwn))
-    with pytest.raises(RuntimeError, match="by rows: only the forward of nn.Embedding reads it"):
+    with pytest.raises(RuntimeError, match=r"by rows: only the forward of nn\.Embedding reads it"):
         model(torch.tensor([[1, 2]]))
 
 
@@ -143,8 +143,16 @@ def _prefetched(rank, world):
     assert "embed" not in gathers
 
 
+def _tied(rank, world):
+    """`shard_model` looks up by rows what is tied to nothing."""
+    model = nn.Sequential(nn.Embedding(VOCAB, 4), nn.Embedding(5, 4), nn.Linear(4, VOCAB))
+    model[2].weight = model[0].weight
+    shard_model(model, rows=True, units=[nn.Embedding])
+    assert [unit_of(each).rows is not None for each in model[:2]] == [False, True]
+
+
 USES = [_any_shape, _forward_itself, _large_in_float16, _in_float64, _read_by_the_lane, _after_the_optimizer]
-USES += [_unused, _differently_used, _not_the_weight, _prefetched]
+USES += [_unused, _differently_used, _not_the_weight, _prefetched, _tied]
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__[1:])
