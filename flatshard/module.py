@@ -42,7 +42,7 @@ class FSDPModule(TorchFSDPModule):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Containers make new instances of their own class when they are sliced; those are not units."""
-        original = next(base for base in cls.__mro__ if not issubclass(base, TorchFSDPModule))
+        original = next(base for base in cls.__mro__ if not issubclass(base, (TorchFSDPModule, RowEmbedding)))
         made: Any = original.__new__(original, *args, **kwargs)
         made.__init__(*args, **kwargs)
         return made
