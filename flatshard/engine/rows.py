@@ -133,7 +133,10 @@ class Rows:
             found = torch.searchsorted(number, taken).clamp_(max=len(ids) - 1)
             # What is asked for in vain is spread: of one row, all these zeros would be added one after another.
             ask = torch.where(is_taken, here[found], of_rank % self._least).view(-1)
-            _torch.assert_on_device(((ids >= 0) & (ids < self._number)).all())
+            if ids.is_cuda:
+                _torch.assert_on_device(((ids >= 0) & (ids < self._number)).all())
+            else:
+                self._check_ends(_ends(ids).tolist(), name)
         else:
             asked, served = self._counted(ids, counts, lane, among, name)
             place = number - 1
@@ -145,12 +148,14 @@ class Rows:
     ) -> tuple[list[int], list[int]]:
         theirs = torch.empty_like(counts)
         lane.all_to_all(among, theirs, counts, [], [], after=(lane.mark(),), name=name).wait()
-        ends = torch.stack((ids[0], ids[-1])) if len(ids) else ids.new_zeros(2)
-        told = torch.cat((ends, counts, theirs)).tolist()  # the host waits here, once
-        for token in told[:2]:
+        told = torch.cat((_ends(ids), counts, theirs)).tolist()  # the host waits here, once
+        self._check_ends(told[:2], name)
+        return told[2 : 2 + len(counts)], told[2 + len(counts) :]
+
+    def _check_ends(self, tokens: Sequence[int], name: str) -> None:
+        for token in tokens:
             if not 0 <= token < self._number:
                 raise IndexError(f"token {token} in '{name}', an embedding of {self._number} rows")
-        return told[2 : 2 + len(counts)], told[2 + len(counts) :]
 
     def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """The first row of each rank, and the first row after those of each rank."""
@@ -336,6 +341,11 @@ class RowStage(Stage):
         first = out.layout.rows(out.layout.slots[0], out.held.first, out.held.count)[0]
         if first <= self.padding < first + len(rows):
             rows[self.padding - first].zero_()
+
+
+def _ends(ids: torch.Tensor) -> torch.Tensor:
+    """The smallest and the largest of sorted tokens."""
+    return torch.stack((ids[0], ids[-1])) if len(ids) else ids.new_zeros(2)
 
 
 def _is_captured(tokens: torch.Tensor) -> bool:

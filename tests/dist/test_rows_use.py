@@ -35,6 +35,7 @@ def _any_shape(rank, world):
 
 def _forward_itself(rank, world):
     model = _shard(_model())
+    assert type(type(model.embed)(2, 3)) is nn.Embedding  # which is no unit
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"'.*mbed.*' is an embedding by rows.*call the module"):
             model.embed.forward(torch.tensor([1]))
@@ -151,8 +152,15 @@ def _tied(rank, world):
     assert [unit_of(each).rows is not None for each in model[:2]] == [False, True]
 
 
+def _even_and_beyond(rank, world):
+    fully_shard(embed := nn.Embedding(VOCAB, 4), rows="even")
+    for token in (-1, VOCAB):
+        with pytest.raises(IndexError, match=f"token {token} in .*, an embedding of {VOCAB} rows"):
+            embed(torch.tensor([token, 3]))
+
+
 USES = [_any_shape, _forward_itself, _large_in_float16, _in_float64, _read_by_the_lane, _after_the_optimizer]
-USES += [_unused, _differently_used, _not_the_weight, _prefetched, _tied]
+USES += [_unused, _differently_used, _not_the_weight, _prefetched, _tied, _even_and_beyond]
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__[1:])
