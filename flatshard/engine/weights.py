@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,11 +92,13 @@ class Group:
     def _set_codec(self) -> None:
         main, policy, dtype = self.main, self.policy, self.policy.compute_of(self.own)
         marks = [False] * len(self.members)
-        if policy.has_formats and not self.is_extended:
+        if policy.has_formats and not self.is_extended and not self.by_rows:  # rows are looked up in main
             for index, member in enumerate(self.members):
                 modules = [site.module() for site in member.sites]
                 marks[index] = chosen(member.name, member.sharded, modules, policy, self._owner)
         self.formats = Formats.of(main.layout, marks, policy, main.mesh.shape, self.placements.optimizer)
+        if self.by_rows:
+            self.formats = replace(self.formats, reduces=(*self.formats.reduces[:-1], None))
         self.codec: Cast | Blocks | DecodingCodec
         if self.is_extended:
             self.codec = Together(

@@ -159,8 +159,17 @@ def _even_and_beyond(rank, world):
             embed(torch.tensor([token, 3]))
 
 
+def _held(rank, world):
+    """What cannot be done to a table is done to none of the other units either."""
+    model = _shard(_model())
+    model(torch.tensor([[1]])).backward()
+    with pytest.raises(NotImplementedError, match="looked up by rows: nothing holds it"):
+        model.hold_weights()
+    assert not any(group.is_held for unit in unit_of(model).scope.units for group in unit.groups)
+
+
 USES = [_any_shape, _forward_itself, _large_in_float16, _in_float64, _read_by_the_lane, _after_the_optimizer]
-USES += [_unused, _differently_used, _not_the_weight, _prefetched, _tied, _even_and_beyond]
+USES += [_unused, _differently_used, _not_the_weight, _prefetched, _tied, _even_and_beyond, _held]
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__[1:])
