@@ -22,6 +22,7 @@ from flatshard.engine.scope import join_reduces
 from flatshard.optim.eight import AdamW8bit
 from flatshard.optim.local import Local, refuse_replaced
 from flatshard.optim.owners import Cost, newton_schulz
+from flatshard.optim.routes import cut_axes
 from flatshard.optim.runs import is_elementwise, local_part
 from flatshard.optim.together import Together
 from flatshard.optim.whole import BUCKET, Choice, Predicate, Splits, Whole
@@ -369,14 +370,19 @@ def _refuse_foreign_blocks(optimizer: Optimizer) -> None:
         )
 
 
-def _refuse_factored(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
-    """Raise if rows and columns of sharded matrices are asked for their moments, which DTensor fails in."""
-    if not any(cls.__name__ in ("Adafactor", "CAME") for cls in type(optimizer).__mro__):
+def _refuse_parts(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
+    """Raise if sharded matrices are to be factored, or multiplied in place, as they are: DTensor fails in that."""
+    names = [cls.__name__ for cls in type(optimizer).__mro__]
+    found = next((name for name in names if name in ("Adafactor", "CAME")), None)
+    found = "Muon" if isinstance(optimizer, torch.optim.Muon) else found
+    if found is None:
         return
-    if any(isinstance(p, DTensor) and p.dim() > 1 and any(a.is_shard() for a in p.placements) for p in parameters):
-        name = type(optimizer).__name__
+    matrices = [
+        p for p in parameters if isinstance(p, DTensor) and p.dim() > 1 and any(a.is_shard() for a in p.placements)
+    ]
+    if matrices and (found != "Muon" or any(cut_axes(p) for p in matrices)):  # one rank alone has whole ones
         raise ValueError(
-            f"{name} {_WHOLE['Adafactor']}, and these matrices are sharded: step each as a whole, on one rank, by "
+            f"{names[0]} {_WHOLE[found]}, and these matrices are sharded: step each as a whole, on one rank, by "
             "fully_shard_optimizer(optimizer, whole=True), or use an elementwise optimizer such as AdamW"
         )
 
@@ -422,7 +428,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             side.plan(optimizer)
             _refuse(optimizer, "rest" if side.leaves_any else "none")
         if side is None:
-            _refuse_factored(optimizer, parameters)
+            _refuse_parts(optimizer, parameters)
             if any(isinstance(parameter, DTensor) for parameter in parameters):
                 _refuse_foreign_blocks(optimizer)
             for parameter in parameters:

@@ -264,7 +264,9 @@ def _different(rank: int, world: int) -> None:
     give(model, gradients(model, 0))
     with pytest.raises(RuntimeError, match=r"first has blocks.0.up.weight \(10, 6\).* number 1 has blocks.0.down"):
         optimizer.step()
-    matrices = [p for n, p in model.named_parameters() if inside(n, p)]
+    matrices = [p for n, p in model.named_parameters() if inside(n, p) and p.dim() == 2]
+    with pytest.raises(ValueError, match="Muon works on whole matrices, and these matrices are sharded"):
+        muon(matrices).step()
     with pytest.raises(RuntimeError, match=r"total=\S+ in parameter group 0, and number 1 has total="):
         fully_shard_optimizer(Summing(matrices), whole=True).step()  # each rank has one bucket, and its own sum
     optimizer = whole_optimizer(muon, model, inside, cost=lambda shape: shape[rank])
