@@ -36,14 +36,14 @@ def chosen(
     if policy.encodes is not None:
         assert isinstance(parameter, nn.Parameter)
         return bool(policy.encodes(name, parameter))
-    if parameter.numel() < _SMALL or any("Embedding" in type(module).__name__ for module in modules):
+    *path, own = name.lower().split(".")
+    if parameter.numel() < _SMALL or "embed" in own or any("Embedding" in type(m).__name__ for m in modules):
         return False
-    path = [part.lower() for part in name.split(".")[:-1]]
     if not path:
         return not any(isinstance(module, nn.Linear) for module in modules)
     if owner.endswith("Head") or path[-1] == "output" or _HEADS.intersection(path):
         return False
-    return path[-1] not in _ROUTERS or parameter.shape[0] > _EXPERTS
+    return not _ROUTERS.intersection(path) or parameter.shape[0] > _EXPERTS
 
 
 @dataclass(frozen=True)

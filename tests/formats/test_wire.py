@@ -237,6 +237,8 @@ def _default(rank, world):
             self.proj = nn.Linear(256, 512)
             self.gate = nn.Linear(512, 128)  # a router
             self.gate_proj = nn.Linear(128, 512)
+            self.router = nn.ModuleDict({"layer": nn.Linear(512, 128)})
+            self.pos_embed = nn.Parameter(torch.empty(1, 256, 256))
             self.small = nn.Linear(16, 16)
 
     class Head(nn.Module):
