@@ -43,8 +43,9 @@ class Calls:
                     group[key] = self._options[number][key]
             self.seen.add(number)
             before = self._after.setdefault(number, group)
-            if before.keys() != group.keys() or any(not _same(before[key], group[key]) for key in group):
-                odd = next(key for key in group if key not in before or not _same(before[key], group[key]))
+            both = before.keys() & group.keys()
+            odd = next((k for k in {**before, **group} if k not in both or not _same(before[k], group[k])), None)
+            if odd is not None:
                 raise RuntimeError(
                     f"{type(self._optimizer).__name__} has other values of '{odd}' in its parameter group after some "
                     "matrices than after others: it adds up over all parameters, which no rank has"

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,9 @@ from flatshard.buffer import Lane
 from flatshard.buffer.ragged import Cut, RaggedDTensor
 from flatshard.layout import Holding, Layout, Segment, Slot, Whole
 from flatshard.optim.routes import Meeting
+from flatshard.optim.runs import State
+
+LABEL = re.compile(r"\[\d+(, \d+:\d+|:\d+)?\]$")  # of a part of a parameter, at the end of the name of an entry
 
 
 class OwnedCut(Cut):
@@ -117,3 +121,19 @@ def taken(meeting: Meeting, owner: int, state: Any) -> Any:
 
     found = _torch.map_leaves(torch.Tensor, take, state)
     return found if is_owner else None
+
+
+# Entries of the state of a parameter that is several matrices: key and label together.
+
+
+def joined(entries: Sequence[tuple[str, State]]) -> State:
+    if len(entries) == 1 and not entries[0][0]:
+        return entries[0][1]
+    return {f"{key}{label}": value for label, state in entries for key, value in state.items()}
+
+
+def parts_of(entries: Mapping[Any, Any], label: str) -> State:
+    """The entries of one matrix."""
+    if not label:
+        return dict(entries)
+    return {key[: -len(label)]: value for key, value in entries.items() if str(key).endswith(label)}

@@ -19,13 +19,14 @@ from flatshard.engine import steps
 from flatshard.engine.homes import generation, is_replaced, successor_of
 from flatshard.engine.main_grads import MAIN_GRAD
 from flatshard.engine.scope import join_reduces
+from flatshard.optim.choice import BUCKET, Choice, Predicate, Splits
 from flatshard.optim.eight import AdamW8bit
 from flatshard.optim.local import Local, refuse_replaced
 from flatshard.optim.owners import Cost, newton_schulz
 from flatshard.optim.routes import cut_axes
 from flatshard.optim.runs import is_elementwise, local_part
 from flatshard.optim.together import Together
-from flatshard.optim.whole import BUCKET, Choice, Predicate, Splits, Whole
+from flatshard.optim.whole import Whole
 
 Opt = TypeVar("Opt", bound=Optimizer)
 
@@ -287,13 +288,8 @@ def _state_dict(self: Optimizer) -> Any:
 
 def _load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
     """As the optimizer's own, which may read and change what it has loaded: it sees all of it. All ranks call it."""
-    cls, before = type(self), self.__dict__["state"]
-    self.__class__ = cls.__mro__[1]
-    try:
-        self.load_state_dict(state_dict)
-        loaded, self.__dict__["state"] = self.__dict__["state"], before
-    finally:
-        self.__class__ = cls
+    with _whole(self).loading() as loaded:
+        type(self).__mro__[1].load_state_dict(self, state_dict)  # type: ignore[attr-defined]
     self.state = loaded
 
 
@@ -302,9 +298,12 @@ def _take_state(self: Optimizer, state: dict[str, Any]) -> None:
     base = type(self).__mro__[1].__setstate__  # type: ignore[attr-defined]
     if _LOCAL not in self.__dict__ or "state" not in state:
         base(self, state)
-        return
-    with _whole(self).taking(self, state["state"]) as rest:
-        base(self, {**state, "state": rest})
+    elif _whole(self).is_loading:
+        with _whole(self).apart(state["state"]) as parts:
+            base(self, {**state, "state": parts})
+    else:
+        with _whole(self).taking(self, state["state"]) as rest:
+            base(self, {**state, "state": rest})
 
 
 def shown_state(optimizer: Optimizer) -> Mapping[Any, Any]:

@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from itertools import zip_longest
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,38 +29,15 @@ from flatshard import _torch
 from flatshard.buffer import Lane
 from flatshard.engine.homes import OWNER, generation, group_of
 from flatshard.optim.calls import Calls
+from flatshard.optim.choice import Choice
 from flatshard.optim.local import Local, refuse_replaced
 from flatshard.optim.matrices import Bucket, Seen
-from flatshard.optim.owned import shown, taken
-from flatshard.optim.owners import Cost, Load, Split, assign, in_buckets, matrices_of, newton_schulz
+from flatshard.optim.owned import LABEL, joined, parts_of, shown, taken
+from flatshard.optim.owners import Load, assign, in_buckets, matrices_of
 from flatshard.optim.routes import Meeting, cut_axes, held_of, routes
 from flatshard.optim.runs import State
 
-Predicate: TypeAlias = Callable[[str, torch.Tensor], bool]
-Splits: TypeAlias = Mapping[str, Split] | Callable[[str, torch.Tensor], Split] | None
-BUCKET = 64 << 20
-_LABEL = re.compile(r"\[\d+(, \d+:\d+|:\d+)?\]$")
 _CAPTURED = "a step on whole matrices cannot be captured; leave the optimizer's step outside"
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Which parameters are whole, and how; as the arguments of `fully_shard_optimizer`."""
-
-    whole: Predicate | bool = True
-    split: Splits = None
-    cost: Cost = newton_schulz
-    owners: Literal["shards", "all"] = "shards"
-    bucket_bytes: int = BUCKET
-    unbind: bool = False  # let tensors of three dims be so many matrices
-
-    def wants(self, name: str, parameter: torch.Tensor) -> bool:
-        return self.whole if isinstance(self.whole, bool) else bool(self.whole(name, parameter))
-
-    def split_of(self, name: str, parameter: torch.Tensor) -> Split:
-        if self.split is None or callable(self.split):
-            return None if self.split is None else self.split(name, parameter)
-        return next((split for pattern, split in self.split.items() if fnmatchcase(name, pattern)), None)
 
 
 class Whole:
@@ -88,6 +62,7 @@ class Whole:
         self._lanes: dict[torch.device, Lane] = {}
         self._lent: Any = None  # what `optimizer.state` is for now
         self._shown: dict[Any, State] | None = None  # what it was when somebody looked, since the last step
+        self._loaded: defaultdict[Any, State] | None = None  # what is being loaded, by parameter
         self._has_state = False
 
     @property
@@ -370,7 +345,7 @@ class Whole:
             return self.rest.look(optimizer)
         if self._shown is None:
             whole = {
-                parameter: _joined([(each.matrix.label, self.state.get(each.tensor, {})) for each in parts])
+                parameter: joined([(each.matrix.label, self.state.get(each.tensor, {})) for each in parts])
                 for parameter, parts in self._by_parameter().items()
             }
             self._shown = defaultdict(dict, {**self.rest.look(optimizer), **whole})
@@ -412,18 +387,46 @@ class Whole:
         parts: dict[nn.Parameter, list[tuple[str, State]]] = {}
         for number, state in sorted(found.items()):
             parts.setdefault(seen[number].parameter, []).append((seen[number].matrix.label, state))
-        outer.update({parameter: _joined(entries) for parameter, entries in parts.items()})
+        outer.update({parameter: joined(entries) for parameter, entries in parts.items()})
         order = [p for group in optimizer.param_groups for p in group["params"] if p in outer]
         return {key: outer[key] for key in dict.fromkeys([*order, *outer])}
 
     @contextmanager
     def lending(self, state: Any) -> Iterator[None]:
         """In it, this is `optimizer.state`."""
-        self._lent = state
+        before, self._lent = self._lent, state
         try:
             yield
         finally:
-            self._lent = None
+            self._lent = before
+
+    @contextmanager
+    def loading(self) -> Iterator[defaultdict[Any, State]]:
+        """In it, `optimizer.state` is what `apart` is given, by parameter: the same entries on all ranks."""
+        self._loaded = loaded = defaultdict[Any, State](dict)
+        try:
+            with self.lending(loaded):
+                yield loaded
+        finally:
+            self._loaded = None
+
+    @property
+    def is_loading(self) -> bool:
+        return self._loaded is not None
+
+    @contextmanager
+    def apart(self, state: Mapping[Any, State]) -> Iterator[dict[Any, State]]:
+        """State that is being loaded, in which parts of parameters have entries by the names that optimizers know."""
+        assert self._loaded is not None
+        split = {p: parts for p, parts in self._by_parameter().items() if p in state and parts[0].matrix.label}
+        found: dict[Any, State] = defaultdict(dict, {key: value for key, value in state.items() if key not in split})
+        for parameter, parts in split.items():
+            self.check(parameter, state[parameter])
+            found.update({each.tensor: parts_of(state[parameter], each.matrix.label) for each in parts})
+        with self.lending(found):
+            yield found
+        together = {p: joined([(e.matrix.label, found.pop(e.tensor)) for e in parts]) for p, parts in split.items()}
+        self._loaded.update({**found, **together})
 
     @contextmanager
     def taking(self, optimizer: Optimizer, state: Mapping[Any, State]) -> Iterator[dict[Any, State]]:
@@ -450,7 +453,7 @@ class Whole:
         """ValueError unless these are keys of the state of a whole parameter that is split as this one is."""
         labels = [each.matrix.label for each in self._by_parameter()[parameter]]
         for key in keys:
-            label = _LABEL.search(str(key))
+            label = LABEL.search(str(key))
             if (label is not None or labels != [""]) and (label is None or label.group() not in labels):
                 raise ValueError(
                     f"'{key}' is of a parameter that was split in another way than here, where its parts are "
@@ -484,19 +487,3 @@ def name_of(parameter: torch.Tensor) -> str:
 def _options(number: int, group: Mapping[str, Any]) -> list[str]:
     plain = {key: value for key, value in group.items() if isinstance(value, (int, float, str))}
     return [f"{key}={plain[key]!r} in parameter group {number}" for key in sorted(plain)]
-
-
-# Entries of the state of a parameter that is several matrices: key and label together.
-
-
-def _joined(entries: Sequence[tuple[str, State]]) -> State:
-    if len(entries) == 1 and not entries[0][0]:
-        return entries[0][1]
-    return {f"{key}{label}": value for label, state in entries for key, value in state.items()}
-
-
-def parts_of(entries: Mapping[Any, Any], label: str) -> State:
-    """The entries of one matrix."""
-    if not label:
-        return dict(entries)
-    return {key[: -len(label)]: value for key, value in entries.items() if str(key).endswith(label)}

@@ -42,6 +42,8 @@ def build(model: Net, kind: str) -> Any:
         rest = [(n, p) for n, p in model.named_parameters() if not inside(n, p)]
         second = torch.optim.AdamW(rest, lr=1e-2, foreach=False)
         return Together([first, second])
+    if kind == "adamw":
+        return whole_optimizer(lambda matrices: torch.optim.AdamW(matrices, foreach=False), model, inside, split=SPLIT)
     optimizer = MAKERS[kind]([p for p in model.parameters() if p.dim()])
     return fully_shard_optimizer(optimizer, whole=True, bucket_bytes=500) if _is_sharded(model) else optimizer
 
@@ -122,7 +124,7 @@ def test_state_of_another_split_is_refused(ranks, tmp_path):
 
 def _state_dicts(rank: int, world: int, folder: Any) -> None:
     full = StateDictOptions(full_state_dict=True)
-    for kind in ("muon", "spectral"):
+    for kind in ("muon", "spectral", "adamw"):  # the last brings its counters up to date when it loads
         reference, _ = uninterrupted(kind)
         model = shard(Net())
         optimizer = build(model, kind)
