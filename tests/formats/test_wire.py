@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import flatshard
@@ -225,6 +226,27 @@ def _saved(rank, world, folder):
 
 def test_checkpoints_know_nothing_of_formats(ranks, tmp_path):
     ranks(2, _saved, str(tmp_path))
+
+
+def _by_rows(rank, world):
+    """Rows are looked up in main, whatever the policy says; and so is what is gathered of the table."""
+    net = nn.Sequential(nn.Embedding(64, 40))
+    table = net[0].weight.detach().clone()
+    for unit, more in ((net[0], {"rows": True}), (net, {})):
+        every = policy(gather_format="int8", reduce_format="bf16_fp32", encodes=lambda name, p: True)
+        fully_shard(unit, mesh=mesh_of([world]), mp_policy=every, **more)
+    dist.broadcast(table, 0)
+    with gathered(net, write=True):
+        net[0].weight.data.copy_(table)
+    tokens = torch.arange(7) * (rank + 3)
+    assert torch.equal(net(tokens), table[tokens])
+    with gathered(net):
+        assert torch.equal(net[0].weight, table)
+    assert not any(row.formats for row in summary(net).rows)
+
+
+def test_tables_by_rows_travel_as_they_are(ranks):
+    ranks(2, _by_rows)
 
 
 def _default(rank, world):
