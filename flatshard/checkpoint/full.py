@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from flatshard import _arguments, _torch
 from flatshard.buffer import Lane
 from flatshard.checkpoint.state import local_part
 
 _ALIGN = 16  # bytes; a bucket is reduced as integers of 4
+_LARGE = 1 << 20  # bytes: the time of such a tensor is that of its bytes
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -103,24 +103,42 @@ def _gathered(
     storage: torch.Tensor,
     dtype: torch.dtype | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Gather by adding: every rank has zeros where others have values, so that the sum of the bits is their union.
+    """Large tensors of equal shards are gathered where they are to be. All others at once, by adding: every rank has
+    zeros where others have values, so that the sum of the bits is their union.
 
     That takes twice the traffic of a gather, and no memory beyond the result, however ragged the shards are.
     """
-    used = storage[: sum(_size(tensors[name], dtype) for name in names)].zero_()
-    views, place = [], 0
-    for name in names:
-        tensor, part = tensors[name], local_part(tensors[name])
+    apart = [name for name in names if _is_gathered(tensors[name], axes, dtype)]
+    added = [name for name in names if name not in apart]
+    views: dict[str, torch.Tensor] = {}
+    place = 0
+    for name in (*apart, *added):
+        tensor = tensors[name]
         kind = _dtype(tensor, dtype)
-        view = used[place : place + math.prod(part.shape) * kind.itemsize].view(kind).view(part.shape)
+        views[name] = storage[place : place + tensor.numel() * kind.itemsize].view(kind).view(tensor.shape)
         place += _size(tensor, dtype)
-        views.append(view)
+    bits = storage[place - sum(_size(tensors[name], dtype) for name in added) : place].zero_().view(torch.int32)
+    pieces = []
+    for name, view in views.items():
+        part = local_part(tensors[name])
         if part.offsets is not None:
-            view[tuple(slice(o, o + n) for o, n in zip(part.offsets, part.local.shape))].copy_(part.local)
+            pieces.append(view[tuple(slice(o, o + n) for o, n in zip(part.offsets, part.local.shape))])
+            pieces[-1].copy_(part.local)
     first = tensors[names[0]]
     assert isinstance(first, DTensor)
-    lane = Lane("full_tensors", used.device)
-    for axis in axes if used.numel() else ():
-        bits = used.view(torch.int32)
-        lane.all_reduce(lane.group(first.device_mesh, axis), [bits], after=(lane.mark(),), name="full tensors").wait()
-    yield from zip(names, views)
+    lane, mesh = Lane("full_tensors", storage.device), first.device_mesh
+    if apart:
+        wholes, own = [views[name].view(-1) for name in apart], [piece.view(-1) for piece in pieces[: len(apart)]]
+        group = lane.group(mesh, axes[0])
+        lane.all_gather(group, wholes, own, after=(lane.mark(),), name="full tensors").wait()
+    for axis in axes if bits.numel() else ():
+        lane.all_reduce(lane.group(mesh, axis), [bits], after=(lane.mark(),), name="full tensors").wait()
+    yield from ((name, views[name]) for name in names)
+
+
+def _is_gathered(tensor: torch.Tensor, axes: tuple[int, ...], dtype: torch.dtype | None) -> bool:
+    """Whether it is worth a gather of its own, and each rank has as many of its rows. The same on all ranks."""
+    if not isinstance(tensor, DTensor) or len(axes) != 1 or _size(tensor, dtype) < _LARGE:
+        return False
+    placement = tensor.placements[axes[0]]  # the flat layout's is another kind of `Shard`
+    return type(placement) is Shard and placement.dim == 0 and tensor.shape[0] % tensor.device_mesh.size(axes[0]) == 0

@@ -35,6 +35,8 @@ Callback: TypeAlias = Callable[[Bucket], object]
 _ALIGN = 16  # bytes
 _NO_MEMBER = GroupMember.NON_GROUP_MEMBER  # what `new_group` returns where this rank is in none
 _LATEST = "latest"  # the file in a folder that says which version is complete
+_STAGES = 8  # buckets of a model, at least: one is gathered while another is sent and a third is put into place
+_LEAST = 8 << 20  # bytes of a bucket, where there are as many
 _PAUSE = 0.005  # seconds from one look at it to the next
 
 
@@ -72,7 +74,7 @@ def sync_weights(
       The first rank of the model writes; the version before stays until the next one.
 
     ``names`` says what tensors are called over there (`flatshard.checkpoint.StoredAs`, or a preset). ``dtype`` casts
-    floating-point tensors before they travel. Two buffers of ``bucket_bytes`` are used, and one to gather into.
+    floating-point tensors before they travel. Two buffers of at most ``bucket_bytes`` are used, and one to gather into.
     """
     _arguments.module("sync_weights", model)
     _arguments.whole("bucket_bytes", bucket_bytes, 1)
@@ -83,6 +85,8 @@ def sync_weights(
     if not (isinstance(target, (ProcessGroup, str, Path)) or callable(given) or given == _NO_MEMBER):
         raise TypeError(f"target={target!r}: must be a function, a process group or a folder")
     began = time.monotonic()
+    if not isinstance(target, (str, Path)):
+        bucket_bytes = min(bucket_bytes, _enough(model, dtype))
     buckets = planned(named_tensors(model), bucket_bytes, dtype, names)
     pieces = _pieces(model, names, dtype, bucket_bytes)
     version = 0
@@ -142,6 +146,15 @@ def _synced(buckets: Sequence[Planned], began: float, version: int) -> Synced:
 
 def _device(model: nn.Module) -> torch.device:
     return next((tensor.device for tensor in named_tensors(model).values()), torch.device("cpu"))
+
+
+def _enough(model: nn.Module, dtype: torch.dtype | None) -> int:
+    """Bytes of a bucket that are enough to keep a wire busy: several are on their way of a model, one after another."""
+    tensors = named_tensors(model).values()
+    size = sum(
+        x.numel() * (dtype if dtype is not None and x.is_floating_point() else x.dtype).itemsize for x in tensors
+    )
+    return max(size // _STAGES, _LEAST)
 
 
 def _pieces(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,15 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatshard import fully_shard
-from flatshard.checkpoint import CheckpointError, export_safetensors, found, iter_full_tensors, load_safetensors, reader
+from flatshard.checkpoint import (
+    CheckpointError,
+    export_safetensors,
+    found,
+    full,
+    iter_full_tensors,
+    load_safetensors,
+    reader,
+)
 from tests.checkpoint.cases import PLACES, assert_same, full_state, make, shard
 
 
@@ -37,14 +46,15 @@ def _streamed(rank, world, place, bucket):
     wanted = {name: value for name, value in make(1).state_dict().items() if name != "head.weight"}
     model = shard(make(1), world, place)
     largest = max(value.numel() * value.element_size() for value in wanted.values())
-    seen = {}
-    with Allocated() as allocated:
-        for name, tensor in iter_full_tensors(model, bucket):
-            assert tensor.shape == wanted[name].shape, name
-            seen[name] = bool((tensor == wanted[name]).all())
-    assert all(seen.values()), seen
-    assert seen.keys() == wanted.keys()
-    assert largest <= allocated.total <= max(bucket, largest + 16), (allocated.total, bucket, largest)
+    for large in (full._LARGE, 256):  # by adding; and from so many bytes on, each tensor where it is to be
+        seen = {}
+        with mock.patch.object(full, "_LARGE", large), Allocated() as allocated:
+            for name, tensor in iter_full_tensors(model, bucket):
+                assert tensor.shape == wanted[name].shape, name
+                seen[name] = bool((tensor == wanted[name]).all())
+        assert all(seen.values()), seen
+        assert list(seen) == list(wanted)
+        assert largest <= allocated.total <= max(bucket, largest + 16), (allocated.total, bucket, largest)
 
 
 @pytest.mark.parametrize(

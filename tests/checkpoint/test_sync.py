@@ -49,6 +49,7 @@ def _stream(rank, world, folder):
                 for target in (group, folder)]  # fmt: skip
         with torch.no_grad():
             model.blocks[0].weight.zero_()
+        dist.barrier()  # the first version has been read
         sync_weights(model, folder, names=NAMES)
         seen = []
         sync_weights(
@@ -65,6 +66,8 @@ def _stream(rank, world, folder):
         }
         assert engine.layers[0].matrix.to_local().shape == (5, 3 if rank == 2 else 2)
         results.append((got, {name: value.clone() for name, value in whole.items()}))
+        if number == 1:
+            dist.barrier()
     return results
 
 
