@@ -376,6 +376,7 @@ def test_step_times_are_near_the_rehearsed_ones(case):
         assert 1e3 * estimate.total == pytest.approx(ours, rel=0.12 if case == "e" else 0.03)
 
 
+@pytest.mark.full
 def test_many_microbatches_take_as_much_longer_and_the_host_is_a_bound(capsys):
     machine, model = Machine(8, 80e9, get_network("h100-nvlink")), load_model("llama-1b")
     speed = Speed(450e12, 2048, 2048, host=0.0)
@@ -392,6 +393,7 @@ def test_many_microbatches_take_as_much_longer_and_the_host_is_a_bound(capsys):
     assert "The host" not in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_rate_can_be_measured_here(capsys):
     command = "plan tests.tools.test_plan:llama --devices 2 --memory 1 --batch 2 --length 8 --tflops measured"
     assert main(command.split()) == 0
