@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from html import escape
 from itertools import pairwise
 
 import torch
@@ -53,6 +54,10 @@ class Summary:
     def bytes_per_rank(self) -> int:
         """Bytes of main weights that this rank stores."""
         return sum(row.bytes_per_rank for row in self.rows)
+
+    def _repr_html_(self) -> str:
+        """In a notebook."""
+        return f"<pre>{escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         formats = any(row.formats for row in self.rows)

@@ -20,6 +20,7 @@ def _summary(rank, world):
     assert sum(row.parameters for row in table.rows) == total
     local = sum(parameter.to_local().numel() for parameter in model.parameters())
     assert 4 * local <= table.bytes_per_rank <= 4 * (local + 64 * len(list(model.parameters())))
+    assert table._repr_html_().count("\n") == str(table).count("\n")  # in a notebook
     return str(table)
 
 
