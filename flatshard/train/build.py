@@ -45,7 +45,7 @@ def build_model(settings: Settings, vocab: int) -> tuple[nn.Module, list[nn.Modu
         return model, list(model.blocks), shape.flops_per_token(settings.context)
     inner = _from_config(settings.model, vocab)
     if settings.recompute:
-        inner.gradient_checkpointing_enable()
+        inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     names = set(inner._no_split_modules or ())
     blocks = [module for module in inner.modules() if type(module).__name__ in names]
     used = sum(parameter.numel() for parameter in inner.parameters())

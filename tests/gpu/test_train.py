@@ -44,6 +44,25 @@ def test_captured_steps_have_the_losses_of_eager_ones(tmp_path, more):
 
 
 @pytest.mark.limit(300)
+def test_a_model_of_transformers_is_captured_with_recompute(tmp_path):
+    pytest.importorskip("transformers")
+    config = {"model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96}
+    config |= {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags = f"--steps 8 --model {tmp_path} --recompute"
+    losses = []
+    for name, more in (("eager", ""), ("captured", "--capture")):
+        _, log = _train(f"{flags} {more}", tmp_path / f"{name}.jsonl")
+        losses.append([line["loss"] for line in log])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+@pytest.mark.limit(300)
 def test_every_process_needs_a_gpu():
     command = [sys.executable, "-m", "flatshard", "train", *_TINY.replace("--processes 1", "--processes 2").split()]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0", "PYTHONPATH": str(_ROOT)}
