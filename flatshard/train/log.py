@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import tempfile
@@ -20,9 +21,14 @@ _SECONDS = 1.0  # between two writes: each waits for the device
 
 
 def check(path: Path) -> None:
-    """Mistake where this file is something else than the log of a run; it is fine if there is none."""
+    """Mistake where this file is something else than the log of a run, or cannot be written; there may be none yet."""
     try:
         _end_of(path, 0)
+        if path.exists():
+            with path.open("ab"):
+                pass
+        else:
+            _check_folder(path.parent)
     except OSError as error:
         raise Mistake(f"--losses {path}: {error.strerror}") from error
 
@@ -32,11 +38,18 @@ def check_board(folder: Path) -> None:
     if find_spec("tensorboard") is None:
         raise Mistake("--tensorboard: tensorboard is not installed: pip install tensorboard")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        _check_folder(folder)
     except OSError as error:
         raise Mistake(f"--tensorboard {folder}: {error.strerror}") from error
+
+
+def _check_folder(folder: Path) -> None:
+    """OSError where no file can be made in it."""
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def _end_of(path: Path, done: int) -> int:

@@ -129,6 +129,7 @@ def short_file(tmp_path):
         ("--timeout 0", "--timeout 0: must be at least 1"),
         ("--losses {folder}", "--losses {folder}: Is a directory"),
         ("--losses {short}", "--losses {short}: not the log of a run"),
+        ("--losses {short}/losses", "--losses {short}/losses: Not a directory"),
         ("--checkpoint {short}", "--checkpoint {short}: not a folder"),
         ("--checkpoint {short}/run", "--checkpoint {short}/run: cannot be written to: Not a directory"),
         ("--config {folder}/none.yaml", "--config {folder}/none.yaml: No such file or directory"),
