@@ -285,7 +285,8 @@ class FSDPModule(TorchFSDPModule):
         for group in _one_mesh("set_custom_reduce_scatter", _unit(self)):
             if comm is not None and group.gradients.is_encoded:
                 raise ValueError(
-                    "set_custom_reduce_scatter: gradients with a reduce_format are exchanged, not scattered"
+                    "set_custom_reduce_scatter: gradients by rows, or with a reduce_format, are exchanged, not "
+                    "scattered"
                 )
             group.gradients.comm = _checked_comm("set_custom_reduce_scatter", comm)
 
