@@ -399,6 +399,9 @@ class Scope:
     def hold(self, units: Sequence[Unit]) -> None:
         """Keep the compute weights of these units as they are."""
         self._check_rest("hold_weights")
+        for unit in units:
+            for group in unit.groups:
+                group.check_hold()
         self.refresh_order()
         for unit in units:
             for group in unit.groups:

@@ -200,16 +200,19 @@ class Group:
         if self._refreshed is None or self._refreshed != self.state:
             self.mark_stale()
 
-    def hold(self, pool: Pool, name: str) -> None:
-        """Let full weights be those of now until `refresh`; the lane is ordered after what made main."""
-        if self.is_held:
-            return
+    def check_hold(self) -> None:
+        """Raise if `hold` cannot be."""
         if self.by_rows:
             raise NotImplementedError(f"parameter '{self.members[0].name}' is looked up by rows: nothing holds it")
         if self.is_extended:
             raise NotImplementedError(
                 f"parameter '{self.members[0].name}' is encoded anew in each gather: nothing holds it"
             )
+
+    def hold(self, pool: Pool, name: str) -> None:
+        """Let full weights be those of now until `refresh`; the lane is ordered after what made main."""
+        if self.is_held:
+            return
         if self.source.compute is None:
             self.release()
             self._set_source(is_held=True)
