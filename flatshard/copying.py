@@ -14,7 +14,7 @@ from torch import nn
 
 from flatshard import _torch
 from flatshard.checkpoint.converted import of_their_own_classes
-from flatshard.engine.build import Choices, units_below
+from flatshard.engine.build import Choices, owned_modules, units_below
 from flatshard.engine.homes import OWNER, SUCCESSOR, group_of, successor_of
 from flatshard.engine.parameters import attributes_of
 from flatshard.engine.unit import Unit
@@ -128,9 +128,18 @@ def _choices(unit: Unit, memo: dict[int, Any], dims: dict[int, int]) -> Choices:
     return replace(
         known,
         precision=unit.policy,
-        ignored=frozenset(memo.get(id(parameter), parameter) for parameter in known.ignored),
+        ignored=frozenset(memo[id(parameter)] for parameter in _ignored(unit)),
         where=replace(known.where, choose=choose),
     )
+
+
+def _ignored(unit: Unit) -> Iterator[nn.Parameter]:
+    """The parameters in the modules of a unit that it was told to leave alone."""
+    plain = {id(site.look()) for each in unit.plain for site in each.sites}
+    for _, module in owned_modules(unit.modules):
+        for parameter in module.parameters(recurse=False):
+            if OWNER not in parameter.__dict__ and id(parameter) not in plain:
+                yield parameter
 
 
 def _fill(group: Group, index: int, blank: nn.Parameter) -> None:

@@ -297,7 +297,8 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     nests = any(units_below(module) for module in modules)
     hooked = bool(groups or borrowed) or not plain or nests
     unit = Unit(modules, groups, choices.mesh, choices.device, choices.precision, reshard, choices.schedule, hooked)
-    unit.choices = replace(choices, where=replace(choices.where, choose=None))  # which may hold the model
+    # Without what could keep parameters, or the model, alive.
+    unit.choices = replace(choices, ignored=frozenset(), where=replace(choices.where, choose=None))
     for group, member, site in borrowed:
         unit.borrow(group, member, site)
         group.look.add(site, member.sharded)
