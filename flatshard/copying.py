@@ -63,6 +63,9 @@ def copied(make_unit: MakeUnit, module: nn.Module, memo: dict[int, Any]) -> nn.M
     for unit in units:
         absorb(new[id(unit)])
         _take_settings(unit, new)
+    for group, index in _members(units):  # for whatever else is copied with the model: an optimizer
+        sharded = group.members[index].sharded
+        memo[id(sharded)] = successor_of(memo[id(sharded)])
     return made
 
 

@@ -98,6 +98,24 @@ def test_embeddings_by_rows_are_copied(interpreters):
     interpreters(2, _by_rows)
 
 
+def _with_optimizer(rank, world):
+    model, reference = shard(make()), make()
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, reference)]
+    pairs = list(zip((model, reference), optimizers))
+    for number in range(2):
+        for each, optimizer in pairs:
+            who = [rank] if each is pairs[0][0] else range(world)
+            backward_of_all([each(rows(r, number)).square().mean() for r in who])
+            optimizer.step()
+            optimizer.zero_grad()
+        pairs = [copy.deepcopy(pair) for pair in pairs]
+    compare(weights_of(pairs[0][0]), weights_of(pairs[1][0]))
+
+
+def test_an_optimizer_that_is_copied_with_the_model_steps_the_copy(interpreters):
+    interpreters(2, _with_optimizer)
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
