@@ -44,8 +44,7 @@ def copied(make_unit: MakeUnit, module: nn.Module, memo: dict[int, Any]) -> nn.M
     dims: dict[int, int] = {}  # that the new parameters are to be cut on
     for group, index in _members(units):
         sharded = group.members[index].sharded
-        blank = nn.Parameter(torch.empty(sharded.shape, dtype=group.own, device="meta"), sharded.requires_grad)
-        memo[id(sharded)] = blank
+        memo[id(sharded)] = blank = _blank(group, index)
         dims[id(blank)] = group.layout.slots[index].dim
     for group, index in _members(units):
         sharded = group.members[index].sharded
@@ -86,8 +85,12 @@ def _check(module: nn.Module, units: Sequence[Unit]) -> None:
             reason = "it is sharded together with modules that are not in the copy; copy the model that has all of them"
         elif any(group.unit is None or group.unit() not in units for group in unit.needs):
             reason = "it has parameters of units that are not in the copy; copy the model that has all of them"
-        elif any(group.is_extended or group.members[0].inner is not None for group in unit.groups):
-            reason = "it has parameters of tensor subclasses, or of tensor parallelism"
+        elif any(group.is_extended for group in unit.groups):
+            reason = "it has parameters of tensor subclasses"
+        elif any(
+            member.inner is not None and not member.is_parallel for group in unit.groups for member in group.members
+        ):
+            reason = "each rank has parameters of its own in it"
         elif any(group.mesh != unit.mesh for group in unit.groups):
             reason = "it has parameters on another mesh"
         if reason is not None:
@@ -143,6 +146,15 @@ def _ignored(unit: Unit) -> Iterator[nn.Parameter]:
         for parameter in module.parameters(recurse=False):
             if OWNER not in parameter.__dict__ and id(parameter) not in plain:
                 yield parameter
+
+
+def _blank(group: Group, index: int) -> nn.Parameter:
+    """A parameter like that which a member was made of, without values."""
+    member = group.members[index]
+    values = torch.empty(group.layout.slots[index].shape, dtype=group.own, device="meta")
+    if member.inner is not None:
+        values = _torch.dtensor_of(values, member.inner.spec)
+    return nn.Parameter(values, member.sharded.requires_grad)
 
 
 def _fill(group: Group, index: int, blank: nn.Parameter) -> None:

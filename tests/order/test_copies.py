@@ -7,7 +7,9 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from flatshard import MixedPrecisionPolicy, fully_shard, gathered
@@ -114,6 +116,23 @@ def _with_optimizer(rank, world):
 
 def test_an_optimizer_that_is_copied_with_the_model_steps_the_copy(interpreters):
     interpreters(2, _with_optimizer)
+
+
+def _parallel(rank, world):
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("dp", "tp"))
+    model, reference = make(), make()
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(output_layouts=Replicate())})
+    shard(model, mesh=mesh["dp"])
+    _trained(model, reference, rank, world)
+    twin, other = copy.deepcopy(model), copy.deepcopy(reference)
+    _trained(model, reference, rank, world, 5)
+    _trained(twin, other, rank, world, 7)
+    compare(weights_of(twin), weights_of(other))
+
+
+def test_parameters_of_tensor_parallelism_are_copied(interpreters):
+    interpreters(2, _parallel)
 
 
 class Tied(nn.Module):
