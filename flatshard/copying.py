@@ -40,7 +40,7 @@ def copied(make_unit: MakeUnit, module: nn.Module, memo: dict[int, Any]) -> nn.M
     for unit in units:
         unit.reshard()
         absorb(unit)
-    _check(module, units)
+    _check(module, units, memo)
     dims: dict[int, int] = {}  # that the new parameters are to be cut on
     for group, index in _members(units):
         sharded = group.members[index].sharded
@@ -76,7 +76,7 @@ def _members(units: Sequence[Unit]) -> Iterator[tuple[Group, int]]:
     return ((group, index) for unit in units for group in unit.groups for index in range(len(group.members)))
 
 
-def _check(module: nn.Module, units: Sequence[Unit]) -> None:
+def _check(module: nn.Module, units: Sequence[Unit], memo: dict[int, Any]) -> None:
     """Raise where a copy would have to be another one."""
     inside = set(module.modules())
     for unit in units:
@@ -85,6 +85,8 @@ def _check(module: nn.Module, units: Sequence[Unit]) -> None:
             reason = "it is sharded together with modules that are not in the copy; copy the model that has all of them"
         elif any(group.unit is None or group.unit() not in units for group in unit.needs):
             reason = "it has parameters of units that are not in the copy; copy the model that has all of them"
+        elif any(id(member.sharded) in memo for group in unit.groups for member in group.members):
+            reason = "what has its parameters, such as an optimizer, was copied before it; copy it after the model"
         elif any(group.is_extended for group in unit.groups):
             reason = "it has parameters of tensor subclasses"
         elif any(

@@ -112,6 +112,8 @@ def _with_optimizer(rank, world):
             optimizer.zero_grad()
         pairs = [copy.deepcopy(pair) for pair in pairs]
     compare(weights_of(pairs[0][0]), weights_of(pairs[1][0]))
+    with pytest.raises(TypeError, match="copy it after the model"):
+        copy.deepcopy(pairs[0][::-1])
 
 
 def test_an_optimizer_that_is_copied_with_the_model_steps_the_copy(interpreters):
