@@ -44,3 +44,21 @@ def _train(rank, world, whole):
 @pytest.mark.parametrize(("whole", "gathers"), [(False, 1), (True, 2)], ids=["an embedding", "a module that uses one"])
 def test_weights_are_gathered_for_backward_where_it_reads_them(ranks, whole, gathers):
     assert ranks(2, _train, whole) == [2 * gathers] * 2
+
+
+def _while_blocks_run(rank, world):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(12, 6), nn.Linear(6, 6), nn.Linear(6, 12, bias=False))
+    model[2].weight = model[0].weight
+    fully_shard([model[0], model[2]])
+    fully_shard(model[1])
+    fully_shard(model)
+    seen = []
+    model[1].register_full_backward_pre_hook(lambda *_: seen.append(unit_of(model[0]).is_gathered))
+    for _ in range(2):
+        model(TOKENS).square().sum().backward()
+    return seen
+
+
+def test_a_head_that_shares_a_table_is_released_when_backward_has_read_it(ranks):
+    assert ranks(2, _while_blocks_run)[0][-1] is False
