@@ -386,7 +386,6 @@ def _raise_in(context: Any) -> None:
 _NO_FACTOR = "finite number, and not 0"
 UNITS = {
     "FSDPModule": [
-        Case("a copy", lambda b: copy.deepcopy(b.model), TypeError, "copy the model before fully_shard"),
         Case("another device", lambda b: b.model.to("meta"), (RuntimeError, ValueError), "meta"),
         Case("an unknown dtype", lambda b: b.model.to(torch.int32), TypeError, "floating point"),
         Case("complex", lambda b: b.model.to(torch.complex64), ValueError, "complex64"),
