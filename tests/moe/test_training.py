@@ -23,7 +23,7 @@ from tests.moe.cases import (
     spread,
 )
 
-pytestmark = [pytest.mark.xdist_group("interpreters"), pytest.mark.limit(60)]
+pytestmark = [pytest.mark.sampled(2), pytest.mark.xdist_group("interpreters"), pytest.mark.limit(60)]
 
 # What ranks do from step to step: all experts, those of one rank of `ep` only, capacity, one that nobody ever uses.
 ROUTES = [

@@ -84,6 +84,7 @@ def _mentioning(text):
     return found
 
 
+@pytest.mark.full
 @pytest.mark.limit(150)
 def test_a_killed_rank_costs_a_restart_and_nothing_else(ranks, tmp_path):
     """Three kills, in backward, in the optimizer's step and during a save."""
