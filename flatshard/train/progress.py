@@ -128,9 +128,11 @@ class Bar:
 
     def show(self, reading: Reading) -> None:
         self._last = time.monotonic()
-        # Beside a bar of eight, the count of steps and the time left.
-        room = self._bar.console.width - 8 - (2 * len(str(self._steps)) + 1) - len("left 00:00:00") - 3
-        self._bar.update(self._task, completed=reading.step, reading=reading.within(room))
+        # Beside the count of steps and the time left. rich would take what does not fit from all of them alike.
+        room = self._bar.console.width - len(f"{self._steps}/{self._steps}") - len("left 00:00:00") - 3
+        told = reading.within(room - 8)
+        self._bar.columns[0].bar_width = max(room - len(told), 4)
+        self._bar.update(self._task, completed=reading.step, reading=told)
 
 
 @contextmanager
@@ -147,13 +149,13 @@ def display(settings: Settings, say: Callable[[str], None]) -> Iterator[Display]
         yield Plain(settings.steps, say)
         return
     columns = (
-        BarColumn(bar_width=None, complete_style="cyan", finished_style="cyan"),
+        BarColumn(complete_style="cyan", finished_style="cyan"),
         MofNCompleteColumn(),
         TextColumn("{task.fields[reading]}", style="default"),
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, expand=True) as bar:
+    with Progress(*columns, console=console) as bar:
         yield Bar(bar, settings.steps)
 
 

@@ -257,7 +257,7 @@ def test_a_bar_fits_its_terminal_and_ctrl_c_in_it_saves(tmp_path):
     bars = [line for line in re.split(r"[\r\n]", plain) if "tokens/s" in line]
     assert bars
     for line in bars:
-        assert len(line) == 80
+        assert 70 < len(line) <= 80
         assert re.search(r"\d+/100000 loss [\d.]+ .*tokens/s.* left [-\d]+:[-\d]+:[-\d]+", line), line
     last = plain.strip().splitlines()[-1]
     assert re.search(
