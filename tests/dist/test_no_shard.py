@@ -247,6 +247,7 @@ def test_a_mark_that_comes_too_late_is_refused(ranks):
     assert ranks(2, _too_late) == [None] * 2
 
 
+@pytest.mark.full
 def test_the_two_tower_example_runs(ranks):
     example = Path(__file__).parents[2] / "examples" / "two_tower.py"
     printed, *others = ranks(2, as_script, str(example), free_port())

@@ -125,6 +125,7 @@ def test_a_rank_that_is_killed_is_named_by_the_others_and_by_the_records(job, tm
     assert "step 2, backward" in told
 
 
+@pytest.mark.full
 @pytest.mark.limit(120)
 def test_a_rank_that_hangs_shows_its_record_on_a_signal(job, tmp_path):
     processes = job("sleep")

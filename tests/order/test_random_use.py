@@ -23,7 +23,7 @@ from tests.dist.models import assert_rows
 from tests.order.random_use import DIM, Case, Meshes, build, shard
 
 pytestmark = [pytest.mark.xdist_group("interpreters")]
-SEEDS, BATCH, ROWS = 60, 10, 3
+SEEDS, BATCH, ROWS = 30, 10, 3
 
 
 def world_of(seed: int) -> int:

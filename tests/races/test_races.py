@@ -27,7 +27,7 @@ from tests.dist.random_models import build, rows_of
 from tests.fsdp2.test_extensions import Coded
 from tests.races.checker import Checker, watching
 
-pytestmark = [pytest.mark.sampled(2), pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")]
+pytestmark = [pytest.mark.sampled(3), pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")]
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 TOKENS = list(batches(4, 2))
 TO_BF16 = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32)

@@ -18,7 +18,7 @@ from flatshard.rehearsal.ledger import difference
 from flatshard.train.model import LlamaConfig
 from tests.tools.cases import CONFIG, Case
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
