@@ -133,22 +133,21 @@ class Piece:
     every: int
 
     def __post_init__(self) -> None:
-        numel = math.prod(self.sizes)
-        strides, rest = [], numel
+        strides, rest = [], math.prod(self.sizes)
         for size in self.sizes:
             rest //= size
             strides.append(rest)
-        view = (self.sizes, tuple(strides)) if self.times == 1 else ((self.times, numel), (self.every, 1))
-        object.__setattr__(self, "_view", (*view, self.start))
+        stacked = ((), ()) if self.times == 1 else ((self.times,), (self.every,))
+        object.__setattr__(self, "_view", ((*stacked[0], *self.sizes), (*stacked[1], *strides), self.start))
 
     def of(self, packed: torch.Tensor) -> torch.Tensor:
         """In the run, seen as elements of its dtype."""
         return packed.as_strided(*self._view)  # type: ignore[attr-defined]
 
     def within(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In the tensor, in the shape of `of`."""
+        """In the tensor, in the shape of `of`: a view, whatever its strides are, since it may be written to."""
         part = tensor if self.where is None else tensor[self.where]
-        return part if self.times == 1 else part.reshape(self.times, -1)
+        return part if self.times == 1 else part.unflatten(0, (self.times, -1))
 
 
 Tensors: TypeAlias = Mapping[Role, Mapping[int, torch.Tensor | None]]
