@@ -309,10 +309,12 @@ class Whole:
         for each in mine:
             assert each.number is not None
             params[each.number].append(each.tensor)
-        numbers = dict.fromkeys(each.number for each in self.seen if each.number is not None)
-        missed = [] if mine else [number for number in numbers if number not in calls.seen]
-        if not mine and not missed:
-            return
+        missed: list[int] = []
+        if not mine:
+            numbers = dict.fromkeys(each.number for each in self.seen if each.number is not None)
+            missed = [number for number in numbers if number not in calls.seen]
+            if not missed:
+                return
         with self.lending(self.state), calls.lent(params, missed) as step:
             calls.result = step()
 
