@@ -23,7 +23,7 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from flatshard import _arguments, _torch
 from flatshard.engine.build import units_below
 from flatshard.engine.roots import scope_of, unit_of
-from flatshard.engine.rows import RowEmbedding
+from flatshard.engine.rows import RowEmbedding, class_before
 from flatshard.engine.scope import Scope, join_reduces
 from flatshard.engine.unit import Unit
 from flatshard.engine.unit_changes import applying, check_change
@@ -42,7 +42,7 @@ class FSDPModule(TorchFSDPModule):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Containers make new instances of their own class when they are sliced; those are not units."""
-        original = next(base for base in cls.__mro__ if not issubclass(base, (TorchFSDPModule, RowEmbedding)))
+        original = class_before(cls)
         made: Any = original.__new__(original, *args, **kwargs)
         made.__init__(*args, **kwargs)
         return made

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from flatshard.checkpoint.files import Entry, Source
 from flatshard.checkpoint.reader import Reader
-from flatshard.engine.rows import RowEmbedding
+from flatshard.engine.rows import class_before
 
 
 @dataclass
@@ -118,7 +118,7 @@ def of_their_own_classes(model: nn.Module) -> Iterator[None]:
     """Within, the units of a model are of the classes that they were of before: some go by the names of those."""
     units: list[tuple[Any, type]] = [(each, type(each)) for each in model.modules() if isinstance(each, FSDPModule)]
     for module, cls in units:
-        module.__class__ = next(base for base in cls.__mro__ if not issubclass(base, (FSDPModule, RowEmbedding)))
+        module.__class__ = class_before(cls)
     try:
         yield
     finally:

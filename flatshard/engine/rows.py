@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
 
 from flatshard import _torch
 from flatshard.buffer import DBuffer, Lane, Pool, Ticket
@@ -358,6 +359,11 @@ def _added(grads: torch.Tensor, places: torch.Tensor, count: int, left_out: int 
         return grads.new_zeros(count, grads.shape[-1])
     added: torch.Tensor = torch.ops.aten.embedding_dense_backward(grads, places, count, left_out, False)
     return added
+
+
+def class_before(cls: type) -> type:
+    """The class that a module was of before it became a unit."""
+    return next(base for base in cls.__mro__ if not issubclass(base, (FSDPModule, RowEmbedding)))
 
 
 class RowEmbedding(nn.Embedding):
