@@ -39,8 +39,9 @@ class Scope:
         self.main_event: Any = None  # gathers of the next forward wait for it, and not for the current stream
         self.gather_lane = Lane("gather", device)
         self.reduce_lane = Lane("reduce", device, own_groups=policy.separate_groups)
-        # Look-ups do not queue behind gathers that run ahead: the host may be waiting for one.
-        self.rows_lane = Lane("rows", device, own_groups=policy.separate_groups)
+        # Look-ups, if there are any, do not queue behind gathers that run ahead: the host may be waiting for one.
+        looks_up = any(unit.rows is not None for unit in units)
+        self.rows_lane = Lane("rows", device, own_groups=policy.separate_groups) if looks_up else self.gather_lane
         self.gather_pool = Pool(self.gather_lane, Planner() if policy.planned_pool else None)
         self.reduce_pool = Pool(self.reduce_lane)
         self.program = Program([len(unit.groups) for unit in units], [unit.parent for unit in units])
