@@ -114,7 +114,7 @@ def fsdp2(setup: Setup, finer: bool = False) -> Step:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=setup.dtype, reduce_dtype=setup.dtype)
-    return trainer(setup, sharded_model(setup, fully_shard, policy, finer))
+    return trainer(setup, sharded_model(setup, fully_shard, policy, finer=finer))
 
 
 def flat(
@@ -135,7 +135,9 @@ def flat(
     policy = flatshard.MixedPrecisionPolicy(param_dtype=setup.dtype, reduce_dtype=setup.dtype, **chosen)
     kept = BETWEEN_MICROBATCHES if setup.microbatches > 1 else 0
     schedule = flatshard.SchedulePolicy(keep_for_next=kept, planned_pool=planned_pool, max_gathered_bytes=ahead)
-    model = sharded_model(setup, functools.partial(flatshard.fully_shard, schedule=schedule), policy, finer, rows)
+    model = sharded_model(
+        setup, functools.partial(flatshard.fully_shard, schedule=schedule), policy, finer=finer, rows=rows
+    )
     if setup.microbatches == 1:
         return trainer(setup, model, flatshard.fully_shard_optimizer)
 
@@ -249,24 +251,15 @@ def on_meta(setup: Setup) -> Llama:
     return model
 
 
-def sharded_model(
-    setup: Setup, fully_shard: Callable[..., object], policy: object, finer: bool = False, rows: Rows = False
-) -> Llama:
-    return initialised(setup, on_meta(setup), fully_shard, policy, finer, rows)
+def sharded_model(setup: Setup, fully_shard: Callable[..., object], policy: object, **units: Any) -> Llama:
+    return initialised(setup, on_meta(setup), fully_shard, policy, **units)
 
 
-def initialised(
-    setup: Setup,
-    model: Llama,
-    fully_shard: Callable[..., object],
-    policy: object,
-    finer: bool = False,
-    rows: Rows = False,
-) -> Llama:
-    """A model that has no values yet, sharded, and with some."""
+def initialised(setup: Setup, model: Llama, fully_shard: Callable[..., object], policy: object, **units: Any) -> Llama:
+    """A model that has no values yet, sharded, and with some. ``units``: as of `shard_units`."""
     if setup.ep > 1:
         fully_shard = around_experts(setup, model, fully_shard, policy)
-    shard_units(setup, model, fully_shard, policy, finer, rows)
+    shard_units(setup, model, fully_shard, policy, **units)
     if setup.ep > 1 and not is_ours(fully_shard):
         prefetch_explicitly(model)
     model.to_empty(device=setup.device)
