@@ -1102,11 +1102,18 @@ def allocating_comms(group: ProcessGroup) -> tuple[Any, Any]:
     return _comm("ProcessGroupAllocAllGather")(group), _comm("ProcessGroupAllocReduceScatter")(group)
 
 
-def rendezvous(tensor: torch.Tensor, group: ProcessGroup) -> None:
-    """Let the ranks of a group know of each other's symmetric memory."""
-    import torch.distributed._symmetric_memory as symmetric_memory
+def symmetric_memory(numbytes: int, device: torch.device) -> torch.Tensor:
+    """Memory that other ranks of the node can be shown. It goes back to the device with its tensor."""
+    import torch.distributed._symmetric_memory as symmetric
 
-    symmetric_memory.rendezvous(tensor, group=group.group_name)
+    return symmetric.empty(numbytes, dtype=torch.uint8, device=device)
+
+
+def rendezvous(tensor: torch.Tensor, group: ProcessGroup) -> Any:
+    """Let the ranks of a group know of each other's symmetric memory: ``get_buffer`` of what it gives shows it."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    return symmetric.rendezvous(tensor, group=group.group_name)
 
 
 def symmetric_comms(group: ProcessGroup) -> tuple[Any, Any]:

@@ -220,6 +220,8 @@ def chosen(
         )
     if schedule is not None and schedule.registered and mesh.device_type != "cuda":
         raise ValueError(f"SchedulePolicy(registered=True): NCCL registers memory of GPUs; {mesh} is on others")
+    if schedule is not None and schedule.wire == "peers" and mesh.device_type != "cuda":
+        raise ValueError(f'SchedulePolicy(wire="peers"): GPUs see each other\'s memory; {mesh} is on others')
     return Choices(
         mesh=mesh,
         device=_device_of(mesh),

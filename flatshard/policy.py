@@ -379,6 +379,9 @@ class SchedulePolicy:
     ``registered``: let what is gathered into, and what reduces read, be memory that NCCL has registered with all
     process groups that use it, and allocated if it can, so that it need not copy. Gradients are then staged, never sent
     from where autograd has left them.
+    ``wire``: ``"backend"``, the process groups' own gathers and reduces; ``"peers"``: where all ranks of a group are on
+    one node, copies out of and into memory that they see of each other (symmetric memory of CUDA), which leave the
+    multiprocessors to compute; it takes as much memory as the largest input of a reduce and the largest shard.
     """
 
     prefetch: bool = True
@@ -391,6 +394,7 @@ class SchedulePolicy:
     keep_for_next: int = 0
     planned_pool: bool = False
     registered: bool = False
+    wire: Literal["backend", "peers"] = "backend"
 
     def __post_init__(self) -> None:
         for name in ("max_gathered_bytes", "keep_for_backward", "keep_for_next"):  # bytes
@@ -399,3 +403,7 @@ class SchedulePolicy:
             _arguments.whole(name, getattr(self, name), 1)
         for name in ("prefetch", "async_reduce", "separate_groups", "planned_pool", "registered"):
             _arguments.flag(name, getattr(self, name))
+        if self.wire not in ("backend", "peers"):
+            raise ValueError(f'SchedulePolicy(wire={self.wire!r}): must be "backend" or "peers"')
+        if self.registered and self.wire == "peers":
+            raise ValueError('SchedulePolicy(registered=True, wire="peers"): what peers copy needs no registration')

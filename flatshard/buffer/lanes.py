@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatshard import _recording, _torch
 from flatshard.buffer.custom import gather_by, reduce_by
 from flatshard.buffer.groups import own_group
+from flatshard.buffer.peers import PeerGather, Peers, node_number
 from flatshard.trust.alarm import PATIENCE, alarm
 from flatshard.trust.record import KINDS, PHASES, Wire, ranges, record
 
@@ -189,6 +190,7 @@ class Lane:
         self._groups: dict[tuple[DeviceMesh, int, bool], ProcessGroup] = {}
         self._backends = _Backends(self.device)
         self._wires = _Wires(name)
+        self._peers: dict[ProcessGroup, Peers] = {}
 
     def group(self, mesh: DeviceMesh, axis: int) -> ProcessGroup:
         """The process group in which this lane communicates along one axis of a mesh.
@@ -315,6 +317,9 @@ class Lane:
         options = _torch.REDUCE_SCATTER[op]
         if group.size() == 1 or not inputs:
             works = _copied(outputs, inputs)
+        elif group in self._peers:
+            self._peers[group].reduce(outputs, inputs, _REDUCTIONS[op])
+            works = []
         elif self._backends[group] != "gloo":
             works = [_torch.reduce_scatter_coalesced(group, list(outputs), list(inputs), options)]
         elif self.stream is None:
@@ -346,6 +351,22 @@ class Lane:
         with self.entered():
             for group in groups:
                 _join(group.allreduce([torch.zeros(1, device=self.device)], _torch.ALL_REDUCE["sum"]))
+
+    def see_peers(self, groups: Sequence[ProcessGroup]) -> bool:
+        """Gather and reduce by copies from now on in groups whose ranks are all on one node; whether there are any.
+
+        Collective in each of them. In a group of one rank nothing is communicated.
+        """
+        assert self.stream is not None
+        others = [group for group in groups if group.size() > 1]
+        for group in others:
+            if self._backends[group] not in _IMAGINED:
+                number = torch.tensor([node_number()], device=self.device)
+                numbers = number.new_empty(group.size())
+                self.all_gather(group, [numbers], [number], after=(self.mark(),), name="nodes").wait()
+                if len(set(numbers.tolist())) == 1:
+                    self._peers[group] = Peers(group, self.stream)
+        return bool(self._peers) or not others
 
     def all_to_all(
         self,
@@ -499,6 +520,9 @@ class Gather:
         outputs, inputs = list(_as_bytes(outputs)), list(_as_bytes(inputs))
         if group.size() == 1:
             call = _gather_alone
+        elif group in lane._peers:
+            self._call = functools.partial(_gather_by_copies, lane._peers[group].gather(outputs, inputs))
+            return
         elif lane._backends[group] != "gloo":
             call = _gather_coalesced
         elif lane.stream is None and len(inputs) > 1:
@@ -524,6 +548,11 @@ def _join(work: Work | None) -> None:
 
 def _gather_alone(group: ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> _Started:
     return _copied(outputs, inputs), None
+
+
+def _gather_by_copies(gather: PeerGather) -> _Started:
+    gather()
+    return [], None
 
 
 def _gather_coalesced(group: ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> _Started:

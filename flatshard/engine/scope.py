@@ -600,13 +600,17 @@ class Scope:
                 absorb_moved(unit)  # what was put in the place of parameters counts as written
             check_model(self, self._talk, [mesh for mesh in self.meshes if mesh.ndim])
         self._agreement = Agreement(self._talk, self.meshes)
-        if self.policy.registered:
-            self._register()
+        if self.policy.registered or self.policy.wire == "peers":
+            self._prepare_wires()
 
-    def _register(self) -> None:
-        """Let the pools have memory of NCCL's, once all groups that it will be used in have communicators."""
+    def _prepare_wires(self) -> None:
+        """Let lanes copy from peers; or pools have memory of NCCL's, once all groups of its use have communicators."""
         for lane, pool in ((self.gather_lane, self.gather_pool), (self.reduce_lane, self.reduce_pool)):
             groups = [lane.group(mesh, axis) for mesh in self.meshes for axis in range(mesh.ndim)]
+            if self.policy.wire == "peers":
+                if not lane.see_peers(groups):
+                    raise ValueError('SchedulePolicy(wire="peers"): no axis of the mesh lies within one node')
+                continue
             names = {_torch.backend_name(group, self.device) for group in groups}
             if names != {"nccl"}:
                 raise ValueError(f"SchedulePolicy(registered=True): only NCCL registers memory, not {', '.join(names)}")

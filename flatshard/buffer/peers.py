@@ -1,0 +1,118 @@
+"""Gathers and reduces among ranks that see each other's memory, by copies: no kernel of a backend, no staging.
+
+Each rank of a process group has a workspace that the others see, of torch's symmetric memory. A gather puts this rank's
+shards into its own and copies those of the others out of theirs. A reduce writes what the others are to have into
+theirs, from wherever autograd has left it, and adds what they have written into its own, in the order of ranks, rounded
+once. The copies are those of copy engines; multiprocessors do the sums, and barriers, which hold up the lane's stream.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from flatshard import _torch
+
+_ALIGN = 16  # bytes
+_GRANULE = 2 << 20
+
+
+def node_number() -> int:
+    """A number of this machine, by which ranks can tell whether they are on the same one."""
+    return int.from_bytes(blake2b(socket.gethostname().encode(), digest_size=7).digest(), "little")
+
+
+class Peers:
+    """The ranks of one process group, all of them on this node, as one lane communicates with them."""
+
+    def __init__(self, group: ProcessGroup, stream: torch.cuda.Stream) -> None:
+        self.group, self._stream = group, stream
+        self._memory: torch.Tensor | None = None
+        self._seen: Any = None
+        self._in_graphs: list[Any] = []  # earlier workspaces that replays may use
+
+    def __del__(self) -> None:
+        if self._memory is not None:
+            self._stream.synchronize()  # what was launched last ends with a barrier: after it nobody uses the workspace
+
+    def workspace(self, numbytes: int) -> Any:
+        """What shows the workspaces of all ranks, each of so many bytes at least. All ranks ask for the same."""
+        if self._memory is None or self._memory.numel() < numbytes:
+            if self._memory is not None:
+                self._stream.synchronize()
+            self._memory = _torch.symmetric_memory(-(-numbytes // _GRANULE) * _GRANULE, self._stream.device)
+            self._seen = _torch.rendezvous(self._memory, self.group)
+        elif torch.cuda.is_current_stream_capturing() and self._seen not in self._in_graphs:
+            self._in_graphs.append(self._seen)
+        return self._seen
+
+    def gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> PeerGather:
+        return PeerGather(self, outputs, inputs)
+
+    def reduce(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        reduction: Callable[[torch.Tensor, int], torch.Tensor],
+    ) -> None:
+        """Reduce each input over the ranks into this rank's piece of it, on the current stream."""
+        world, rank = self.group.size(), self.group.rank()
+        places, total = _places(inputs)
+        seen = self.workspace(total)
+        pieces = [tensor.view(world, -1) for tensor in inputs]
+        seen.barrier()  # all have added what they had been given before
+        for peer in _from(rank, world):
+            for piece, place in zip(pieces, places):
+                there = seen.get_buffer(peer, piece[peer].shape, piece.dtype, place + rank * piece.shape[1])
+                there.copy_(piece[peer])
+        seen.barrier()
+        for out, piece, place in zip(outputs, pieces, places):
+            out.copy_(reduction(seen.get_buffer(rank, piece.shape, piece.dtype, place), 0))
+
+
+class PeerGather:
+    """A gather that can be launched again and again. The tensors stay the same, their storage may come and go."""
+
+    def __init__(self, peers: Peers, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        self._peers, self._inputs = peers, inputs
+        self._outputs = [tensor.view(peers.group.size(), -1).unbind() for tensor in outputs]
+        self._places, self._total = _places(inputs)
+        self._seen: Any = None
+        self._shown: list[list[torch.Tensor]] = []  # of each tensor, the shards of all ranks
+
+    def __call__(self) -> None:
+        """On the current stream."""
+        world, rank = self._peers.group.size(), self._peers.group.rank()
+        seen = self._peers.workspace(self._total)
+        if self._seen is not seen:
+            self._seen = seen
+            self._shown = [
+                [seen.get_buffer(peer, inp.shape, inp.dtype, place) for peer in range(world)]
+                for inp, place in zip(self._inputs, self._places)
+            ]
+        for inp, out, shown in zip(self._inputs, self._outputs, self._shown):
+            shown[rank].copy_(inp)
+            if out[rank].data_ptr() != inp.data_ptr():
+                out[rank].copy_(inp)
+        seen.barrier()
+        for peer in _from(rank + 1, world)[:-1]:
+            for out, shown in zip(self._outputs, self._shown):
+                out[peer].copy_(shown[peer])
+        seen.barrier()  # all have read what is in this workspace
+
+
+def _from(first: int, world: int) -> list[int]:
+    """All ranks, each beginning with another one, so that not all turn to the same."""
+    return [(first + step) % world for step in range(world)]
+
+
+def _places(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
+    """Where tensors lie in a workspace, in elements of theirs, and its size in bytes."""
+    ends = list(accumulate((-(-tensor.nbytes // _ALIGN) * _ALIGN for tensor in tensors), initial=0))
+    return [end // tensor.element_size() for end, tensor in zip(ends, tensors)], ends[-1]
