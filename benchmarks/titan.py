@@ -17,6 +17,7 @@ torchtitan must be importable. Packages that it imports and that are not used he
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib
 import importlib.util
 import json
@@ -243,8 +244,13 @@ def main() -> None:
     for system, row in rows.items():
         print(f"{system:12}" + "".join(f"{value / (1e9 if value > 1e7 else 1):12.2f}" for value in row.values()))
     if options.json:
-        command = f"python -m benchmarks.titan {' '.join(arguments)}"
-        told = {"command": command, "device": device, "torch": torch.__version__, "network": NETWORK.name}
+        told = {
+            "command": f"python -m benchmarks.titan {' '.join(arguments)}".replace(f" --json {options.json}", ""),
+            "date": datetime.date.today().isoformat(),
+            "device": device,
+            "torch": torch.__version__,
+            "network": NETWORK.name,
+        }
         options.json.write_text(json.dumps(told | {"rows": rows}, indent=2) + "\n")
 
 
