@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from flatshard import _torch
 from flatshard.buffer import Lane
 from flatshard.buffer.groups import joint_group
-from flatshard.buffer.lanes import Ticket
+from flatshard.buffer.lanes import DONE, Ticket
 from flatshard.buffer.ragged import RaggedDTensor
 from flatshard.layout import holding
 from flatshard.optim.owners import Box, Holders, Load
@@ -201,25 +201,50 @@ def _stacks(boxes: Sequence[tuple[Box, int]], within: Box) -> list[tuple[int, in
     return found
 
 
+class _Packed:
+    """A run of bytes that comes and goes: its storage does, the views of its pieces stay."""
+
+    def __init__(self, run: _Run, like: torch.Tensor) -> None:
+        """``like``: the bytes, or an empty tensor where they are to be."""
+        self.pieces, self.splits = run.pieces(), run.splits
+        self.bytes = like if like.numel() else like.new_empty(run.bytes)
+        self._storage = self.bytes.untyped_storage()
+        typed = {dtype: self.bytes.view(dtype) for dtype in dict.fromkeys(piece.dtype for piece in self.pieces)}
+        self.places = [piece.of(typed[piece.dtype]) for piece in self.pieces]
+
+    def allocate(self) -> None:
+        self._storage.resize_(self.bytes.numel())
+
+    def free(self) -> None:
+        self._storage.resize_(0)
+
+
 class Route:
     """One all-to-all of a bucket, again and again. ``name`` tells it from others in records of what was launched."""
 
     def __init__(self, meeting: Meeting, sent: _Run, received: _Run, name: str) -> None:
-        self._meeting, self._sent, self._received, self._name = meeting, sent, received, name
-        self._pieces = sent.pieces(), received.pieces()
-        self._flying: tuple[torch.Tensor, torch.Tensor, Ticket | None] | None = None
+        self._meeting, self._name = meeting, name
+        self._runs = sent, received
+        self._packed: tuple[_Packed, _Packed] | None = None
+        self._ticket: Ticket | None = None
 
     @property
     def bytes(self) -> int:
         """Of the packed pieces, sent and received."""
-        return self._sent.bytes + (self._received.bytes if self._meeting.size > 1 else 0)
+        sent, received = self._runs
+        return sent.bytes + (received.bytes if self._meeting.size > 1 else 0)
 
     def launch(self, lane: Lane, tensors: Tensors) -> None:
         """Pack and send pieces of tensors, by role and number; None counts as zeros."""
-        device = self._meeting.device
-        packed = torch.empty(self._sent.bytes, dtype=torch.uint8, device=device)
+        is_alone = self._meeting.size == 1
+        if self._packed is None:
+            nothing = torch.empty(0, dtype=torch.uint8, device=self._meeting.device)
+            sent = _Packed(self._runs[0], nothing)
+            self._packed = sent, _Packed(self._runs[1], sent.bytes if is_alone else nothing)
+        sent, received = self._packed
+        sent.allocate()
         targets, sources = [], []
-        for piece, target in _places(self._pieces[0], packed):
+        for piece, target in zip(sent.pieces, sent.places):
             found = tensors[piece.role][piece.number]
             if found is None:
                 target.zero_()
@@ -227,43 +252,43 @@ class Route:
                 targets.append(target)
                 sources.append(piece.within(found))
         _copy(targets, sources)
-        if self._meeting.size == 1:
-            self._flying = packed, packed, None
+        if is_alone:
+            self._ticket = DONE
             return
-        output = torch.empty(self._received.bytes, dtype=torch.uint8, device=device)
-        splits = self._received.splits, self._sent.splits
-        ticket = lane.all_to_all(self._meeting.group, output, packed, *splits, after=(lane.mark(),), name=self._name)
-        self._flying = packed, output, ticket
+        received.allocate()
+        self._ticket = lane.all_to_all(
+            self._meeting.group,
+            received.bytes,
+            sent.bytes,
+            received.splits,
+            sent.splits,
+            after=(lane.mark(),),
+            name=self._name,
+        )
 
     def land(self, tensors: Tensors) -> None:
         """Put what has come into tensors, by role and number, and free the bytes."""
-        assert self._flying is not None
-        _, output, ticket = self._flying
-        if ticket is not None:
-            ticket.wait()
-        targets, sources = [], []
-        for piece, source in _places(self._pieces[1], output):
+        assert self._packed is not None
+        assert self._ticket is not None
+        self._ticket.wait()
+        sent, received = self._packed
+        targets = []
+        for piece in received.pieces:
             target = tensors[piece.role][piece.number]
             assert target is not None
             targets.append(piece.within(target))
-            sources.append(source)
-        _copy(targets, sources)
-        self._flying = None
+        _copy(targets, received.places)
+        self._ticket = None
+        sent.free()
+        received.free()
 
     def drop(self) -> None:
-        """Forget what is on its way, after an exception. On a device, its memory is used again after it."""
-        if self._flying is not None and self._flying[2] is not None and self._flying[2].is_on_device:
-            self._flying[2].wait()
-        self._flying = None
-
-
-def _places(pieces: Sequence[Piece], packed: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:
-    """Pieces, and where they lie in a run of bytes."""
-    seen: dict[torch.dtype, torch.Tensor] = {}
-    for piece in pieces:
-        if piece.dtype not in seen:
-            seen[piece.dtype] = packed.view(piece.dtype)
-        yield piece, piece.of(seen[piece.dtype])
+        """Forget what is on its way, after an exception. On a device its memory is used again after it; on CPU who is
+        still writing there keeps it.
+        """
+        if self._ticket is not None and self._ticket.is_on_device:
+            self._ticket.wait()
+        self._packed = self._ticket = None
 
 
 def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

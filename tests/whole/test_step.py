@@ -23,7 +23,7 @@ COUNT, ROWS, COLUMNS = 40, 24, 32
 
 
 class Live(TorchDispatchMode):
-    """The most bytes that tensors made in it have had at once.
+    """The most bytes that tensors made in it have had at once, and storages that were resized in it.
 
     A thread of Gloo lets go of what it has sent a moment after it has told so. Above ``most``, look again for a while.
     """
@@ -47,6 +47,20 @@ class Live(TorchDispatchMode):
             time.sleep(0.01)
         self.peak = max(self.peak, self._bytes())
         return result
+
+    def __enter__(self) -> Any:
+        self._resize = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            self._sizes[storage._cdata] = StorageWeakRef(storage), size
+            return self._resize(storage, size)
+
+        torch.UntypedStorage.resize_ = resize
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize
+        super().__exit__(*error)
 
     def _bytes(self) -> int:
         self._sizes = {key: each for key, each in self._sizes.items() if not each[0].expired()}
