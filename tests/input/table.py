@@ -150,6 +150,7 @@ SHARDING = {
         Case("gradient_scale: not finite", _sharded(gradient_scale=float("nan")), ValueError, "finite"),
         Case("gradient_scale: True", _sharded(gradient_scale=True), ValueError, "finite"),
         Case("registered, no GPU", _sharded(schedule=SchedulePolicy(registered=True)), ValueError, "registered=True"),
+        Case("peers, no GPU", _sharded(schedule=SchedulePolicy(wire="peers")), ValueError, 'wire="peers"'),
         Case("schedule: a dict", _sharded(schedule={"prefetch": True}), TypeError, "SchedulePolicy"),
         Case("values: text", _sharded(values="any"), ValueError, "values='any': must be one of"),
         Case("optional: text", _sharded(optional="yes"), TypeError, "optional='yes'"),
@@ -642,6 +643,14 @@ POLICIES = {
         Case("max_gathered: text", lambda b: SchedulePolicy(max_gathered="2"), TypeError, "max_gathered='2'"),
         Case("prefetch: text", lambda b: SchedulePolicy(prefetch="no"), TypeError, "prefetch='no'"),
         Case("max_reducing: True", lambda b: SchedulePolicy(max_reducing=True), TypeError, "max_reducing=True"),
+        Case("wire: another", lambda b: SchedulePolicy(wire="nccl"), ValueError, "wire='nccl'"),
+        Case("wire: a list", lambda b: SchedulePolicy(wire=["peers"]), ValueError, "wire=['peers']"),
+        Case(
+            "wire: registered",
+            lambda b: SchedulePolicy(wire="peers", registered=True),
+            ValueError,
+            "needs no registration",
+        ),
     ],
 }
 
