@@ -109,12 +109,12 @@ def ddp(setup: Setup) -> Step:
     return trainer(setup, nn.parallel.DistributedDataParallel(model))
 
 
-def fsdp2(setup: Setup, finer: bool = False) -> Step:
+def fsdp2(setup: Setup, **units: bool) -> Step:
     """PyTorch FSDP2."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=setup.dtype, reduce_dtype=setup.dtype)
-    return trainer(setup, sharded_model(setup, fully_shard, policy, finer=finer))
+    return trainer(setup, sharded_model(setup, fully_shard, policy, **units))
 
 
 def flat(
@@ -124,20 +124,23 @@ def flat(
     formats: str | None = None,
     rows: Rows = False,
     ahead: int = 0,
+    kept: bool = False,
 ) -> Step:
     """flatshard, by FSDP2's own argument names, with its optimizer step on local tensors.
 
     ``formats``: of what travels, one of `FORMATS`. ``rows``: of the embedding, only those travel that are read.
-    ``ahead``: bytes of weights that are gathered at most, more than the next unit.
+    ``ahead``: bytes of weights that are gathered at most, more than the next unit. Others: as of `shard_units`.
     It is told which micro-batch runs, and keeps blocks gathered from one to the next in memory that is free then.
     """
     chosen = {} if formats is None else FORMATS[formats]
     policy = flatshard.MixedPrecisionPolicy(param_dtype=setup.dtype, reduce_dtype=setup.dtype, **chosen)
-    kept = BETWEEN_MICROBATCHES if setup.microbatches > 1 else 0
-    schedule = flatshard.SchedulePolicy(keep_for_next=kept, planned_pool=planned_pool, max_gathered_bytes=ahead)
-    model = sharded_model(
-        setup, functools.partial(flatshard.fully_shard, schedule=schedule), policy, finer=finer, rows=rows
+    schedule = flatshard.SchedulePolicy(
+        keep_for_next=BETWEEN_MICROBATCHES if setup.microbatches > 1 else 0,
+        planned_pool=planned_pool,
+        max_gathered_bytes=ahead,
     )
+    fully_shard = functools.partial(flatshard.fully_shard, schedule=schedule)
+    model = sharded_model(setup, fully_shard, policy, finer=finer, rows=rows, kept=kept)
     if setup.microbatches == 1:
         return trainer(setup, model, flatshard.fully_shard_optimizer)
 
@@ -233,6 +236,9 @@ SYSTEMS["flatshard-even-rows"] = functools.partial(flat, rows="even")
 SYSTEMS["flatshard-rows"] = functools.partial(flat, rows=True)
 SYSTEMS["flatshard-rows-ahead"] = functools.partial(flat, finer=True, rows=True, ahead=AHEAD)
 SYSTEMS["flatshard-rows-captured"] = lambda setup: flatshard.capture(flat(setup, rows=True))
+SYSTEMS["flatshard-rows-finer-captured"] = lambda setup: flatshard.capture(flat(setup, rows=True, finer=True))
+SYSTEMS["flatshard-rows-kept-captured"] = lambda setup: flatshard.capture(flat(setup, rows=True, kept=True))
+SYSTEMS["fsdp2-kept"] = functools.partial(fsdp2, kept=True)
 for _name in FORMATS:
     SYSTEMS[f"flatshard-{_name}-rows"] = functools.partial(flat, formats=_name, rows=True)
     SYSTEMS[f"flatshard-{_name}-rows-ahead"] = functools.partial(
@@ -310,8 +316,9 @@ def shard_units(
     policy: object,
     finer: bool = False,
     rows: Rows = False,
+    kept: bool = False,
 ) -> None:
-    """Embedding, blocks and head are the units; the head stays gathered until its backward.
+    """Embedding, blocks and head are the units; the head stays gathered until its backward, and with ``kept`` all do.
 
     ``finer``: so is the feed-forward part of the first block. The reduces of that block are the last but one of a step,
     and nothing is left to hide them; most of them can then begin while its attention is in backward.
@@ -319,10 +326,11 @@ def shard_units(
     """
     mesh = init_device_mesh(setup.device, (setup.world,))
     if finer:
-        fully_shard(model.blocks[0].ffn, mesh=mesh, mp_policy=policy)
+        fully_shard(model.blocks[0].ffn, mesh=mesh, reshard_after_forward=not kept, mp_policy=policy)
     for unit in (model.embed, *model.blocks, model.head):
         chosen = {"rows": rows} if rows and unit is model.embed else {}
-        fully_shard(unit, mesh=mesh, reshard_after_forward=unit is not model.head, mp_policy=policy, **chosen)
+        reshard = not kept and unit is not model.head
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, **chosen)
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
