@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatshard import _arguments, _torch
 from flatshard.engine import steps
-from flatshard.engine.homes import generation, is_replaced, successor_of
+from flatshard.engine.homes import generation, group_of, is_replaced, successor_of
 from flatshard.engine.main_grads import MAIN_GRAD
 from flatshard.engine.scope import join_reduces
 from flatshard.optim.choice import BUCKET, Choice, Predicate, Splits
@@ -427,10 +427,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             side.plan(optimizer)
             _refuse(optimizer, "rest" if side.leaves_any else "none")
         if side is None:
-            _refuse_parts(optimizer, parameters)
-            if any(isinstance(parameter, DTensor) for parameter in parameters):
+            ours = [p for p in parameters if group_of(p) is not None]  # others' DTensors are theirs to step
+            _refuse_parts(optimizer, ours)
+            if any(isinstance(parameter, DTensor) for parameter in ours):
                 _refuse_foreign_blocks(optimizer)
-            for parameter in parameters:
+            for parameter in ours:
                 if isinstance(parameter.grad, DTensor) and parameter.grad.dtype != parameter.dtype:
                     raise RuntimeError(
                         f"gradients have dtype {parameter.grad.dtype} and main weights {parameter.dtype}; call "
