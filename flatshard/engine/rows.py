@@ -184,7 +184,9 @@ class _LookUp(torch.autograd.Function):
         gradients = ctx.gradients()
         if gradients is None:
             refuse_orphan()
-        gradients.came.append((grad.reshape(-1, grad.shape[-1]), ctx.look_up))
+        # A copy: autograd may give the memory to a leaf that was added to the rows, whose next gradient is added there.
+        kept = grad.clone(memory_format=torch.contiguous_format)
+        gradients.came.append((kept.view(-1, grad.shape[-1]), ctx.look_up))
         return grad.new_empty(0), None, None, None, None, None
 
 

@@ -168,8 +168,25 @@ def _held(rank, world):
     assert not any(group.is_held for unit in unit_of(model).scope.units for group in unit.groups)
 
 
+def _perturbed(rank, world):
+    """Something of the user's is added to the rows: autograd gives it the same gradient, and adds to that."""
+    model, plain = _shard(_model()), _model()
+    added = {each: [torch.zeros(3, 6, requires_grad=True) for _ in range(world)] for each in (model, plain)}
+
+    def loss(model, rank, step):
+        before = added[model][rank].view(3, 6)  # whose backward comes after that of the look-up
+        return (before + model.embed(torch.tensor([rank, step, 7]))).pow(3).sum()
+
+    for step in range(3):
+        model.set_requires_gradient_sync(step == 2)
+        for each in range(world):
+            (loss(plain, each, step) / world).backward()
+        loss(model, rank, step).backward()
+    torch.testing.assert_close(full(model.embed.weight.grad), plain.embed.weight.grad)
+
+
 USES = [_any_shape, _forward_itself, _large_in_float16, _in_float64, _read_by_the_lane, _after_the_optimizer]
-USES += [_unused, _differently_used, _not_the_weight, _prefetched, _tied, _even_and_beyond, _held]
+USES += [_unused, _differently_used, _not_the_weight, _prefetched, _tied, _even_and_beyond, _held, _perturbed]
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__[1:])
