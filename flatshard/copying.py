@@ -135,7 +135,6 @@ def _choices(unit: Unit, memo: dict[int, Any], dims: dict[int, int]) -> Choices:
     choose: Callable[[nn.Parameter], Sharding] = lambda parameter: Sharding(dims[id(parameter)])  # noqa: E731
     return replace(
         known,
-        precision=unit.policy,
         ignored=frozenset(memo[id(parameter)] for parameter in _ignored(unit)),
         where=replace(known.where, choose=choose),
     )
@@ -151,12 +150,12 @@ def _ignored(unit: Unit) -> Iterator[nn.Parameter]:
 
 
 def _blank(group: Group, index: int) -> nn.Parameter:
-    """A parameter like that which a member was made of, without values."""
-    member = group.members[index]
-    values = torch.empty(group.layout.slots[index].shape, dtype=group.own, device="meta")
+    """A parameter like that which a member was made of, without values. Alike, they make the same groups again."""
+    member, (dtype, trainable) = group.members[index], group.made_for
+    values = torch.empty(group.layout.slots[index].shape, dtype=dtype, device="meta")
     if member.inner is not None:
         values = _torch.dtensor_of(values, member.inner.spec)
-    return nn.Parameter(values, member.sharded.requires_grad)
+    return nn.Parameter(values, trainable)
 
 
 def _fill(group: Group, index: int, blank: nn.Parameter) -> None:
@@ -182,7 +181,8 @@ def _take_settings(unit: Unit, new: dict[int, Unit]) -> None:
         for refs in (settings.prefetch_in_forward, settings.prefetch_in_backward)
     ]
     made.settings = replace(settings, prefetch_in_forward=ahead[0], prefetch_in_backward=ahead[1])
-    if len(made.groups) == len(unit.groups):
-        for mine, theirs in zip(made.groups, unit.groups):
-            for name in ("scale", "sums_only", "counts_unused"):
-                setattr(mine.gradients, name, getattr(theirs.gradients, name))
+    made.policy = unit.policy
+    for mine, theirs in zip(made.groups, unit.groups, strict=True):
+        mine.set_policy(theirs.policy)
+        for name in ("scale", "sums_only", "counts_unused"):
+            setattr(mine.gradients, name, getattr(theirs.gradients, name))

@@ -72,6 +72,7 @@ class Group:
         self._refreshed: tuple[int, ...] | None = None  # to this state of main, by hand
         self.initial: Initial | None = None  # for the ranks to compare before the first launch
         self.main, self.own = main, main.dtype if own is None else own
+        self.made_for = self.own, members[0].sharded.requires_grad  # of each parameter, whatever has changed since
         self._owner, self.by_rows = owner, by_rows
         self.set_main(main)
 

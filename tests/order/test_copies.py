@@ -85,6 +85,28 @@ def test_settings_are_copied(interpreters):
     interpreters(2, _with_settings)
 
 
+def _changed_since(rank, world):
+    """Of what a model has become since it was sharded, nothing makes other groups of the copy."""
+    torch.manual_seed(0)
+    encoded = MixedPrecisionPolicy(gather_format="int8", encodes=lambda name, parameter: True)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).bfloat16()
+    model[0].bias.data = model[0].bias.data.float()
+    fully_shard(model, layout="flat", mp_policy=encoded).float()
+    model.set_mp_policy(MixedPrecisionPolicy())
+    model.set_gradient_divide_factor(1.0)
+    model[0].weight.requires_grad_(False)
+    twin = copy.deepcopy(model)
+    for each in (model, twin):
+        each(torch.ones(2, 5)).square().sum().backward()
+    compare(weights_of(twin), weights_of(model))
+    assert twin[0].weight.grad is None
+    compare(grads_of(twin[1]), grads_of(model[1]))
+
+
+def test_a_model_that_has_changed_since_it_was_sharded_is_copied(interpreters):
+    interpreters(2, _changed_since)
+
+
 def _by_rows(rank, world):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 8))
