@@ -58,11 +58,19 @@ def load_text(settings: Settings) -> Text:
             if settings.vocab is None:
                 raise Mistake(f"--data {path}: give it --tokenizer FILE or --vocab N, how many tokens there are")
             vocab = settings.vocab
-        kind = getattr(torch, settings.token_dtype)
-        tokens = torch.from_file(str(path), shared=False, size=path.stat().st_size // kind.itemsize, dtype=kind)
+        tokens = _binary(path, settings.token_dtype)
     text = Text(tokens, settings.vocab or vocab, path.name if path else "bundled stories", tokenizer)
     _check_size(text, settings)
+    _check_range(text, settings)
     return text
+
+
+def _binary(path: Path, dtype: str) -> Tensor:
+    kind = getattr(torch, dtype)
+    size, rest = divmod(path.stat().st_size, kind.itemsize)
+    if rest:
+        raise Mistake(f"--data {path}: its bytes are no whole number of {dtype}; is it of another --token-dtype?")
+    return torch.from_file(str(path), shared=False, size=size, dtype=kind)
 
 
 def _text(path: Path | None, tokenizer: Any) -> Tensor:
@@ -106,9 +114,12 @@ def _dataset(path: Path, settings: Settings, tokenizer: Any, vocab: int) -> tupl
         raise Mistake(f"--column {settings.column}: the columns of {path} are {', '.join(found.column_names)}")
     end = [] if settings.end_token is None else [settings.end_token]
     packed: list[Tensor] = []
-    for document in found[settings.column]:
+    for number, document in enumerate(found[settings.column]):
         if isinstance(document, str):
             document = list(document.encode()) if tokenizer is None else tokenizer.encode(document).ids
+        elif not isinstance(document, list):
+            what = f"row {number} of column {settings.column} is {document!r}"
+            raise Mistake(f"--data {path}: {what}, neither text nor a list of tokens; leave such rows out")
         elif tokenizer is None and settings.vocab is None:
             raise Mistake(f"--data {path}: has tokens; give it --tokenizer FILE or --vocab N, how many there are")
         packed.append(torch.tensor([*document, *end], dtype=torch.int32))
@@ -123,6 +134,16 @@ def _check_size(text: Text, settings: Settings) -> None:
         raise Mistake(
             f"{settings.data or 'the bundled text'} has {len(text.tokens)} {what}{part}; "
             f"--context {settings.context} needs more than that"
+        )
+
+
+def _check_range(text: Text, settings: Settings) -> None:
+    """Mistake for a token that the model will not know; on a GPU it would be an assertion of a kernel."""
+    most = int(text.tokens.numpy().max())  # torch has no maximum of unsigned integers; 1 GB takes a tenth of a second
+    if most >= text.vocab:
+        raise Mistake(
+            f"{settings.data or 'the bundled text'} has token {most}; the vocabulary is 0 to {text.vocab - 1}: "
+            "give a larger --vocab, the --tokenizer that made the tokens, or their --token-dtype"
         )
 
 

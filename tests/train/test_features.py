@@ -150,8 +150,13 @@ def test_tokens_come_from_text_files_and_datasets(tmp_path):
         load_text(replace(binary, tokenizer=None))
     with pytest.raises(Mistake, match="has 12 tokens; --context 12 needs more"):
         load_text(replace(binary, context=12))
+    with pytest.raises(Mistake, match="has token 4; the vocabulary is 0 to 3: give a larger --vocab"):
+        load_text(replace(binary, tokenizer=None, vocab=4))
+    (tmp_path / "odd.bin").write_bytes(bytes(2 * 12 + 1))
+    with pytest.raises(Mistake, match="no whole number of uint16"):
+        load_text(replace(binary, data=tmp_path / "odd.bin"))
     datasets = pytest.importorskip("datasets")
-    columns = {"text": ["the cat", "sat the cat"], "ids": [[2, 3], [4, 2, 3]]}
+    columns = {"text": ["the cat", "sat the cat"], "ids": [[2, 3], [4, 2, 3]], "note": ["the", None]}
     made = datasets.Dataset(datasets.table.InMemoryTable.from_pydict(columns), fingerprint="a")
     made.save_to_disk(str(tmp_path / "set"))
     settings = replace(settings, data=tmp_path / "set", end_token=0)
@@ -159,6 +164,8 @@ def test_tokens_come_from_text_files_and_datasets(tmp_path):
         assert load_text(each).tokens.tolist() == [2, 3, 0, 4, 2, 3, 0]  # packed
     with pytest.raises(Mistake, match=r"the columns of .* are text, ids"):
         load_text(replace(settings, column="body"))
+    with pytest.raises(Mistake, match="row 1 of column note is None, neither text nor"):
+        load_text(replace(settings, column="note"))
 
 
 def test_srun_is_understood():
