@@ -23,7 +23,8 @@ def train(arguments: list[str]) -> int:
 
         return run(settings)
     except Mistake as mistake:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # under torchrun every rank finds the same mistake
+        # Every rank that torchrun or srun has started finds the same mistake.
+        if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
             print(f"flatshard train: {mistake}", file=sys.stderr)
         return 2
 
@@ -39,7 +40,7 @@ def check(settings: Settings) -> None:
     """Mistake where these settings cannot be trained here, before any process is started."""
     world = started_world()
     if world and settings.processes not in (None, world):
-        raise Mistake(f"--processes {settings.processes}: torchrun has started {world}; leave it out")
+        raise Mistake(f"--processes {settings.processes}: the launcher has started {world}; leave it out")
     if world or settings.processes is not None:
         settings.rows_per_rank(world or settings.processes or 1)
     check_data(settings)
@@ -95,16 +96,17 @@ def slurm_ranks(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables of torchrun, from those of srun, where it has started several tasks; else none."""
     if "SLURM_STEP_ID" not in environ or int(environ.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
         return {}
-    # "gpu[07-12,20],login1": the first node is the one to meet at. "4(x2),1": four tasks on each of two nodes, ...
-    first = re.match(r"([^\[,]+)(?:\[(\w+))?", environ["SLURM_STEP_NODELIST"])
+    # "gpu[07-12,20]-ib,login1": the first node is the one to meet at. "4(x2),1": four tasks on each of two nodes, ...
+    first = re.match(r"(?:[^\[,]|\[[^\]]*\])+", environ["SLURM_STEP_NODELIST"])
     assert first is not None
-    here = _tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])[int(environ["SLURM_NODEID"])]
+    tasks = _tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
     return {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": environ["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": str(here),
-        "MASTER_ADDR": environ.get("MASTER_ADDR", first[1] + (first[2] or "")),
+        "LOCAL_WORLD_SIZE": str(tasks[int(environ["SLURM_NODEID"])]),
+        "GROUP_WORLD_SIZE": str(len(tasks)),
+        "MASTER_ADDR": environ.get("MASTER_ADDR", re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])),
         "MASTER_PORT": environ.get("MASTER_PORT", str(20000 + int(environ["SLURM_JOB_ID"]) % 20000)),
     }
 

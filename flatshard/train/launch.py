@@ -70,7 +70,7 @@ def join(settings: Settings) -> int:
     try:
         meet("nccl" if kind == "cuda" else "gloo", patience)
         world = dist.get_world_size()
-        mesh = build_mesh(settings, kind, world, world // local_world)
+        mesh = build_mesh(settings, kind, world, int(os.environ.get("GROUP_WORLD_SIZE", world // local_world)))
         stop = Stop()
         trainer = Trainer(settings, load_text(settings), mesh, stop)
         if threading.current_thread() is threading.main_thread():

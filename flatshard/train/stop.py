@@ -60,4 +60,4 @@ def print_nowhere() -> None:
 
 def named(number: int) -> str:
     """What people call the signal."""
-    return {signal.SIGINT: "Ctrl-C", signal.SIGPIPE: "a closed pipe"}.get(signal.Signals(number), f"signal {number}")
+    return {signal.SIGINT: "Ctrl-C", signal.SIGPIPE: "a closed pipe"}.get(number, signal.Signals(number).name)

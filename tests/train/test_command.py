@@ -276,6 +276,6 @@ def test_under_torchrun_the_launcher_says_how_many(monkeypatch, capsys):
     for name, value in {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     assert main(["train", "--processes", "2"]) == 2
-    assert "torchrun has started 4" in capsys.readouterr().err
+    assert "the launcher has started 4" in capsys.readouterr().err
     assert main(["train", "--batch", "6"]) == 2
     assert "cannot be divided among 4 processes" in capsys.readouterr().err

@@ -174,9 +174,10 @@ def test_srun_is_understood():
     step |= {"SLURM_STEP_TASKS_PER_NODE": "4(x2),1"}
     assert slurm_ranks(step) == {
         "RANK": "6", "WORLD_SIZE": "9", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4",
-        "MASTER_ADDR": "gpu07", "MASTER_PORT": "30012",
+        "GROUP_WORLD_SIZE": "3", "MASTER_ADDR": "gpu07", "MASTER_PORT": "30012",
     }  # fmt: skip
-    assert slurm_ranks({**step, "SLURM_STEP_NODELIST": "a1,b2", "MASTER_PORT": "1"})["MASTER_ADDR"] == "a1"
+    for nodes, first in {"a1,b2": "a1", "r[2-3]n[07,09]-ib,b": "r2n07-ib", "x-1": "x-1"}.items():
+        assert slurm_ranks({**step, "SLURM_STEP_NODELIST": nodes, "MASTER_PORT": "1"})["MASTER_ADDR"] == first
     assert slurm_ranks({"SLURM_JOB_ID": "1"}) == {}
     assert slurm_ranks({**step, "SLURM_STEP_NUM_TASKS": "1"}) == {}
     assert has_own_gpus({"SLURM_GPUS_PER_TASK": "1"})
