@@ -72,12 +72,10 @@ def _from_config(path: Path, vocab: int) -> Any:
 def build_mesh(settings: Settings, kind: str, world: int, nodes: int) -> DeviceMesh:
     """One axis, or for HSDP and HFSDP two: ``replicas``, and those that shard among themselves."""
     if settings.strategy not in ("hsdp", "hfsdp"):
-        if settings.replicas is not None:
-            raise Mistake(f"--replicas {settings.replicas}: only --strategy hsdp and hfsdp have them")
         return init_device_mesh(kind, (world,), mesh_dim_names=("dp",))
     outer = settings.replicas or nodes
-    if world % outer:
-        raise Mistake(f"--replicas {outer}: {world} processes cannot be divided by it")
+    if world % outer:  # nodes have different numbers of processes
+        raise Mistake(f"{world} processes are on {nodes} nodes, not equally many on each: give --replicas N")
     return init_device_mesh(kind, (outer, world // outer), mesh_dim_names=("replicas", "shard"))
 
 
@@ -91,7 +89,7 @@ def shard(model: nn.Module, blocks: list[nn.Module], settings: Settings, mesh: D
         reduce_format=None if settings.reduce_format == "none" else settings.reduce_format,
     )
     strategy = 3 if mesh.ndim > 1 else int(settings.strategy[-1])
-    tables = [_table(model, settings)] if settings.rows else []
+    tables = [_table(model)] if settings.rows else []
     for module in (*tables, *blocks, model):
         fully_shard(
             module,
@@ -106,11 +104,8 @@ def shard(model: nn.Module, blocks: list[nn.Module], settings: Settings, mesh: D
         )
 
 
-def _table(model: nn.Module, settings: Settings) -> nn.Module:
+def _table(model: nn.Module) -> nn.Module:
     """The embedding that is to go by rows."""
-    if settings.offload or settings.strategy not in ("zero3", "hsdp"):
-        what = "--offload" if settings.offload else f"--strategy {settings.strategy}"
-        raise Mistake(f"--rows with {what}: for a table that is sharded over one axis, on the device; leave one out")
     if isinstance(model, Llama):
         return model.embed
     assert isinstance(model, Causal)

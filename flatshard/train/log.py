@@ -23,6 +23,8 @@ _SECONDS = 1.0  # between two writes: each waits for the device
 def check(path: Path) -> None:
     """Mistake where this file is something else than the log of a run, or cannot be written; there may be none yet."""
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise Mistake(f"--losses {path}: not a file")  # a device may have no end
         _end_of(path, 0)
         if path.exists():
             with path.open("ab"):

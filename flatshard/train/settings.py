@@ -92,13 +92,23 @@ class Settings:
         more = ("save_every", "keep", "timeout", "vocab", "microbatches", "experts_per_token", "replicas", "val_rows")
         for name in (*at_least_one, *more):
             self._require(name, lambda value: value >= 1, "at least 1")
-        counts = ("warmup", "seed", "sample", "experts", "loss_chunk", "val_every", "sample_every", "end_token")
-        for name in (*counts, "weight_decay", "clip", "temperature"):
-            self._require(name, lambda value: value >= 0 and math.isfinite(value), "0 or more")
-        self._require("lr", lambda value: value > 0 and math.isfinite(value), "more than 0")
+        for name in ("warmup", "sample", "experts", "loss_chunk", "val_every", "sample_every", "end_token"):
+            self._require(name, lambda value: value >= 0, "0 or more")
+        for name in ("weight_decay", "clip", "temperature"):
+            self._require(name, lambda value: 0 <= value < math.inf, "0 or more, and finite")
+        self._require("lr", lambda value: 0 < value < math.inf, "more than 0, and finite")
+        self._require("seed", lambda value: 0 <= value < 2**32, "0 or more, and below 2^32")
+        self._require("timeout", lambda value: value <= 10**9, "at most 10^9")
         self._require("prompt", lambda value: value != "", "at least one character")
         if self.capture:
             self._check_capture()
+        if self.replicas is not None and self.strategy not in ("hsdp", "hfsdp"):
+            raise Mistake(f"--replicas {self.replicas}: only --strategy hsdp and hfsdp have them")
+        if self.rows and (self.offload or self.strategy not in ("zero3", "hsdp")):
+            what = "--offload" if self.offload else f"--strategy {self.strategy}"
+            raise Mistake(
+                f"--rows with {what}: for a table that is sharded over one axis, on the device; leave one out"
+            )
         try:
             self.shape()
         except ValueError as error:  # an impossible shape
@@ -160,6 +170,8 @@ class Settings:
             raise Mistake(f"--batch {self.batch} cannot be divided among {world} processes")
         if (self.batch // world) % self.microbatches:
             raise Mistake(f"{self.batch // world} rows cannot be divided into --microbatches {self.microbatches}")
+        if world % (self.replicas or 1):
+            raise Mistake(f"--replicas {self.replicas}: {world} processes cannot be divided by it")
         return self.batch // world
 
     def lr_at(self, step: int) -> float:
@@ -238,7 +250,8 @@ def read(path: Path) -> Settings:
         name = str(key).replace("-", "_")
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
-            raise Mistake(f"--config {path}: there is no setting {key!r}" + (f"; did you mean {near[0]}?" * bool(near)))
+            hint = f"did you mean {near[0]}?" if near else "`flatshard train --help` lists them"
+            raise Mistake(f"--config {path}: there is no setting {key!r}; {hint}")
         values[name] = _converted(path, known[name], value)
     return Settings(**values)
 
@@ -256,11 +269,11 @@ def _converted(path: Path, field: dataclasses.Field[Any], value: Any) -> Any:
             return float(value)  # YAML takes 3e-4 for text
         except ValueError:
             pass
-    if wanted.startswith("Literal[") and value in get_args(get_type_hints(Settings)[field.name]):
+    choices = get_args(get_type_hints(Settings)[field.name]) if wanted.startswith("Literal[") else ()
+    if type(value).__name__ == wanted or value in choices:
         return value
-    if type(value).__name__ == wanted:
-        return value
-    raise Mistake(f"--config {path}: {field.name} is {value!r}; it must be of type {wanted}")
+    must = f"one of {', '.join(choices)}" if choices else f"of type {'str' if wanted == 'Path' else wanted}"
+    raise Mistake(f"--config {path}: {field.name} is {value!r}; it must be {must}")
 
 
 def _yaml(path: Path, text: str) -> Any:

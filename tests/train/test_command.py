@@ -127,6 +127,11 @@ def short_file(tmp_path):
         ("--kv-heads 3", "heads 4 must be a multiple of kv-heads 3"),
         ("--prompt=", "--prompt : must be at least one character"),
         ("--timeout 0", "--timeout 0: must be at least 1"),
+        ("--seed 99999999999", "--seed 99999999999: must be 0 or more, and below 2^32"),
+        ("--replicas 2", "--replicas 2: only --strategy hsdp and hfsdp have them"),
+        ("--strategy hsdp --replicas 3 --processes 4", "--replicas 3: 4 processes cannot be divided by it"),
+        ("--rows --offload", "--rows with --offload"),
+        ("--losses /dev/zero", "--losses /dev/zero: not a file"),
         ("--losses {folder}", "--losses {folder}: Is a directory"),
         ("--losses {short}", "--losses {short}: not the log of a run"),
         ("--losses {short}/losses", "--losses {short}/losses: Not a directory"),
@@ -135,14 +140,18 @@ def short_file(tmp_path):
         ("--config {folder}/none.yaml", "--config {folder}/none.yaml: No such file or directory"),
         ("--config", "--config: needs a file"),
         ("--config {typo}", "--config {typo}: there is no setting 'stepz'; did you mean steps?"),
+        ("--config {far}", "--config {far}: there is no setting 7; `flatshard train --help` lists them"),
         ("--config {typed}", "--config {typed}: steps is 'many'; it must be of type int"),
+        ("--config {choice}", "--config {choice}: schedule is 3; it must be one of cosine, constant"),
     ],
 )
 def test_bad_input_is_one_line(flags, expected, short_file, capsys):
     folder = short_file.parent
-    paths = {"folder": folder, "short": short_file, "typo": folder / "typo.yaml", "typed": folder / "typed.toml"}
-    paths["typo"].write_text("stepz: 3")
-    paths["typed"].write_text('steps = "many"')
+    paths = {"folder": folder, "short": short_file}
+    files = {"typo.yaml": "stepz: 3", "far.yaml": "7: 3", "typed.toml": 'steps = "many"', "choice.yaml": "schedule: 3"}
+    for name, content in files.items():
+        paths[Path(name).stem] = folder / name
+        (folder / name).write_text(content)
     assert main(["train", *flags.format(**paths).split()]) == 2
     out, err = capsys.readouterr()
     assert not out
