@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from typing import Any, NoReturn
 
 import torch
@@ -172,6 +173,7 @@ def _launching(signals: _Signals) -> Iterator[None]:
     listener.start()
     logging.disable(logging.ERROR)
     handlers = {number: signal.signal(number, signals) for number in (signal.SIGINT, signal.SIGTERM)}
+    resource_tracker.ensure_running()  # Python would start it with the first rank, and open SIGINT again in doing so
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -64,6 +64,23 @@ def test_train_starts_its_own_processes_and_a_signal_lets_them_save_and_end(sent
     ]
 
 
+_BLOCKED = """
+import multiprocessing, signal
+from flatshard.train.launch import _launching, _Signals
+with _launching(_Signals()):
+    rank = multiprocessing.get_context("spawn").Process(target=print)
+    rank.start()
+    assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    rank.join()
+"""
+
+
+@pytest.mark.full
+def test_ctrl_c_does_not_reach_a_rank_that_is_still_importing():
+    done = subprocess.run([sys.executable, "-c", _BLOCKED], cwd=_ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def _train_here(rank, world, port):
     """As a rank that torchrun has started."""
     return as_command(rank, world, port, lambda: main(["train", *_TINY, "--steps", "3"]))
