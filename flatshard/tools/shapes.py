@@ -162,7 +162,8 @@ def _stacks(model: nn.Module) -> dict[nn.Module, None]:
     def is_stack(module: nn.Module) -> bool:
         shapes = [parameter.shape for parameter in module.parameters()]
         alike = len({shape[:1] for shape in shapes}) == 1 and all(len(shape) > 1 for shape in shapes)
-        return type(module).__name__.endswith("Experts") and alike and not any(True for _ in module.children())
+        inner = any(True for child in module.children() for _ in child.parameters())  # an activation has none
+        return type(module).__name__.endswith("Experts") and alike and not inner
 
     return dict.fromkeys(module for module in model.modules() if is_stack(module))
 
@@ -206,14 +207,15 @@ def load_model(
         return model_of(_imported(source), units, experts_per_token)
     if config.get("model_type") in _TYPES:
         return model_of(skeleton(config), units)
-    chosen = config.get("num_experts_per_tok") if experts_per_token is None else experts_per_token
-    return model_of(_from_transformers(config), units, chosen)
+    model = _from_transformers(source, config)
+    chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None)  # type: ignore[union-attr,operator]
+    return model_of(model, units, chosen if experts_per_token is None else experts_per_token)
 
 
 def load_runnable(source: str) -> tuple[nn.Module, list[nn.Module]]:
     """The same on the meta device as a module that can be run there, and its blocks, to be recomputed one by one."""
     config = _config(source)
-    model = _imported(source) if config is None else _from_transformers(config)
+    model = _imported(source) if config is None else _from_transformers(source, config)
     blocks = {module for modules in unit_modules(model, "auto") for module in modules if module is not model}
     outside = (nn.Embedding, nn.Linear)
     return model, [module for module in model.modules() if module in blocks and not isinstance(module, outside)]
@@ -236,27 +238,31 @@ def _config(source: str) -> dict[str, Any] | None:
     return config
 
 
-def _from_transformers(config: Mapping[str, Any]) -> nn.Module:
+def _from_transformers(source: str, config: Mapping[str, Any]) -> nn.Module:
     """What Transformers makes of a configuration, on the meta device. ValueError where it knows no such model."""
     kind = config.get("model_type")
     try:
-        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+        import transformers
     except ImportError as error:
         known = ", ".join(_TYPES)
         raise ValueError(
             f"model_type is {kind!r}; without transformers only {known} are known: pip install 'flatshard[hf]'"
         ) from error
+    configs = transformers.AutoConfig
     try:
-        made = AutoConfig.for_model(**{name: value for name, value in config.items() if name != "transformers_version"})
+        made = configs.for_model(**config) if source in NAMED else configs.from_pretrained(source)
+        named = next((name for name in made.architectures or () if hasattr(transformers, name)), None)
+        # Of an encoder-decoder, AutoModelForCausalLM would make the decoder alone.
+        auto = transformers.AutoModelForSeq2SeqLM if made.is_encoder_decoder else transformers.AutoModelForCausalLM
         with torch.device("meta"):
             try:
-                model: nn.Module = AutoModelForCausalLM.from_config(made)
+                model: nn.Module = auto.from_config(made) if named is None else getattr(transformers, named)(made)
             except ValueError:  # no language model
-                model = AutoModel.from_config(made)
-            if made.tie_word_embeddings:
+                model = transformers.AutoModel.from_config(made)
+            if getattr(made, "tie_word_embeddings", False):
                 model.tie_weights()  # type: ignore[operator]
         return model
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except Exception as error:  # of many types: each model checks its own configuration, and may lack a package
         raise ValueError(
             f"model_type is {kind!r}, which transformers cannot make: {' '.join(str(error).split())}; "
             "give module:callable"

@@ -261,14 +261,24 @@ def test_formats_are_told_to_pay_only_where_the_wire_is_what_a_step_waits_for(ca
         assert found[3] < 0.75 * found[2]
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "gemma2"])
-def test_whatever_transformers_knows_is_planned(kind, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "made"),
+    [
+        ("gpt2", "GPT2LMHeadModel"),
+        ("gemma2", "Gemma2ForCausalLM"),
+        ("bart", "BartForConditionalGeneration"),
+        ("vit", "ViTModel"),
+    ],
+)
+@pytest.mark.sampled(2)
+def test_whatever_transformers_knows_is_planned(kind, made, tmp_path):
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 101, "num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 4}
-    config = transformers.AutoConfig.for_model(kind, **sizes, tie_word_embeddings=True)
+    sizes |= {} if kind == "vit" else {"tie_word_embeddings": True}
+    config = transformers.AutoConfig.for_model(kind, **sizes)
     config.save_pretrained(tmp_path)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        model = getattr(transformers, made)(config)
     model.tie_weights()
     found = load_model(str(tmp_path))
     assert found.numel == sum(parameter.numel() for parameter in model.parameters())
@@ -276,6 +286,17 @@ def test_whatever_transformers_knows_is_planned(kind, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "unheard"}')
     with pytest.raises(ValueError, match="model_type is 'unheard', which transformers cannot make"):
         load_model(str(tmp_path))
+
+
+def test_experts_of_transformers_are_planned_apart(tmp_path):
+    """Their module holds an activation beside the stacks."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 101, "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+    transformers.OlmoeConfig(**sizes, num_experts=16, num_experts_per_tok=4).save_pretrained(tmp_path)
+    found = load_model(str(tmp_path))
+    assert found.expert_counts == {16}
+    assert {tensor.used for unit in found.units for tensor in unit.tensors if tensor.is_expert} == {0.25}
+    assert found.experts == ("transformers.models.olmoe.modeling_olmoe.OlmoeExperts",)
 
 
 def llama():
