@@ -335,7 +335,7 @@ def microbatch(module: nn.Module, *, is_first: bool = True, is_last: bool = True
         if is_last:
             # The last micro-batch may have used nothing that is trained here, and so have had no backward.
             for scope in dict.fromkeys(unit.scope for unit in units if unit.scope is not None):
-                scope.flush(units)
+                scope.reduces.flush(units)
     finally:
         for unit, (first, last) in zip(units, before):
             unit.settings.is_first, unit.settings.is_last = first, last

@@ -22,9 +22,10 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from flatshard import _arguments, _torch
 from flatshard.engine.build import units_below
+from flatshard.engine.reduces import join_reduces
 from flatshard.engine.roots import scope_of, unit_of
 from flatshard.engine.rows import RowEmbedding, class_before
-from flatshard.engine.scope import Scope, join_reduces
+from flatshard.engine.scope import Scope
 from flatshard.engine.unit import Unit
 from flatshard.engine.unit_changes import applying, check_change
 from flatshard.engine.weights import Group
@@ -180,7 +181,7 @@ class FSDPModule(TorchFSDPModule):
         It also waits for the reduces of backwards that did not (`set_is_last_backward`). All ranks must call it.
         """
         wait = _arguments.flag("wait", wait)
-        _unit_and_scope(self)[1].flush(_units(self, True), all_the_way=True, wait=wait)
+        _unit_and_scope(self)[1].reduces.flush(_units(self, True), all_the_way=True, wait=wait)
 
     def set_decoupled_gradients(self, enable: bool = True, *, recurse: bool = True) -> None:
         """On: reduced gradients come as ``parameter.decoupled_grad``, and ``.grad`` is left as it is.
@@ -373,7 +374,7 @@ class FSDPModule(TorchFSDPModule):
         for unit in _units(self, recurse):
             unit.settings.max_reducing = max_input_buffers
             if unit.scope is not None:
-                unit.scope.resolve()
+                unit.scope.reduces.resolve(unit.scope.units)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """`SchedulePolicy.separate_groups`: whether reduces have process groups of their own. One choice per model."""
@@ -381,7 +382,7 @@ class FSDPModule(TorchFSDPModule):
         for unit in _units(self, recurse):
             unit.settings.separate_groups = enable
             if unit.scope is not None:
-                unit.scope.resolve()
+                unit.scope.reduces.resolve(unit.scope.units)
 
     def _get_fsdp_state(self) -> FSDPState:  # type: ignore[override]  # not PyTorch's, and so not all of it
         assert isinstance(self, nn.Module)

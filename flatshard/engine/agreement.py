@@ -17,7 +17,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.buffer import Lane
+from flatshard.engine.program import Program
 from flatshard.trust.alarm import GRACE
+from flatshard.trust.record import record
 
 if TYPE_CHECKING:
     from flatshard.engine.parameters import Member
@@ -99,6 +101,52 @@ class Agreement:
         """The text of the one rank that has one."""
         data = (text or "").encode()[:_WORDS].ljust(_WORDS, b"\0")
         return bytes(self._lane.most(self._meshes, list(data), about)).rstrip(b"\0").decode(errors="replace")
+
+
+class Announcer:
+    """Lets ranks compare what a scope is about to do: in passes of a kind that has not been before, else in check mode.
+
+    Other passes follow what has been recorded. Where units are optional, some ranks wait for others at other places,
+    and a launch must not wait: their order is that of the program from the start.
+    """
+
+    def __init__(self, program: Program, lane: Lane, has_optional: bool) -> None:
+        self.agreement: Agreement | None = None  # once the ranks have compared their models
+        self.lane = lane
+        self._program, self._has_optional = program, has_optional
+
+    def announce(self, what: str, unit: Unit, group: int = 0) -> None:
+        """See that all ranks are about to do this, or raise on all. Only where the program ``announces``."""
+        if not self._has_optional:
+            self._compare(what, unit, f" (group {group})" if group else "", "")
+
+    def end_pass(self, root: Unit, gathers: Lane, reduces: Lane) -> None:
+        """The first pass of its kind says how those to come will go, if all ranks agree."""
+        program = self._program
+        if program.announces:
+            after = f", after {gathers.launched} gathers and {reduces.launched} reduces" if program.checks else ""
+            self._compare("end the pass of", root, "", after)
+        if program.is_first and self.agreement is not None:
+            proposal = program.proposal()
+            if not self.agreement.differs(digest(proposal), "the order of launches"):
+                program.adopt(proposal)
+
+    def _compare(self, what: str, unit: Unit, of: str, after: str) -> None:
+        if self.agreement is None:
+            return
+        running, place = self._program.running, ""
+        if running is not None:
+            place = f" in a {running.value}"
+        if self._program.checks:
+            assert unit.scope is not None
+            mode = "training" if unit.scope.units[0].modules[0].training else "evaluation"
+            place += f" of step {record.step}, in {mode} mode"
+        said = f"about to {what} unit '{unit.name}'{of}{place}{after}"
+        told = self.agreement.check([said], f"before {what} {unit.name}")
+        if told is not None:
+            raise RuntimeError(
+                f"ranks differ in what they do next: {told}. All ranks must run the same units in the same order"
+            )
 
 
 def digest(said: object) -> int:

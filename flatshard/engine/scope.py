@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,11 +14,12 @@ import torch
 from flatshard import _recording, _torch
 from flatshard.buffer import Lane, Planner, Pool, watch_over
 from flatshard.engine import outside, steps
-from flatshard.engine.agreement import Agreement, check_model, digest, patience
+from flatshard.engine.agreement import Agreement, Announcer, check_model, patience
 from flatshard.engine.keep import gathered_bytes
 from flatshard.engine.optional import OptionalUnits, refuse_backward_of_two, refuse_forward_within
 from flatshard.engine.program import Pass, Program
-from flatshard.engine.reduction import Goal, Reduction
+from flatshard.engine.reduces import Reduces
+from flatshard.engine.reduction import Goal
 from flatshard.engine.unit_changes import absorb_moved
 from flatshard.engine.weights import Group
 from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy
@@ -38,42 +38,35 @@ class Scope:
         self.joins = True  # a backward ends with all its reduces done
         self.main_event: Any = None  # gathers of the next forward wait for it, and not for the current stream
         self.gather_lane = Lane("gather", device)
-        self.reduce_lane = Lane("reduce", device, own_groups=policy.separate_groups)
         # Look-ups, if there are any, do not queue behind gathers that run ahead: the host may be waiting for one.
         looks_up = any(unit.rows is not None for unit in units)
         self.rows_lane = Lane("rows", device, own_groups=policy.separate_groups) if looks_up else self.gather_lane
         self.gather_pool = Pool(self.gather_lane, Planner() if policy.planned_pool else None)
-        self.reduce_pool = Pool(self.reduce_lane)
         self.program = Program([len(unit.groups) for unit in units], [unit.parent for unit in units])
-        self.reductions = 0
         self.forwards = self.backwards = 0
         self._units = [weakref.ref(unit) for unit in units]
-        self._groups = [(weakref.ref(unit), group) for unit in self.units for group in map(weakref.ref, unit.groups)]
         of_units = [mesh for unit in units for mesh in (unit.mesh, *(group.mesh for group in unit.groups))]
         self.meshes = list(dict.fromkeys(of_units))  # in one order on all ranks
         checking = patience()
         self.program.checks = checking is not None
         # What ranks compare, they compare over a lane of its own in check mode, whose groups do not wait for long.
-        self._talk = self.gather_lane if checking is None else Lane("check", torch.device("cpu"), patience=checking)
-        self._agreement: Agreement | None = None  # once the ranks have compared their models
+        talk = self.gather_lane if checking is None else Lane("check", torch.device("cpu"), patience=checking)
+        has_optional = any(unit.settings.is_optional for unit in units)
+        self.announcer = Announcer(self.program, talk, has_optional)
+        reduce_lane = Lane("reduce", device, own_groups=policy.separate_groups)
+        self.reduces = Reduces(self, units, self.program, self.announcer, Pool(reduce_lane))
         self.entry: int | None = None  # the outermost unit whose forward is running
         self._retained: int | None = None  # a unit gathered by a recompute, its backward to come
         self._ahead: set[int] = set()  # gathered by prefetch and not needed yet
         self._apart = frozenset(_experts(units)) if len(self.meshes) > 1 else frozenset[int]()
         self._done: set[int] = set()  # units that the running backward has left
-        self._launched: set[int] = set()  # groups that it has reduced
-        self._reducing: deque[Reduction] = deque()
-        self._alike = True  # all ranks use the same parameters
         # Ranks compare steps in check mode. Those of the process are more where a rank trains something of its own.
         self._step, self._taken = 1, steps.taken()
         self._is_parallel = any(group.members[0].is_parallel for unit in units for group in unit.groups)
         self._is_profiled = False  # a profiler looks on at the running pass
-        self._stopped = False  # a backward has stopped short of final gradients
-        self._one_of_several = False  # roots that are asked to reduce what they have accumulated, one after another
         self.task = -1  # of autograd, of which the running backward is
         self._end: weakref.ref[_End] | None = None  # what is to happen at the end of the running backward
-        self.resolve()
-        self.optional = OptionalUnits(self) if any(unit.settings.is_optional for unit in units) else None
+        self.optional = OptionalUnits(self) if has_optional else None
         if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             warnings.warn(
                 "CUDA_DEVICE_MAX_CONNECTIONS=1 puts communication and compute into one hardware queue, so gathers and "
@@ -90,28 +83,28 @@ class Scope:
         """A unit by its number, if it still exists."""
         return self._units[index]()
 
-    def resolve(self) -> None:
-        """Let what units were told about all reduces count: the highest number, the last word on process groups."""
-        settings = [unit.settings for unit in self.units]
-        highest = max((told.max_reducing for told in settings if told.max_reducing is not None), default=None)
-        self.max_reducing = self.policy.max_reducing if highest is None else highest
-        told = [told.separate_groups for told in settings if told.separate_groups is not None]
-        self.reduce_lane.own_groups = any(told) if told else self.policy.separate_groups
+    @property
+    def reduce_pool(self) -> Pool:
+        return self.reduces.pool
+
+    @property
+    def reduce_lane(self) -> Lane:
+        return self.reduces.pool.lane
 
     def share(self, other: Scope) -> None:
         """Communicate over the lanes, and from the pools, of another scope."""
-        if self.program.running is not None or self._reducing:
+        if self.program.running is not None or self.reduces.in_flight:
             raise RuntimeError("a model cannot change its lanes during a forward or backward")
         for unit in self.units:
             unit.release()
-        self.gather_lane, self.reduce_lane, self.rows_lane = other.gather_lane, other.reduce_lane, other.rows_lane
-        self.gather_pool, self.reduce_pool = other.gather_pool, other.reduce_pool
+        self.gather_lane, self.rows_lane = other.gather_lane, other.rows_lane
+        self.gather_pool, self.reduces.pool = other.gather_pool, other.reduces.pool
 
     # Passes
 
     def begin_forward(self, entry: Unit) -> None:
         """A forward starts at ``entry``. What is left of an earlier pass is cleared: its weights may be out of date."""
-        if self._agreement is None:
+        if self.announcer.agreement is None:
             self._agree()
         if self.program.running is not None:
             self.recover()
@@ -140,7 +133,7 @@ class Scope:
         if self._taken != steps.taken():
             self._taken, self._step = steps.taken(), self._step + 1
         record.step, record.phase = self._step, _PHASE[kind]
-        self._is_profiled = _torch.profiling()
+        self._is_profiled = self.reduces.is_profiled = _torch.profiling()
         self.program.begin(kind, entry.index)
         if self._is_parallel:
             outside.pass_begins(self)
@@ -179,13 +172,12 @@ class Scope:
         self.task = _torch.graph_task()
         refuse_backward_of_two(self)
         self._done.clear()
-        self._launched.clear()
+        self.reduces.begin(self.units)
         if self.optional is not None:
             self.optional.begin_pass()
-        self._alike = True not in [unit.settings.reduces_unused for unit in self.units]
         record.phase = _PHASE[Pass.BACKWARD]
-        self._is_profiled = _torch.profiling()
-        self.program.begin(Pass.BACKWARD, free=self._alike)
+        self._is_profiled = self.reduces.is_profiled = _torch.profiling()
+        self.program.begin(Pass.BACKWARD, free=self.reduces.is_alike)
         if self._is_parallel:
             outside.pass_begins(self)
         end = _End(self)
@@ -210,29 +202,14 @@ class Scope:
     def _finish_backward(self) -> None:
         """Reduce what is left, order the current stream after all reduces, rest."""
         self._end = None
-        self._stopped = any(unit.goal is not Goal.FINAL for unit in self.units)
-        turns = self.program.turns
-        for number in turns.left():
-            self._take_turn(number)
-        for number in turns.again(self._is_waiting):
-            if number in self._launched or self._is_waiting(number):
-                self._reduce(number)
+        self.reduces.take_left(self.units)
         for unit in reversed(self.units):
             if not unit.is_at_rest:
                 unit.backward_over()
         self._release_ahead()
         self._retained = None
-        joins = self.joins and any(unit.settings.is_last for unit in self.units)
-        while self._reducing and (joins or any(reduction.then is not None for reduction in self._reducing)):
-            self._land()
-        if self._reducing:
-            _unjoined.add(self)
+        self.reduces.end_backward(joins=self.joins and any(unit.settings.is_last for unit in self.units))
         self._end_pass()
-
-    def join_reduces(self) -> None:
-        """Order the current stream after all reduces. For whoever reads gradients."""
-        while self._reducing:
-            self._land()
 
     def reduce_accumulated(self) -> None:
         """Reduce what backwards without gradient synchronisation have left, as the end of a backward does.
@@ -241,52 +218,25 @@ class Scope:
         the last of these roots asks for it.
         """
         self.program.begin(Pass.BACKWARD)
-        self._one_of_several = True
+        self.reduces.is_one_of_several = True
         try:
             self._finish_backward()
         finally:
-            self._one_of_several = False
+            self.reduces.is_one_of_several = False
         for unit in self.units:
             for group in unit.needs:
                 owner = None if group.unit is None else group.unit()
                 if owner is None or owner.scope is None or owner.scope is self:
                     continue
                 if group.gradients.waiting:  # whoever asked is going to scale the gradients of this root's parameters
-                    group.gradients.reduce(self.reduce_pool, Goal.UNREDUCED, unit.name)
-                if group.gradients.has_partial and not self._is_awaited_elsewhere(group):
+                    group.gradients.reduce(self.reduces.pool, Goal.UNREDUCED, unit.name)
+                if group.gradients.has_partial and not self.reduces.is_awaited_elsewhere(group):
                     owner.scope.reduce_accumulated()
-
-    def _is_awaited_elsewhere(self, group: Group) -> bool:
-        """Whether a unit of another root that uses a group has backwards to come, or has not asked to reduce them."""
-        for ref in (group.unit, *group.borrowers) if group.borrowers else ():
-            unit = None if ref is None else ref()
-            if unit is not None and unit.scope is not self and (unit.is_awaited or unit.goal is Goal.UNREDUCED):
-                return True
-        return False
-
-    def flush(self, units: Sequence[Unit], all_the_way: bool = False, wait: bool = True) -> None:
-        """Reduce what waits in these units for a backward that goes all the way: the last micro-batch had none.
-
-        Or, with ``all_the_way``, what waits there whatever for. With ``wait``, order the current stream after it.
-        """
-        for number in reversed(range(len(self._groups))):
-            unit, group = self._at(number)
-            if group is None or unit not in units:
-                continue
-            # A rank that has used nothing of such a unit takes part in what the others reduce.
-            unused = all_the_way and unit.settings.reduces_unused and self._stopped and group.gradients.expected > 0
-            goes = all_the_way or group.gradients.goal(unit.goal) is Goal.FINAL
-            if goes and (group.gradients.has_partial or unused):
-                self._reduce(number, Goal.FINAL)
-        if all_the_way:
-            self._stopped = False
-        if wait:
-            self.join_reduces()
 
     def recover(self) -> None:
         """Give up the running pass, which an exception broke off. What earlier micro-batches left is kept."""
         broken = self.program.running is Pass.BACKWARD
-        self.join_reduces()
+        self.reduces.join()
         for unit in self.units:
             unit.recover(broken)
         self._ahead.clear()
@@ -312,7 +262,7 @@ class Scope:
         Without ``gather``, the first is left out: the unit's turn has come, but not for its parameters.
         """
         if self.program.checks and self.program.running is not Pass.BACKWARD:  # a recompute may have nothing to do
-            self._announce("run", unit)
+            self.announcer.announce("run", unit)
         if self.optional is not None:
             self.optional.come_to(self, unit)
         self.arrive(unit, gather)
@@ -337,8 +287,8 @@ class Scope:
         if gather and not unit.is_gathered:
             self.gather(unit)
         self._gather_next(unit, self.policy.max_gathered - 1)
-        if self._reducing and self.program.running is not Pass.BACKWARD and self.program.is_halfway:
-            self.join_reduces()  # of the last micro-batch, whose gradients should not lie beside all activations
+        if self.reduces.in_flight and self.program.running is not Pass.BACKWARD and self.program.is_halfway:
+            self.reduces.join()  # of the last micro-batch, whose gradients should not lie beside all activations
 
     def gather_ahead(self, unit: Unit) -> None:
         """Start gathering what comes next, in the place of ``unit``, which is done and released."""
@@ -353,18 +303,18 @@ class Scope:
     def gather(self, unit: Unit) -> None:
         """Start gathering a unit. No effect on what has been gathered."""
         if self.program.announces and not unit.is_gathered:
-            self._announce("gather", unit)
+            self.announcer.announce("gather", unit)
         if torch.is_inference_mode_enabled() or self._is_profiled:
             # What is made here outlives the pass; made under inference mode, training could never write it again.
             training = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-            with training, self._traced("gather", unit):
+            with training, torch.profiler.record_function(f"flatshard::gather {unit.name}"):
                 self._launch_gather(unit)
         else:
             self._launch_gather(unit)
 
     def gather_apart(self, units: Sequence[Unit]) -> None:
         """Start gathering units, to stay beyond any pass: the next forward uses them as they are, if it still can."""
-        if self._agreement is None:
+        if self.announcer.agreement is None:
             self._agree()
         for unit in units:
             absorb_moved(unit)
@@ -486,25 +436,6 @@ class Scope:
                 unit.release()
         self._ahead.clear()
 
-    # Reduces
-
-    @property
-    def counts(self) -> bool:
-        """Whether a group may be reduced as soon as all its gradients have arrived, before its unit is left.
-
-        On ranks that use different parameters of it, that happens at different moments, before or after a gather that
-        others wait for. And reduces that share process groups with gathers must keep their place among them.
-        """
-        return self._alike and self.reduce_lane.own_groups
-
-    def group_complete(self, number: int) -> None:
-        """All gradients of a group have arrived."""
-        if self.counts:
-            self.program.turns.mark(number, over=False)
-            self._reduce_due()
-        elif self.optional is None:  # else what counts is when units are left, which ranks that skip some can follow
-            self.program.turns.see(number)
-
     def unit_left(self, unit: Unit) -> None:
         """The running backward has left a unit: the gradients of its groups are complete, if there are any."""
         if self.optional is not None and unit.nests:
@@ -512,94 +443,18 @@ class Scope:
         self._done.add(unit.index)
         for number in unit.numbers:
             self.program.turns.mark(number)
-        self._reduce_due()
-
-    def _reduce_due(self) -> None:
-        for number in self.program.turns.due(self._is_to_come):
-            self._take_turn(number)
-
-    def _at(self, number: int) -> tuple[Unit, Group | None]:
-        """A group and its unit. One whose parameters have all been tied to others is gone."""
-        of, which = self._groups[number]
-        unit = of()
-        assert unit is not None
-        return unit, which()
-
-    def _is_to_come(self, number: int) -> bool:
-        unit, group = self._at(number)
-        return group is not None and group.gradients.expected > 0 and unit.is_ahead
-
-    def _is_waiting(self, number: int) -> bool:
-        group = self._at(number)[1]
-        return group is not None and group.gradients.waiting
-
-    def _take_turn(self, number: int) -> None:
-        """Reduce a group at its turn, if there is anything to reduce, or if it takes part with zeros."""
-        unit, group = self._at(number)
-        if group is None:
-            return
-        gradients = group.gradients
-        goal = self._goal(unit, group) if self._one_of_several else gradients.goal(unit.goal)
-        unused = unit.settings.reduces_unused and gradients.expected and goal is not Goal.UNREDUCED
-        if unused or gradients.waiting or (gradients.has_partial and goal is Goal.FINAL):
-            self._reduce(number, goal)
-
-    def _goal(self, unit: Unit, group: Group) -> Goal:
-        """How far the gradients of a group go now, while several roots are asked one after another."""
-        return Goal.UNREDUCED if self._is_awaited_elsewhere(group) else group.gradients.goal(unit.goal)
-
-    def _reduce(self, number: int, goal: Goal | None = None) -> None:
-        """Start reducing the gradients of one group, as far as its unit says."""
-        unit, group = self._at(number)
-        assert group is not None
-        while len(self._reducing) >= self.max_reducing and self._may_land():
-            self._land()
-        gradients, pool = group.gradients, self.reduce_pool
-        if goal is None:
-            goal = self._goal(unit, group) if self._one_of_several else gradients.goal(unit.goal)
-        if self.program.announces and goal is not Goal.UNREDUCED:
-            self._announce(gradients.what, unit, unit.numbers.index(number))
-        if self._is_profiled:
-            with self._traced("reduce", unit):
-                self._reducing.append(gradients.reduce(pool, goal, unit.name))
-        else:
-            self._reducing.append(gradients.reduce(pool, goal, unit.name))
-        self._launched.add(number)
-        self.reductions += 1
-        if not self.policy.async_reduce and self._may_land():
-            self._land()
-
-    def _may_land(self) -> bool:
-        """Whether the oldest reduce can be waited for before anything else is launched.
-
-        Where units are optional, a rank that skips some may come to it only after a gather that this rank has yet to
-        launch: then it has to be over already.
-        """
-        return self.optional is None or self._reducing[0].ticket.has_ended()
-
-    def _land(self) -> None:
-        """Order the current stream after the oldest reduce; what it read may be freed."""
-        reduction = self._reducing.popleft()
-        recording = _recording.active
-        if recording is None:
-            reduction.wait()
-        else:
-            with recording.around("reduce", reduction.name, self):
-                reduction.wait()
-        if reduction.then is not None:
-            for other in self._reducing:  # of the same group, it may still add to what `then` sees
-                other.ticket.wait()
-            reduction.then()
+        self.reduces.take_due()
 
     # Agreement
 
     def _agree(self) -> None:
         """See that all ranks have the same model, before anything is launched for it."""
-        if watch_over(self._talk.device):
+        lane = self.announcer.lane
+        if watch_over(lane.device):
             for unit in self.units:
                 absorb_moved(unit)  # what was put in the place of parameters counts as written
-            check_model(self, self._talk, [mesh for mesh in self.meshes if mesh.ndim])
-        self._agreement = Agreement(self._talk, self.meshes)
+            check_model(self, lane, [mesh for mesh in self.meshes if mesh.ndim])
+        self.announcer.agreement = Agreement(lane, self.meshes)
         if self.policy.registered or self.policy.wire == "peers":
             self._prepare_wires()
 
@@ -620,57 +475,15 @@ class Scope:
     def announce_rows(self, unit: Unit, count: int | None) -> None:
         """All ranks are about to look up rows of an embedding; ``count``: so many, on each of them."""
         if self.program.announces:
-            self._announce("look up rows of" if count is None else f"look up {count} rows of", unit)
-
-    def _announce(self, what: str, unit: Unit, group: int = 0) -> None:
-        """See that all ranks are about to do this, or raise on all.
-
-        In a pass of a kind that has not been before, and in check mode always. Other passes follow what has been
-        recorded. Where units are optional, some ranks wait for others at other places, and a launch must not wait:
-        their order is that of the program from the start.
-        """
-        if (self.optional is not None and what != _END) or self._agreement is None:
-            return
-        of = f" (group {group})" if group else ""
-        running = self.program.running
-        place = "" if running is None else f" in a {running.value}"
-        if self.program.checks:
-            mode = "training" if self.units[0].modules[0].training else "evaluation"
-            place += f" of step {record.step}, in {mode} mode"
-        if what == _END and self.program.checks:
-            place += f", after {self.gather_lane.launched} gathers and {self.reduce_lane.launched} reduces"
-        told = self._agreement.check([f"about to {what} unit '{unit.name}'{of}{place}"], f"before {what} {unit.name}")
-        if told is not None:
-            raise RuntimeError(
-                f"ranks differ in what they do next: {told}. All ranks must run the same units in the same order"
-            )
+            self.announcer.announce("look up rows of" if count is None else f"look up {count} rows of", unit)
 
     def _end_pass(self) -> None:
-        """The running pass is over. The first of its kind says how those to come will go, if all ranks agree."""
-        if self.program.announces:
-            self._announce(_END, self.units[0])
-        if self.program.is_first and self._agreement is not None:
-            proposal = self.program.proposal()
-            if not self._agreement.differs(digest(proposal), "the order of launches"):
-                self.program.adopt(proposal)
+        """The running pass is over."""
+        self.announcer.end_pass(self.units[0], self.gather_lane, self.reduces.pool.lane)
         self.program.end()
         if self._is_parallel:
             outside.pass_ends(self)
         record.phase = 0
-
-    def _traced(self, what: str, unit: Unit) -> AbstractContextManager[Any]:
-        """A context that names what its body enqueues, for profilers."""
-        return torch.profiler.record_function(f"flatshard::{what} {unit.name}")
-
-
-_unjoined: weakref.WeakSet[Scope] = weakref.WeakSet()  # scopes that have left a backward before its reduces
-
-
-def join_reduces() -> None:
-    """Order the current stream after the reduces of all models: somebody is going to read gradients."""
-    for scope in list(_unjoined):
-        scope.join_reduces()
-    _unjoined.clear()
 
 
 _ran: set[Scope] | None = None  # scopes whose forwards somebody wants to know of
@@ -700,7 +513,6 @@ def _experts(units: Sequence[Unit]) -> Iterator[int]:
             yield number
 
 
-_END = "end the pass of"
 _PHASE = {kind: PHASES.index(kind.value) for kind in Pass}
 
 

@@ -509,7 +509,7 @@ class Unit:
         scope = self.scope
         assert scope is not None
         scope.begin_backward()
-        scope.group_complete(self.numbers[index])
+        scope.reduces.group_complete(self.numbers[index])
 
     @property
     def goal(self) -> Goal:

@@ -22,7 +22,7 @@ from flatshard.buffer import DBuffer, Lane
 from flatshard.buffer.groups import joint_group
 from flatshard.buffer.lanes import Op
 from flatshard.engine.main_grads import MAIN_GRAD
-from flatshard.engine.scope import join_reduces
+from flatshard.engine.reduces import join_reduces
 
 # Where a tensor is: its mesh, and the axes of it that cut the tensor. Plain tensors: (None, ()).
 _Where = tuple[DeviceMesh | None, tuple[int, ...]]

@@ -18,7 +18,7 @@ from flatshard import _arguments, _torch
 from flatshard.engine import steps
 from flatshard.engine.homes import generation, group_of, is_replaced, successor_of
 from flatshard.engine.main_grads import MAIN_GRAD
-from flatshard.engine.scope import join_reduces
+from flatshard.engine.reduces import join_reduces
 from flatshard.optim.choice import BUCKET, Choice, Predicate, Splits
 from flatshard.optim.eight import AdamW8bit
 from flatshard.optim.local import Local, refuse_replaced

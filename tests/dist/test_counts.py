@@ -336,13 +336,13 @@ def _alive(rank: int, world: int, schedule: dict[str, Any], recompute: str | Non
     model = sharded_chain(schedule=SchedulePolicy(**schedule), recompute=recompute)
     scope = warm(model).scope
     reducing = []
-    reduce = scope._reduce
+    reduce = scope.reduces.launch
 
     def watched(*args: Any) -> None:
         reduce(*args)
-        reducing.append(len(scope._reducing))
+        reducing.append(len(scope.reduces.in_flight))
 
-    scope._reduce = watched
+    scope.reduces.launch = watched
     scope.gather_pool.peak_buffers = 0
     step(model)
     equal(len(reducing), DEPTH + 1)

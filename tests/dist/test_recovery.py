@@ -24,7 +24,7 @@ def at_rest(model):
     """Nothing is gathered beyond what rests whole, nothing is on its way, nothing unreduced is left."""
     scope = unit_of(model).scope
     assert (scope.gather_pool.live_bytes, scope.gather_pool.live_buffers) == (0, 0)
-    assert not scope._reducing
+    assert not scope.reduces.in_flight
     assert scope.program.running is None
     for _, unit in units_below(model):
         assert unit.phase is Phase.RESTING

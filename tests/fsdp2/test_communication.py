@@ -103,17 +103,17 @@ def _in_flight(rank, world):
     model.blocks[0].set_reduce_scatter_max_input_buffers(1, recurse=False)
     model(mine(rank, world)).sum().backward()
     scope = unit_of(model).scope
-    assert scope.max_reducing == 1  # said before there was a scope
+    assert scope.reduces._most == 1  # said before there was a scope
     model.set_reduce_scatter_max_input_buffers(2)
     model.blocks[0].set_reduce_scatter_max_input_buffers(1)
-    assert scope.max_reducing == 2
-    most, reduce = [], scope._reduce
+    assert scope.reduces._most == 2
+    most, reduce = [], scope.reduces.launch
 
     def counted(*args):
         reduce(*args)
-        most.append(len(scope._reducing))
+        most.append(len(scope.reduces.in_flight))
 
-    scope._reduce = counted
+    scope.reduces.launch = counted
     model(mine(rank, world)).sum().backward()
     assert max(most) == 2
     check_grads(model, reference_grads(world, (0, 0)))

@@ -136,7 +136,7 @@ def _train(rank, world, kind, sizes, choices):
     if kind is Simple:  # both matrices in one launch, the biases in another
         launches = [each.kind for each in unit_of(model).scope.gather_lane.history]
         assert launches == ["all_gather"] * 2 * len(data)
-        assert unit_of(model).scope.reductions == 2 * len(data)
+        assert unit_of(model).scope.reduces.launched == 2 * len(data)
     if kind is Coded:
         given, size, stride, module, policy = Coded.seen[0]
         assert (given.ndim, given.size()) == (1, sizes[-1])

@@ -52,7 +52,7 @@ def _last(rank, world):
         model.set_is_last_backward(number == 2)
         model(mine(rank, world, number)).sum().backward()
         scope = unit_of(model).scope
-        in_flight = len(scope._reducing)
+        in_flight = len(scope.reduces.in_flight)
         assert in_flight == (0 if number == 2 else 2)
     check_grads(model, reference_grads(world, (0, 1, 2)))
 

@@ -77,7 +77,7 @@ def _pipeline(rank, world, kind):
                 wanted = names[name].grad
                 torch.testing.assert_close(parameter.grad.full_tensor(), wanted, msg=lambda m, n=name: f"{n}: {m}")
             stage.submod.zero_grad()
-            assert not unit_of(stage.submod).scope._reducing
+            assert not unit_of(stage.submod).scope.reduces.in_flight
         reference.zero_grad()
 
 

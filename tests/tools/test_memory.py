@@ -41,19 +41,19 @@ def _by_category(rank, world, case):
     scope = unit_of(model).scope
     scope.gather_pool.peak_bytes = 0
     staging = []
-    reduce = scope._reduce
+    reduce = scope.reduces.launch
 
     def watched(*args):
         """At a reduce: the gradients that autograd has left, and what the reduces in flight hold."""
         for moment in (lambda: None, lambda: reduce(*args)):
             moment()
             grads = [m.full.grad for group in groups for m in group.members if m.full is not None]
-            kept = [tensor for reduction in scope._reducing for tensor in reduction.held]
+            kept = [tensor for reduction in scope.reduces.in_flight for tensor in reduction.held]
             mains = {id(m.sharded.grad.__dict__["_flatshard_main_grad"].local) for g in groups for m in g.members
                      if m.sharded.grad is not None}  # fmt: skip
             staging.append(storages([*grads, *(tensor for tensor in kept if id(tensor) not in mains)]))
 
-    scope._reduce = watched
+    scope.reduces.launch = watched
     case.passes(model)
     state = [local(value) for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
     return {

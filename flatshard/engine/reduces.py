@@ -1,0 +1,212 @@
+"""The reduces of a scope: whose turn it is, how far the gradients go, and what is in flight."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from flatshard import _recording
+from flatshard.buffer import Pool
+from flatshard.engine.agreement import Announcer
+from flatshard.engine.program import Program
+from flatshard.engine.reduction import Goal, Reduction
+from flatshard.engine.weights import Group
+from flatshard.policy import SchedulePolicy
+
+if TYPE_CHECKING:
+    from flatshard.engine.scope import Scope
+    from flatshard.engine.unit import Unit
+
+
+class Reduces:
+    """Groups are numbers, in the order of registration, as in `Turns`. The scope owns it; its links are weak."""
+
+    def __init__(self, scope: Scope, units: Sequence[Unit], program: Program, announcer: Announcer, pool: Pool) -> None:
+        self.pool = pool
+        self.in_flight: deque[Reduction] = deque()
+        self.launched = 0
+        self.is_profiled = False  # a profiler looks on at the running pass
+        self.is_alike = True  # all ranks use the same parameters
+        self.is_one_of_several = False  # roots that are asked to reduce what they have accumulated, one after another
+        self._scope = weakref.ref(scope)
+        self._policy: SchedulePolicy = scope.policy
+        self._program, self._announcer = program, announcer
+        self._groups = [(weakref.ref(unit), weakref.ref(group)) for unit in units for group in unit.groups]
+        self._had: set[int] = set()  # groups that the running backward has reduced
+        self._has_optional = any(unit.settings.is_optional for unit in units)
+        self._has_stopped = False  # a backward has stopped short of final gradients
+        self.resolve(units)
+
+    def resolve(self, units: Sequence[Unit]) -> None:
+        """Let what units were told about all reduces count: the highest number, the last word on process groups."""
+        settings = [unit.settings for unit in units]
+        highest = max((told.max_reducing for told in settings if told.max_reducing is not None), default=None)
+        self._most = self._policy.max_reducing if highest is None else highest
+        told = [told.separate_groups for told in settings if told.separate_groups is not None]
+        self.pool.lane.own_groups = any(told) if told else self._policy.separate_groups
+
+    # Turns
+
+    @property
+    def counts(self) -> bool:
+        """Whether a group may be reduced as soon as all its gradients have arrived, before its unit is left.
+
+        On ranks that use different parameters of it, that happens at different moments, before or after a gather that
+        others wait for. And reduces that share process groups with gathers must keep their place among them.
+        """
+        return self.is_alike and self.pool.lane.own_groups
+
+    def begin(self, units: Sequence[Unit]) -> None:
+        """A backward begins."""
+        self._had.clear()
+        self.is_alike = True not in [unit.settings.reduces_unused for unit in units]
+
+    def group_complete(self, number: int) -> None:
+        """All gradients of a group have arrived."""
+        if self.counts:
+            self._program.turns.mark(number, over=False)
+            self.take_due()
+        elif not self._has_optional:  # else what counts is when units are left, which ranks that skip some can follow
+            self._program.turns.see(number)
+
+    def take_due(self) -> None:
+        """Reduce the marked groups whose turn it is."""
+        for number in self._program.turns.due(self._is_to_come):
+            self._take_turn(number)
+
+    def take_left(self, units: Sequence[Unit]) -> None:
+        """At the end of a backward: reduce what has not had its turn, and what has another."""
+        self._has_stopped = any(unit.goal is not Goal.FINAL for unit in units)
+        turns = self._program.turns
+        for number in turns.left():
+            self._take_turn(number)
+        for number in turns.again(self._is_waiting):
+            unit, group = self._at(number)
+            if group is not None and (number in self._had or group.gradients.waiting):
+                self.launch(number, unit, group, self._goal(unit, group))
+
+    def flush(self, units: Sequence[Unit], all_the_way: bool = False, wait: bool = True) -> None:
+        """Reduce what waits in these units for a backward that goes all the way: the last micro-batch had none.
+
+        Or, with ``all_the_way``, what waits there whatever for. With ``wait``, order the current stream after it.
+        """
+        for number in reversed(range(len(self._groups))):
+            unit, group = self._at(number)
+            if group is None or unit not in units:
+                continue
+            # A rank that has used nothing of such a unit takes part in what the others reduce.
+            unused = all_the_way and unit.settings.reduces_unused and self._has_stopped and group.gradients.expected > 0
+            goes = all_the_way or group.gradients.goal(unit.goal) is Goal.FINAL
+            if goes and (group.gradients.has_partial or unused):
+                self.launch(number, unit, group, Goal.FINAL)
+        if all_the_way:
+            self._has_stopped = False
+        if wait:
+            self.join()
+
+    def is_awaited_elsewhere(self, group: Group) -> bool:
+        """Whether a unit of another root that uses a group has backwards to come, or has not asked to reduce them."""
+        for ref in (group.unit, *group.borrowers) if group.borrowers else ():
+            unit = None if ref is None else ref()
+            if unit is not None and unit.scope is not self._scope() and (unit.is_awaited or not unit.settings.reduces):
+                return True
+        return False
+
+    def _at(self, number: int) -> tuple[Unit, Group | None]:
+        """A group and its unit. One whose parameters have all been tied to others is gone."""
+        of, which = self._groups[number]
+        unit = of()
+        assert unit is not None
+        return unit, which()
+
+    def _is_to_come(self, number: int) -> bool:
+        unit, group = self._at(number)
+        return group is not None and group.gradients.expected > 0 and unit.is_ahead
+
+    def _is_waiting(self, number: int) -> bool:
+        group = self._at(number)[1]
+        return group is not None and group.gradients.waiting
+
+    def _goal(self, unit: Unit, group: Group) -> Goal:
+        """How far the gradients of a group go now."""
+        if self.is_one_of_several and self.is_awaited_elsewhere(group):
+            return Goal.UNREDUCED
+        return group.gradients.goal(unit.goal)
+
+    def _take_turn(self, number: int) -> None:
+        """Reduce a group at its turn, if there is anything to reduce, or if it takes part with zeros."""
+        unit, group = self._at(number)
+        if group is None:
+            return
+        gradients = group.gradients
+        goal = self._goal(unit, group) if self.is_one_of_several else gradients.goal(unit.goal)
+        unused = unit.settings.reduces_unused and gradients.expected and goal is not Goal.UNREDUCED
+        if unused or gradients.waiting or (gradients.has_partial and goal is Goal.FINAL):
+            self.launch(number, unit, group, goal)
+
+    # In flight
+
+    def launch(self, number: int, unit: Unit, group: Group, goal: Goal) -> None:
+        """Start reducing the gradients of a group."""
+        while len(self.in_flight) >= self._most and self._may_land():
+            self._land()
+        gradients, pool = group.gradients, self.pool
+        if self._program.announces and goal is not Goal.UNREDUCED:
+            self._announcer.announce(gradients.what, unit, unit.numbers.index(number))
+        if self.is_profiled:
+            with torch.profiler.record_function(f"flatshard::reduce {unit.name}"):
+                self.in_flight.append(gradients.reduce(pool, goal, unit.name))
+        else:
+            self.in_flight.append(gradients.reduce(pool, goal, unit.name))
+        self._had.add(number)
+        self.launched += 1
+        if not self._policy.async_reduce and self._may_land():
+            self._land()
+
+    def end_backward(self, joins: bool) -> None:
+        """Order the current stream after all reduces, if it ``joins`` them; else after those that somebody awaits."""
+        while self.in_flight and (joins or any(reduction.then is not None for reduction in self.in_flight)):
+            self._land()
+        if self.in_flight:
+            _unjoined.add(self)
+
+    def join(self) -> None:
+        """Order the current stream after all reduces. For whoever reads gradients."""
+        while self.in_flight:
+            self._land()
+
+    def _may_land(self) -> bool:
+        """Whether the oldest reduce can be waited for before anything else is launched.
+
+        Where units are optional, a rank that skips some may come to it only after a gather that this rank has yet to
+        launch: then it has to be over already.
+        """
+        return not self._has_optional or self.in_flight[0].ticket.has_ended()
+
+    def _land(self) -> None:
+        """Order the current stream after the oldest reduce; what it read may be freed."""
+        reduction = self.in_flight.popleft()
+        recording = _recording.active
+        if recording is None:
+            reduction.wait()
+        else:
+            with recording.around("reduce", reduction.name, self._scope()):
+                reduction.wait()
+        if reduction.then is not None:
+            for other in self.in_flight:  # of the same group, it may still add to what `then` sees
+                other.ticket.wait()
+            reduction.then()
+
+
+_unjoined: weakref.WeakSet[Reduces] = weakref.WeakSet()  # of scopes that have left a backward before them
+
+
+def join_reduces() -> None:
+    """Order the current stream after the reduces of all models: somebody is going to read gradients."""
+    for reduces in list(_unjoined):
+        reduces.join()
+    _unjoined.clear()
