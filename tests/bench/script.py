@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import os
 import runpy
 import socket
+import sys
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -24,6 +28,23 @@ def free_port() -> int:
 def as_script(rank: int, world: int, path: str, port: int) -> str:
     """A body for `ranks`: runs the script and returns what it printed. ``port`` is the same on all ranks."""
     return as_command(rank, world, port, lambda: runpy.run_path(path, run_name="__main__"))
+
+
+def as_interpreter(path: Path, arguments: list[str], environment: dict[str, str], said: Path) -> None:
+    """For a process of its own that has torch imported: ``python path arguments``, and what that says in a file."""
+    os.environ.update(environment)
+    output = os.open(said, os.O_CREAT | os.O_WRONLY)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.argv = [str(path), *arguments]
+    atexit._clear()
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # as an interpreter does, and after its threads have ended:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.exit(1)
 
 
 def as_command(rank: int, world: int, port: int, call: Callable[[], Any]) -> str:

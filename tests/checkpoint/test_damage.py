@@ -146,7 +146,9 @@ def _save_forever(rank, world, folder, asynchronous):
         save(f"{folder}/run/{step}", model, optimizer, step, keep_last=2, asynchronous=asynchronous)
 
 
-@pytest.mark.parametrize(("world", "kills"), [(1, 14), (2, 8)])
+@pytest.mark.parametrize(
+    ("world", "kills"), [(1, 6), (2, 4), *(pytest.param(world, 20, marks=pytest.mark.full) for world in (1, 2))]
+)
 def test_a_killed_save_loses_nothing(tmp_path, world, kills):
     context = multiprocessing.get_context("forkserver")
     draw = random.Random(world)

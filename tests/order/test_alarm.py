@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -21,12 +22,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 
-from flatshard.buffer.lanes import Ticket
+from flatshard.buffer import Ticket
 from flatshard.cli import main
 from flatshard.trust.alarm import Alarm, records_folder
 from flatshard.trust.blame import blame, read_records
 from flatshard.trust.record import CAPACITY, Record, decoded, in_range, ranges
-from tests.bench.script import free_port
+from tests.bench.script import as_interpreter, free_port
 
 _ROOT = Path(__file__).parents[2]
 
@@ -66,14 +67,14 @@ dist.destroy_process_group()
 
 @pytest.fixture
 def job(tmp_path):
-    """Starts three ranks; at the end none is left."""
+    """Starts ranks, each an interpreter of its own; at the end none is left."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(what):
+    def start(what, world=3):
         (tmp_path / "train.py").write_text(_SCRIPT)
         port = str(free_port())
-        for rank in range(3):
-            place = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for rank in range(world):
+            place = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             env = {**os.environ, **place, "FLATSHARD_RECORD": str(tmp_path / "records"), "PYTHONPATH": str(_ROOT)}
             call = [sys.executable, str(tmp_path / "train.py"), what]
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -88,14 +89,13 @@ def job(tmp_path):
 
 @pytest.mark.limit(120)
 def test_a_rank_that_raises_ends_the_others_with_its_error(job, tmp_path, capsys):
-    processes = job("raise")
-    for rank in (0, 2):
-        _, said = processes[rank].communicate(timeout=100)
-        assert processes[rank].returncode == 1
-        assert "PeerError: rank 1 raised ValueError: there is no more data. Rank" in said
-        assert f"the last collectives of rank {rank}" in said
-        assert "reduce_scatter 0 (" in said
-        assert "step 2, backward" in said
+    process = job("raise", 2)[0]
+    _, said = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert "PeerError: rank 1 raised ValueError: there is no more data. Rank" in said
+    assert "the last collectives of rank 0" in said
+    assert "reduce_scatter 0 (" in said
+    assert "step 2, backward" in said
     assert main(["blame", str(tmp_path / "records"), "--last", "1"]) == 0
     told = capsys.readouterr().out
     assert "Rank 1 raised ValueError: there is no more data after reduce_scatter 0" in told
@@ -112,10 +112,30 @@ def test_a_rank_that_raises_before_its_first_forward_ends_the_others_too(job):
         assert "PeerError: rank 1 raised ValueError: there is no data at all" in said
 
 
+def _nothing(rank, world):
+    pass
+
+
 @pytest.mark.limit(120)
-def test_a_rank_that_is_killed_is_named_by_the_others_and_by_the_records(job, tmp_path):
-    processes = job("kill")
-    said = {rank: processes[rank].communicate(timeout=100)[1] for rank in (0, 2)}
+def test_a_rank_that_is_killed_is_named_by_the_others_and_by_the_records(ranks, tmp_path):
+    ranks(1, _nothing)  # the server that ranks are forked from has imported torch
+    (tmp_path / "train.py").write_text(_SCRIPT)
+    port, context = str(free_port()), multiprocessing.get_context("forkserver")
+    processes = []
+    for rank in range(3):
+        place = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        arguments = tmp_path / "train.py", ["kill"], {**place, "FLATSHARD_RECORD": str(tmp_path / "records")}
+        processes.append(context.Process(target=as_interpreter, args=(*arguments, tmp_path / f"said-{rank}")))
+        processes[-1].start()
+    try:
+        for rank in (0, 2):
+            processes[rank].join(100)
+            assert processes[rank].exitcode == 1
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    said = {rank: (tmp_path / f"said-{rank}").read_text() for rank in (0, 2)}
     assert any("No answer from rank 1" in text for text in said.values()), said
     assert all("PeerError: rank " in text for text in said.values())
     told = blame(read_records(tmp_path / "records"))

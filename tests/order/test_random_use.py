@@ -1,7 +1,7 @@
 """Ranks that use different parts of random models: they launch the same, in one order, and get the mean of all.
 
-One seed alone: ``pytest tests/order/test_random_use.py -k seed017``. A failure shows what it built and, for one seed
-alone, every launch of every rank.
+One seed alone: ``pytest tests/order/test_random_use.py --full -k seed017``. A failure shows what it built and, for one
+seed alone, every launch of every rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.dist.models import assert_rows
 from tests.order.random_use import DIM, Case, Meshes, build, shard
 
 pytestmark = [pytest.mark.xdist_group("interpreters")]
-SEEDS, BATCH, ROWS = 30, 10, 3
+SEEDS, BATCH, FEW, ROWS = 30, 10, 7, 3
 
 
 def world_of(seed: int) -> int:
@@ -150,9 +150,9 @@ def _seeds(rank: int, world: int, seeds: Sequence[int], spoken: bool) -> None:
             raise AssertionError(f"{type(error).__name__}: {error}\n{case}") from error
 
 
-def _batches(first: int, end: int) -> list[Any]:
-    starts = range(first, end, BATCH)
-    return [pytest.param(range(s, s + BATCH), id="-".join(f"seed{n:03}" for n in range(s, s + BATCH))) for s in starts]
+def _batches(first: int, end: int, count: int = BATCH) -> list[Any]:
+    batches = [range(start, start + count) for start in range(first, end, BATCH)]
+    return [pytest.param(seeds, id="-".join(f"seed{seed:03}" for seed in seeds)) for seeds in batches]
 
 
 def _run(interpreters: Any, request: pytest.FixtureRequest, seeds: Sequence[int]) -> None:
@@ -161,13 +161,13 @@ def _run(interpreters: Any, request: pytest.FixtureRequest, seeds: Sequence[int]
     interpreters(world_of(seeds[0]), _seeds, chosen or seeds, bool(chosen))
 
 
-@pytest.mark.parametrize("seeds", _batches(0, SEEDS))
+@pytest.mark.parametrize("seeds", _batches(0, SEEDS, FEW))
 def test_ranks_that_use_different_parts_launch_alike(interpreters, request, seeds):
     _run(interpreters, request, seeds)
 
 
 @pytest.mark.full
 @pytest.mark.limit(300)
-@pytest.mark.parametrize("seeds", _batches(SEEDS, 1000))
+@pytest.mark.parametrize("seeds", _batches(0, 1000))
 def test_many_more_ranks_that_use_different_parts_launch_alike(interpreters, request, seeds):
     _run(interpreters, request, seeds)

@@ -1,6 +1,10 @@
 """Training code that knows nothing of rehearsal runs under it: DDP, FSDP2, device meshes, scripts."""
 
+import contextlib
+import io
 import json
+import subprocess
+import sys
 import textwrap
 
 import pytest
@@ -12,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from flatshard.cli import main
 from flatshard.rehearsal import current, rehearse
+from flatshard.rehearsal.run import _child
 
 
 def build():
@@ -118,7 +123,26 @@ dist.destroy_process_group()
 """
 
 
-def test_command_line(tmp_path, capfd):
+@pytest.fixture
+def here(monkeypatch):
+    """Scripts run in this process: most of what one of its own does is to import torch. test_waits.py has one."""
+
+    def run(command, stdout):
+        assert command[:-2] == [sys.executable, "-m", "flatshard.rehearsal.run"]
+        code = 0
+        with contextlib.redirect_stdout(io.StringIO()) if stdout else contextlib.nullcontext():
+            try:
+                _child(*command[-2:])
+            except SystemExit as end:
+                code = end.code
+        return subprocess.CompletedProcess(command, code)
+
+    monkeypatch.setattr("subprocess.run", run)
+    monkeypatch.setattr("sys.argv", [])
+    monkeypatch.setattr("sys.path", [*sys.path])
+
+
+def test_command_line(tmp_path, capfd, here):
     script, result = tmp_path / "script.py", tmp_path / "report.json"
     script.write_text(textwrap.dedent(SCRIPT))
     command = ["rehearse", "--world", "512", "--network", "h100-ib400", "--between-latency", "20000"]
@@ -133,7 +157,7 @@ def test_command_line(tmp_path, capfd):
     assert derived["tokens_per_second"] == pytest.approx(4 / derived["step_seconds_median"])
 
 
-def test_a_script_that_fails_fails_the_command(tmp_path):
+def test_a_script_that_fails_fails_the_command(tmp_path, here):
     script = tmp_path / "script.py"
     script.write_text("raise SystemExit(3)")
     assert main(["rehearse", "--world", "2", str(script)]) == 3

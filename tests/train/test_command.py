@@ -36,7 +36,7 @@ def _start(command, **variables):
 @pytest.mark.parametrize(
     ("sent", "status"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.full)]
 )
-def test_train_starts_its_own_processes_and_a_signal_lets_them_save_and_end(sent, status, tmp_path):
+def test_train_starts_its_own_processes_and_a_signal_lets_them_save_and_end(sent, status, tmp_path, capsys):
     run = tmp_path / "run"
     process = _start([*_TRAIN, "--steps", "100000", "--checkpoint", str(run)])
     try:
@@ -55,11 +55,8 @@ def test_train_starts_its_own_processes_and_a_signal_lets_them_save_and_end(sent
     reached = int(last.partition("after step ")[2].split()[0])
     assert last.endswith(f"go on with: flatshard train --config {run}/settings.yaml")
     assert (run / f"step-{reached}").is_dir()
-    other = subprocess.run(
-        [*_TRAIN, "--checkpoint", str(run), "--lr", "0.5"], cwd=_ROOT, capture_output=True, text=True
-    )
-    assert other.returncode == 2
-    assert other.stderr.splitlines() == [
+    assert main(["train", *_TINY, "--checkpoint", str(run), "--lr", "0.5"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
         f"flatshard train: {run} was trained with --lr 0.003, not 0.5; give it the same flags, or another --checkpoint"
     ]
 
