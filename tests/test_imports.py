@@ -73,8 +73,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": {"_lazy", *_ANY},  # and no room imports the public names from here
 }
 
-# Paths under flatshard/ that may call collectives: the lanes, and the backend that implements them.
-MAY_COMMUNICATE = ("buffer/lanes.py", "rehearsal/")
+# Paths under flatshard/ that may call collectives: lanes, what they do it by, what is apart from them, and the backend
+# that implements them.
+MAY_COMMUNICATE = ("buffer/lanes.py", "buffer/ways.py", "buffer/apart.py", "rehearsal/")
 # Paths that may use what torch keeps private. The rehearsal backend plugs into torch below its public surface.
 MAY_USE_PRIVATE = ("_torch.py", "rehearsal/")
 

@@ -1,14 +1,19 @@
 """Flat local tensors on a mesh, and the only code that communicates."""
 
+from flatshard.buffer.apart import Exchange, from_first, spread
 from flatshard.buffer.dbuffer import DBuffer, turns
-from flatshard.buffer.lanes import Exchange, Lane, Operation, Ticket, from_first, spread, watch_over
+from flatshard.buffer.lanes import Lane, watch_over
 from flatshard.buffer.planned import Planner, PoolStatistics
 from flatshard.buffer.pools import Pool
+from flatshard.buffer.tickets import DONE, Operation, Ticket
+from flatshard.buffer.ways import Op
 
 __all__ = [
+    "DONE",
     "DBuffer",
     "Exchange",
     "Lane",
+    "Op",
     "Operation",
     "Planner",
     "Pool",

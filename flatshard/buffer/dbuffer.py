@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard.buffer.lanes import DONE, Gather, Lane, Op, Ticket
+from flatshard.buffer.lanes import Lane
+from flatshard.buffer.tickets import DONE, Ticket
+from flatshard.buffer.ways import Gather, Op
 from flatshard.layout import (
     Holding,
     Layout,

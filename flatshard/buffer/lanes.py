@@ -1,18 +1,15 @@
-"""Lanes: ordered queues of communication, and the only callers of collectives.
+"""Lanes: ordered queues of communication, and the only callers of collectives that training waits for.
 
-On CUDA a lane is a stream. Collectives are enqueued on it and a `Ticket` is an event: waiting for one orders the
-current stream and never blocks the host. On CPU a lane is the process group's own queue of asynchronous work: a ticket
-holds the work, and waiting for it completes it.
+On CUDA a lane is a stream, on CPU the process group's own queue of asynchronous work. What it is given ends with a
+`Ticket`.
 """
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, TypeAlias
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -23,24 +20,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatshard import _recording, _torch
 from flatshard.buffer.custom import gather_by, reduce_by
 from flatshard.buffer.groups import own_group
-from flatshard.buffer.peers import PeerGather, Peers, node_number
-from flatshard.trust.alarm import PATIENCE, alarm
-from flatshard.trust.record import KINDS, PHASES, Wire, ranges, record
-
-Op: TypeAlias = Literal["sum", "avg", "max"]
-_Started: TypeAlias = "tuple[list[Work], Callable[[], None] | None]"
+from flatshard.buffer.peers import Peers, node_number
+from flatshard.buffer.tickets import DONE as DONE
+from flatshard.buffer.tickets import Operation
+from flatshard.buffer.tickets import Ticket as Ticket
+from flatshard.buffer.ways import (
+    REDUCTIONS,
+    Gather,
+    Op,
+    as_bytes,
+    copied,
+    exchange_pieces,
+    join,
+    nbytes,
+    one_after_other,
+    require_native,
+)
+from flatshard.trust.alarm import alarm
+from flatshard.trust.record import KINDS, Wire, ranges, record
 
 # Backends that cannot average; they sum, and the lane divides.
 _WITHOUT_AVG = frozenset({"gloo", "mpi", "ucc"})
-# What every backend reduces and moves as it is. Anything else is moved as bytes, and cannot be reduced.
-_NATIVE = frozenset(
-    {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
-)
-_REDUCTIONS: dict[Op, Callable[[torch.Tensor, int], torch.Tensor]] = {
-    "sum": torch.sum,
-    "avg": torch.mean,
-    "max": torch.amax,
-}
 # How many operations a lane remembers for its history.
 HISTORY = 256
 _CPU = torch.device("cpu")
@@ -48,90 +48,6 @@ _used: WeakSet[ProcessGroup] = WeakSet()  # groups of all lanes
 # Backends without other ranks.
 _IMAGINED = frozenset({"rehearsal", "fake"})
 _KINDS = {kind: number for number, kind in enumerate(KINDS)}
-
-
-@dataclass(slots=True)
-class Operation:
-    """One collective as the history of a lane shows it."""
-
-    number: int
-    kind: str
-    name: str
-    numbytes: int
-    ticket: Ticket
-
-    def __str__(self) -> str:
-        state = "done" if self.ticket.done() else "pending"
-        return f"#{self.number} {self.kind} {self.name or '(unnamed)'} {self.numbytes} bytes: {state}"
-
-
-class Ticket:
-    """The end of an operation. A ticket without event and works is already done."""
-
-    __slots__ = ("__weakref__", "_device", "_epoch", "_event", "_failed", "_then", "_works", "what")
-
-    def __init__(
-        self,
-        event: Any = None,
-        device: int = 0,
-        works: Sequence[Work] = (),
-        then: Callable[[], None] | None = None,
-    ) -> None:
-        self._event, self._epoch = event, _torch.epochs.now
-        self._device = device
-        self._works = works
-        self._then = then
-        self._failed = False
-        self.what = ("", "")  # kind and name
-
-    def wait(self) -> None:
-        """Order what follows after the operation: the current stream on CUDA, the caller itself on CPU."""
-        if self._event is not None and self._epoch == _torch.epochs.now:
-            self._event.wait(_torch.current_stream(self._device))
-        for work in self._works:
-            try:
-                work.wait(PATIENCE)
-            except RuntimeError as error:
-                self._failed = True
-                alarm.outwait(work, self._told, error)
-                self._failed = False
-        self._works = ()
-        if self._then is not None:
-            then, self._then = self._then, None
-            then()
-
-    def synchronize(self) -> None:
-        """Hold up the caller until the operation is over, on CUDA too."""
-        if self._event is not None and self._epoch == _torch.epochs.now:
-            self._event.synchronize()
-        self.wait()
-
-    def hold_up(self, stream: torch.cuda.Stream) -> None:
-        """Order what follows on another stream after the operation."""
-        if self._event is not None and self._epoch == _torch.epochs.now:
-            self._event.wait(stream)
-
-    def done(self) -> bool:
-        """Whether the operation is over, without waiting."""
-        return self._then is None and self.has_ended()
-
-    @property
-    def is_on_device(self) -> bool:
-        return self._event is not None
-
-    def has_ended(self) -> bool:
-        """Whether the communication is over, and did not fail, whatever remains to be done. Any thread may ask."""
-        if self._event is not None:
-            return self._epoch != _torch.epochs.now or bool(self._event.query())
-        return not self._failed and all(work.is_completed() for work in self._works)
-
-    def _told(self) -> str:
-        kind, name = self.what
-        phase = f", {PHASES[record.phase]}" if record.phase else ""
-        return f"{kind} {name or '(unnamed)'} (step {record.step}{phase})"
-
-
-DONE = Ticket()  # has been waited for, and can be again and again
 
 
 class _Inside:
@@ -271,7 +187,7 @@ class Lane:
             if comm is None:
                 return Gather(self, group, outputs, inputs).launch(name)
             works, unpack = gather_by(comm, group, outputs, inputs, self.stream is None)
-            return self._finish(group, "all_gather", name, _nbytes(outputs), works, unpack)
+            return self._finish(group, "all_gather", name, nbytes(outputs), works, unpack)
 
     def reduce_scatter(
         self,
@@ -290,15 +206,15 @@ class Lane:
         The ticket is for ``then``, which is done to the outputs when they are there. With ``comm``, a ``ReduceScatter``
         of torch's, that is what communicates, in one call.
         """
-        _require_native(inputs, "reduce_scatter")
+        require_native(inputs, "reduce_scatter")
         op, rest = self._lowered(group, op, outputs)
         if rest is not None:
-            then = _one_after_other(rest, then)
+            then = one_after_other(rest, then)
         if comm is not None:
             with self.entered(after):
                 works, unpack = reduce_by(comm, group, outputs, inputs, op, self.stream is None)
-                after_all = _one_after_other(unpack, then)
-                return self._finish(group, "reduce_scatter", name, _nbytes(inputs), works, after_all)
+                after_all = one_after_other(unpack, then)
+                return self._finish(group, "reduce_scatter", name, nbytes(inputs), works, after_all)
         if self.inside.depth and not after:
             return self._reduce_scatter(group, outputs, inputs, op, then, name)
         with self.entered(after):
@@ -316,18 +232,18 @@ class Lane:
         """Inside the lane, by an operation that the backend knows."""
         options = _torch.REDUCE_SCATTER[op]
         if group.size() == 1 or not inputs:
-            works = _copied(outputs, inputs)
+            works = copied(outputs, inputs)
         elif group in self._peers:
-            self._peers[group].reduce(outputs, inputs, _REDUCTIONS[op])
+            self._peers[group].reduce(outputs, inputs, REDUCTIONS[op])
             works = []
         elif self._backends[group] != "gloo":
             works = [_torch.reduce_scatter_coalesced(group, list(outputs), list(inputs), options)]
         elif self.stream is None:
-            works, reduce = _exchange_pieces(group, outputs, inputs, op)
-            then = _one_after_other(reduce, then)
+            works, reduce = exchange_pieces(group, outputs, inputs, op)
+            then = one_after_other(reduce, then)
         else:
             works = [_torch.reduce_scatter_one(group, out, inp, options) for out, inp in zip(outputs, inputs)]
-        return self._finish(group, "reduce_scatter", name, _nbytes(inputs), works, then)
+        return self._finish(group, "reduce_scatter", name, nbytes(inputs), works, then)
 
     def all_reduce(
         self,
@@ -339,18 +255,18 @@ class Lane:
         name: str = "",
     ) -> Ticket:
         """Reduce each tensor over the ranks, in place."""
-        _require_native(tensors, "all_reduce")
+        require_native(tensors, "all_reduce")
         op, then = self._lowered(group, op, tensors)
         options = _torch.ALL_REDUCE[op]
         with self.entered(after):
             works = [group.allreduce([tensor], options) for tensor in tensors] if group.size() > 1 else []
-            return self._finish(group, "all_reduce", name, _nbytes(tensors), works, then)
+            return self._finish(group, "all_reduce", name, nbytes(tensors), works, then)
 
     def greet(self, groups: Sequence[ProcessGroup]) -> None:
         """Communicate once in each group, also in one of this rank alone: NCCL makes communicators at first use."""
         with self.entered():
             for group in groups:
-                _join(group.allreduce([torch.zeros(1, device=self.device)], _torch.ALL_REDUCE["sum"]))
+                join(group.allreduce([torch.zeros(1, device=self.device)], _torch.ALL_REDUCE["sum"]))
 
     def see_peers(self, groups: Sequence[ProcessGroup]) -> bool:
         """Gather and reduce by copies from now on in groups whose ranks are all on one node; whether there are any.
@@ -380,24 +296,19 @@ class Lane:
         name: str = "",
     ) -> Ticket:
         """Send split ``r`` of the input to rank ``r``; splits are counted in elements, and equal if none are given."""
-        (out,), (inp,) = _as_bytes([output]), _as_bytes([input])
+        (out,), (inp,) = as_bytes([output]), as_bytes([input])
         scale = output.element_size() if out.dtype != output.dtype else 1
         sizes = [scale * n for n in output_splits], [scale * n for n in input_splits]
         with self.entered(after):
             if group.size() == 1:
-                works = _copied([out], [inp])
+                works = copied([out], [inp])
             elif self.stream is not None and self._backends[group] == "gloo":  # which reads CUDA memory as the host's
                 back = torch.empty(out.shape, dtype=out.dtype)
                 _torch.all_to_all_one(group, back, inp.cpu(), *sizes, _torch.ALL_TO_ALL).wait()
-                works = _copied([out], [back])
+                works = copied([out], [back])
             else:
                 works = [_torch.all_to_all_one(group, out, inp, *sizes, _torch.ALL_TO_ALL)]
             return self._finish(group, "all_to_all", name, input.nbytes, works)
-
-    @property
-    def rank(self) -> int:
-        """Of this process among all."""
-        return dist.get_rank()
 
     def most(self, meshes: Sequence[DeviceMesh], numbers: Sequence[int], about: str) -> list[int]:
         """The highest of the ranks' numbers, in every place, over all ranks of these meshes, on each of them.
@@ -417,14 +328,9 @@ class Lane:
                             ticket.what = "the other ranks,", about
                             ticket.wait()
                         else:
-                            _join(work)
+                            join(work)
             found: list[int] = values.tolist()
         return found
-
-    def extremes(self, meshes: Sequence[DeviceMesh], number: int, about: str = "a number") -> tuple[int, int]:
-        """The lowest and the highest of the ranks' numbers."""
-        lowest, highest = self.most(meshes, [-number, number], about)
-        return -lowest, highest
 
     def backend(self, mesh: DeviceMesh, axis: int) -> str:
         """The name of what this lane communicates by along an axis."""
@@ -451,7 +357,7 @@ class Lane:
             ticket = Ticket(works=works, then=then)
         else:
             for work in works:
-                _join(work)
+                join(work)
             if then is not None:
                 then()
             ticket = self.mark()
@@ -503,183 +409,3 @@ class _Wires(dict[ProcessGroup, Wire]):
     def __missing__(self, group: ProcessGroup) -> Wire:
         self[group] = wire = record.wire(f"{self._lane} {ranges(dist.get_process_group_ranks(group))}")
         return wire
-
-
-class Gather:
-    """An all-gather that can be launched again and again: what is the same every time is looked up once."""
-
-    __slots__ = ("_call", "_group", "_lane", "_numbytes")
-
-    _call: Callable[[], _Started]
-
-    def __init__(
-        self, lane: Lane, group: ProcessGroup, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> None:
-        self._lane, self._group = lane, group
-        self._numbytes = _nbytes(outputs)
-        outputs, inputs = list(_as_bytes(outputs)), list(_as_bytes(inputs))
-        if group.size() == 1:
-            call = _gather_alone
-        elif group in lane._peers:
-            self._call = functools.partial(_gather_by_copies, lane._peers[group].gather(outputs, inputs))
-            return
-        elif lane._backends[group] != "gloo":
-            call = _gather_coalesced
-        elif lane.stream is None and len(inputs) > 1:
-            call = _gather_packed
-        else:
-            call = _gather_one_by_one
-        self._call = functools.partial(call, group, outputs, inputs)
-
-    def launch(self, name: str) -> Ticket:
-        """Inside `Lane.entered`."""
-        works, then = self._call()
-        return self._lane._finish(self._group, "all_gather", name, self._numbytes, works, then)
-
-
-def _join(work: Work | None) -> None:
-    """Let the current stream wait for what was launched in it. NCCL, which ran in it itself, gives None."""
-    if work is not None:
-        work.wait()
-
-
-# The ways to gather a list: what to wait for, and what to do then.
-
-
-def _gather_alone(group: ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> _Started:
-    return _copied(outputs, inputs), None
-
-
-def _gather_by_copies(gather: PeerGather) -> _Started:
-    gather()
-    return [], None
-
-
-def _gather_coalesced(group: ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> _Started:
-    return [_torch.all_gather_coalesced(group, outputs, inputs, _torch.ALL_GATHER)], None
-
-
-def _gather_one_by_one(group: ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> _Started:
-    return [_torch.all_gather_one(group, out, inp, _torch.ALL_GATHER) for out, inp in zip(outputs, inputs)], None
-
-
-def _gather_packed(group: ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> _Started:
-    return gather_by(_OneCall(), group, outputs, inputs, asynchronous=True)
-
-
-class _OneCall:
-    """Packs a list for Gloo, as fast as Gloo's own list form, which must not be used.
-
-    After each operation Gloo's two threads write its name into one string without a lock. A name of more than 15 bytes,
-    as that of the list form, is on the heap, and is freed twice once in thousands of operations (seen with torch 2.13).
-    """
-
-    allocate = staticmethod(torch.empty)
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: ProcessGroup, async_op: bool
-    ) -> Work:
-        return _torch.all_gather_one(group, output_tensor, input_tensor, _torch.ALL_GATHER)
-
-
-def _exchange_pieces(
-    group: ProcessGroup, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: Op
-) -> tuple[list[Work], Callable[[], None]]:
-    """A reduce-scatter for Gloo, whose own is an all-reduce per tensor: twice the bytes, and many times the messages.
-
-    Each rank sends the others their pieces and reduces what it is sent, always in the order of ranks.
-    """
-    sizes, world = [tensor.numel() for tensor in outputs], group.size()
-    sent = inputs[0]
-    if len(inputs) > 1:
-        sent = inputs[0].new_empty(world, sum(sizes))
-        places = list(sent.split(sizes, dim=1))
-        torch._foreach_copy_(places, [tensor.view(world, size) for tensor, size in zip(inputs, sizes)])
-    received = torch.empty_like(sent)
-    work = _torch.all_to_all_one(group, received.view(-1), sent.view(-1), [], [], _torch.ALL_TO_ALL)
-
-    def reduce() -> None:
-        mine = _REDUCTIONS[op](received.view(world, -1), 0)
-        torch._foreach_copy_(list(outputs), list(mine.split(sizes)))
-
-    return [work], reduce
-
-
-def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum([tensor.nbytes for tensor in tensors])
-
-
-class Exchange:
-    """Short messages among all ranks, over a group of its own, so that a second thread can use it.
-
-    Making one is a collective call. Without torch.distributed there is one rank.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._world = dist.group.WORLD if dist.is_initialized() else None
-        self.rank = dist.get_rank() if self._world is not None else 0
-        self.size = dist.get_world_size() if self._world is not None else 1
-        self._group = _torch.new_gloo_group(f"flatshard_{name}") if self.size > 1 else None
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the process group that it was made in is still the default one."""
-        return self._world is (dist.group.WORLD if dist.is_initialized() else None)
-
-    def gather(self, message: bytes) -> list[bytes]:
-        """The messages of all ranks, in their order, on each of them."""
-        if self._group is None:
-            return [message]
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(message)]), group=self._group)
-        longest = max(int(size) for size in sizes)
-        padded = torch.frombuffer(bytearray(message.ljust(longest, b" ") or b" "), dtype=torch.uint8)
-        found = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(found, padded, group=self._group)
-        return [part.numpy().tobytes()[: int(size)] for part, size in zip(found, sizes)]
-
-
-def from_first(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> list[torch.Tensor]:
-    """The tensors as the first rank of a mesh has them, in the places of these. All its ranks call it."""
-    found = [tensor.contiguous() for tensor in tensors]
-    for axis in range(mesh.ndim):
-        group = mesh.get_group(axis)
-        for tensor in found if group.size() > 1 else ():
-            (whole,) = _as_bytes([tensor]) if tensor.dim() else [tensor]
-            dist.broadcast(whole, group=group, group_src=0)
-    return found
-
-
-def spread(group: ProcessGroup, tensor: torch.Tensor) -> Work:
-    """Begin to send a tensor of a group's rank 0 to all of its ranks, which give the place for it."""
-    work: Work = group.broadcast(tensor, root=0)
-    return work
-
-
-def _one_after_other(first: Callable[[], None], second: Callable[[], None] | None) -> Callable[[], None]:
-    def both() -> None:
-        first()
-        if second is not None:
-            second()
-
-    return both
-
-
-def _copied(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[Work]:
-    """What a collective of one rank does."""
-    apart = [(out, inp) for out, inp in zip(outputs, inputs) if out.data_ptr() != inp.data_ptr()]
-    if apart:
-        torch._foreach_copy_([out for out, _ in apart], [inp for _, inp in apart])
-    return []
-
-
-def _as_bytes(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The tensors of one call, which share a dtype, as the backend can move them."""
-    if not tensors or tensors[0].dtype in _NATIVE:
-        return tensors
-    return [tensor.view(torch.uint8) for tensor in tensors]
-
-
-def _require_native(tensors: Sequence[torch.Tensor], kind: str) -> None:
-    if tensors and tensors[0].dtype not in _NATIVE:
-        raise TypeError(f"{kind} of {tensors[0].dtype}: no backend can add it; cast to float32 or bfloat16 first")

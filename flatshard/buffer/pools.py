@@ -14,8 +14,9 @@ import torch
 from torch.distributed import ProcessGroup
 
 from flatshard import _torch
-from flatshard.buffer.lanes import Lane, Ticket
+from flatshard.buffer.lanes import Lane
 from flatshard.buffer.planned import Planner
+from flatshard.buffer.tickets import Ticket
 
 # A slot serves tensors of its own size and of somewhat smaller ones: a block in the place of an embedding would keep it
 # from the head, which needs all of it.

@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.buffer import Lane
@@ -74,7 +75,7 @@ class Agreement:
                 same = middle + 1
         mine = said[same] if same < len(said) else "nothing more"
         first, other = self.odd_one(digest(mine), about)
-        words = [self._words(mine if self._lane.rank == rank else None, about) for rank in (first, other)]
+        words = [self._words(mine if dist.get_rank() == rank else None, about) for rank in (first, other)]
         return f"rank {first}: {words[0]}; rank {other}: {words[1]}"
 
     def different_values(self, held: Sequence[Held], about: str) -> list[int]:
@@ -89,7 +90,7 @@ class Agreement:
 
     def odd_one(self, value: int, about: str) -> tuple[int, int]:
         """The first rank, and the first that has another number than that."""
-        rank = self._lane.rank
+        rank = dist.get_rank()
         first = -self._most(-rank, about)
         theirs = self._most(value if rank == first else _NONE, about)
         return first, -self._most(-rank if value != theirs else _NONE, about)

@@ -21,8 +21,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from flatshard import _torch
-from flatshard.buffer import DBuffer, Pool, Ticket
-from flatshard.buffer.lanes import DONE
+from flatshard.buffer import DONE, DBuffer, Pool, Ticket
 from flatshard.engine.codec import as_plain
 from flatshard.engine.direct import Direct, fill
 from flatshard.engine.formats import Formats

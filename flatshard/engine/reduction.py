@@ -11,10 +11,9 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard.buffer import DBuffer, Lane, Pool, Ticket
+from flatshard.buffer import DBuffer, Lane, Op, Pool, Ticket
 from flatshard.buffer.blocks import Coder
 from flatshard.buffer.dbuffer import held_by_this_rank
-from flatshard.buffer.lanes import Op
 from flatshard.engine.formats import Formats
 from flatshard.engine.main_grads import MainGrads
 from flatshard.layout import Partial, Placement, is_sharded

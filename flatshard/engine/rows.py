@@ -29,8 +29,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from flatshard import _torch
-from flatshard.buffer import DBuffer, Lane, Pool, Ticket
-from flatshard.buffer.lanes import DONE, Op
+from flatshard.buffer import DONE, DBuffer, Lane, Op, Pool, Ticket
 from flatshard.engine.formats import Formats
 from flatshard.engine.gradients import Gradients, refuse_orphan
 from flatshard.engine.reduction import Goal, Reduction, Stage, sum_dtype

@@ -18,8 +18,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import _torch
-from flatshard.buffer import DBuffer, Pool, Ticket, turns
-from flatshard.buffer.lanes import DONE
+from flatshard.buffer import DONE, DBuffer, Pool, Ticket, turns
 from flatshard.engine.codec import Blocks, Cast, DecodingCodec
 from flatshard.engine.host import Home
 from flatshard.layout import Flat, Layout, Placement, Replicate

@@ -66,8 +66,8 @@ def _digest(text: str) -> int:
 
 def _agree(lane: Lane, mesh: DeviceMesh, number: int, otherwise: str, wanted: int | None = None) -> None:
     """Raise on all ranks of a mesh unless all have the same number, which is ``wanted``."""
-    lowest, highest = lane.extremes([mesh], number)
-    if lowest != highest or wanted not in (None, lowest):
+    lowest, highest = lane.most([mesh], [-number, number], "a number")
+    if -lowest != highest or wanted not in (None, highest):
         # Megatron-Core's own exception too, for code that awaits that.
         core: Any = sys.modules.get("megatron.core.dist_checkpointing.core")
         theirs = getattr(core, "CheckpointingException", None)

@@ -18,9 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from flatshard import _arguments, _torch
-from flatshard.buffer import DBuffer, Lane
+from flatshard.buffer import DBuffer, Lane, Op
 from flatshard.buffer.groups import joint_group
-from flatshard.buffer.lanes import Op
 from flatshard.engine.main_grads import MAIN_GRAD
 from flatshard.engine.reduces import join_reduces
 

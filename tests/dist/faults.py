@@ -15,8 +15,9 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatshard.buffer.lanes import Gather, Lane
+from flatshard.buffer.lanes import Lane
 from flatshard.buffer.pools import Pool
+from flatshard.buffer.ways import Gather
 from flatshard.engine import calls, scope, weights
 from flatshard.engine.unit import Unit
 
@@ -39,7 +40,7 @@ POINTS: dict[str, list[tuple[Any, str]]] = {
         (Gather, "launch"),
         (Lane, "reduce_scatter"),
         (Lane, "all_reduce"),
-        (Lane, "extremes"),
+        (Lane, "most"),
         (Lane, "group"),
     ],
     "memory": [

@@ -11,8 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from flatshard import SchedulePolicy, fully_shard
-from flatshard.buffer import Lane
-from flatshard.buffer.lanes import Operation
+from flatshard.buffer import Lane, Operation
 from flatshard.engine.keep import gathered_bytes
 from flatshard.engine.scope import Scope
 from flatshard.engine.unit import unit_of

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrize
 
 from flatshard import MixedPrecisionPolicy, fully_shard, shard_model
-from flatshard.buffer.lanes import DONE
+from flatshard.buffer import DONE
 from flatshard.engine.unit import unit_of
 from tests.dist.test_engine import full
 from tests.dist.test_rows import VOCAB, _model, _shard

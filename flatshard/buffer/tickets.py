@@ -1,0 +1,102 @@
+"""Tickets: the ends of operations on lanes.
+
+On CUDA a ticket is an event: waiting for it orders the current stream and never blocks the host. On CPU it holds the
+work of the process group, and waiting for it completes that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed import Work
+
+from flatshard import _torch
+from flatshard.trust.alarm import PATIENCE, alarm
+from flatshard.trust.record import PHASES, record
+
+
+@dataclass(slots=True)
+class Operation:
+    """One collective as the history of a lane shows it."""
+
+    number: int
+    kind: str
+    name: str
+    numbytes: int
+    ticket: Ticket
+
+    def __str__(self) -> str:
+        state = "done" if self.ticket.done() else "pending"
+        return f"#{self.number} {self.kind} {self.name or '(unnamed)'} {self.numbytes} bytes: {state}"
+
+
+class Ticket:
+    """The end of an operation. A ticket without event and works is already done."""
+
+    __slots__ = ("__weakref__", "_device", "_epoch", "_event", "_failed", "_then", "_works", "what")
+
+    def __init__(
+        self,
+        event: Any = None,
+        device: int = 0,
+        works: Sequence[Work] = (),
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        self._event, self._epoch = event, _torch.epochs.now
+        self._device = device
+        self._works = works
+        self._then = then
+        self._failed = False
+        self.what = ("", "")  # kind and name
+
+    def wait(self) -> None:
+        """Order what follows after the operation: the current stream on CUDA, the caller itself on CPU."""
+        if self._event is not None and self._epoch == _torch.epochs.now:
+            self._event.wait(_torch.current_stream(self._device))
+        for work in self._works:
+            try:
+                work.wait(PATIENCE)
+            except RuntimeError as error:
+                self._failed = True
+                alarm.outwait(work, self._told, error)
+                self._failed = False
+        self._works = ()
+        if self._then is not None:
+            then, self._then = self._then, None
+            then()
+
+    def synchronize(self) -> None:
+        """Hold up the caller until the operation is over, on CUDA too."""
+        if self._event is not None and self._epoch == _torch.epochs.now:
+            self._event.synchronize()
+        self.wait()
+
+    def hold_up(self, stream: torch.cuda.Stream) -> None:
+        """Order what follows on another stream after the operation."""
+        if self._event is not None and self._epoch == _torch.epochs.now:
+            self._event.wait(stream)
+
+    def done(self) -> bool:
+        """Whether the operation is over, without waiting."""
+        return self._then is None and self.has_ended()
+
+    @property
+    def is_on_device(self) -> bool:
+        return self._event is not None
+
+    def has_ended(self) -> bool:
+        """Whether the communication is over, and did not fail, whatever remains to be done. Any thread may ask."""
+        if self._event is not None:
+            return self._epoch != _torch.epochs.now or bool(self._event.query())
+        return not self._failed and all(work.is_completed() for work in self._works)
+
+    def _told(self) -> str:
+        kind, name = self.what
+        phase = f", {PHASES[record.phase]}" if record.phase else ""
+        return f"{kind} {name or '(unnamed)'} (step {record.step}{phase})"
+
+
+DONE = Ticket()  # has been waited for, and can be again and again
