@@ -44,18 +44,18 @@ class Gather:
         self._lane, self._group = lane, group
         self._numbytes = nbytes(outputs)
         outputs, inputs = list(as_bytes(outputs)), list(as_bytes(inputs))
+        # What to wait for, and what to do then.
         if group.size() == 1:
-            call = _gather_alone
+            self._call = lambda: (copied(outputs, inputs), None)
         elif group in lane._peers:
-            self._call = functools.partial(_gather_by_copies, lane._peers[group].gather(outputs, inputs))
-            return
+            self._call = functools.partial(_by_copies, lane._peers[group].gather(outputs, inputs))
         elif lane._backends[group] != "gloo":
-            call = _gather_coalesced
+            self._call = lambda: ([_torch.all_gather_coalesced(group, outputs, inputs, _torch.ALL_GATHER)], None)
         elif lane.stream is None and len(inputs) > 1:
-            call = _gather_packed
+            self._call = lambda: gather_by(_OneCall(), group, outputs, inputs, asynchronous=True)
         else:
-            call = _gather_one_by_one
-        self._call = functools.partial(call, group, outputs, inputs)
+            pairs = list(zip(outputs, inputs))
+            self._call = lambda: ([_torch.all_gather_one(group, *pair, _torch.ALL_GATHER) for pair in pairs], None)
 
     def launch(self, name: str) -> Ticket:
         """Inside `Lane.entered`."""
@@ -63,28 +63,9 @@ class Gather:
         return self._lane._finish(self._group, "all_gather", name, self._numbytes, works, then)
 
 
-# The ways to gather a list: what to wait for, and what to do then.
-
-
-def _gather_alone(group: ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> _Started:
-    return copied(outputs, inputs), None
-
-
-def _gather_by_copies(gather: PeerGather) -> _Started:
+def _by_copies(gather: PeerGather) -> _Started:
     gather()
     return [], None
-
-
-def _gather_coalesced(group: ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> _Started:
-    return [_torch.all_gather_coalesced(group, outputs, inputs, _torch.ALL_GATHER)], None
-
-
-def _gather_one_by_one(group: ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> _Started:
-    return [_torch.all_gather_one(group, out, inp, _torch.ALL_GATHER) for out, inp in zip(outputs, inputs)], None
-
-
-def _gather_packed(group: ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> _Started:
-    return gather_by(_OneCall(), group, outputs, inputs, asynchronous=True)
 
 
 class _OneCall:

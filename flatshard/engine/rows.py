@@ -83,7 +83,8 @@ class Rows:
                 f"unit '{unit.name}' has {self._number} rows over {len(self._first)} ranks, some of which hold none: "
                 "its look-ups cannot be even, or captured"
             )
-        scope.announce_rows(unit, tokens.numel() if even else None)
+        if scope.program.announces:
+            scope.announcer.announce(f"look up {tokens.numel()} rows of" if even else "look up rows of", unit)
         trains = group.members[0].sharded.requires_grad
         if self._anchor.requires_grad != trains:
             self._anchor.requires_grad = trains

@@ -472,11 +472,6 @@ class Scope:
             lane.greet(groups)
             pool.register(groups)
 
-    def announce_rows(self, unit: Unit, count: int | None) -> None:
-        """All ranks are about to look up rows of an embedding; ``count``: so many, on each of them."""
-        if self.program.announces:
-            self.announcer.announce("look up rows of" if count is None else f"look up {count} rows of", unit)
-
     def _end_pass(self) -> None:
         """The running pass is over."""
         self.announcer.end_pass(self.units[0], self.gather_lane, self.reduces.pool.lane)

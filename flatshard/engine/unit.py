@@ -267,10 +267,10 @@ class Unit:
         if call.left:
             return
         self.call = call.outer
-        if _torch.in_backward():
-            self._after_recompute(scope)
-        else:
+        if not _torch.in_backward():
             self._after_forward(scope, grads)
+        elif not self.in_backward:
+            scope.retain(self)
 
     @_torch.uncompiled
     def _after_exception(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -386,11 +386,6 @@ class Unit:
             if not self.holders:
                 self.hide()
 
-    def _after_recompute(self, scope: Scope) -> None:
-        if self.in_backward:
-            return
-        scope.retain(self)
-
     # Backward
 
     def _await(self, call: Call) -> None:
@@ -432,10 +427,6 @@ class Unit:
                 if call.is_ahead(self.scope.backwards, self.scope.is_nested):
                     return True
         return False
-
-    def _has_read(self) -> bool:
-        calls = [call for call in (ref() for ref in self._calls) if call is not None and not call.passed]
-        return all(call.has_read for call in calls)
 
     def gradient_at_output(self, call: Call) -> None:
         """A gradient has reached an output: the weights are needed again."""
@@ -491,7 +482,9 @@ class Unit:
         scope = self.scope
         assert scope is not None
         if self._has_calls_ahead():
-            if self.in_backward and self._reshards_now and self.is_gathered and self._has_read():
+            calls = [call for call in (ref() for ref in self._calls) if call is not None and not call.passed]
+            has_read = all(call.has_read for call in calls)
+            if has_read and self.in_backward and self._reshards_now and self.is_gathered:
                 self.release()  # an embedding is to come
                 scope.gather_ahead(self)
             return
@@ -503,13 +496,6 @@ class Unit:
             scope.gather_ahead(self)
         scope.unit_left(self)
         self.rest()
-
-    def group_complete(self, index: int) -> None:
-        """All gradients of a group have arrived. Its weights may still be read until the inputs' gradients are done."""
-        scope = self.scope
-        assert scope is not None
-        scope.begin_backward()
-        scope.reduces.group_complete(self.numbers[index])
 
     @property
     def goal(self) -> Goal:
@@ -595,11 +581,9 @@ class Unit:
         settings = self.settings
         if self.kept is None or (settings.keeps_for_next and settings.is_first and not self._differentiated):
             return False
-        return self.kept == [group.state for group in self.needs] and not any(map(is_moved, self._hidden()))
-
-    def _hidden(self) -> list[Group]:
-        """Groups that show sharded parameters."""
-        return [group for group in self.groups if not group.is_full]
+        if self.kept != [group.state for group in self.needs]:
+            return False
+        return not any(is_moved(group) for group in self.groups if not group.is_full)
 
     @property
     def shows_full(self) -> bool:
@@ -661,6 +645,9 @@ def _gradient_arrives(unit: weakref.ref[Unit]) -> None:
 
 
 def _group_complete(unit: weakref.ref[Unit], index: int) -> None:
+    """All gradients of a group have arrived. Its weights may still be read until the inputs' gradients are done."""
     found = unit()
     if found is not None:
-        found.group_complete(index)
+        assert found.scope is not None
+        found.scope.begin_backward()
+        found.scope.reduces.group_complete(found.numbers[index])
