@@ -226,11 +226,7 @@ def placement_result(given: Any) -> tuple[Any, DeviceMesh | None]:
 
 def dtensor_of(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor of spec ``spec`` over another local tensor, whose dtype it takes."""
-    meta = spec.tensor_meta
-    assert meta is not None
-    return _wrapped(
-        local, DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, local.dtype))
-    )
+    return _wrapped(local, spec_with_dtype(spec, local.dtype))
 
 
 def local_gradient(gradient: torch.Tensor, parallel: Parallel) -> torch.Tensor:
@@ -334,7 +330,7 @@ def like_dtensor(like: torch.Tensor, local: torch.Tensor, at: torch.Tensor | Non
     """
     assert isinstance(like, DTensor)
     if type(like) is DTensor:
-        return _wrapped(local, spec_with_dtype(like, local.dtype), at)
+        return _wrapped(local, spec_with_dtype(like._spec, local.dtype), at)
     made: DTensor = like.with_local(local)  # type: ignore[attr-defined]
     return made
 
@@ -367,9 +363,8 @@ def allow_grad_of(tensor: torch.Tensor, dtype: torch.dtype) -> None:
         tensor.grad_dtype = dtype
 
 
-def spec_with_dtype(like: DTensor, dtype: torch.dtype) -> DTensorSpec:
+def spec_with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
     """The spec of a DTensor, for a local tensor of this dtype."""
-    spec = like._spec
     meta = spec.tensor_meta
     assert meta is not None
     if meta.dtype == dtype:
@@ -690,8 +685,10 @@ def new_group(
 
 def new_gloo_group(title: str) -> ProcessGroup:
     """A Gloo process group of all ranks, with the time-out of the default one. Collective among them."""
+    default = torch.distributed.group.WORLD
+    assert default is not None
     with _unsplit():
-        made = torch.distributed.new_group(backend="gloo", timeout=timeout_of(_default_group()), group_desc=title)
+        made = torch.distributed.new_group(backend="gloo", timeout=timeout_of(default), group_desc=title)
     assert isinstance(made, ProcessGroup)
     return made
 
@@ -703,20 +700,12 @@ def abort_nccl(group: ProcessGroup) -> None:
             group._get_backend(device).abort()
 
 
+PrefixStore = c10d.PrefixStore  # public, but not to type checkers
+
+
 def default_store() -> Any:
     """The store at which the ranks of the default process group met."""
     return c10d._get_default_store()
-
-
-def store_within(store: Any, name: str) -> Any:
-    """The part of a store with keys of this name, as an object of its own."""
-    return c10d.PrefixStore(name, store)
-
-
-def _default_group() -> ProcessGroup:
-    default = torch.distributed.group.WORLD
-    assert default is not None
-    return default
 
 
 def timeout_of(group: ProcessGroup) -> timedelta | None:

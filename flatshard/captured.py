@@ -305,7 +305,7 @@ def _check_capturable(scope: Scope) -> None:
     for lane in (scope.gather_lane, scope.reduce_lane):
         for mesh in scope.meshes:
             for axis in range(mesh.ndim):
-                if mesh.size(axis) > 1 and lane.backend(mesh, axis) == "gloo":
+                if mesh.size(axis) > 1 and lane.backend_in(lane.group(mesh, axis)) == "gloo":
                     raise ValueError("a step over Gloo cannot be captured: it communicates on the host; use NCCL")
 
 

@@ -207,10 +207,16 @@ class DBuffer:
     ) -> Ticket:
         """Fetch what other ranks hold under placements ``source``, as far as this buffer's own placements say.
 
-        This rank's part is in place here already, unless ``own`` gives its runs. One coalesced launch per axis.
+        This rank's part is in place here already, unless ``own`` gives its runs. One coalesced launch per axis; with
+        ``comm``, a user's own ``AllGather``, one call of that.
         """
+        ticket = DONE
         if comm is not None:
-            return self._gather_by(comm, tuple(source), lane, own, after, name)
+            for number, (axis, outputs, inputs) in enumerate(self._plan_gathers(tuple(source))):
+                first, tickets = inputs if number or own is None else own, (ticket,) if number else after
+                group = lane.group(self.mesh, axis)
+                ticket = lane.all_gather(group, outputs, first, after=tickets, name=name, comm=comm)
+            return ticket
         for known in self._gathers:  # there are one or two, and nothing is cheaper to ask than which object it is
             if known[0] is source and known[1] is lane and known[2] is own:
                 launches = known[3]
@@ -221,30 +227,12 @@ class DBuffer:
                 first = inputs if number or own is None else own
                 launches.append(Gather(lane, lane.group(self.mesh, axis), outputs, first))
             self._gathers = [*self._gathers[-3:], (source, lane, own, launches)]
-        ticket = DONE
         for number, gather in enumerate(launches):
             if number == 0 and not after and lane.inside.depth:
                 ticket = gather.launch(name)
                 continue
             with lane.entered(after if number == 0 else (ticket,)):
                 ticket = gather.launch(name)
-        return ticket
-
-    def _gather_by(
-        self,
-        comm: Any,
-        source: tuple[Placement, ...],
-        lane: Lane,
-        own: Sequence[torch.Tensor] | None,
-        after: Sequence[Ticket],
-        name: str,
-    ) -> Ticket:
-        """The same, by a user's own ``AllGather``."""
-        ticket = Ticket()
-        for number, (axis, outputs, inputs) in enumerate(self._plan_gathers(source)):
-            first = inputs if number or own is None else own
-            tickets = after if number == 0 else (ticket,)
-            ticket = lane.all_gather(lane.group(self.mesh, axis), outputs, first, after=tickets, name=name, comm=comm)
         return ticket
 
     def _plan_gathers(self, source: tuple[Placement, ...]) -> list[tuple[int, list[torch.Tensor], list[torch.Tensor]]]:

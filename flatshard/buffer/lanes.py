@@ -6,6 +6,7 @@ On CUDA a lane is a stream, on CPU the process group's own queue of asynchronous
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -18,26 +19,16 @@ from torch.distributed import ProcessGroup, Work
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import _recording, _torch
+from flatshard.buffer import ways
 from flatshard.buffer.custom import gather_by, reduce_by
 from flatshard.buffer.groups import own_group
 from flatshard.buffer.peers import Peers, node_number
 from flatshard.buffer.tickets import DONE as DONE
 from flatshard.buffer.tickets import Operation
 from flatshard.buffer.tickets import Ticket as Ticket
-from flatshard.buffer.ways import (
-    REDUCTIONS,
-    Gather,
-    Op,
-    as_bytes,
-    copied,
-    exchange_pieces,
-    join,
-    nbytes,
-    one_after_other,
-    require_native,
-)
+from flatshard.buffer.ways import Gather, Op
 from flatshard.trust.alarm import alarm
-from flatshard.trust.record import KINDS, Wire, ranges, record
+from flatshard.trust.record import KINDS, ranges, record
 
 # Backends that cannot average; they sum, and the lane divides.
 _WITHOUT_AVG = frozenset({"gloo", "mpi", "ucc"})
@@ -104,8 +95,9 @@ class Lane:
         self._patience = patience
         self.inside = _Inside(self.stream)
         self._groups: dict[tuple[DeviceMesh, int, bool], ProcessGroup] = {}
-        self._backends = _Backends(self.device)
-        self._wires = _Wires(name)
+        # By which what serves tensors of its device in a group is called; and by which the flight record knows a group.
+        self.backend_in = functools.cache(lambda group: _torch.backend_name(group, device))
+        self._wire = functools.cache(lambda group: record.wire(f"{name} {ranges(dist.get_process_group_ranks(group))}"))
         self._peers: dict[ProcessGroup, Peers] = {}
 
     def group(self, mesh: DeviceMesh, axis: int) -> ProcessGroup:
@@ -187,7 +179,7 @@ class Lane:
             if comm is None:
                 return Gather(self, group, outputs, inputs).launch(name)
             works, unpack = gather_by(comm, group, outputs, inputs, self.stream is None)
-            return self._finish(group, "all_gather", name, nbytes(outputs), works, unpack)
+            return self._finish(group, "all_gather", name, ways.nbytes(outputs), works, unpack)
 
     def reduce_scatter(
         self,
@@ -206,15 +198,15 @@ class Lane:
         The ticket is for ``then``, which is done to the outputs when they are there. With ``comm``, a ``ReduceScatter``
         of torch's, that is what communicates, in one call.
         """
-        require_native(inputs, "reduce_scatter")
+        ways.require_native(inputs, "reduce_scatter")
         op, rest = self._lowered(group, op, outputs)
         if rest is not None:
-            then = one_after_other(rest, then)
+            then = ways.one_after_other(rest, then)
         if comm is not None:
             with self.entered(after):
                 works, unpack = reduce_by(comm, group, outputs, inputs, op, self.stream is None)
-                after_all = one_after_other(unpack, then)
-                return self._finish(group, "reduce_scatter", name, nbytes(inputs), works, after_all)
+                after_all = ways.one_after_other(unpack, then)
+                return self._finish(group, "reduce_scatter", name, ways.nbytes(inputs), works, after_all)
         if self.inside.depth and not after:
             return self._reduce_scatter(group, outputs, inputs, op, then, name)
         with self.entered(after):
@@ -232,18 +224,18 @@ class Lane:
         """Inside the lane, by an operation that the backend knows."""
         options = _torch.REDUCE_SCATTER[op]
         if group.size() == 1 or not inputs:
-            works = copied(outputs, inputs)
+            works = ways.copied(outputs, inputs)
         elif group in self._peers:
-            self._peers[group].reduce(outputs, inputs, REDUCTIONS[op])
+            self._peers[group].reduce(outputs, inputs, ways.REDUCTIONS[op])
             works = []
-        elif self._backends[group] != "gloo":
+        elif self.backend_in(group) != "gloo":
             works = [_torch.reduce_scatter_coalesced(group, list(outputs), list(inputs), options)]
         elif self.stream is None:
-            works, reduce = exchange_pieces(group, outputs, inputs, op)
-            then = one_after_other(reduce, then)
+            works, reduce = ways.exchange_pieces(group, outputs, inputs, op)
+            then = ways.one_after_other(reduce, then)
         else:
             works = [_torch.reduce_scatter_one(group, out, inp, options) for out, inp in zip(outputs, inputs)]
-        return self._finish(group, "reduce_scatter", name, nbytes(inputs), works, then)
+        return self._finish(group, "reduce_scatter", name, ways.nbytes(inputs), works, then)
 
     def all_reduce(
         self,
@@ -255,18 +247,18 @@ class Lane:
         name: str = "",
     ) -> Ticket:
         """Reduce each tensor over the ranks, in place."""
-        require_native(tensors, "all_reduce")
+        ways.require_native(tensors, "all_reduce")
         op, then = self._lowered(group, op, tensors)
         options = _torch.ALL_REDUCE[op]
         with self.entered(after):
             works = [group.allreduce([tensor], options) for tensor in tensors] if group.size() > 1 else []
-            return self._finish(group, "all_reduce", name, nbytes(tensors), works, then)
+            return self._finish(group, "all_reduce", name, ways.nbytes(tensors), works, then)
 
     def greet(self, groups: Sequence[ProcessGroup]) -> None:
         """Communicate once in each group, also in one of this rank alone: NCCL makes communicators at first use."""
         with self.entered():
             for group in groups:
-                join(group.allreduce([torch.zeros(1, device=self.device)], _torch.ALL_REDUCE["sum"]))
+                ways.join(group.allreduce([torch.zeros(1, device=self.device)], _torch.ALL_REDUCE["sum"]))
 
     def see_peers(self, groups: Sequence[ProcessGroup]) -> bool:
         """Gather and reduce by copies from now on in groups whose ranks are all on one node; whether there are any.
@@ -276,7 +268,7 @@ class Lane:
         assert self.stream is not None
         others = [group for group in groups if group.size() > 1]
         for group in others:
-            if self._backends[group] not in _IMAGINED:
+            if self.backend_in(group) not in _IMAGINED:
                 number = torch.tensor([node_number()], device=self.device)
                 numbers = number.new_empty(group.size())
                 self.all_gather(group, [numbers], [number], after=(self.mark(),), name="nodes").wait()
@@ -296,16 +288,16 @@ class Lane:
         name: str = "",
     ) -> Ticket:
         """Send split ``r`` of the input to rank ``r``; splits are counted in elements, and equal if none are given."""
-        (out,), (inp,) = as_bytes([output]), as_bytes([input])
+        (out,), (inp,) = ways.as_bytes([output]), ways.as_bytes([input])
         scale = output.element_size() if out.dtype != output.dtype else 1
         sizes = [scale * n for n in output_splits], [scale * n for n in input_splits]
         with self.entered(after):
             if group.size() == 1:
-                works = copied([out], [inp])
-            elif self.stream is not None and self._backends[group] == "gloo":  # which reads CUDA memory as the host's
+                works = ways.copied([out], [inp])
+            elif self.stream is not None and self.backend_in(group) == "gloo":  # which reads CUDA memory as the host's
                 back = torch.empty(out.shape, dtype=out.dtype)
                 _torch.all_to_all_one(group, back, inp.cpu(), *sizes, _torch.ALL_TO_ALL).wait()
-                works = copied([out], [back])
+                works = ways.copied([out], [back])
             else:
                 works = [_torch.all_to_all_one(group, out, inp, *sizes, _torch.ALL_TO_ALL)]
             return self._finish(group, "all_to_all", name, input.nbytes, works)
@@ -328,19 +320,15 @@ class Lane:
                             ticket.what = "the other ranks,", about
                             ticket.wait()
                         else:
-                            join(work)
+                            ways.join(work)
             found: list[int] = values.tolist()
         return found
-
-    def backend(self, mesh: DeviceMesh, axis: int) -> str:
-        """The name of what this lane communicates by along an axis."""
-        return self._backends[self.group(mesh, axis)]
 
     def _lowered(
         self, group: ProcessGroup, op: Op, outputs: Sequence[torch.Tensor]
     ) -> tuple[Op, Callable[[], None] | None]:
         """The operation that the backend knows, and what remains to be done to the outputs."""
-        if op != "avg" or self._backends[group] not in _WITHOUT_AVG:
+        if op != "avg" or self.backend_in(group) not in _WITHOUT_AVG:
             return op, None
         return "sum", lambda: torch._foreach_div_(list(outputs), group.size())
 
@@ -357,7 +345,7 @@ class Lane:
             ticket = Ticket(works=works, then=then)
         else:
             for work in works:
-                join(work)
+                ways.join(work)
             if then is not None:
                 then()
             ticket = self.mark()
@@ -366,7 +354,7 @@ class Lane:
         if _recording.launches is not None:
             began = self.inside.began
             _recording.launches.launched(self.name, kind, name, numbytes, began, works, self.device)
-        record.append(self._wires[group], _KINDS[kind], name, numbytes, ticket)
+        record.append(self._wire(group), _KINDS[kind], name, numbytes, ticket)
         self.history.append(Operation(self.launched, kind, name, numbytes, ticket))
         return ticket
 
@@ -377,7 +365,7 @@ def watch_over(device: torch.device) -> bool:
     if group is None or group.size() == 1 or _torch.backend_name(group, device) in _IMAGINED:
         return False
     store = _torch.default_store()
-    alarm.start(store, _torch.store_within(store, "flatshard"), dist.get_rank(), group.size(), _abort)
+    alarm.start(store, _torch.PrefixStore("flatshard", store), dist.get_rank(), group.size(), _abort)
     return True
 
 
@@ -385,27 +373,3 @@ def _abort() -> None:
     """Another rank will not come: let go of GPUs that wait for it. Over Gloo those who wait look up by themselves."""
     for group in list(_used):
         _torch.abort_nccl(group)
-
-
-class _Backends(dict[ProcessGroup, str]):
-    """The names of what serves tensors of a device in process groups."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
-
-    def __missing__(self, group: ProcessGroup) -> str:
-        self[group] = name = _torch.backend_name(group, self._device)
-        return name
-
-
-class _Wires(dict[ProcessGroup, Wire]):
-    """A lane's process groups as the flight record knows them: by the lane and the ranks."""
-
-    def __init__(self, lane: str) -> None:
-        super().__init__()
-        self._lane = lane
-
-    def __missing__(self, group: ProcessGroup) -> Wire:
-        self[group] = wire = record.wire(f"{self._lane} {ranges(dist.get_process_group_ranks(group))}")
-        return wire

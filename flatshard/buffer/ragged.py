@@ -91,7 +91,7 @@ class RaggedDTensor(DTensor):
     @staticmethod
     def make(local: torch.Tensor, like: DTensor, cut: Cut) -> RaggedDTensor:
         """Over ``local``, with mesh, placements and global shape of ``like``."""
-        spec = _torch.spec_with_dtype(like, local.dtype)
+        spec = _torch.spec_with_dtype(like._spec, local.dtype)
         made = _torch.bare_wrapper(RaggedDTensor, local, spec)
         made._cut = cut
         assert isinstance(made, RaggedDTensor)

@@ -49,7 +49,7 @@ class Gather:
             self._call = lambda: (copied(outputs, inputs), None)
         elif group in lane._peers:
             self._call = functools.partial(_by_copies, lane._peers[group].gather(outputs, inputs))
-        elif lane._backends[group] != "gloo":
+        elif lane.backend_in(group) != "gloo":
             self._call = lambda: ([_torch.all_gather_coalesced(group, outputs, inputs, _torch.ALL_GATHER)], None)
         elif lane.stream is None and len(inputs) > 1:
             self._call = lambda: gather_by(_OneCall(), group, outputs, inputs, asynchronous=True)

@@ -411,11 +411,27 @@ def _build_group(members: list[Named], dims: list[int], kind: Kind, choices: Cho
     planned = plan(shapes, shards, layout=layout, dims=dims, apart=apart)
     home = Home.of(choices.device, choices.offload)
     if kind.extended is not None:
-        made = _build_extended(members, planned, mesh, placements, precision, home, choices.where.axes)
-        made.gradients.scale = kind.scale
-        _mark_owned(made, members, owner)
-        register(made, (parameter for _, parameter, _ in members), in_main=False)
-        return made
+        group = _build_extended(members, planned, mesh, placements, precision, home, choices.where.axes)
+    else:
+        group = _build_plain(members, whole, planned, kind, choices, home, owner)
+    group.gradients.scale = kind.scale
+    # Whoever still holds an original (a tied module, an optimizer), or a module that two units share, finds out.
+    for member, (name, parameter, _) in zip(group.members, members):
+        parameter.__dict__[OWNER] = member.sharded.__dict__[OWNER] = (name, owner)
+    register(group, (parameter for _, parameter, _ in members), in_main=kind.extended is None)
+    return group
+
+
+def _build_plain(
+    members: list[Named],
+    whole: Sequence[torch.Tensor],
+    planned: Layout,
+    kind: Kind,
+    choices: Choices,
+    home: Home,
+    owner: str,
+) -> Group:
+    mesh, placements, precision = kind.mesh, kind.placements(choices), choices.precision
     floating = kind.dtype.is_floating_point
     main_dtype = precision.main_dtype if precision.main_dtype is not None and floating and kind.trainable else None
     full = [p.detach() if p.is_meta else p.detach().to(choices.device) for p in whole]
@@ -434,13 +450,10 @@ def _build_group(members: list[Named], dims: list[int], kind: Kind, choices: Cho
     )
     if initial is not None:
         initial.parts, group.initial = initial.of_parts(group), initial
-    group.gradients.scale = kind.scale
     for _, parameter, _ in members:
         # Whoever still holds the original (a tied module, an optimizer) holds no memory.
         if kind.parallel is None:
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-    _mark_owned(group, members, owner)
-    register(group, (parameter for _, parameter, _ in members))
     return group
 
 
@@ -475,12 +488,6 @@ def _build_extended(
     for member, made_of in zip(members, structures):
         member.made_of = made_of
     return Group(members, main, placements, policy, home, is_extended=True)
-
-
-def _mark_owned(group: Group, members: list[Named], owner: str) -> None:
-    """Whoever still holds an original (a tied module, an optimizer), or a module that two units share, finds out."""
-    for member, (name, parameter, _) in zip(group.members, members):
-        parameter.__dict__[OWNER] = member.sharded.__dict__[OWNER] = (name, owner)
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:

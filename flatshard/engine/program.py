@@ -118,6 +118,7 @@ class Program:
         self.is_first = False  # it is the first of its kind: nothing has been recorded that it could be held to
         self.checks = False  # ranks compare every launch
         self.announces = False  # they compare those of the running pass
+        self.is_profiled = False  # a profiler looks on at it
         self._kind: tuple[Pass, int] = (Pass.FORWARD, 0)
         self.upcoming: list[int] = []  # units expected to be needed in the running pass, nearest first
         self._entry = 0  # of the last forward with gradients

@@ -29,7 +29,6 @@ class Reduces:
         self.pool = pool
         self.in_flight: deque[Reduction] = deque()
         self.launched = 0
-        self.is_profiled = False  # a profiler looks on at the running pass
         self.is_alike = True  # all ranks use the same parameters
         self.is_one_of_several = False  # roots that are asked to reduce what they have accumulated, one after another
         self._scope = weakref.ref(scope)
@@ -157,7 +156,7 @@ class Reduces:
         gradients, pool = group.gradients, self.pool
         if self._program.announces and goal is not Goal.UNREDUCED:
             self._announcer.announce(gradients.what, unit, unit.numbers.index(number))
-        if self.is_profiled:
+        if self._program.is_profiled:
             with torch.profiler.record_function(f"flatshard::reduce {unit.name}"):
                 self.in_flight.append(gradients.reduce(pool, goal, unit.name))
         else:

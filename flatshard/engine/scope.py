@@ -63,7 +63,6 @@ class Scope:
         # Ranks compare steps in check mode. Those of the process are more where a rank trains something of its own.
         self._step, self._taken = 1, steps.taken()
         self._is_parallel = any(group.members[0].is_parallel for unit in units for group in unit.groups)
-        self._is_profiled = False  # a profiler looks on at the running pass
         self.task = -1  # of autograd, of which the running backward is
         self._end: weakref.ref[_End] | None = None  # what is to happen at the end of the running backward
         self.optional = OptionalUnits(self) if has_optional else None
@@ -133,7 +132,7 @@ class Scope:
         if self._taken != steps.taken():
             self._taken, self._step = steps.taken(), self._step + 1
         record.step, record.phase = self._step, _PHASE[kind]
-        self._is_profiled = self.reduces.is_profiled = _torch.profiling()
+        self.program.is_profiled = _torch.profiling()
         self.program.begin(kind, entry.index)
         if self._is_parallel:
             outside.pass_begins(self)
@@ -176,7 +175,7 @@ class Scope:
         if self.optional is not None:
             self.optional.begin_pass()
         record.phase = _PHASE[Pass.BACKWARD]
-        self._is_profiled = self.reduces.is_profiled = _torch.profiling()
+        self.program.is_profiled = _torch.profiling()
         self.program.begin(Pass.BACKWARD, free=self.reduces.is_alike)
         if self._is_parallel:
             outside.pass_begins(self)
@@ -304,7 +303,7 @@ class Scope:
         """Start gathering a unit. No effect on what has been gathered."""
         if self.program.announces and not unit.is_gathered:
             self.announcer.announce("gather", unit)
-        if torch.is_inference_mode_enabled() or self._is_profiled:
+        if torch.is_inference_mode_enabled() or self.program.is_profiled:
             # What is made here outlives the pass; made under inference mode, training could never write it again.
             training = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
             with training, torch.profiler.record_function(f"flatshard::gather {unit.name}"):

@@ -146,7 +146,7 @@ class Compute:
         self.buffer: DBuffer | None = None
         self.is_stale = True
         self._in_use: list[DBuffer] = []  # by the refresh on its way
-        self._done = DONE  # when they are up to date
+        self.done = DONE  # when they are up to date
         self.has_read = DONE  # when main may be written again
 
     def refresh(self, pool: Pool, name: str) -> tuple[DBuffer, Ticket]:
@@ -162,7 +162,7 @@ class Compute:
                 buffer = DBuffer.zeros(layout, main.mesh, self._placement, dtype=dtype, device=device)
                 self.buffer = buffer
             if not self.is_stale or not buffer.runs():
-                return buffer, self._done
+                return buffer, self.done
             fetched, wire = self._home.on_device(main, pool), buffer
             if isinstance(codec, Cast):
                 codec.encode(fetched.runs(), buffer.runs(main.held))
@@ -172,17 +172,13 @@ class Compute:
                     wire = DBuffer.made(codec.layout, main.mesh, self._placement, make)
                 codec.encode(fetched, wire)
             self._in_use = [fetched, wire]
-            self.has_read = self._done = lane.mark()
+            self.has_read = self.done = lane.mark()
             if self._placement != main.placements:  # else nothing is missing of what is held
-                self._done = wire.gather_in_place(main.placements, lane=lane, name=f"refresh {name}")
+                self.done = wire.gather_in_place(main.placements, lane=lane, name=f"refresh {name}")
             if isinstance(codec, Blocks) and decodes:
-                self._done = lane.follow(self._done, functools.partial(codec.decode, wire, buffer))
+                self.done = lane.follow(self.done, functools.partial(codec.decode, wire, buffer))
             self.is_stale = False
-            return buffer, self._done
-
-    def settle(self) -> None:
-        """Wait for a refresh that nobody else will wait for."""
-        self._done.wait()
+            return buffer, self.done
 
     def read(self) -> None:
         """The last refresh has been waited for."""
@@ -277,7 +273,7 @@ class Gathered(_Buffered):
 
     def give_up(self) -> None:
         if self.compute is not None:
-            self.compute.settle()
+            self.compute.done.wait()  # nobody else will wait for a refresh
         self.release()
 
     def mark_stale(self) -> None:

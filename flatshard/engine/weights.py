@@ -166,11 +166,6 @@ class Group:
         return (steps.taken(), self.main.local._version, *versions, *[m.sharded._version for m in self.members])
 
     @property
-    def is_gathered(self) -> bool:
-        """Whether the full weights have been gathered, or are on their way."""
-        return self.ticket is not None
-
-    @property
     def is_resident(self) -> bool:
         """Whether the full weights rest on this rank: nothing is gathered for a pass."""
         return self.source.is_resident
