@@ -202,8 +202,8 @@ def saved(rank_pool, tmp_path_factory):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_random_harm_is_refused_or_does_nothing(ranks, saved, form):
-    (refused,) = ranks(1, _mutated, str(saved), form, 100, 0)
-    assert refused >= 60
+    (refused,) = ranks(1, _mutated, str(saved), form, 50, 0)
+    assert refused >= 30
 
 
 @pytest.mark.full
@@ -218,7 +218,7 @@ def test_what_is_taken_here_the_safetensors_library_takes_too(tmp_path):
     """Of files without checksums: what is taken here it takes too, and reads the same."""
     draw = random.Random(1)
     good = {"a": torch.randn(3, 4), "b": torch.arange(5), "c": torch.tensor(True), "d": torch.empty(0, 2)}
-    for number in range(150):
+    for number in range(100):
         path = tmp_path / f"{number}.safetensors"
         save_file(good, path)
         header, data = mutations.read_header(path)

@@ -15,7 +15,7 @@ from flatshard.engine.unit import Phase, unit_of
 from tests.dist.models import assert_rows
 from tests.dist.random_models import DIM, Case, build, rows_of
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 SEEDS, STEPS, ROWS = 50, 3, 24
 BATCH = 5  # seeds in one call of `ranks`

@@ -23,7 +23,7 @@ from tests.dist.random_models import DIM, Case, Leaf, build, rows_of
 from tests.dist.test_random_models import compare, loss_of, optimizer_of
 from tests.dist.test_strategies import mesh_of
 
-FIRST, SEEDS, STEPS, ROWS = 1000, 32, 2, 24  # half of the seeds are left to the full product
+FIRST, SEEDS, STEPS, ROWS = 1000, 32, 2, 24  # most of the seeds are left to the full product
 BATCH = 4  # seeds in one call of `ranks`
 
 
@@ -157,7 +157,7 @@ BATCHES = [list(range(first, first + BATCH)) for first in range(FIRST, FIRST + S
 
 @pytest.mark.parametrize(
     "seeds",
-    [seeds if i in (0, 3, 5, 7) else pytest.param(seeds, marks=pytest.mark.full) for i, seeds in enumerate(BATCHES)],
+    [seeds if i in (3, 5, 7) else pytest.param(seeds, marks=pytest.mark.full) for i, seeds in enumerate(BATCHES)],
     ids=lambda seeds: "-".join(f"seed{seed}" for seed in seeds),
 )
 def test_random_choices_equal_one_process(ranks, request, seeds):

@@ -150,8 +150,9 @@ def _fail_while_others_sleep(rank: int, world: int) -> None:
     time.sleep(600)
 
 
-def test_a_failure_does_not_wait_for_the_limit(rank_pool):
+def test_a_failure_does_not_wait_for_the_limit(rank_pool, monkeypatch):
     # The ranks sleep past any patience: the run ends because the grace period does.
+    monkeypatch.setattr("tests.bench.pool._GRACE", 1.0)
     with pytest.raises(RankError, match=r"rank 0 of 2 raised .*an outcome of pytest") as caught:
         rank_pool.run(2, _fail_while_others_sleep, limit=500)
     assert "in _fail_while_others_sleep" in str(caught.value).partition("rank 1 of 2 was still running")[2]

@@ -99,10 +99,11 @@ def _interrupted(rank, world, kind, recompute, ways):
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_the_step_after_an_exception_equals_a_clean_one(ranks, kind):
-    """Every way under two of the kinds; the full product has all under all."""
+    """Every way under one of the kinds, or two; the full product has all under all."""
     number = KINDS.index(kind)
     recompute = {3: "reentrant", 4: "non-reentrant"}.get(number)
-    ranks(world_of(kind), _interrupted, kind, recompute, list(WAYS)[number % 3 :: 3])
+    ways = list(WAYS)[number % 3 :: 3]
+    ranks(world_of(kind), _interrupted, kind, recompute, ways[1:] if number < 3 else ways[::2])
 
 
 @pytest.mark.full

@@ -13,7 +13,9 @@ pytestmark = [pytest.mark.xdist_group("interpreters"), pytest.mark.limit(120)]
 def _compiled(rank, world, backend, optimizer_for):
     model, reference = shard(make(), reshard_after_forward=False), make()
     optimizers = [optimizer_for(each.parameters()) for each in (model, reference)]
-    steps = [torch.compile(optimizer.step, backend=backend) for optimizer in optimizers]
+    steps = [torch.compile(optimizers[0].step, backend=backend), optimizers[1].step]
+    if rank == 0:  # once is enough for one that is not sharded
+        steps[1] = torch.compile(steps[1], backend=backend)
     for number in range(3):
         with torch.no_grad():  # the weights are kept, and out of date after a step
             torch.testing.assert_close(model(rows(rank)), reference(rows(rank)))
