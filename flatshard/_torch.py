@@ -527,6 +527,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
+def held_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor: the local one of a DTensor, all of any other."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 PlainAttributes = torch._C.DisableTorchFunctionSubclass  # within, those of DTensors cost no more than a tensor's
 
 

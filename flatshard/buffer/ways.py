@@ -119,13 +119,17 @@ def nbytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum([tensor.nbytes for tensor in tensors])
 
 
-def one_after_other(first: Callable[[], None], second: Callable[[], None] | None) -> Callable[[], None]:
-    def both() -> None:
-        first()
-        if second is not None:
-            second()
+def one_after_other(*actions: Callable[[], None] | None) -> Callable[[], None] | None:
+    """All of them as one, in their order; None if there are none."""
+    found = list(filter(None, actions))
+    if len(found) < 2:
+        return found[0] if found else None
 
-    return both
+    def act() -> None:
+        for action in found:
+            action()
+
+    return act
 
 
 def copied(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[Work]:

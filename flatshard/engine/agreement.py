@@ -135,9 +135,8 @@ class Announcer:
     def _compare(self, what: str, unit: Unit, of: str, after: str) -> None:
         if self.agreement is None:
             return
-        running, place = self._program.running, ""
-        if running is not None:
-            place = f" in a {running.value}"
+        running = self._program.running
+        place = "" if running is None else f" in a {running.value}"
         if self._program.checks:
             assert unit.scope is not None
             mode = "training" if unit.scope.units[0].modules[0].training else "evaluation"

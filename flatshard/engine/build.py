@@ -255,17 +255,12 @@ def sort_parameters(modules: Sequence[nn.Module], choices: Choices) -> Sorted:
             parameter.device_mesh if isinstance(parameter, DTensor) else None,
             given.apart,
             choices.scale_on(mesh, means_own),
-            _subclass(parameter) if is_extended(parameter) else None,
+            type(_torch.held_of(parameter).data) if is_extended(parameter) else None,
         )
         if is_extended(parameter):
             _check_extended(named, dims[parameter], kind.placements(choices))
         by_kind.setdefault(kind, []).append(named)
     return borrowed, by_kind, plain, dims
-
-
-def _subclass(parameter: nn.Parameter) -> type:
-    """The class that holds the values of an extended parameter in other tensors."""
-    return type((_torch.local_of(parameter) if _torch.is_parallel(parameter) else parameter).data)
 
 
 def _check_extended(named: Named, dim: int, placements: Placements) -> None:
@@ -394,7 +389,7 @@ def _dim(name: str, parameter: nn.Parameter, given: int | None, mesh: DeviceMesh
 def _build_group(members: list[Named], dims: list[int], kind: Kind, choices: Choices, owner: str) -> Group:
     """Cut the parameters of one group; the full originals are freed when it returns."""
     mesh, placements = kind.mesh, kind.placements(choices)
-    whole = [_torch.local_of(p) if _torch.is_parallel(p) else p for _, p, _ in members]
+    whole = [_torch.held_of(p) for _, p, _ in members]
     shapes = [tuple(tensor.shape) for tensor in whole]
     precision = choices.precision
     shards = math.prod(mesh.size(axis) for axis, p in enumerate(placements.optimizer) if is_sharded(p))
@@ -467,7 +462,7 @@ def _build_extended(
     axes: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> Group:
     """Cut parameters of a tensor subclass."""
-    whole = [(_torch.local_of(p) if _torch.is_parallel(p) else p).detach() for _, p, _ in named]
+    whole = [_torch.held_of(p).detach() for _, p, _ in named]
     main = unfilled(layout, mesh, placements, whole[0].dtype)
     structures: list[tuple[Structure, list[bool]] | None] = []
     locals_ = []

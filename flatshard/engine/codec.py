@@ -227,7 +227,7 @@ def as_plain(given: torch.Tensor) -> torch.Tensor:
 
 def is_extended(tensor: torch.Tensor) -> bool:
     """Whether a parameter, or the local part of one, is of a class that holds its values in other tensors."""
-    return _torch.is_wrapper(_torch.local_of(tensor) if _torch.is_parallel(tensor) else tensor)
+    return _torch.is_wrapper(_torch.held_of(tensor))
 
 
 def unfilled(layout: Layout, mesh: DeviceMesh, placements: Placements, dtype: torch.dtype) -> DBuffer:

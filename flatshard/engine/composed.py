@@ -69,7 +69,7 @@ class Composed(Extension):
     def encode(self) -> list[torch.Tensor]:
         local = self._local if self._local.device == self._device else self._local.to(self._device, non_blocking=True)
         given = []
-        for leaf in self._leaves(local):
+        for leaf in (leaf for leaf, cut in zip(self._structure.leaves(local), self._cut) if cut):
             padded = leaf.new_zeros(self._padded[0], *leaf.shape[1:])
             padded[: leaf.shape[0]].copy_(leaf)
             given.append(padded)
@@ -89,6 +89,3 @@ class Composed(Extension):
             owned.untyped_storage().resize_(owned.numel() * owned.element_size())
             with _torch.keeping_versions([owned]):
                 owned.copy_(part)
-
-    def _leaves(self, local: torch.Tensor) -> list[torch.Tensor]:
-        return [leaf for leaf, cut in zip(self._structure.leaves(local), self._cut) if cut]

@@ -22,6 +22,7 @@ import torch
 
 from flatshard import _torch
 from flatshard.buffer import DONE, DBuffer, Pool, Ticket
+from flatshard.buffer.ways import one_after_other
 from flatshard.engine.codec import as_plain
 from flatshard.engine.direct import Direct, fill
 from flatshard.engine.formats import Formats
@@ -270,10 +271,9 @@ class Gradients:
         if self._unreduced is not None and self._unreduced.dtype != self.grad_dtype:
             self._unreduced = self._unreduced.cast(self.grad_dtype)  # written by kernels, in the reduce dtype
         if self._unreduced is None:
-            local = torch.zeros(
-                self.layout.buffer_numel(self.layout.num_shards), dtype=self.grad_dtype, device=self.home.device
+            self._unreduced = DBuffer.zeros(
+                self.layout, self.main.mesh, self._partial(), dtype=self.grad_dtype, device=self.home.device
             )
-            self._unreduced = DBuffer(self.layout, self.main.mesh, self._partial(), local)
         add_to(self._unreduced, gradients)
 
     def _reduce_to_rest(self, gradients: Sequence[torch.Tensor | None], pool: Pool, name: str) -> Reduction:
@@ -313,7 +313,7 @@ class Gradients:
                 factor = 1.0
             if not self.home.host and (not in_place or factor != 1.0):
                 then.append(functools.partial(_add_or_write, main_grad, target, fresh, factor))
-            ticket = self._through(self._stages, inputs, target, pool, held, name, _one_by_one(then))
+            ticket = self._through(self._stages, inputs, target, pool, held, name, one_after_other(*then))
             if self.home.host:
                 ticket = self.home.bring(target, ticket, lane, main_grad, fresh, factor)
         self.main_grads.show([index for index in used if not had_grad[index]])
@@ -445,17 +445,6 @@ def _call_hook(hook: Callable[[torch.Tensor], None], stream: torch.cuda.Stream |
         with torch.cuda.stream(stream):
             hook(reduced)
         lane.wait_stream(stream)
-
-
-def _one_by_one(actions: Sequence[Callable[[], None]]) -> Callable[[], None] | None:
-    if len(actions) < 2:
-        return actions[0] if actions else None
-
-    def act() -> None:
-        for action in actions:
-            action()
-
-    return act
 
 
 def _add_or_write(main_grad: DBuffer, reduced: DBuffer, fresh: bool, factor: float) -> None:

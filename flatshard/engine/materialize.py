@@ -54,7 +54,8 @@ def materialize(model: nn.Module, init_fn: InitFn | None = None, *, seed: int = 
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in names:
         if module not in owned and module in inits and unit_of(module) is None:
-            _fill_plain(module, _device_for(model), made)
+            device = next((unit.device for _, unit in units_below(model)), torch.device("cpu"))
+            _fill_plain(module, device, made)
             _initialise([module], inits, names, seed)
 
 
@@ -149,7 +150,3 @@ def _initialise(
             digest = hashlib.sha256(f"{seed}:{names[module]}".encode()).digest()
             torch.manual_seed(int.from_bytes(digest[:7], "big"))
             init()
-
-
-def _device_for(model: nn.Module) -> torch.device:
-    return next((unit.device for _, unit in units_below(model)), torch.device("cpu"))

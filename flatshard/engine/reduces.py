@@ -11,11 +11,8 @@ import torch
 
 from flatshard import _recording
 from flatshard.buffer import Pool
-from flatshard.engine.agreement import Announcer
-from flatshard.engine.program import Program
 from flatshard.engine.reduction import Goal, Reduction
 from flatshard.engine.weights import Group
-from flatshard.policy import SchedulePolicy
 
 if TYPE_CHECKING:
     from flatshard.engine.scope import Scope
@@ -25,15 +22,14 @@ if TYPE_CHECKING:
 class Reduces:
     """Groups are numbers, in the order of registration, as in `Turns`. The scope owns it; its links are weak."""
 
-    def __init__(self, scope: Scope, units: Sequence[Unit], program: Program, announcer: Announcer, pool: Pool) -> None:
+    def __init__(self, scope: Scope, units: Sequence[Unit], pool: Pool) -> None:
         self.pool = pool
         self.in_flight: deque[Reduction] = deque()
         self.launched = 0
         self.is_alike = True  # all ranks use the same parameters
         self.is_one_of_several = False  # roots that are asked to reduce what they have accumulated, one after another
         self._scope = weakref.ref(scope)
-        self._policy: SchedulePolicy = scope.policy
-        self._program, self._announcer = program, announcer
+        self._policy, self._program, self._announcer = scope.policy, scope.program, scope.announcer
         self._groups = [(weakref.ref(unit), weakref.ref(group)) for unit in units for group in unit.groups]
         self._had: set[int] = set()  # groups that the running backward has reduced
         self._has_optional = any(unit.settings.is_optional for unit in units)

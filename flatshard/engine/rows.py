@@ -77,7 +77,7 @@ class Rows:
             raise RuntimeError(f"unit '{unit.name}' is an embedding by rows, which functional transforms do not know")
         if tokens.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"unit '{unit.name}': tokens must be int32 or int64, not {tokens.dtype}")
-        even = self._even or _is_captured(tokens)
+        even = self._even or (tokens.is_cuda and torch.cuda.is_current_stream_capturing())
         if even and not self._least:
             raise ValueError(
                 f"unit '{unit.name}' has {self._number} rows over {len(self._first)} ranks, some of which hold none: "
@@ -349,10 +349,6 @@ class RowStage(Stage):
 def _ends(ids: torch.Tensor) -> torch.Tensor:
     """The smallest and the largest of sorted tokens."""
     return torch.stack((ids[0], ids[-1])) if len(ids) else ids.new_zeros(2)
-
-
-def _is_captured(tokens: torch.Tensor) -> bool:
-    return tokens.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _added(grads: torch.Tensor, places: torch.Tensor, count: int, left_out: int = -1) -> torch.Tensor:

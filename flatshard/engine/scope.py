@@ -53,8 +53,7 @@ class Scope:
         talk = self.gather_lane if checking is None else Lane("check", torch.device("cpu"), patience=checking)
         has_optional = any(unit.settings.is_optional for unit in units)
         self.announcer = Announcer(self.program, talk, has_optional)
-        reduce_lane = Lane("reduce", device, own_groups=policy.separate_groups)
-        self.reduces = Reduces(self, units, self.program, self.announcer, Pool(reduce_lane))
+        self.reduces = Reduces(self, units, Pool(Lane("reduce", device, own_groups=policy.separate_groups)))
         self.entry: int | None = None  # the outermost unit whose forward is running
         self._retained: int | None = None  # a unit gathered by a recompute, its backward to come
         self._ahead: set[int] = set()  # gathered by prefetch and not needed yet

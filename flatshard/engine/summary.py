@@ -9,7 +9,6 @@ from itertools import pairwise
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from flatshard import _arguments, _torch
@@ -148,10 +147,10 @@ def summary(model: nn.Module, optimizer: Optimizer | None = None) -> Summary:
 
 def _state_of(model: nn.Module, optimizer: Optimizer) -> tuple[int, int]:
     leaves = _torch.pytree_leaves([list(state.values()) for state in optimizer.state.values()])
-    held = [_torch.local_of(each) if isinstance(each, DTensor) else each for each in leaves]
+    held = [_torch.held_of(each) for each in leaves]
     size = sum(each.nbytes for each in held if isinstance(each, torch.Tensor))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    elements = [(_torch.local_of(each) if isinstance(each, DTensor) else each).numel() for each in trained]
+    elements = [_torch.held_of(each).numel() for each in trained]
     return size, sum(elements)
 
 

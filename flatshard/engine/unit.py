@@ -84,9 +84,8 @@ class Unit:
         self.phase = Phase.RESTING
         self.scope: Scope | None = None
         self.call: Call | None = None  # the forward that is running
-        self.kept: list[tuple[int, ...]] | None = (
-            None  # gathered on purpose, with weights of this state: the next forward uses them as they are
-        )
+        # Gathered on purpose, with weights of this state: the next forward uses them as they are.
+        self.kept: list[tuple[int, ...]] | None = None
         self.holders = 0  # bodies of `gathered` that want the full weights to stay, whatever passes come and go
         self.is_written = False  # the modules hold whole copies, for somebody to write to
         self.rows: Rows | None = None  # of an embedding that is looked up where its rows are

@@ -121,7 +121,7 @@ def _gradients(parameters: Sequence[torch.Tensor]) -> dict[_Where, _Held]:
             buffers[key] = (buffer, held, [grad])
         elif grad is not None:
             held.read.append(_summed(grad))
-            held.scaled.append(_torch.local_of(grad) if isinstance(grad, DTensor) else grad)
+            held.scaled.append(_torch.held_of(grad))
     for buffer, held, grads in buffers.values():
         # What lies between the parts of a buffer of gradients is zero.
         all_there = len(grads) == len(buffer.layout.slots)
@@ -345,7 +345,7 @@ def _nonfinite(gradients: Sequence[torch.Tensor | None], device: torch.device) -
     flags = torch.zeros(len(gradients), dtype=torch.int32, device=device)
     found = {number: gradient for number, gradient in enumerate(gradients) if gradient is not None}
     if found:
-        locals_ = [_torch.local_of(g) if isinstance(g, DTensor) else g for g in found.values()]
+        locals_ = [_torch.held_of(g) for g in found.values()]
         here = [torch.isfinite(local).all().logical_not().to(device) for local in locals_]
         flags[torch.tensor(list(found), device=device)] = torch.stack(here).to(torch.int32)
     return flags

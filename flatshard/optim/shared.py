@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from flatshard import _torch
 from flatshard.buffer import Lane
@@ -37,6 +36,6 @@ def sum_shared_gradients(parameters: nn.Parameter | Iterable[nn.Parameter], stag
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         grad = parameter.grad
-        parts.append(_torch.local_of(grad) if isinstance(grad, DTensor) else grad)
+        parts.append(_torch.held_of(grad))
     lane, group = Lane("shared", torch.device(stages.device_type)), group_among(ends, [stages.get_group()])
     lane.all_reduce(group, parts, after=(lane.mark(),), name="shared gradients").wait()

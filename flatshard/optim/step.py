@@ -398,7 +398,7 @@ def state_of(optimizer: Optimizer) -> list[torch.Tensor]:
     if local is not None:
         return local.tensors()
     tensors = [value for state in optimizer.state.values() for value in state.values()]
-    locals_ = [_torch.local_of(value) if isinstance(value, DTensor) else value for value in tensors]
+    locals_ = [_torch.held_of(value) for value in tensors]
     return [value for value in locals_ if isinstance(value, torch.Tensor)]
 
 
