@@ -51,7 +51,8 @@ _PRELOAD = [
     "torch.distributed.tensor.debug",
     "pytest",
     "hypothesis",
-    "flatshard",
+    "flatshard.megatron",  # with the engine, optimizers and checkpoints, which `flatshard` leaves for later
+    "flatshard.train.launch",
 ]
 
 
