@@ -60,4 +60,5 @@ def print_nowhere() -> None:
 
 def named(number: int) -> str:
     """What people call the signal."""
-    return {signal.SIGINT: "Ctrl-C", signal.SIGPIPE: "a closed pipe"}.get(number, signal.Signals(number).name)
+    called: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGPIPE: "a closed pipe"}
+    return called.get(number) or signal.Signals(number).name
