@@ -8,7 +8,8 @@
 A model of Llama's shape (99.5 million parameters) reads the bytes of Python's standard library.  Main weights and AdamW
 are in float32, weights and gradients in between in bfloat16.  ``one`` is plain PyTorch in one process.  Kernels are
 deterministic, so that curves differ by what the systems do; with --nondeterministic also by how kernels happen to add.
-``flatshard-...``: with formats on the wire, those of `benchmarks.systems.FORMATS`.
+``flatshard-...``: with formats on the wire, those of `benchmarks.systems.FORMATS`.  --rounded: at the end, the loss of
+the trained weights over other text, as they are and as each format of gathers rounds them.
 Smoothed: the mean of 20 consecutive steps.  Curves are compared over the steps that all systems have done.
 """
 
@@ -42,6 +43,7 @@ LLAMA_SMALL = LlamaConfig(64, layers=2, heads=2, kv_heads=2, ffn=192, vocab=256,
 SYSTEMS = ["one", "fsdp2", "flatshard"]
 WITH_FORMATS = [f"flatshard-{name}" for name in FORMATS]
 SMOOTHED = 20  # steps
+ROUNDED, OTHER = ("", "int8-gathers", "float8"), 60  # formats; batches of other text
 LOOK_AT_CLOCK = 10  # steps
 TEXT_BYTES = 20_000_000
 
@@ -58,6 +60,7 @@ class Run:
     seed: int = 0
     seconds: float = math.inf
     deterministic: bool = True
+    rounded: bool = False
 
     def lr_at(self, number: int) -> float:
         """Linear over the first tenth of the steps, then half a cosine down to a tenth."""
@@ -119,9 +122,27 @@ def train(rank: int, world: int, system: str, run: Run) -> dict[str, Any]:
     if world > 1:
         dist.all_reduce(curve)
         curve /= world
+    result = {"losses": curve.tolist(), "seconds": seconds}
+    if run.rounded and system.startswith("flatshard"):
+        starts = torch.randint(len(corpus) - len(window), (OTHER, run.batch), generator=draw)
+        batches = [corpus[each.to(run.device)[:, None] + window].long() for each in starts]
+        weights = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+        result["rounded"] = {name or "as they are": rounded(weights, name, run, world, batches) for name in ROUNDED}
     if nccl:
         dist.destroy_process_group()
-    return {"losses": curve.tolist(), "seconds": seconds}
+    return result
+
+
+def rounded(weights: dict[str, Tensor], formats: str, run: Run, world: int, batches: list[Tensor]) -> float:
+    """The mean loss of trained weights in bfloat16, as formats on the wire leave them."""
+    with torch.device(run.device):
+        model = Llama(run.model)
+    model.load_state_dict(weights, strict=False)  # buffers are not trained
+    setup = Setup(run.model, run.batch // world, 0, world, device=run.device)
+    loss_of, _ = build(f"flatshard-{formats}" if formats else "flatshard", model, setup)
+    with torch.no_grad():
+        losses = [loss_of(rows[:, :-1], rows[:, 1:]) for rows in batches]
+    return float(torch.stack(losses).double().mean())
 
 
 def build(system: str, model: Llama, setup: Setup) -> tuple[Callable[[Tensor, Tensor], Tensor], torch.optim.Optimizer]:
@@ -233,6 +254,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="per system; it stops when they are over")
     parser.add_argument("--nondeterministic", action="store_true", help="let kernels add in any order")
     parser.add_argument("--systems", nargs="+", default=SYSTEMS, choices=[*SYSTEMS, *WITH_FORMATS])
+    parser.add_argument("--rounded", action="store_true", help="what rounding the trained weights costs by itself")
     parser.add_argument("--json", type=Path, help="write the curves with command, device and date")
     parser.add_argument("--plot", type=Path, help="draw the curves and their differences")
     options = parser.parse_args()
@@ -240,9 +262,8 @@ def main() -> None:
         parser.error(f"--batch {options.batch} cannot be divided by --ranks {options.ranks}")
     config = LLAMA_SMALL if options.small else LLAMA_100M
     deterministic = not options.nondeterministic
-    run = Run(
-        config, options.batch, options.steps, options.device, options.lr, options.seed, options.seconds, deterministic
-    )
+    told = options.batch, options.steps, options.device, options.lr, options.seed, options.seconds
+    run = Run(config, *told, deterministic, options.rounded)
     source = text()
     device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     with torch.device("meta"):
@@ -252,7 +273,8 @@ def main() -> None:
         f"{options.steps} --batch {options.batch} --lr {options.lr} --seed {options.seed}"
         + f" --systems {' '.join(options.systems)}" * (options.systems != SYSTEMS)
         + " --small" * options.small
-        + " --nondeterministic" * options.nondeterministic,
+        + " --nondeterministic" * options.nondeterministic
+        + " --rounded" * options.rounded,
         "date": datetime.date.today().isoformat(),
         "device": device,
         "torch": torch.__version__,
@@ -262,15 +284,18 @@ def main() -> None:
     title = f"{parameters / 1e6:.1f}M parameters, {options.batch} x {config.max_tokens} bytes a step"
     title += f", {options.ranks} rank{'s' * (options.ranks > 1)}, {device}"
     print(f"{title}, torch {torch.__version__}\ntext: {document['text']}", flush=True)
-    curves, seconds = {}, {}
+    curves, seconds, costs = {}, {}, {}
     for system in options.systems:
         ranks = 1 if system == "one" else options.ranks
         gloo = system != "one" and (ranks > 1 or options.device == "cpu")
         result = on_ranks(ranks, train, system, run, gloo=gloo)[0]
         curves[system], seconds[system] = result["losses"], result["seconds"]
         print(f"{system}: {len(result['losses'])} steps in {result['seconds']:.0f} s", flush=True)
+        if "rounded" in result:
+            costs[system] = result["rounded"]
+            print(f"  then: {', '.join(f'{name} {loss:.6f}' for name, loss in costs[system].items())}", flush=True)
         if options.json:
-            figures = {"seconds": seconds, "differences": differences(curves), "losses": curves}
+            figures = {"seconds": seconds, "rounded": costs, "differences": differences(curves), "losses": curves}
             options.json.write_text(json.dumps({**document, **figures}) + "\n")
     print(describe(curves, options.steps))
     if options.plot:
