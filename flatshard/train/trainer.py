@@ -25,6 +25,7 @@ from flatshard.train.log import Log
 from flatshard.train.settings import FILE, Mistake, Settings
 from flatshard.train.stop import Stop
 
+_LOOK = 16  # tokens of a sample from one look at whether it is to end to the next
 _RECORDED = (3, 5)  # steps of a run that --record takes; the first has no beginning
 
 
@@ -196,13 +197,20 @@ class Trainer:
 
     @torch.no_grad()
     def sample(self) -> str:
-        """What the model writes after the prompt, prompt included. All ranks run it together and get the same text."""
+        """What the model writes after the prompt, prompt included. All ranks run it together and get the same text.
+
+        It is shorter where a rank has been asked to end.
+        """
         settings = self.settings
         draw = torch.Generator(self.device).manual_seed(settings.seed)
         prompt = self.text.beginning() if settings.prompt is None else self.text.encode(settings.prompt)
         written = torch.tensor([prompt], device=self.device)
         self.model.eval()
-        for _ in range(settings.sample):
+        for number in range(settings.sample):
+            if number % _LOOK == 0:
+                self.stopped = self.stop.agreed()
+                if self.stopped:
+                    break
             scores = self.model(written[:, -settings.context :])[:, -1].float()
             if settings.temperature > 0:
                 chances = torch.softmax(scores / settings.temperature, dim=-1)
