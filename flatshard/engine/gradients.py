@@ -30,7 +30,7 @@ from flatshard.engine.hooks import call_finished, change_gradients
 from flatshard.engine.host import Home
 from flatshard.engine.main_grads import MainGrads, zero_between
 from flatshard.engine.parameters import Member
-from flatshard.engine.reduction import Goal, Reduction, Stage, stages_to, sum_dtype
+from flatshard.engine.reduction import Action, Goal, Reduction, Stage, stages_to, sum_dtype
 from flatshard.engine.staging import add_to, fill_runs, sole_owners
 from flatshard.layout import Layout, Partial, Placement, is_sharded
 from flatshard.policy import MixedPrecisionPolicy, Placements
@@ -240,10 +240,13 @@ class Gradients:
             gradients = self._join_written(self.direct, gradients)
         if goal is Goal.UNREDUCED:
             self._add_unreduced(gradients)
-            return Reduction(Ticket(), name)
+            return Reduction(pool, name)
+        reduction = Reduction(pool, name, self._op, self.comm)
         if goal is Goal.REST:
-            return self._reduce_to_rest(gradients, pool, name)
-        return self._reduce_to_final(gradients, pool, name)
+            self._reduce_to_rest(gradients, reduction)
+        else:
+            self._reduce_to_final(gradients, reduction)
+        return reduction
 
     def _join_written(self, direct: Direct, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Make what kernels have written an unreduced buffer, with the rest in it; what is left to add to it."""
@@ -276,30 +279,30 @@ class Gradients:
             )
         add_to(self._unreduced, gradients)
 
-    def _reduce_to_rest(self, gradients: Sequence[torch.Tensor | None], pool: Pool, name: str) -> Reduction:
-        stages, lane = self._stages[: self._rests_after], pool.lane
+    def _reduce_to_rest(self, gradients: Sequence[torch.Tensor | None], reduction: Reduction) -> None:
+        pool, stages, lane = reduction.pool, self._stages[: self._rests_after], reduction.pool.lane
         resting, fresh = self._resting, self._resting is None
         if resting is None:
             resting = self._buffer(stages[-1].placements, self.grad_dtype, self._empty)
         with lane.entered((lane.mark(),)):
-            inputs, held = self._inputs(gradients, pool)
+            inputs, reduction.held = self._inputs(gradients, pool)
             target = self._buffer(stages[-1].placements, self._result(len(stages) - 1, stages), pool.temporary)
             write = functools.partial(_add_or_write, resting, target, fresh, 1.0)
-            ticket = self._rested = self._through(stages, inputs, target, pool, held, name, write)
+            reduction.ticket = self._rested = self._through(stages, inputs, target, reduction, write)
         self._resting = resting  # once something is on its way there
-        return Reduction(ticket, name, [*held, target.local])
+        reduction.held.append(target.local)
 
     # Going all the way
 
-    def _reduce_to_final(self, gradients: Sequence[torch.Tensor | None], pool: Pool, name: str) -> Reduction:
-        lane = pool.lane
+    def _reduce_to_final(self, gradients: Sequence[torch.Tensor | None], reduction: Reduction) -> None:
+        pool, lane = reduction.pool, reduction.pool.lane
         own = self.main_grads.couple() if self.main_grads.is_decoupled else None
         had_grad, changed, finished = _torch.grads_and_hooks([member.sharded for member in self.members])
         main_grad, fresh, replaced = self.main_grads.take(had_grad, lane)
         used, factor = sorted(self._used), self._factor
         with lane.entered((lane.mark(),)):
-            inputs, held = self._inputs(gradients, pool)
-            held += replaced
+            inputs, reduction.held = self._inputs(gradients, pool)
+            reduction.held += replaced
             result = self._result(len(self._stages) - 1, self._stages)
             in_place = fresh and self.grad_dtype == result and not self.home.host
             target = main_grad if in_place else self._buffer(self.main.placements, result, pool.temporary)
@@ -313,38 +316,33 @@ class Gradients:
                 factor = 1.0
             if not self.home.host and (not in_place or factor != 1.0):
                 then.append(functools.partial(_add_or_write, main_grad, target, fresh, factor))
-            ticket = self._through(self._stages, inputs, target, pool, held, name, one_after_other(*then))
+            ticket = self._through(self._stages, inputs, target, reduction, one_after_other(*then))
             if self.home.host:
                 ticket = self.home.bring(target, ticket, lane, main_grad, fresh, factor)
         self.main_grads.show([index for index in used if not had_grad[index]])
         if own is not None:
             self.main_grads.uncouple(own)
-        done = call_finished(self.members, [i for i in finished if i in self._used]) if finished else None
+        if finished:
+            reduction.then = call_finished(self.members, [i for i in finished if i in self._used])
         self._used.clear()
         self.main_grads.in_flight += 1
-        return Reduction(ticket, name, [*held, target.local], done, self.main_grads)
+        reduction.held.append(target.local)
+        reduction.ticket, reduction.writes = ticket, self.main_grads
 
     def _through(
-        self,
-        stages: Sequence[Stage],
-        inputs: list[torch.Tensor],
-        target: DBuffer,
-        pool: Pool,
-        held: list[torch.Tensor],
-        name: str,
-        then: Callable[[], None] | None,
+        self, stages: Sequence[Stage], inputs: list[torch.Tensor], target: DBuffer, reduction: Reduction, then: Action
     ) -> Ticket:
         """Take full-size runs through some stages into ``target`` and do ``then``, inside the lane.
 
-        What rests on the way comes along. ``held`` gets what the lane reads.
+        What rests on the way comes along.
         """
-        op, comm, lane = self._op, self.comm, pool.lane
+        pool, lane, held = reduction.pool, reduction.pool.lane, reduction.held
         after: tuple[Ticket, ...] = ()
         for number, stage in enumerate(stages[:-1], start=1):
             reduced = self._buffer(stage.placements, self._result(number - 1, stages), pool.temporary)
             held.append(reduced.local)
-            ticket = stage.launch(inputs, reduced, pool, op, held, after=after, name=name, comm=comm)
-            inputs, after, comm = reduced.runs(), (ticket,), None
+            ticket = stage.launch(inputs, reduced, reduction, after)
+            inputs, after, reduction.comm = reduced.runs(), (ticket,), None
             if number == self._rests_after and self._resting is not None:
                 resting, self._resting = self._resting, None
                 if lane.stream is None:  # else the lane keeps their order
@@ -354,7 +352,7 @@ class Gradients:
                     reduced.local.copy_(resting.local)
                 held.append(resting.local)
                 after = ()
-        return stages[-1].launch(inputs, target, pool, op, held, after=after, then=then, name=name, comm=comm)
+        return stages[-1].launch(inputs, target, reduction, after, then)
 
     def _partial(self) -> tuple[Placement, ...]:
         return tuple(Partial(self._op) for _ in self.main.placements)

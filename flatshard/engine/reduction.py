@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard.buffer import DBuffer, Lane, Op, Pool, Ticket
+from flatshard.buffer import DONE, DBuffer, Lane, Op, Pool, Ticket
 from flatshard.buffer.blocks import Coder
 from flatshard.buffer.dbuffer import held_by_this_rank
 from flatshard.engine.formats import Formats
@@ -29,12 +29,15 @@ class Goal(Enum):
 
 @dataclass
 class Reduction:
-    """A reduce on its way. ``held`` are tensors that the lane still reads; ``then`` is called when it is done."""
+    """A reduce: what its stages have in common, and where it stands."""
 
-    ticket: Ticket
+    pool: Pool
     name: str
-    held: list[torch.Tensor] = field(default_factory=list)
-    then: Callable[[], None] | None = None
+    op: Op = "sum"
+    comm: Any = None  # a `ReduceScatter` of torch's that the first stage is to use
+    held: list[torch.Tensor] = field(default_factory=list)  # what the lane reads until it is over
+    ticket: Ticket = DONE
+    then: Callable[[], None] | None = None  # called when it is over
     writes: MainGrads | None = None  # which are its result
 
     def wait(self) -> None:
@@ -44,6 +47,11 @@ class Reduction:
         finally:
             if self.writes is not None:
                 self.writes.in_flight -= 1
+
+
+Runs: TypeAlias = Sequence[torch.Tensor]
+Tickets: TypeAlias = Sequence[Ticket]
+Action: TypeAlias = "Callable[[], None] | None"
 
 
 class Stage:
@@ -57,28 +65,14 @@ class Stage:
         self._scatters = is_sharded(placements[axis])
         self._group: tuple[Lane, bool, ProcessGroup] | None = None
 
-    def launch(
-        self,
-        inputs: Sequence[torch.Tensor],
-        out: DBuffer,
-        pool: Pool,
-        op: Op,
-        held: list[torch.Tensor],
-        *,
-        after: Sequence[Ticket] = (),
-        then: Callable[[], None] | None = None,
-        name: str = "",
-        comm: Any = None,
-    ) -> Ticket:
-        """Reduce runs into ``out`` and do ``then``, inside the lane. ``comm``: a `ReduceScatter` of torch's to use.
-
-        ``held`` gets what the lane reads besides the inputs.
-        """
+    def launch(self, inputs: Runs, out: DBuffer, of: Reduction, after: Tickets = (), then: Action = None) -> Ticket:
+        """Reduce runs into ``out`` and do ``then``, inside the lane. What that reads besides the inputs is held."""
         if not inputs:  # only empty tensors
             return Ticket()
-        group, lane = self._among(pool.lane), pool.lane
+        lane, op, name = of.pool.lane, of.op, of.name
+        group = self._among(lane)
         if self._scatters:
-            return lane.reduce_scatter(group, out.runs(), inputs, op, after=after, then=then, name=name, comm=comm)
+            return lane.reduce_scatter(group, out.runs(), inputs, op, after=after, then=then, name=name, comm=of.comm)
         with lane.entered(after):
             torch._foreach_copy_(out.runs(), list(inputs))
         ticket = lane.all_reduce(group, [out.local], op, name=name)
@@ -110,23 +104,11 @@ class EncodedStage(Stage):
         self._is_stochastic = stochastic
         self._noise: torch.Tensor | None = None  # another number on each rank, and in each reduce
 
-    def launch(
-        self,
-        inputs: Sequence[torch.Tensor],
-        out: DBuffer,
-        pool: Pool,
-        op: Op,
-        held: list[torch.Tensor],
-        *,
-        after: Sequence[Ticket] = (),
-        then: Callable[[], None] | None = None,
-        name: str = "",
-        comm: Any = None,
-    ) -> Ticket:
+    def launch(self, inputs: Runs, out: DBuffer, of: Reduction, after: Tickets = (), then: Action = None) -> Ticket:
         if not inputs:
             return Ticket()
-        assert comm is None  # refused where it is set
-        coder, lane, piece = self._coder, pool.lane, self._coder.wire.piece
+        assert of.comm is None  # refused where it is set
+        pool, coder, lane, piece = of.pool, self._coder, of.pool.lane, self._coder.wire.piece
         group = self._among(lane)
         ranks = group.size()
         with lane.entered(after):
@@ -135,12 +117,12 @@ class EncodedStage(Stage):
                 sent = pool.temporary(piece * self._from.count, torch.uint8)
                 coder.encode(inputs, self._from, sent, self._next_noise(sent.device))
             received = pool.temporary(ranks * piece * out.held.count, torch.uint8)
-        held += (sent, received)
+        of.held += (sent, received)
         if self._scatters:
-            ticket = lane.all_to_all(group, received, sent, [], [], name=name)
+            ticket = lane.all_to_all(group, received, sent, [], [], name=of.name)
         else:
-            ticket = lane.all_gather(group, [received], [sent], name=name)
-        factor = 1.0 / ranks if op == "avg" else 1.0
+            ticket = lane.all_gather(group, [received], [sent], name=of.name)
+        factor = 1.0 / ranks if of.op == "avg" else 1.0
 
         def add() -> None:
             if self._is_padded:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +29,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from flatshard import _torch
-from flatshard.buffer import DONE, DBuffer, Lane, Op, Pool, Ticket
+from flatshard.buffer import DONE, DBuffer, Lane, Pool, Ticket
 from flatshard.engine.formats import Formats
 from flatshard.engine.gradients import Gradients, refuse_orphan
-from flatshard.engine.reduction import Goal, Reduction, Stage, sum_dtype
+from flatshard.engine.reduction import Action, Goal, Reduction, Runs, Stage, Tickets, sum_dtype
 
 if TYPE_CHECKING:
     from flatshard.engine.scope import Scope
@@ -292,22 +292,11 @@ class RowStage(Stage):
         self.padding: int | None = None
         self.before = 1.0  # what sums, which are in float32, are multiplied by before another stage rounds them
 
-    def launch(
-        self,
-        inputs: Sequence[torch.Tensor],
-        out: DBuffer,
-        pool: Pool,
-        op: Op,
-        held: list[torch.Tensor],
-        *,
-        after: Sequence[Ticket] = (),
-        then: Callable[[], None] | None = None,
-        name: str = "",
-        comm: Any = None,
-    ) -> Ticket:
+    def launch(self, inputs: Runs, out: DBuffer, of: Reduction, after: Tickets = (), then: Action = None) -> Ticket:
         if inputs:
-            return super().launch(inputs, out, pool, op, held, after=after, then=then, name=name, comm=comm)
-        group, lane = self._among(pool.lane), pool.lane
+            return super().launch(inputs, out, of, after, then)
+        lane = of.pool.lane
+        group = self._among(lane)
         waiting, self.waiting = self.waiting, []
         width = out.layout.slots[0].shape[1]
         tickets: list[Ticket] = []
@@ -317,10 +306,10 @@ class RowStage(Stage):
                 sent = _added(grad, look_up.seats, sum(look_up.asked))
                 got = sent.new_empty(sum(look_up.served), width)
                 splits = [count * width for count in look_up.served], [count * width for count in look_up.asked]
-                tickets.append(lane.all_to_all(group, got.view(-1), sent.view(-1), *splits, name=name))
+                tickets.append(lane.all_to_all(group, got.view(-1), sent.view(-1), *splits, name=of.name))
                 received.append(got)
-                held += (sent, got, look_up.seats, look_up.wanted)  # these two are of another stream
-        factor = self.before / group.size() if op == "avg" else self.before
+                of.held += (sent, got, look_up.seats, look_up.wanted)  # these two are of another stream
+        factor = self.before / group.size() if of.op == "avg" else self.before
 
         def add() -> None:
             for ticket in tickets:

@@ -259,7 +259,7 @@ class _Gradients(Gradients):
             if clock is not None:
                 clock.wait(end)
 
-        return Reduction(Ticket(then=over), name)
+        return Reduction(pool, name, ticket=Ticket(then=over))
 
 
 _CPU = torch.device("cpu")
