@@ -33,11 +33,6 @@ from flatshard.engine.weights import Group
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
-def is_moved(group: Group) -> bool:
-    """Whether somebody has replaced a parameter of ours in its module, or its memory. Asked once per forward."""
-    return group.look.has_changed()
-
-
 @_torch.lasting()
 def absorb(
     group: Group, awaited: bool, *, root: nn.Module | None = None, wait: bool = False, ours: bool = False

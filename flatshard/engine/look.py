@@ -43,7 +43,7 @@ class Look:
             self._places.append((site.slots, site.name, parameter))
 
     def has_changed(self) -> bool:
-        """Whether anything is different now."""
+        """Whether somebody has replaced a parameter in its module, or its memory. Asked once per forward."""
         try:
             for slots, name, parameter in self._places:
                 if slots[name] is not parameter:

@@ -278,8 +278,7 @@ class Scope:
         """The running pass has come to a unit: launch its gather, if there is to be one, and those of the next."""
         if not (unit.settings.is_optional and self.program.has_needed(unit.index)):  # again is nobody else's affair
             self.program.need(unit.index, self._comes_later)
-        if unit.index in self._ahead:
-            self._ahead.discard(unit.index)
+        self._ahead.discard(unit.index)
         if self._retained == unit.index:
             self._retained = None  # in use again
         if gather and not unit.is_gathered:

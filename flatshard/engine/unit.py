@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import _torch
 from flatshard.engine.calls import Call, LeftBehind, anchored
-from flatshard.engine.changes import is_moved
 from flatshard.engine.parameters import Member, Plain, Site
 from flatshard.engine.program import Pass
 from flatshard.engine.reduction import Goal
@@ -582,7 +581,7 @@ class Unit:
             return False
         if self.kept != [group.state for group in self.needs]:
             return False
-        return not any(is_moved(group) for group in self.groups if not group.is_full)
+        return not any(group.look.has_changed() for group in self.groups if not group.is_full)
 
     @property
     def shows_full(self) -> bool:

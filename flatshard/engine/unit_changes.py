@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from flatshard import _torch
 from flatshard.engine import changes
-from flatshard.engine.changes import Change, is_moved
+from flatshard.engine.changes import Change
 from flatshard.engine.names import Names
 from flatshard.engine.tying import tie
 
@@ -38,7 +38,7 @@ def absorb(unit: Unit, ours: bool = False) -> None:
 def absorb_moved(unit: Unit) -> None:
     """The same, for what was done to a module in there that tells nobody. The parameters are about to be used."""
     for group in list(unit.groups):
-        if not group.is_full and is_moved(group):
+        if not group.is_full and group.look.has_changed():
             if unit.is_written:
                 raise RuntimeError(f"unit '{unit.name}' is used in the body of gathered(write=True); leave that first")
             group.release()  # it may have been gathered ahead
