@@ -24,9 +24,9 @@ from flatshard.buffer.custom import gather_by, reduce_by
 from flatshard.buffer.groups import own_group
 from flatshard.buffer.peers import Peers, node_number
 from flatshard.buffer.tickets import DONE as DONE
-from flatshard.buffer.tickets import Operation
+from flatshard.buffer.tickets import Action, Operation, Tickets
 from flatshard.buffer.tickets import Ticket as Ticket
-from flatshard.buffer.ways import Gather, Op
+from flatshard.buffer.ways import Gather, Op, Tensors
 from flatshard.trust.alarm import alarm
 from flatshard.trust.record import KINDS, ranges, record
 
@@ -45,7 +45,7 @@ class _Inside:
     """Makes a lane's stream the current one. One per lane, since entering is on the path of every launch."""
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        self.after: Sequence[Ticket] = ()
+        self.after: Tickets = ()
         self.began: Any = None  # when, in a recording
         self._stream = stream
         self._outer: torch.cuda.Stream | None = None
@@ -123,7 +123,7 @@ class Lane:
             raise ValueError(f"the process group has ranks {given}; axis {axis} of the mesh has {ranks}")
         self._groups[mesh, axis, self.own_groups] = group
 
-    def entered(self, after: Sequence[Ticket] = ()) -> _Inside:
+    def entered(self, after: Tickets = ()) -> _Inside:
         """A context in which device work goes in this lane's order, after the given tickets. Can be nested."""
         self.inside.after = after
         return self.inside
@@ -164,10 +164,10 @@ class Lane:
     def all_gather(
         self,
         group: ProcessGroup,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
+        outputs: Tensors,
+        inputs: Tensors,
         *,
-        after: Sequence[Ticket] = (),
+        after: Tickets = (),
         name: str = "",
         comm: Any = None,
     ) -> Ticket:
@@ -184,12 +184,12 @@ class Lane:
     def reduce_scatter(
         self,
         group: ProcessGroup,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
+        outputs: Tensors,
+        inputs: Tensors,
         op: Op = "sum",
         *,
-        after: Sequence[Ticket] = (),
-        then: Callable[[], None] | None = None,
+        after: Tickets = (),
+        then: Action = None,
         name: str = "",
         comm: Any = None,
     ) -> Ticket:
@@ -213,13 +213,7 @@ class Lane:
             return self._reduce_scatter(group, outputs, inputs, op, then, name)
 
     def _reduce_scatter(
-        self,
-        group: ProcessGroup,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        op: Op,
-        then: Callable[[], None] | None,
-        name: str,
+        self, group: ProcessGroup, outputs: Tensors, inputs: Tensors, op: Op, then: Action, name: str
     ) -> Ticket:
         """Inside the lane, by an operation that the backend knows."""
         options = _torch.REDUCE_SCATTER[op]
@@ -238,13 +232,7 @@ class Lane:
         return self._finish(group, "reduce_scatter", name, ways.nbytes(inputs), works, then)
 
     def all_reduce(
-        self,
-        group: ProcessGroup,
-        tensors: Sequence[torch.Tensor],
-        op: Op = "sum",
-        *,
-        after: Sequence[Ticket] = (),
-        name: str = "",
+        self, group: ProcessGroup, tensors: Tensors, op: Op = "sum", *, after: Tickets = (), name: str = ""
     ) -> Ticket:
         """Reduce each tensor over the ranks, in place."""
         ways.require_native(tensors, "all_reduce")
@@ -284,7 +272,7 @@ class Lane:
         output_splits: Sequence[int],
         input_splits: Sequence[int],
         *,
-        after: Sequence[Ticket] = (),
+        after: Tickets = (),
         name: str = "",
     ) -> Ticket:
         """Send split ``r`` of the input to rank ``r``; splits are counted in elements, and equal if none are given."""
@@ -324,22 +312,14 @@ class Lane:
             found: list[int] = values.tolist()
         return found
 
-    def _lowered(
-        self, group: ProcessGroup, op: Op, outputs: Sequence[torch.Tensor]
-    ) -> tuple[Op, Callable[[], None] | None]:
+    def _lowered(self, group: ProcessGroup, op: Op, outputs: Tensors) -> tuple[Op, Action]:
         """The operation that the backend knows, and what remains to be done to the outputs."""
         if op != "avg" or self.backend_in(group) not in _WITHOUT_AVG:
             return op, None
         return "sum", lambda: torch._foreach_div_(list(outputs), group.size())
 
     def _finish(
-        self,
-        group: ProcessGroup,
-        kind: str,
-        name: str,
-        numbytes: int,
-        works: Sequence[Work],
-        then: Callable[[], None] | None = None,
+        self, group: ProcessGroup, kind: str, name: str, numbytes: int, works: Sequence[Work], then: Action = None
     ) -> Ticket:
         if self.stream is None:
             ticket = Ticket(works=works, then=then)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed import Work
@@ -16,6 +16,9 @@ from torch.distributed import Work
 from flatshard import _torch
 from flatshard.trust.alarm import PATIENCE, alarm
 from flatshard.trust.record import PHASES, record
+
+Action: TypeAlias = Callable[[], None] | None  # what is to be done at the end of an operation, if anything
+Tickets: TypeAlias = "Sequence[Ticket]"
 
 
 @dataclass(slots=True)
@@ -38,13 +41,7 @@ class Ticket:
 
     __slots__ = ("__weakref__", "_device", "_epoch", "_event", "_failed", "_then", "_works", "what")
 
-    def __init__(
-        self,
-        event: Any = None,
-        device: int = 0,
-        works: Sequence[Work] = (),
-        then: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, event: Any = None, device: int = 0, works: Sequence[Work] = (), then: Action = None) -> None:
         self._event, self._epoch = event, _torch.epochs.now
         self._device = device
         self._works = works

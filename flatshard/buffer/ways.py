@@ -12,13 +12,14 @@ from torch.distributed import ProcessGroup, Work
 from flatshard import _torch
 from flatshard.buffer.custom import gather_by
 from flatshard.buffer.peers import PeerGather
-from flatshard.buffer.tickets import Ticket
+from flatshard.buffer.tickets import Action, Ticket
 
 if TYPE_CHECKING:
     from flatshard.buffer.lanes import Lane
 
 Op: TypeAlias = Literal["sum", "avg", "max"]
-_Started: TypeAlias = "tuple[list[Work], Callable[[], None] | None]"
+Tensors: TypeAlias = Sequence[torch.Tensor]
+_Started: TypeAlias = tuple[list[Work], Action]
 
 # What every backend reduces and moves as it is. Anything else is moved as bytes, and cannot be reduced.
 _NATIVE = frozenset(
@@ -38,9 +39,7 @@ class Gather:
 
     _call: Callable[[], _Started]
 
-    def __init__(
-        self, lane: Lane, group: ProcessGroup, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> None:
+    def __init__(self, lane: Lane, group: ProcessGroup, outputs: Tensors, inputs: Tensors) -> None:
         self._lane, self._group = lane, group
         self._numbytes = nbytes(outputs)
         outputs, inputs = list(as_bytes(outputs)), list(as_bytes(inputs))
@@ -83,9 +82,7 @@ class _OneCall:
         return _torch.all_gather_one(group, output_tensor, input_tensor, _torch.ALL_GATHER)
 
 
-def exchange_pieces(
-    group: ProcessGroup, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: Op
-) -> tuple[list[Work], Callable[[], None]]:
+def exchange_pieces(group: ProcessGroup, outputs: Tensors, inputs: Tensors, op: Op) -> _Started:
     """A reduce-scatter for Gloo, whose own is an all-reduce per tensor: twice the bytes, and many times the messages.
 
     Each rank sends the others their pieces and reduces what it is sent, always in the order of ranks.
@@ -115,11 +112,11 @@ def join(work: Work | None) -> None:
         work.wait()
 
 
-def nbytes(tensors: Sequence[torch.Tensor]) -> int:
+def nbytes(tensors: Tensors) -> int:
     return sum([tensor.nbytes for tensor in tensors])
 
 
-def one_after_other(*actions: Callable[[], None] | None) -> Callable[[], None] | None:
+def one_after_other(*actions: Action) -> Action:
     """All of them as one, in their order; None if there are none."""
     found = list(filter(None, actions))
     if len(found) < 2:
@@ -132,7 +129,7 @@ def one_after_other(*actions: Callable[[], None] | None) -> Callable[[], None] |
     return act
 
 
-def copied(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[Work]:
+def copied(outputs: Tensors, inputs: Tensors) -> list[Work]:
     """What a collective of one rank does."""
     apart = [(out, inp) for out, inp in zip(outputs, inputs) if out.data_ptr() != inp.data_ptr()]
     if apart:
@@ -140,13 +137,13 @@ def copied(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> l
     return []
 
 
-def as_bytes(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def as_bytes(tensors: Tensors) -> Tensors:
     """The tensors of one call, which share a dtype, as the backend can move them."""
     if not tensors or tensors[0].dtype in _NATIVE:
         return tensors
     return [tensor.view(torch.uint8) for tensor in tensors]
 
 
-def require_native(tensors: Sequence[torch.Tensor], kind: str) -> None:
+def require_native(tensors: Tensors, kind: str) -> None:
     if tensors and tensors[0].dtype not in _NATIVE:
         raise TypeError(f"{kind} of {tensors[0].dtype}: no backend can add it; cast to float32 or bfloat16 first")

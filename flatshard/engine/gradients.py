@@ -22,6 +22,7 @@ import torch
 
 from flatshard import _torch
 from flatshard.buffer import DONE, DBuffer, Pool, Ticket
+from flatshard.buffer.tickets import Action
 from flatshard.buffer.ways import one_after_other
 from flatshard.engine.codec import as_plain
 from flatshard.engine.direct import Direct, fill
@@ -30,7 +31,7 @@ from flatshard.engine.hooks import call_finished, change_gradients
 from flatshard.engine.host import Home
 from flatshard.engine.main_grads import MainGrads, zero_between
 from flatshard.engine.parameters import Member
-from flatshard.engine.reduction import Action, Goal, Reduction, Stage, stages_to, sum_dtype
+from flatshard.engine.reduction import Goal, Reduction, Stage, stages_to, sum_dtype
 from flatshard.engine.staging import add_to, fill_runs, sole_owners
 from flatshard.layout import Layout, Partial, Placement, is_sharded
 from flatshard.policy import MixedPrecisionPolicy, Placements

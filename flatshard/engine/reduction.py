@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -14,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatshard.buffer import DONE, DBuffer, Lane, Op, Pool, Ticket
 from flatshard.buffer.blocks import Coder
 from flatshard.buffer.dbuffer import held_by_this_rank
+from flatshard.buffer.tickets import Action, Tickets
+from flatshard.buffer.ways import Tensors
 from flatshard.engine.formats import Formats
 from flatshard.engine.main_grads import MainGrads
 from flatshard.layout import Partial, Placement, is_sharded
@@ -37,7 +38,7 @@ class Reduction:
     comm: Any = None  # a `ReduceScatter` of torch's that the first stage is to use
     held: list[torch.Tensor] = field(default_factory=list)  # what the lane reads until it is over
     ticket: Ticket = DONE
-    then: Callable[[], None] | None = None  # called when it is over
+    then: Action = None  # called when it is over
     writes: MainGrads | None = None  # which are its result
 
     def wait(self) -> None:
@@ -47,11 +48,6 @@ class Reduction:
         finally:
             if self.writes is not None:
                 self.writes.in_flight -= 1
-
-
-Runs: TypeAlias = Sequence[torch.Tensor]
-Tickets: TypeAlias = Sequence[Ticket]
-Action: TypeAlias = "Callable[[], None] | None"
 
 
 class Stage:
@@ -65,7 +61,7 @@ class Stage:
         self._scatters = is_sharded(placements[axis])
         self._group: tuple[Lane, bool, ProcessGroup] | None = None
 
-    def launch(self, inputs: Runs, out: DBuffer, of: Reduction, after: Tickets = (), then: Action = None) -> Ticket:
+    def launch(self, inputs: Tensors, out: DBuffer, of: Reduction, after: Tickets = (), then: Action = None) -> Ticket:
         """Reduce runs into ``out`` and do ``then``, inside the lane. What that reads besides the inputs is held."""
         if not inputs:  # only empty tensors
             return Ticket()
@@ -104,7 +100,7 @@ class EncodedStage(Stage):
         self._is_stochastic = stochastic
         self._noise: torch.Tensor | None = None  # another number on each rank, and in each reduce
 
-    def launch(self, inputs: Runs, out: DBuffer, of: Reduction, after: Tickets = (), then: Action = None) -> Ticket:
+    def launch(self, inputs: Tensors, out: DBuffer, of: Reduction, after: Tickets = (), then: Action = None) -> Ticket:
         if not inputs:
             return Ticket()
         assert of.comm is None  # refused where it is set

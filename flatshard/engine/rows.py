@@ -30,9 +30,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from flatshard import _torch
 from flatshard.buffer import DONE, DBuffer, Lane, Pool, Ticket
+from flatshard.buffer.tickets import Action, Tickets
+from flatshard.buffer.ways import Tensors
 from flatshard.engine.formats import Formats
 from flatshard.engine.gradients import Gradients, refuse_orphan
-from flatshard.engine.reduction import Action, Goal, Reduction, Runs, Stage, Tickets, sum_dtype
+from flatshard.engine.reduction import Goal, Reduction, Stage, sum_dtype
 
 if TYPE_CHECKING:
     from flatshard.engine.scope import Scope
@@ -292,7 +294,7 @@ class RowStage(Stage):
         self.padding: int | None = None
         self.before = 1.0  # what sums, which are in float32, are multiplied by before another stage rounds them
 
-    def launch(self, inputs: Runs, out: DBuffer, of: Reduction, after: Tickets = (), then: Action = None) -> Ticket:
+    def launch(self, inputs: Tensors, out: DBuffer, of: Reduction, after: Tickets = (), then: Action = None) -> Ticket:
         if inputs:
             return super().launch(inputs, out, of, after, then)
         lane = of.pool.lane
