@@ -15,11 +15,7 @@ from torch.distributed import ProcessGroup, Work
 
 
 def gather_by(
-    comm: Any,
-    group: ProcessGroup,
-    outputs: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    asynchronous: bool,
+    comm: Any, group: ProcessGroup, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], asynchronous: bool
 ) -> tuple[list[Work], Callable[[], None]]:
     """Start gathering each input into its output; what to wait for, and what to call then."""
     sizes, world = [tensor.numel() for tensor in inputs], group.size()

@@ -22,10 +22,7 @@ def sole_owners(layout: Layout) -> tuple[int | None, ...]:
 
 
 def fill_runs(
-    layout: Layout,
-    staging: torch.Tensor,
-    runs: list[torch.Tensor | None],
-    gradients: Sequence[torch.Tensor | None],
+    layout: Layout, staging: torch.Tensor, runs: list[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]
 ) -> None:
     """Copy the gradients of all segments that have no run yet into one buffer, and give those segments its runs."""
     end = 0

@@ -37,12 +37,7 @@ def tie(unit: Unit, group: Group, take_over: Callable[[Unit], None]) -> None:
 
 
 def _tie(
-    unit: Unit,
-    group: Group,
-    index: int,
-    site: Site,
-    found: nn.Parameter,
-    take_over: Callable[[Unit], None],
+    unit: Unit, group: Group, index: int, site: Site, found: nn.Parameter, take_over: Callable[[Unit], None]
 ) -> None:
     assert unit.scope is not None
     member = group.members[index]
