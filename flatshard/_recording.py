@@ -26,7 +26,7 @@ Moment = Any
 
 @dataclass
 class Wait:
-    """``phase``: forward, backward, or reduce. Bytes that the pools of gathers and reduces hold, and of the device."""
+    """``phase``: forward, backward, or reduce. Bytes: of both pools, of main gradients, and of the whole device."""
 
     phase: str
     unit: str
@@ -34,6 +34,7 @@ class Wait:
     end: Moment
     gathered: int
     staging: int
+    gradients: int
     allocated: int | None
 
     @property
@@ -88,8 +89,10 @@ class Recording:
         begin = self.now(device)
         yield
         allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" and launches is self else None
-        pools = scope.gather_pool.live_bytes, scope.reduce_pool.live_bytes
-        self.waits.append(Wait(phase, unit, begin, self.now(device), *pools, allocated))
+        end, pools = self.now(device), (scope.gather_pool.live_bytes, scope.reduce_pool.live_bytes)
+        groups = [group for each in scope.units for group in each.groups] if launches is self else ()
+        gradients = sum(group.gradients.main_grads.live_bytes for group in groups)
+        self.waits.append(Wait(phase, unit, begin, end, *pools, gradients, allocated))
 
     def launched(
         self, lane: str, kind: str, unit: str, numbytes: int, begin: Moment, works: Sequence[Any], device: torch.device
@@ -153,7 +156,7 @@ class Recording:
             "waits": [{"phase": wait.phase, "unit": wait.unit, **self._span(wait, start)} for wait in waits],
             "memory": [
                 {"at": self._span(wait, start)["end"], "gathered": wait.gathered}
-                | {"staging": wait.staging, "allocated": wait.allocated}
+                | {"staging": wait.staging, "gradients": wait.gradients, "allocated": wait.allocated}
                 for wait in waits
             ],
             "units": [row for _, rows in self._scopes.values() for row in rows],

@@ -59,6 +59,11 @@ class MainGrads:
             self.buffer.local.untyped_storage().resize_(0)
             self.is_empty = True
 
+    @property
+    def live_bytes(self) -> int:
+        """What they take on the device now."""
+        return 0 if self.buffer is None or self.home.host else self.buffer.local.untyped_storage().nbytes()
+
     def wake(self) -> None:
         """Give storage to gradients that have been at rest."""
         assert self.buffer is not None

@@ -137,7 +137,7 @@ class Record:
         for wait in self.data["waits"]:
             events.append(_event(f"waits: {wait['phase']} {wait['unit']}", lanes["waits"], wait, {}))
         for sample in self.data["memory"]:
-            values = {name: sample[name] for name in ("gathered", "staging")}
+            values = {name: sample.get(name, 0) for name in ("gathered", "staging", "gradients")}
             events.append({"ph": "C", "pid": 0, "name": "memory", "ts": 1e6 * sample["at"], "args": values})
         for name, thread in lanes.items():
             events.append({"ph": "M", "pid": 0, "tid": thread, "name": "thread_name", "args": {"name": name}})

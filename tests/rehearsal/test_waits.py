@@ -57,6 +57,8 @@ def test_waits_are_reported_by_unit(tmp_path, capfd):
     assert [unit["unit"] for unit in record["units"]] == ["0", "1", "2"]
     one = 64 * 65 * 4
     assert max(sample["gathered"] for sample in record["memory"]) == 2 * one  # the one in use, and one ahead
+    gradients = [sample["gradients"] for sample in record["memory"]]
+    assert (min(gradients), max(gradients)) == (0, 3 * one // 4)  # a rank's part, until zero_grad
     assert main(["report", str(recorded), str(recorded), "-o", str(page), "--trace", str(trace)]) == 0
     assert page.read_text().count("h100-nvlink with own numbers") == 2
     events = json.loads(trace.read_text())["traceEvents"]
