@@ -1,4 +1,4 @@
-"""Every Python block of README and docs runs, every command in them parses, every link leads somewhere.
+"""Every Python block of README and docs runs, every command in them parses, every link and name leads somewhere.
 
 A block runs as one rank of a rehearsal, on a small model, with the names of `_names` and of its page. What cannot run
 here says why in `NOT_RUN`, and has to compile.
@@ -203,6 +203,28 @@ def test_links_lead_somewhere(page):
         if part and target.suffix == ".md":
             headings = re.findall(r"^#+ (.*)$", target.read_text(), re.M)
             assert part in {_slug(heading) for heading in headings}, link
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, *sorted((_ROOT / "docs" / "decisions").glob("*.md"))], ids=lambda page: page.name
+)
+def test_files_and_tests_that_a_page_names_are_there(page):
+    for file, test in re.findall(r"`((?:tests|benchmarks|flatshard|examples)/[\w/.-]+)(?:::(\w+))?`", page.read_text()):
+        assert (_ROOT / file).exists(), file
+        assert not test or f"\ndef {test}(" in (_ROOT / file).read_text(), test
+
+
+def test_every_cell_of_the_comparison_names_what_shows_it():
+    text = (_ROOT / "README.md").read_text()
+    notes = dict(re.findall(r"^\[(\d+)\] (.*)$", re.sub(r" (?=\[\d+\] `)", "\n", text), re.M))
+    rows = re.search(r"^\| \| flatshard \|.*?\n\n", text, re.S | re.M)[0].splitlines()[2:]
+    cells = [cell.strip() for row in rows if row for cell in row.strip("|").split("|")[1:]]
+    cited = [re.findall(r"\[(\d+)\]$", cell) for cell in cells if cell != "not tested"]
+    assert {number for (number,) in cited} == notes.keys()
+    results = (_ROOT / "benchmarks" / "results" / "README.md").read_text()
+    for number, note in notes.items():
+        heading = note.partition('"')[2].partition('"')[0]
+        assert "`tests/" in note or f"\n## {heading}\n" in results, number
 
 
 @pytest.mark.full
