@@ -20,9 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from flatshard import _torch
-from flatshard.buffer import Lane
+from flatshard.buffer import DONE, Lane, Ticket
 from flatshard.buffer.groups import joint_group
-from flatshard.buffer.lanes import DONE, Ticket
 from flatshard.buffer.ragged import RaggedDTensor
 from flatshard.layout import holding
 from flatshard.optim.owners import Box, Holders, Load
