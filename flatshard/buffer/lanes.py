@@ -23,9 +23,7 @@ from flatshard.buffer import ways
 from flatshard.buffer.custom import gather_by, reduce_by
 from flatshard.buffer.groups import own_group
 from flatshard.buffer.peers import Peers, node_number
-from flatshard.buffer.tickets import DONE as DONE
-from flatshard.buffer.tickets import Action, Operation, Tickets
-from flatshard.buffer.tickets import Ticket as Ticket
+from flatshard.buffer.tickets import DONE, Action, Operation, Ticket, Tickets
 from flatshard.buffer.ways import Gather, Op, Tensors
 from flatshard.trust.alarm import alarm
 from flatshard.trust.record import KINDS, ranges, record
