@@ -522,6 +522,8 @@ class Unit:
             self.release()
         elif self.is_gathered:
             self.keep()
+            if self.settings.reshard_after_backward and not self.holders:
+                self.hide()  # kept for the next micro-batch: whoever looks in between sees what he would without
         self.call = None  # a recompute that stopped early, or of a part of a list
         self.phase = Phase.RESTING
         self._unseen = False

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from flatshard import SchedulePolicy, fully_shard, microbatch, summary
 from flatshard.engine.keep import gathered_bytes
@@ -55,6 +56,7 @@ def _for_next(rank, world, blocks):
             before = unit_of(model).scope.gather_lane.launched if step else 0
             with microbatch(model, is_first=number == 0, is_last=number == 2):
                 model(inputs).sum().backward()
+            assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
             history = unit_of(model).scope.gather_lane.history
             found = sorted(operation.name for operation in history if operation.number > before)
             if step:  # a small unit saves most per byte: the root is kept first, then blocks as forward needs them
