@@ -237,10 +237,12 @@ def _require_same_rows(func: Any, args: Any, kwargs: Any) -> None:
             raise NotImplementedError(_refusal(f"{func} of tensors that are cut differently", first))
 
 
-def _copy(target: DTensor, source: torch.Tensor) -> DTensor:
+def _copy(target: torch.Tensor, source: torch.Tensor) -> DTensor:
     """``target.copy_(source)``. A collective call where they are cut differently; a plain tensor is whole."""
     if target.shape != source.shape:
         raise ValueError(f"cannot copy a tensor of shape {tuple(source.shape)} into one of {tuple(target.shape)}")
+    if not isinstance(target, DTensor):
+        raise NotImplementedError(_refusal("aten.copy_ into a plain tensor", source))
     local = _torch.local_of(target)
     if isinstance(target, RaggedDTensor) and isinstance(source, RaggedDTensor) and target._cut == source._cut:
         local.copy_(_torch.local_of(source))

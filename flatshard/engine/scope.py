@@ -378,7 +378,10 @@ class Scope:
 
     def _check_rest(self, method: str) -> None:
         if self.program.running is not None:
-            raise RuntimeError(f"{method}: a {self.program.running.value} is running; call it between passes")
+            raise RuntimeError(
+                f"{method}: a {self.program.running.value} is running; call it between passes, or, if an exception "
+                "interrupted that one, after reset() on the root"
+            )
 
     def retain(self, unit: Unit) -> None:
         """Keep a recomputed unit gathered for its backward, which usually is next; only the last one is kept."""

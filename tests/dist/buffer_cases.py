@@ -197,3 +197,5 @@ def dtensors_are_canonical(rank, world, device):
         ragged @ ragged.t()
     with pytest.raises(NotImplementedError, match="cut differently"):
         ragged + as_dtensor(packed, 0)
+    with pytest.raises(NotImplementedError, match="into a plain tensor"):
+        pair[1].copy_(ragged)
