@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 from flatshard import MixedPrecisionPolicy, fully_shard, gathered
 from flatshard.engine.roots import unit_of
@@ -199,7 +199,12 @@ def test_ties_lists_and_ignored_parameters_are_copied_too(interpreters, together
 
 def _averaged(rank, world, average):
     model, reference = shard(make()), make()
-    functions = {"multi_avg_fn": get_ema_multi_avg_fn(0.9)} if average == "ema" else {}
+    functions = {
+        "ema": {"multi_avg_fn": get_ema_multi_avg_fn(0.9)},
+        "buffers": {"avg_fn": get_ema_avg_fn(0.9), "use_buffers": True},
+    }.get(average, {})
+    for each in (model, reference):
+        each.register_buffer("seen", torch.zeros(2))
     means = [AveragedModel(each, **functions) for each in (model, reference)]
     optimizers = [optimizer_of(each.parameters()) for each in (model, reference)]
     for step in range(3):
@@ -208,12 +213,14 @@ def _averaged(rank, world, average):
         for optimizer, mean, each in zip(optimizers, means, (model, reference)):
             optimizer.step()
             optimizer.zero_grad()
+            each.seen.add_(1)
             mean.update_parameters(each)
         with torch.no_grad():
             torch.testing.assert_close(means[0](rows(rank)), means[1](rows(rank)))
     compare(weights_of(means[0].module), weights_of(means[1].module))
+    torch.testing.assert_close(means[0].module.seen, means[1].module.seen)
 
 
-@pytest.mark.parametrize("average", ["mean", "ema"])
+@pytest.mark.parametrize("average", ["mean", "ema", "buffers"])
 def test_averaged_models(interpreters, average):
     interpreters(2, _averaged, average)
