@@ -180,7 +180,9 @@ def _take_settings(unit: Unit, new: dict[int, Unit]) -> None:
         else [weakref.ref(new[id(each)]) for ref in refs if (each := ref()) is not None and id(each) in new]
         for refs in (settings.prefetch_in_forward, settings.prefetch_in_backward)
     ]
-    made.settings = replace(settings, prefetch_in_forward=ahead[0], prefetch_in_backward=ahead[1])
+    # A body of `microbatch` that may be running is over for the other alone.
+    alone = replace(settings, is_first=True, is_last=True)
+    made.settings = replace(alone, prefetch_in_forward=ahead[0], prefetch_in_backward=ahead[1])
     made.policy = unit.policy
     for mine, theirs in zip(made.groups, unit.groups, strict=True):
         mine.set_policy(theirs.policy)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
-from flatshard import MixedPrecisionPolicy, fully_shard, gathered
+from flatshard import MixedPrecisionPolicy, fully_shard, gathered, microbatch
 from flatshard.engine.roots import unit_of
 from tests.order.cases import backward_of_all, compare, grads_of, make, optimizer_of, rows, shard, weights_of
 
@@ -95,7 +95,10 @@ def _changed_since(rank, world):
     model.set_mp_policy(MixedPrecisionPolicy())
     model.set_gradient_divide_factor(1.0)
     model[0].weight.requires_grad_(False)
-    twin = copy.deepcopy(model)
+    with microbatch(model, is_first=False, is_last=False):
+        twin = copy.deepcopy(model)
+    assert unit_of(twin).settings.is_first
+    assert unit_of(twin).settings.is_last
     for each in (model, twin):
         each(torch.ones(2, 5)).square().sum().backward()
     compare(weights_of(twin), weights_of(model))
