@@ -85,11 +85,16 @@ class Trainer:
         if folder is None:
             return 0
         ranks = exchange("checkpoint_load")
-        newest = together(ranks, lambda: _name_of(checkpoint.latest(folder)) if ranks.rank == 0 else None)[0]
+        newest = together(ranks, lambda: _newest(folder) if ranks.rank == 0 else None)[0]
         if newest is None:
             return 0
         found = folder / newest
-        extra = checkpoint.load(found, self.model, self.optimizer)
+        try:
+            extra = checkpoint.load(found, self.model, self.optimizer)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}. Without {found}, the run continues from the checkpoint before it"
+            ) from error
         self.settings.check_continues(extra["recipe"], found)
         return int(extra["step"])
 
@@ -264,5 +269,16 @@ def _local_bytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.to_local().nbytes for tensor in tensors if isinstance(tensor, DTensor))
 
 
-def _name_of(path: Path | None) -> str | None:
-    return None if path is None else path.name
+def _newest(folder: Path) -> str | None:
+    """The name of the newest checkpoint. CheckpointError where a broken one is in the way of those to come."""
+    found = checkpoint.latest(folder)
+    done = 0 if found is None else _step_of(found)
+    odd = next((path for path in folder.glob("step-*") if _step_of(path) > done), None)
+    if odd is not None:
+        raise CheckpointError(f"{odd} is no whole checkpoint, and step {_step_of(odd)} is to be saved there: remove it")
+    return None if found is None else found.name
+
+
+def _step_of(path: Path) -> int:
+    number = path.name.removeprefix("step-")
+    return int(number) if number.isdecimal() else 0
