@@ -76,14 +76,17 @@ class Rows:
         group = self._group()
         assert group is not None
         if _torch.transforming():
-            raise RuntimeError(f"unit '{unit.name}' is an embedding by rows, which functional transforms do not know")
+            raise RuntimeError(
+                f"unit '{unit.name}' is an embedding by rows, which functional transforms do not know: "
+                "call fully_shard on it without rows=True"
+            )
         if tokens.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"unit '{unit.name}': tokens must be int32 or int64, not {tokens.dtype}")
         even = self._even or (tokens.is_cuda and torch.cuda.is_current_stream_capturing())
         if even and not self._least:
             raise ValueError(
                 f"unit '{unit.name}' has {self._number} rows over {len(self._first)} ranks, some of which hold none: "
-                "its look-ups cannot be even, or captured"
+                "its look-ups cannot be even, or captured; call fully_shard on it without rows=True"
             )
         if scope.program.announces:
             scope.announcer.announce(f"look up {tokens.numel()} rows of" if even else "look up rows of", unit)

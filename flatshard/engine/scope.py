@@ -92,7 +92,9 @@ class Scope:
     def share(self, other: Scope) -> None:
         """Communicate over the lanes, and from the pools, of another scope."""
         if self.program.running is not None or self.reduces.in_flight:
-            raise RuntimeError("a model cannot change its lanes during a forward or backward")
+            raise RuntimeError(
+                "a model cannot change its lanes during a forward or backward; call share_comm_ctx between steps"
+            )
         for unit in self.units:
             unit.release()
         self.gather_lane, self.rows_lane = other.gather_lane, other.rows_lane
@@ -464,11 +466,16 @@ class Scope:
             groups = [lane.group(mesh, axis) for mesh in self.meshes for axis in range(mesh.ndim)]
             if self.policy.wire == "peers":
                 if not lane.see_peers(groups):
-                    raise ValueError('SchedulePolicy(wire="peers"): no axis of the mesh lies within one node')
+                    raise ValueError(
+                        'SchedulePolicy(wire="peers"): no axis of the mesh lies within one node; leave it out'
+                    )
                 continue
             names = {_torch.backend_name(group, self.device) for group in groups}
             if names != {"nccl"}:
-                raise ValueError(f"SchedulePolicy(registered=True): only NCCL registers memory, not {', '.join(names)}")
+                given = ", ".join(names)
+                raise ValueError(
+                    f"SchedulePolicy(registered=True): only NCCL registers memory, not {given}; leave it out"
+                )
             lane.greet(groups)
             pool.register(groups)
 

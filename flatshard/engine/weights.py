@@ -123,7 +123,9 @@ class Group:
                 f"main_dtype={policy.main_dtype}: the main weights of '{name}' and its group are {main}, and keep it"
             )
         if self.gradients.comm is not None and policy.reduce_format is not None:
-            raise ValueError(f"reduce_format={policy.reduce_format!r}: '{name}' has a custom reduce-scatter")
+            raise ValueError(
+                f"reduce_format={policy.reduce_format!r}: '{name}' has a custom reduce-scatter; leave one out"
+            )
         dtype, known = policy.grad_of(main, policy.compute_of(self.own)), self.gradients.grad_dtype
         has_some = self.gradients.has_partial or any(member.sharded.grad is not None for member in self.members)
         if has_some and dtype != known:
@@ -199,10 +201,13 @@ class Group:
     def check_hold(self) -> None:
         """Raise if `hold` cannot be."""
         if self.by_rows:
-            raise NotImplementedError(f"parameter '{self.members[0].name}' is looked up by rows: nothing holds it")
+            raise NotImplementedError(
+                f"parameter '{self.members[0].name}' is looked up by rows: nothing holds it; leave its unit out"
+            )
         if self.is_extended:
             raise NotImplementedError(
-                f"parameter '{self.members[0].name}' is encoded anew in each gather: nothing holds it"
+                f"parameter '{self.members[0].name}' is encoded anew in each gather: nothing holds it; "
+                "leave its unit out"
             )
 
     def hold(self, pool: Pool, name: str) -> None:
