@@ -147,7 +147,7 @@ class Recording:
         ends = [self.seconds(moment) for moment in self.steps]
         bounds = list(pairwise(ends))[-keep:]
         if not bounds:
-            raise ValueError("a recording needs two steps of an optimizer, since the first has no beginning")
+            raise ValueError("a recording needs two steps of an optimizer or more: the first has no beginning")
         start, stop = bounds[0][0], bounds[-1][1]
         waits = [wait for wait in self.waits if start <= self.seconds(wait.begin) < stop]
         return {

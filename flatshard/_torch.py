@@ -85,7 +85,10 @@ def _method(*names: str) -> Callable[..., Work]:
         if hasattr(ProcessGroup, name):
             method: Callable[..., Work] = getattr(ProcessGroup, name)
             return method
-    raise ImportError(f"this torch has none of ProcessGroup.{', ProcessGroup.'.join(names)}")
+    missing = ", ProcessGroup.".join(names)
+    raise ImportError(
+        f"this torch ({torch.__version__}) has none of ProcessGroup.{missing}; install torch 2.11 or newer"
+    )
 
 
 # The coalesced forms take lists of tensors and launch once. The wrappers of torch.distributed around them cost several
@@ -356,7 +359,10 @@ def lie_over(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 def allow_grad_of(tensor: torch.Tensor, dtype: torch.dtype) -> None:
     """Let ``tensor`` have a gradient of another dtype than its own. Drops one of a third dtype."""
     if not hasattr(tensor, "grad_dtype"):
-        raise RuntimeError(f"this torch ({torch.__version__}) cannot have gradients of another dtype than their tensor")
+        raise RuntimeError(
+            f"this torch ({torch.__version__}) cannot have gradients of another dtype than their tensor; leave out "
+            "grad_dtype, or install torch 2.11 or newer"
+        )
     if tensor.grad_dtype != dtype:
         if tensor.grad is not None and tensor.grad.dtype != dtype:
             tensor.grad = None  # autograd refuses the change while a gradient is there
@@ -1123,5 +1129,5 @@ def is_shipped_comm(comm: Any) -> bool:
 def _comm(name: str) -> Any:
     found = getattr(_fsdp_collectives, name, None)
     if found is None:
-        raise RuntimeError(f"this torch ({torch.__version__}) has no {name}")
+        raise RuntimeError(f"this torch ({torch.__version__}) has no {name}; set_symm_mem_for_comm needs it")
     return found

@@ -225,7 +225,8 @@ class FSDPModule(TorchFSDPModule):
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of `set_gradient_divide_factor`."""
-        warnings.warn("use set_gradient_divide_factor", DeprecationWarning, stacklevel=2)
+        told = "set_reduce_scatter_divide_factor is an old name: use set_gradient_divide_factor"
+        warnings.warn(told, DeprecationWarning, stacklevel=2)
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:

@@ -162,7 +162,8 @@ def _stage_optimizer(manifest: Manifest, reader: Reader, model: nn.Module, optim
     groups = [decode(group, lambda key: _whole(manifest, reader, key)) for group in saved["groups"]]
     if len(groups) != len(optimizer.param_groups):
         raise CheckpointError(
-            f"{manifest.folder} has {len(groups)} parameter groups; the optimizer has {len(optimizer.param_groups)}"
+            f"{manifest.folder} has {len(groups)} parameter groups; the optimizer has {len(optimizer.param_groups)}: "
+            "make it as it was"
         )
     names, owned_of = names_of(model), owner_of_entries(optimizer)
     state: dict[Any, Any] = defaultdict(dict)

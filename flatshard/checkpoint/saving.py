@@ -218,7 +218,7 @@ def complete(folder: Path) -> list[tuple[int, Path]]:
             try:
                 found.append((Manifest(path).saved, path))
             except CheckpointError as error:
-                _LOG.warning("%s", error)
+                _LOG.warning("%s; it is passed over: remove %s", error, path)
     return sorted(found)
 
 

@@ -48,7 +48,8 @@ class Calls:
             if odd is not None:
                 raise RuntimeError(
                     f"{type(self._optimizer).__name__} has other values of '{odd}' in its parameter group after some "
-                    "matrices than after others: it adds up over all parameters, which no rank has"
+                    "matrices than after others: it adds up over all parameters, which no rank has; "
+                    "use another optimizer"
                 )
 
     def close(self) -> None:

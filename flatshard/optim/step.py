@@ -100,7 +100,9 @@ def fully_shard_optimizer(
     choice = _choice(whole, split, cost, owners, bucket_bytes)
     if _LOCAL in optimizer.__dict__:
         if isinstance(optimizer.__dict__[_LOCAL], Whole) != (choice is not None):
-            raise ValueError("fully_shard_optimizer was called on this optimizer before, with another `whole`")
+            raise ValueError(
+                "fully_shard_optimizer was called on this optimizer before, with another `whole`; call it on a new one"
+            )
         optimizer.__dict__[_LOCAL].uncast = precision_aware
         return optimizer
     side = Local(type(optimizer) in ELEMENTWISE, precision_aware)
@@ -470,7 +472,7 @@ def repoint(optimizer: Optimizer) -> None:
                 continue
             sharded = successor_of(original)
             if sharded is None:
-                raise RuntimeError("the model that this optimizer was built for has been deleted")
+                raise RuntimeError("the model that this optimizer was built for has been deleted; build another")
             group["params"][place] = sharded
             state = optimizer.state.pop(original, None)
             if state is None:

@@ -72,7 +72,9 @@ class Together(Optimizer):
         """Load what `state_dict` gave, or what one optimizer with the same groups gives."""
         groups, count = state_dict["param_groups"], len(self.param_groups)
         if len(groups) != count:
-            raise ValueError(f"the state has {len(groups)} parameter groups; these optimizers have {count}")
+            raise ValueError(
+                f"the state has {len(groups)} parameter groups; these optimizers have {count}: make them as they were"
+            )
         for each, theirs in self._shares(groups):
             numbers = {n for group in theirs for n in group["params"]}
             each.load_state_dict({"state": _only(state_dict["state"], numbers), "param_groups": theirs})

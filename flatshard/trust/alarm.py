@@ -96,7 +96,10 @@ class Alarm:
             if folder is not None:
                 record.keep_in(folder, rank)
         except OSError as error:
-            warnings.warn(f"the flight record is in memory only: {error}; set FLATSHARD_RECORD", stacklevel=2)
+            told = (
+                f"the flight record is in memory only: {error}; set FLATSHARD_RECORD to a folder that can be written to"
+            )
+            warnings.warn(told, stacklevel=2)
 
     def _left(self, of: weakref.ref[Any]) -> None:
         """The process group is no more. If it was an error that ended it, it says so with its last breath."""
