@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Literal
 
 import torch
@@ -264,8 +265,7 @@ def _from_transformers(source: str, config: Mapping[str, Any]) -> nn.Module:
         return model
     except Exception as error:  # of many types: each model checks its own configuration, and may lack a package
         raise ValueError(
-            f"model_type is {kind!r}, which transformers cannot make: {' '.join(str(error).split())}; "
-            "give module:callable"
+            f"model_type is {kind!r}, which transformers cannot make: {shorten(str(error), 300)}; give module:callable"
         ) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -60,13 +61,26 @@ def _from_config(path: Path, vocab: int) -> Any:
         raise Mistake("--model: transformers is not installed: pip install 'flatshard[hf]'") from error
     try:
         config = AutoConfig.from_pretrained(str(path))
-        if config.vocab_size < vocab:
-            raise Mistake(f"--model {path}: knows {config.vocab_size} tokens; the data has {vocab}")
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except (OSError, ValueError, KeyError) as error:
-        if isinstance(error, Mistake):
-            raise
-        raise Mistake(f"--model {path}: {' '.join(str(error).split())}") from error
+        known = getattr(config.get_text_config(), "vocab_size", vocab)
+        if known < vocab:
+            raise Mistake(f"--model {path}: knows {known} tokens; the data has {vocab}")
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        if _looks_ahead(model):
+            raise Mistake(f'--model {path}: tokens see those that they are to foretell; has it "is_decoder": true?')
+        return model
+    except Mistake:
+        raise
+    except Exception as error:  # of many types: each model checks its own configuration, and may lack a package
+        raise Mistake(f"--model {path}: {shorten(str(error), 300)}") from error
+
+
+@torch.no_grad()
+def _looks_ahead(model: Any) -> bool:
+    """Whether what a model makes of a token depends on the next. Some encoders are offered as causal models."""
+    tokens = torch.tensor([[0, 0], [0, 1]])
+    first = model.eval().base_model(input_ids=tokens, use_cache=False).last_hidden_state[:, 0]
+    model.train()
+    return not torch.allclose(first[0], first[1], rtol=1e-3, atol=1e-4)
 
 
 def build_mesh(settings: Settings, kind: str, world: int, nodes: int) -> DeviceMesh:

@@ -91,6 +91,15 @@ def test_a_model_of_transformers_trains_as_in_one_process(ranks, tmp_path, tied)
     assert losses[1][0] == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.full
+def test_models_of_transformers_that_cannot_foretell_are_refused(tmp_path):
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    for kind, expected in {"bert": "tokens see those that they are to foretell", "vit": "AutoModelForCausalLM"}.items():
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **small}))
+        with pytest.raises(Mistake, match=expected):
+            build_model(replace(TINY, model=tmp_path), 256)
+
+
 def test_a_loss_in_chunks_is_the_same_and_never_has_all_logits():
     torch.manual_seed(0)
     head, x, targets = nn.Linear(8, 50), torch.randn(2, 9, 8, requires_grad=True), torch.randint(50, (2, 9))
