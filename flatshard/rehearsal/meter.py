@@ -25,6 +25,10 @@ from flatshard.rehearsal.report import Report
 from flatshard.rehearsal.torch_private import cuda
 
 
+class TooFewSteps(RuntimeError):
+    """There is nothing to measure."""
+
+
 @dataclass
 class _Mark:
     clock: float
@@ -91,7 +95,7 @@ class Meter:
     def report(self, world: int, rank: int, network: Network) -> Report:
         marks = self._marks[self._warmup - 1 :]
         if len(marks) < 2:
-            raise RuntimeError(
+            raise TooFewSteps(
                 f"{len(self._marks)} step(s) were seen and the first {self._warmup} are warm-up: run more steps, or "
                 "call mark_step at the end of each if the script uses no torch optimizer"
             )

@@ -40,7 +40,10 @@ class ScriptFailed(Exception):
 
 
 def rehearse_script(plan: Plan, baseline: bool = True) -> Report:
-    """Run the script to its end and report; with ``baseline`` it runs again (its output dropped) on a free network."""
+    """Run the script to its end and report; with ``baseline`` it runs again (its output dropped) on a free network.
+
+    ValueError where it made too few steps.
+    """
     report = _run(plan, quiet=False)
     if baseline:
         free = replace(FREE, ranks_per_node=plan.network.ranks_per_node)
@@ -59,7 +62,10 @@ def _run(plan: Plan, quiet: bool) -> Report:
         code = subprocess.run(command, stdout=subprocess.DEVNULL if quiet else None).returncode
         if code:
             raise ScriptFailed(code)
-        report = Report.from_dict(json.loads(result.read_text()))
+        found = json.loads(result.read_text())
+    if "missing" in found:
+        raise ValueError(f"{plan.script}: {found['missing']}")
+    report = Report.from_dict(found)
     if report.tokens_per_step is None:
         report.tokens_per_step = plan.tokens
     if report.flops_per_step is None:
@@ -69,6 +75,7 @@ def _run(plan: Plan, quiet: bool) -> Report:
 
 def _child(plan_path: str, result_path: str) -> None:
     # imported under its public name, so that the script's `flatshard.rehearsal.current()` sees this rehearsal
+    from flatshard.rehearsal.meter import TooFewSteps
     from flatshard.rehearsal.session import rehearse
 
     data = json.loads(Path(plan_path).read_text())
@@ -88,11 +95,15 @@ def _child(plan_path: str, result_path: str) -> None:
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise
-        report = rehearsal.report()
-        report.waits = recorded.seconds_per_step(report.steps + plan.warmup, plan.warmup)
-        if plan.record is not None:
-            Path(plan.record).write_text(json.dumps({"title": " ".join(sys.argv), **recorded.to_dict()}))
-    Path(result_path).write_text(report.to_json())
+        try:
+            report = rehearsal.report()
+            report.waits = recorded.seconds_per_step(report.steps + plan.warmup, plan.warmup)
+            if plan.record is not None:
+                Path(plan.record).write_text(json.dumps({"title": " ".join(sys.argv), **recorded.to_dict()}))
+            said = report.to_json()
+        except (TooFewSteps, ValueError) as error:
+            said = json.dumps({"missing": str(error)})
+    Path(result_path).write_text(said)
 
 
 if __name__ == "__main__":

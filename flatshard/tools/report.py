@@ -34,9 +34,14 @@ class Record:
             raise ValueError(f"{path if not losses else f'{path} or {losses}'}: is not a recording: {error}") from error
         if not isinstance(data, dict) or not all(isinstance(data.get(part), list) for part in _PARTS):
             raise ValueError(f"{path}: is not a recording; `flatshard rehearse --record FILE` makes one")
-        if not all(isinstance(line, dict) and "step" in line for line in lines):
+        if not all(isinstance(line, dict) and {"step", "loss"} <= line.keys() for line in lines):
             raise ValueError(f"{losses}: is not the log of a run (`flatshard train --losses FILE`)")
-        return cls(str(data.get("title") or path.name), data, lines)
+        found = cls(str(data.get("title") or path.name), data, lines)
+        try:
+            found._shown(), found.trace()
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}: is damaged, or not a recording: {type(error).__name__}: {error}") from error
+        return found
 
     @property
     def step_seconds(self) -> float:

@@ -73,7 +73,12 @@ def test_waits_are_told_with_what_to_try(files):
 
 @pytest.mark.parametrize(
     ("content", "expected"),
-    [("nonsense", "is not a recording"), ("{}", "is not a recording; `flatshard rehearse"), (None, "No such file")],
+    [
+        ("nonsense", "is not a recording"),
+        ("{}", "is not a recording; `flatshard rehearse"),
+        ('{"steps": [], "spans": [{}], "waits": [], "memory": [], "units": []}', "is damaged, or not a recording"),
+        (None, "No such file"),
+    ],
 )
 def test_other_files_are_refused(tmp_path, content, expected, capsys):
     path = tmp_path / "record.json"
