@@ -25,6 +25,9 @@ from flatshard.train.settings import parse
 
 _ROOT = Path(__file__).parents[1]
 PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]
+_FILES = [
+    file for folder in ("flatshard", "tests", "benchmarks", "examples") for file in (_ROOT / folder).rglob("*.py")
+]
 _BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```", re.S | re.M)
 
 # Page and number of a block -> why it is only compiled.
@@ -212,6 +215,8 @@ def test_files_and_tests_that_a_page_names_are_there(page):
     for file, test in re.findall(r"`((?:tests|benchmarks|flatshard|examples)/[\w/.-]+)(?:::(\w+))?`", page.read_text()):
         assert (_ROOT / file).exists(), file
         assert not test or f"\ndef {test}(" in (_ROOT / file).read_text(), test
+    for name in re.findall(r"`(\w+/[\w/]+\.py)`", page.read_text()):  # or from the package on
+        assert any(file.as_posix().endswith(f"/{name}") for file in _FILES), name
 
 
 def test_every_cell_of_the_comparison_names_what_shows_it():
