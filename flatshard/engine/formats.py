@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from flatshard.buffer.blocks import Code, Coder
 from flatshard.layout import Layout, Placement, Wire, encodable, is_sharded, wire_of
 from flatshard.policy import GatherFormat, MixedPrecisionPolicy, ReduceFormat
+
+if TYPE_CHECKING:
+    from flatshard.buffer.blocks import Code, Coder
 
 _SMALL = 1 << 16  # elements; encoding less saves no time that a launch would notice
 # Names of modules that turn hidden states into scores: an error there is an error of the result.
@@ -101,4 +104,6 @@ class Formats:
 @lru_cache(maxsize=1024)
 def _coder(wire: Wire, code: Code, dtype: torch.dtype) -> Coder:
     """One for all groups that are alike: it has tables on the device."""
+    from flatshard.buffer.blocks import Coder  # imports Triton, which takes longer than all of flatshard
+
     return Coder(wire, code, dtype)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.buffer import DONE, DBuffer, Lane, Op, Pool, Ticket
-from flatshard.buffer.blocks import Coder
 from flatshard.buffer.dbuffer import held_by_this_rank
 from flatshard.buffer.tickets import Action, Tickets
 from flatshard.buffer.ways import Tensors
 from flatshard.engine.formats import Formats
 from flatshard.engine.main_grads import MainGrads
 from flatshard.layout import Partial, Placement, is_sharded
+
+if TYPE_CHECKING:
+    from flatshard.buffer.blocks import Coder
 
 
 class Goal(Enum):
