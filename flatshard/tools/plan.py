@@ -183,8 +183,9 @@ class Plan:
             same = ", ".join(f'"{axis}"' for axis in (*axes[:-1], "edp"))
             lines.append(f'experts = Experts({list(self.experts)}, mesh=sparse[{same}], apart=sparse["ep"])')
             choices.append("experts=experts")
-        if "your_model.Experts" in self.experts and row.ep > 1:
-            lines.append("# your_model.Experts: what holds this rank's experts, stacked, and nothing else")
+            kind = self.experts[0].rpartition(".")[2]
+            part = f"stacked, 1 in {row.ep} of them on each rank, which sends tokens to the others"
+            lines.append(f"# {kind} of the model must be so already: {part} (docs/meshes.md)")
         return "\n".join(
             [
                 "import torch",
