@@ -219,19 +219,6 @@ def test_files_and_tests_that_a_page_names_are_there(page):
         assert any(file.as_posix().endswith(f"/{name}") for file in _FILES), name
 
 
-def test_every_cell_of_the_comparison_names_what_shows_it():
-    text = (_ROOT / "README.md").read_text()
-    notes = dict(re.findall(r"^\[(\d+)\] (.*)$", re.sub(r" (?=\[\d+\] `)", "\n", text), re.M))
-    rows = re.search(r"^\| \| flatshard \|.*?\n\n", text, re.S | re.M)[0].splitlines()[2:]
-    cells = [cell.strip() for row in rows if row for cell in row.strip("|").split("|")[1:]]
-    cited = [re.findall(r"\[(\d+)\]$", cell) for cell in cells if cell != "not tested"]
-    assert {number for (number,) in cited} == notes.keys()
-    results = (_ROOT / "benchmarks" / "results" / "README.md").read_text()
-    for number, note in notes.items():
-        heading = note.partition('"')[2].partition('"')[0]
-        assert "`tests/" in note or f"\n## {heading}\n" in results, number
-
-
 @pytest.mark.full
 def test_the_site_is_built_without_a_warning(tmp_path):
     import subprocess
