@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import io
 import os
+import random
 import runpy
 import socket
 import sys
@@ -19,10 +20,12 @@ import torch.distributed as dist
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody listens on: not of those that the system gives away, which Gloo may get in the meantime."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def as_script(rank: int, world: int, path: str, port: int) -> str:
