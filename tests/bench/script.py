@@ -52,6 +52,7 @@ def as_interpreter(path: Path, arguments: list[str], environment: dict[str, str]
 
 def as_command(rank: int, world: int, port: int, call: Callable[[], Any]) -> str:
     """What ``call`` prints, on the CPU and with the environment that torchrun gives a rank."""
+    dist.barrier()  # who leaves at once closes connections that others are still making
     dist.destroy_process_group()
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in places.items()}, MASTER_ADDR="127.0.0.1")
