@@ -37,17 +37,21 @@ class CpuWork(Work):  # type: ignore[misc]
         super().__init__()
         self._transfer = transfer
         self._done = threading.Event()
+        self._has_ended = False
         self._lock = threading.Lock()
         self._future: torch.futures.Future[Any] | None = None
         self._error: BaseException | None = None
 
     def finish(self, error: BaseException | None = None) -> None:
+        """As Gloo does, first what waits for the future, then who waits for the work: he may ask what the first did."""
         with self._lock:
-            self._error = error
-            self._done.set()
+            self._error, self._has_ended = error, True
             future = self._future
-        if future is not None:
-            self._complete(future)
+        try:
+            if future is not None:
+                self._complete(future)
+        finally:
+            self._done.set()
 
     def _complete(self, future: torch.futures.Future[Any]) -> None:
         if self._error is None:
@@ -85,8 +89,8 @@ class CpuWork(Work):  # type: ignore[misc]
             if self._future is not None:
                 return self._future
             future = self._future = torch.futures.Future()
-            finished = self._done.is_set()
-        if finished:
+            has_ended = self._has_ended
+        if has_ended:
             self._complete(future)
         return future
 

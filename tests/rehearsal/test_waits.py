@@ -43,13 +43,11 @@ def test_waits_are_reported_by_unit(tmp_path, capfd):
     record = json.loads(recorded.read_text())
     assert len(record["steps"]) == 2
     # By their beginnings: a thread notes the ends, and may do so a moment after those who waited for them went on.
-    first = record["steps"][0]
-    spans = [span for span in record["spans"] if first["begin"] <= span["begin"] < first["end"]]
+    spans = [span for span in record["spans"] if span["begin"] < record["steps"][0]["end"]]
     gathers = [span["unit"] for span in spans if span["lane"] == "gather"]
     # Of three units, the last of forward is gathered once more in backward, as all are whose weights are released.
     assert sorted(gathers) == ["0", "0", "1", "1", "2", "2"]
-    # On a busy machine the last reduce of the step before has been seen among them.
-    assert {span["unit"] for span in spans if span["lane"] == "reduce"} == {"0", "1", "2"}
+    assert sorted(span["unit"] for span in spans if span["lane"] == "reduce") == ["0", "1", "2"]
     computed = [(span["kind"], span["unit"]) for span in spans if span["lane"] == "compute" and span["unit"] in "012"]
     assert list(dict.fromkeys(each for each in computed if each[1])) == [
         *(("forward", unit) for unit in "012"),
