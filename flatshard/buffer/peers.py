@@ -35,7 +35,7 @@ class Peers:
         self.group, self._stream = group, stream
         self._memory: torch.Tensor | None = None
         self._seen: Any = None
-        self._in_graphs: list[Any] = []  # earlier workspaces that replays may use
+        self._in_graphs: list[tuple[Any, torch.Tensor]] = []  # workspaces that replays may use
 
     def __del__(self) -> None:
         if self._memory is not None:
@@ -48,8 +48,8 @@ class Peers:
                 self._stream.synchronize()
             self._memory = _torch.symmetric_memory(-(-numbytes // _GRANULE) * _GRANULE, self._stream.device)
             self._seen = _torch.rendezvous(self._memory, self.group)
-        elif torch.cuda.is_current_stream_capturing() and self._seen not in self._in_graphs:
-            self._in_graphs.append(self._seen)
+        elif torch.cuda.is_current_stream_capturing() and all(seen is not self._seen for seen, _ in self._in_graphs):
+            self._in_graphs.append((self._seen, self._memory))
         return self._seen
 
     def gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> PeerGather:
