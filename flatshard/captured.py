@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -113,15 +113,16 @@ class Captured:
         before = _gradients(scopes)
         static = [leaf.clone() for leaf in leaves]
         args, kwargs = _torch.tree_unflatten(static, tree)
-        with _quiet(scopes) as lasting:
-            _move_apart([tensor for optimizer in self._optimizers for tensor in state_of(optimizer)])
+        movable = [optimizer for optimizer in self._optimizers if not _is_in_a_graph(optimizer)]
+        with _quiet(scopes) as lasting, _pools_of(scopes) as memory:
+            _move_apart([tensor for optimizer in movable for tensor in state_of(optimizer)])
             graph, output, generators = _captured(lambda: self._step(*args, **kwargs), scopes, lasting, self._segments)
         if _gradients(scopes) != before:
             raise RuntimeError(
                 "the step leaves other gradients behind than it found: a captured step ends with "
                 "optimizer.zero_grad(), or adds to gradients that stay (zero_grad(set_to_none=False))"
             )
-        return _Graph(graph, static, output, scopes, self._optimizers, generators)
+        return _Graph(graph, static, output, scopes, self._optimizers, generators, memory)
 
 
 def _move_apart(tensors: Sequence[torch.Tensor]) -> None:
@@ -199,13 +200,16 @@ class _Graph:
         scopes: Sequence[Scope],
         optimizers: Sequence[Optimizer],
         generators: Generators,
+        memory: Sequence[object],
     ) -> None:
-        self._generators = generators
+        """``memory``: what keeps that of the models' pools."""
+        self._generators, self._memory = generators, memory
         self._graph, self._static, self._output = graph, static, output
         self._scopes = [weakref.ref(scope) for scope in scopes]
-        self._optimizers = list(optimizers)
+        self.optimizers = list(optimizers)
         self._places, self._gradients = _places(scopes), _gradients(scopes)
         self._numbers, self._states = _numbers(optimizers), [state_places(optimizer) for optimizer in optimizers]
+        _graphs.add(self)
 
     def check(self) -> None:
         """RuntimeError if a replay would not be the step."""
@@ -222,14 +226,14 @@ class _Graph:
                 "a captured step must find gradients as it found them when it was captured, there or set to None; call "
                 "optimizer.zero_grad() before it, or renew()"
             )
-        if not all(is_settled(optimizer) for optimizer in self._optimizers) or self._states != [
-            state_places(optimizer) for optimizer in self._optimizers
+        if not all(is_settled(optimizer) for optimizer in self.optimizers) or self._states != [
+            state_places(optimizer) for optimizer in self.optimizers
         ]:
             raise RuntimeError(
                 "the captured step is stale: the optimizer's state has been replaced (load_state_dict) since; call "
                 "renew()"
             )
-        if _numbers(self._optimizers) != self._numbers:
+        if _numbers(self.optimizers) != self._numbers:
             raise RuntimeError(
                 "the captured step is stale: numbers of the optimizer (lr, betas, weight_decay) have changed since; "
                 "make the learning rate a tensor and fill_ it, or call renew()"
@@ -243,11 +247,19 @@ class _Graph:
             torch._foreach_copy_(list(self._static), list(leaves))
         self._generators.align()
         self._graph.replay()
-        if self._optimizers:
+        if self.optimizers:
             steps.note()
         for scope in scopes:
             scope.refresh_order()
         return self._output
+
+
+_graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
+
+
+def _is_in_a_graph(optimizer: Optimizer) -> bool:
+    """Whether a graph takes for granted where the state of this optimizer is."""
+    return any(optimizer is other for graph in _graphs for other in graph.optimizers)
 
 
 @dataclass(frozen=True)
@@ -315,6 +327,14 @@ def _join_lanes(scope: Scope) -> None:
     scope.reduce_lane.join()
 
 
+@contextmanager
+def _pools_of(scopes: Sequence[Scope]) -> Iterator[list[object]]:
+    """Yields what keeps the memory of these models' pools, also what they get within."""
+    pools = {id(pool): pool for scope in scopes for pool in (scope.gather_pool, scope.reduce_pool)}
+    with ExitStack() as stack:
+        yield [stack.enter_context(pool.remembering()) for pool in pools.values()]
+
+
 def _start_anew(scope: Scope) -> list[MainGrads]:
     """Give back what is gathered, also what was to stay, and the memory of gradients that are hidden: which.
 
@@ -327,7 +347,6 @@ def _start_anew(scope: Scope) -> list[MainGrads]:
         group.source.mark_stale()
     lasting = [group.gradients.main_grads for group in groups if not group.gradients.main_grads.is_empty]
     scope.rest_gradients(always=True)
-    scope.gather_pool.drop()
     return [grads for grads in lasting if grads.is_empty]
 
 

@@ -7,8 +7,8 @@ keep their identity, so a unit that is gathered again in backward fills the very
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch.distributed import ProcessGroup
@@ -66,6 +66,7 @@ class Pool:
         self._taken: dict[int, _Slot] = {}  # by the storage that has it
         self._planned: list[_Slot | None] = []  # those of the plan, taken or free or not made yet
         self._lasting: dict[int, torch.cuda.Stream] = {}  # by storage, the stream of its heap
+        self._remembered: list[object] | None = None  # what keeps memory, for `remembering`
         self._end: weakref.finalize[[Lane], Pool] | None = None
 
     def register(self, groups: Sequence[ProcessGroup]) -> None:
@@ -149,6 +150,21 @@ class Pool:
         self.live_bytes -= size
         self.live_buffers -= 1
 
+    @contextmanager
+    def remembering(self) -> Iterator[list[object]]:
+        """Yields what keeps the memory that tensors have and get within, for a graph: to it, addresses are all.
+
+        Slots may be given back while it lives, where steps go by another plan.
+        """
+        memory = self._remembered = [
+            self._allocating,
+            *[slot.allocating for slot in (*self._free, *self._taken.values())],
+        ]
+        try:
+            yield memory
+        finally:
+            self._remembered = None
+
     def drop(self) -> None:
         """Give back the memory of all slots that are free, once all streams are done with it."""
         with self.lane.entered([ticket for slot in self._free for ticket in slot.released]):
@@ -209,6 +225,8 @@ class Pool:
 
     def _make(self, size: int) -> _Slot:
         slot = _Slot(size, self.lane.device, self.groups)
+        if self._remembered is not None:
+            self._remembered.append(slot.allocating)
         if self.lane.stream is not None:
             if self._end is None:
                 self._end = weakref.finalize(self, _let_go, self.lane)
