@@ -6,10 +6,11 @@ from flatshard.buffer.lanes import Lane, watch_over
 from flatshard.buffer.planned import Planner, PoolStatistics
 from flatshard.buffer.pools import Pool
 from flatshard.buffer.tickets import DONE, Operation, Ticket
-from flatshard.buffer.ways import Op
+from flatshard.buffer.ways import Convoy, Op
 
 __all__ = [
     "DONE",
+    "Convoy",
     "DBuffer",
     "Exchange",
     "Lane",

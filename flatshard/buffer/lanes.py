@@ -24,7 +24,7 @@ from flatshard.buffer.custom import gather_by, reduce_by
 from flatshard.buffer.groups import own_group
 from flatshard.buffer.peers import Peers, node_number
 from flatshard.buffer.tickets import DONE, Action, Operation, Ticket, Tickets
-from flatshard.buffer.ways import Gather, Op, Tensors
+from flatshard.buffer.ways import Convoy, Gather, Op, Tensors
 from flatshard.trust.alarm import alarm
 from flatshard.trust.record import KINDS, ranges, record
 
@@ -92,6 +92,7 @@ class Lane:
         self.own_groups = own_groups or patience is not None
         self._patience = patience
         self.inside = _Inside(self.stream)
+        self.convoy: Convoy | None = None  # while gathers are held back
         self._groups: dict[tuple[DeviceMesh, int, bool], ProcessGroup] = {}
         # By which what serves tensors of its device in a group is called; and by which the flight record knows a group.
         self.backend_in = functools.cache(lambda group: _torch.backend_name(group, device))
@@ -155,6 +156,8 @@ class Lane:
                 action()
 
             return Ticket(then=in_order)
+        if self.convoy is not None and self.convoy.follow(ticket, action):
+            return ticket
         with self.entered((ticket,)):
             action()
             return self.mark()

@@ -96,4 +96,41 @@ class Ticket:
         return f"{kind} {name or '(unnamed)'} (step {record.step}{phase})"
 
 
+class Pending(Ticket):
+    """Of what has not been launched yet. Whoever waits for it, or asks how it stands, has it launched by ``launch``."""
+
+    __slots__ = ("_launch", "launched")
+
+    def __init__(self, launch: Callable[[], None]) -> None:
+        super().__init__()
+        self._launch = launch
+        self.launched: Ticket | None = None  # which `launch` sets
+
+    @property
+    def _real(self) -> Ticket:
+        if self.launched is None:
+            self._launch()
+        assert self.launched is not None
+        return self.launched
+
+    def wait(self) -> None:
+        self._real.wait()
+
+    def synchronize(self) -> None:
+        self._real.synchronize()
+
+    def hold_up(self, stream: torch.cuda.Stream) -> None:
+        self._real.hold_up(stream)
+
+    def done(self) -> bool:
+        return self._real.done()
+
+    @property
+    def is_on_device(self) -> bool:
+        return self._real.is_on_device
+
+    def has_ended(self) -> bool:
+        return self._real.has_ended()
+
+
 DONE = Ticket()  # has been waited for, and can be again and again

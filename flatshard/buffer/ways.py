@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup, Work
 from flatshard import _torch
 from flatshard.buffer.custom import gather_by
 from flatshard.buffer.peers import PeerGather
-from flatshard.buffer.tickets import Action, Ticket
+from flatshard.buffer.tickets import DONE, Action, Pending, Ticket
 
 if TYPE_CHECKING:
     from flatshard.buffer.lanes import Lane
@@ -35,13 +35,14 @@ REDUCTIONS: dict[Op, Callable[[torch.Tensor, int], torch.Tensor]] = {
 class Gather:
     """An all-gather that can be launched again and again: what is the same every time is looked up once."""
 
-    __slots__ = ("_call", "_group", "_lane", "_numbytes")
+    __slots__ = ("_call", "_lane", "_numbytes", "_tensors", "group")
 
     _call: Callable[[], _Started]
 
     def __init__(self, lane: Lane, group: ProcessGroup, outputs: Tensors, inputs: Tensors) -> None:
-        self._lane, self._group = lane, group
+        self._lane, self.group = lane, group
         self._numbytes = nbytes(outputs)
+        self._tensors = outputs, inputs
         outputs, inputs = list(as_bytes(outputs)), list(as_bytes(inputs))
         # What to wait for, and what to do then.
         if group.size() == 1:
@@ -57,9 +58,76 @@ class Gather:
             self._call = lambda: ([_torch.all_gather_one(group, *pair, _torch.ALL_GATHER) for pair in pairs], None)
 
     def launch(self, name: str) -> Ticket:
+        """Inside `Lane.entered`. In a `Convoy` it is held back until that leaves."""
+        convoy = self._lane.convoy
+        return self.launch_now(name) if convoy is None else convoy.add(self, name)
+
+    def launch_now(self, name: str) -> Ticket:
         """Inside `Lane.entered`."""
         works, then = self._call()
-        return self._lane._finish(self._group, "all_gather", name, self._numbytes, works, then)
+        return self._lane._finish(self.group, "all_gather", name, self._numbytes, works, then)
+
+    def joined(self, others: Sequence[Gather]) -> Gather:
+        """This one and others, of the same process group, as one."""
+        if not others:
+            return self
+        outputs, inputs = ([tensor for each in (self, *others) for tensor in each._tensors[side]] for side in (0, 1))
+        return Gather(self._lane, self.group, outputs, inputs)
+
+
+class Convoy:
+    """Within it, gathers of a lane wait for each other: those of one process group in a row leave in one launch.
+
+    They leave at the end, or when one of another group comes, or when somebody waits for one of them.
+    """
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._waiting: list[Gather] = []
+        self._then: list[Callable[[], None]] = []  # what the lane is to do once they have gone
+        self._ticket: Pending | None = None
+        self._name = ""
+
+    def __enter__(self) -> None:
+        self._lane.convoy = self
+
+    def __exit__(self, *error: object) -> None:
+        self._lane.convoy = None
+        self.leave()
+
+    def add(self, gather: Gather, name: str) -> Ticket:
+        """Hold a gather back; a ticket for it and for all that leaves with it."""
+        if self._waiting and self._waiting[0].group is not gather.group:
+            self.leave()
+        if self._ticket is None:
+            self._ticket = Pending(self.leave)
+        self._waiting.append(gather)
+        self._name = name
+        return self._ticket
+
+    def follow(self, ticket: Ticket, action: Callable[[], None]) -> bool:
+        """Do something on the lane's stream after what is held back, if that is what the ticket is for: whether it is.
+
+        The ticket is for that, too, then.
+        """
+        if ticket is not self._ticket:
+            return False
+        self._then.append(action)
+        return True
+
+    def leave(self) -> None:
+        """Launch what has been held back."""
+        ticket, waiting, then = self._ticket, self._waiting, self._then
+        self._ticket, self._waiting, self._then = None, [], []
+        if ticket is None:
+            return
+        ticket.launched = DONE  # there is nothing to wait for if it cannot be launched
+        with self._lane.entered():
+            ticket.launched = waiting[0].joined(waiting[1:]).launch_now(self._name)
+            for action in then:
+                action()
+            if then:
+                ticket.launched = self._lane.mark()
 
 
 def _by_copies(gather: PeerGather) -> _Started:
@@ -138,8 +206,9 @@ def copied(outputs: Tensors, inputs: Tensors) -> list[Work]:
 
 
 def as_bytes(tensors: Tensors) -> Tensors:
-    """The tensors of one call, which share a dtype, as the backend can move them."""
-    if not tensors or tensors[0].dtype in _NATIVE:
+    """The tensors of one call as the backend can move them: of one dtype that it knows."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) < 2 and dtypes <= _NATIVE:
         return tensors
     return [tensor.view(torch.uint8) for tensor in tensors]
 

@@ -191,7 +191,7 @@ class Extension:
 
 
 class Together:
-    """Parameters of tensor subclasses that are gathered by one launch for each dtype that they send."""
+    """Parameters of tensor subclasses that are gathered by one launch."""
 
     def __init__(self, each: Sequence[Extension]) -> None:
         self.dtype, self._each = each[0].dtype, list(each)

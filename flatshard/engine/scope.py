@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flatshard import _recording, _torch
-from flatshard.buffer import Lane, Planner, Pool, watch_over
+from flatshard.buffer import Convoy, Lane, Planner, Pool, watch_over
 from flatshard.engine import outside, steps
 from flatshard.engine.agreement import Agreement, Announcer, check_model, patience
 from flatshard.engine.keep import gathered_bytes
@@ -332,9 +332,18 @@ class Scope:
     def _launch_gather(self, unit: Unit) -> None:
         self.program.gather(unit.index)
         lasting = self.program.running is Pass.BACKWARD and unit.is_kept_for_next
-        for group in unit.needs:
-            if group.ticket is None:
-                group.gather(self.gather_pool, unit.name, lasting)
+        absent = [group for group in unit.needs if group.ticket is None]
+        if len(absent) == 1:
+            absent[0].gather(self.gather_pool, unit.name, lasting)
+            return
+        try:
+            with Convoy(self.gather_lane):  # groups of several dtypes, frozen and trained ones: one launch
+                for group in absent:
+                    group.gather(self.gather_pool, unit.name, lasting)
+        except BaseException:
+            for group in absent:
+                group.release()
+            raise
 
     def refresh_order(self) -> None:
         """Gathers and look-ups from now on read main after all that the current stream has been given.

@@ -336,24 +336,14 @@ class Decoded(Source):
         self._pool, self._is_open = pool, False
         lane, axis = pool.lane, self._mesh.ndim - 1
         group, ranks = lane.group(self._mesh, axis), self._mesh.size(axis)
-        tickets = []
         with lane.entered(), _torch.lasting():
             given = self._codec.encode()
             if not self.wire:
                 self.wire = [pool.empty(each.numel() * ranks, each.dtype) for each in given]
             for output in self.wire:
                 pool.allocate(output)
-            for dtype in dict.fromkeys(each.dtype for each in given):
-                same = [(o, i.reshape(-1)) for o, i in zip(self.wire, given) if i.dtype == dtype and i.numel()]
-                if same:
-                    outputs, pieces = zip(*same)
-                    tickets.append(lane.all_gather(group, outputs, pieces, name=name))
-
-        def wait() -> None:
-            for ticket in tickets:
-                ticket.wait()
-
-        return Ticket(then=wait)
+            sent = [(output, each.reshape(-1)) for output, each in zip(self.wire, given) if each.numel()]
+            return lane.all_gather(group, *zip(*sent), name=name) if sent else lane.mark()
 
     def open(self) -> None:
         if not self._is_open:

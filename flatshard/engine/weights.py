@@ -247,6 +247,8 @@ class Group:
         try:
             self.ticket = self.source.gather(pool, name, lasting, self.all_gather_comm)
         except BaseException:
+            if pool.lane.convoy is not None:
+                pool.lane.convoy.leave()  # into memory that is given back next
             self.source.give_up()
             raise
 

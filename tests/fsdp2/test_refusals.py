@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
@@ -82,7 +83,10 @@ CASES = {
 def _refused(rank, world):
     """Which cases ours does not refuse as the control does."""
     wrong = []
+    known = hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers")
     for case, words in CASES.items():
+        if case is _buffers and not known:
+            continue  # FSDP2 of this torch has no such method
         errors = []
         for by in (torch_fully_shard, flatshard.fully_shard):
             try:
