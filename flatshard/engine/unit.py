@@ -68,8 +68,8 @@ class Unit:
         self.settings = Settings(True if reshard_after_forward == "auto" else reshard_after_forward, is_auto)
         # The backward of an embedding reads the tokens, not the weights: gathering those again would be in vain. A
         # module that contains one may multiply with its weights, too.
-        self._tables = frozenset(id(module) for module in modules if type(module) is nn.Embedding)
-        self.settings.unshard_in_backward = len(self._tables) < len(modules)
+        self.tables = frozenset(id(module) for module in modules if type(module) is nn.Embedding)
+        self.settings.unshard_in_backward = len(self.tables) < len(modules)
         self.schedule = schedule
         self.choices: Any = None  # of the call, for copies
         self.copier: Callable[[nn.Module, dict[int, Any]], nn.Module] | None = None  # makes those
@@ -212,7 +212,7 @@ class Unit:
                 args, kwargs, watched = call.watch_inputs(module, *anchored((args, kwargs), once=True))
             if not watched:
                 call.blind += 1
-                call.reading += id(module) not in self._tables
+                call.reading += id(module) not in self.tables
             if self.nests or not watched:  # then every parameter is asked as well
                 for group in self.groups:
                     group.watch()

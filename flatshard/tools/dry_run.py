@@ -48,7 +48,8 @@ class DryRun:
         for number, modules in self._modules.items():
             reshards, schedule = choice.reshards, choice.schedule
             unit = Unit(modules, self._groups[number], _NO_MESH, _CPU, MixedPrecisionPolicy(), reshards, schedule)
-            unit.settings.unshard_in_backward = not model.units[number].is_embedding
+            unit.tables = frozenset(id(module) for module in modules if module.is_table)
+            unit.settings.unshard_in_backward = len(unit.tables) < len(modules)
             unit.parks = any(group.sizes.parked for group in self._groups[number])
             for module in modules:
                 own(module, unit)
@@ -97,7 +98,7 @@ class DryRun:
             self.clock.use(self._model.units[unit], group, position, backward)
 
     def _module(self, call: Call) -> _Module:
-        module = _Module([self._module(inner) for inner in call.inner], self._groups[call.unit])
+        module = _Module([self._module(inner) for inner in call.inner], self._groups[call.unit], call.is_table)
         self._modules.setdefault(call.unit, []).append(module)
         for group in self._groups[call.unit]:
             group.calls += 1
@@ -120,10 +121,10 @@ class DryRun:
 class _Module(nn.Module):
     """Runs modules of other units one after the other, and uses its own parameters before, between and after them."""
 
-    def __init__(self, inner: Sequence[_Module], groups: Sequence[_Group]) -> None:
+    def __init__(self, inner: Sequence[_Module], groups: Sequence[_Group], is_table: bool) -> None:
         super().__init__()
         self.inner = nn.ModuleList(inner)
-        self._groups = groups
+        self._groups, self.is_table = groups, is_table
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for position in range(len(self.inner) + 1):

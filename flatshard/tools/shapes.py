@@ -63,10 +63,11 @@ class Unit:
 
 @dataclass(frozen=True)
 class Call:
-    """A forward of a module of unit number ``unit``, and those within it."""
+    """A forward of a module of unit number ``unit``, and those within it. ``is_table``: it is an embedding."""
 
     unit: int
     inner: tuple[Call, ...] = ()
+    is_table: bool = False
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ def _calls(module: nn.Module, number: Mapping[nn.Module, int], seen: set[nn.Modu
         return ()
     seen.add(module)
     inner = tuple(call for child in module.children() for call in _calls(child, number, seen))
-    return (Call(number[module], inner),) if module in number else inner
+    return (Call(number[module], inner, type(module) is nn.Embedding),) if module in number else inner
 
 
 # Where models come from
