@@ -52,12 +52,13 @@ def gathers_of(model):
     return found
 
 
-def check(model, rank, world, step):
-    """Gradients of a step, and weights, as those of one process."""
-    reference = make()
+def check(model, rank, world, step, device="cpu"):
+    """Gradients of a step are those of one process."""
+    reference = make().to(device)
+    batches = [rows(r, step, dim=DIM).to(device) for r in range(world)]
     model.zero_grad()
-    model(rows(rank, step, dim=DIM)).square().mean().backward()
-    (sum(reference(rows(r, step, dim=DIM)).square().mean() for r in range(world)) / world).backward()
+    model(batches[rank]).square().mean().backward()
+    (sum(reference(batch).square().mean() for batch in batches) / world).backward()
     compare(grads_of(model), grads_of(reference))
 
 
