@@ -37,9 +37,7 @@ PYTEST := $(PY) -m pytest -q -n 2 --dist loadgroup
 pytest: $(READY)
 	$(PYTEST)
 
-# The site of the pages is built there too.
 pytest-full: $(READY)
-	$(PIP) --editable '.[docs]'
 	$(PYTEST) --full
 
 # mypy has one process: the other core begins with the tests.

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import re
 import shlex
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -219,11 +221,7 @@ def test_files_and_tests_that_a_page_names_are_there(page):
         assert any(file.as_posix().endswith(f"/{name}") for file in _FILES), name
 
 
-@pytest.mark.full
 def test_the_site_is_built_without_a_warning(tmp_path):
-    import subprocess
-    import sys
-
     pytest.importorskip("mkdocs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
