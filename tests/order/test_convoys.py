@@ -52,10 +52,9 @@ def gathers_of(model):
     return found
 
 
-def check(model, rank, world, step, device="cpu"):
+def check(model, rank, world, step):
     """Gradients of a step are those of one process."""
-    reference = make().to(device)
-    batches = [rows(r, step, dim=DIM).to(device) for r in range(world)]
+    reference, batches = make(), [rows(r, step, dim=DIM) for r in range(world)]
     model.zero_grad()
     model(batches[rank]).square().mean().backward()
     (sum(reference(batch).square().mean() for batch in batches) / world).backward()
