@@ -121,7 +121,10 @@ def activations_of(
             if is_transformers:
                 # A mask that is ready keeps it from looking at values; the fused kernel needs none.
                 mask = torch.ones(batch, 1, length, length, dtype=torch.bool, device="meta")
-                model(input_ids=tokens, attention_mask=mask, labels=tokens, use_cache=False)
+                masks = {"attention_mask": mask}
+                if model.config.is_encoder_decoder:  # as many tokens out as in
+                    masks["decoder_attention_mask"] = mask
+                model(input_ids=tokens, labels=tokens, use_cache=False, **masks)
             else:
                 model(tokens)
     except Exception as error:

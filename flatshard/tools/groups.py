@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
+from flatshard import _torch
 from flatshard.engine.formats import Formats
 from flatshard.layout import Layout, Placement, Replicate, is_sharded, least_padded_dim, plan
 from flatshard.layout.planner import LayoutName
@@ -167,10 +168,13 @@ class GroupBytes:
     def _planned(self, shards: int) -> Layout:
         """As `flatshard.shard_model` has it: cut on a dim that pads little, if the layout allows any."""
         shapes = [tensor.shape for tensor in self.tensors]
-        if self.choice.layout == "flat":
-            return plan(shapes, shards, layout=self.choice.layout, apart=self._marks)
+        layout = self.choice.layout
+        if layout == "auto" and not _torch.SUBCLASSES_DISPATCH:
+            layout = "tensor"  # as `fully_shard` does with this torch
+        if layout == "flat":
+            return plan(shapes, shards, layout=layout, apart=self._marks)
         dims = [least_padded_dim(shape, shards) for shape in shapes]
-        return plan(shapes, shards, layout=self.choice.layout, dims=dims, apart=self._marks)
+        return plan(shapes, shards, layout=layout, dims=dims, apart=self._marks)
 
     @property
     def _marks(self) -> list[bool]:
