@@ -122,7 +122,7 @@ def activations_of(
                 # A mask that is ready keeps it from looking at values; the fused kernel needs none.
                 mask = torch.ones(batch, 1, length, length, dtype=torch.bool, device="meta")
                 masks = {"attention_mask": mask}
-                if model.config.is_encoder_decoder:  # as many tokens out as in
+                if getattr(model.config, "is_encoder_decoder", False):  # as many tokens out as in
                     masks["decoder_attention_mask"] = mask
                 model(input_ids=tokens, labels=tokens, use_cache=False, **masks)
             else:
