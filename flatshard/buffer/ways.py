@@ -78,7 +78,8 @@ class Gather:
 class Convoy:
     """Within it, gathers of a lane wait for each other: those of one process group in a row leave in one launch.
 
-    They leave at the end, or when one of another group comes, or when somebody waits for one of them.
+    They leave at the end, or when one of another group comes, or when somebody waits for one of them. If the body
+    raises, what is held back is not launched: other ranks launch more at once, and sizes would not match.
     """
 
     def __init__(self, lane: Lane) -> None:
@@ -91,9 +92,12 @@ class Convoy:
     def __enter__(self) -> None:
         self._lane.convoy = self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._lane.convoy = None
-        self.leave()
+        if kind is None:
+            self.leave()
+        else:
+            self.disband()
 
     def add(self, gather: Gather, name: str) -> Ticket:
         """Hold a gather back; a ticket for it and for all that leaves with it."""
@@ -115,13 +119,18 @@ class Convoy:
         self._then.append(action)
         return True
 
+    def disband(self) -> None:
+        """Forget what has been held back: nobody has anything to wait for."""
+        if self._ticket is not None:
+            self._ticket.launched = DONE
+        self._ticket, self._waiting, self._then = None, [], []
+
     def leave(self) -> None:
         """Launch what has been held back."""
         ticket, waiting, then = self._ticket, self._waiting, self._then
-        self._ticket, self._waiting, self._then = None, [], []
+        self.disband()  # there is nothing to wait for if it cannot be launched
         if ticket is None:
             return
-        ticket.launched = DONE  # there is nothing to wait for if it cannot be launched
         with self._lane.entered():
             ticket.launched = waiting[0].joined(waiting[1:]).launch_now(self._name)
             for action in then:

@@ -342,7 +342,7 @@ class Scope:
                     group.gather(self.gather_pool, unit.name, lasting)
         except BaseException:
             for group in absent:
-                group.release()
+                group.give_up()
             raise
 
     def refresh_order(self) -> None:

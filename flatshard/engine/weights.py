@@ -248,9 +248,16 @@ class Group:
             self.ticket = self.source.gather(pool, name, lasting, self.all_gather_comm)
         except BaseException:
             if pool.lane.convoy is not None:
-                pool.lane.convoy.leave()  # into memory that is given back next
+                pool.lane.convoy.disband()  # it was to arrive in memory that is given back next
             self.source.give_up()
             raise
+
+    def give_up(self) -> None:
+        """The gather of its unit has raised: give back what it has got, and count on nothing that was to come."""
+        if self.ticket is not None:
+            self.release()
+            self.source.give_up()
+        self.mark_stale()
 
     def wait(self) -> None:
         """Wait for the gather, if there is one."""

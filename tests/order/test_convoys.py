@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from flatshard import MixedPrecisionPolicy, fully_shard
-from flatshard.buffer import Pool
+from flatshard import MixedPrecisionPolicy, fully_shard, microbatch
+from flatshard.buffer import Pool, ways
 from flatshard.engine.roots import unit_of
 from tests.order.cases import compare, grads_of, rows
 
@@ -89,19 +89,25 @@ def test_one_launch_for_all_groups_of_a_unit(interpreters, case):
     interpreters(4 if "mesh" in CASES[case] else 2, _train, case)
 
 
-def _break(rank, world):
-    """The second group of the second unit finds no memory: what had been held back is launched, and given back."""
-    model = shard(make())
-    check(model, rank, world, 0)
-    allocate, left = Pool.allocate, [5]
+def _no_memory(left):
+    """Within, that many buffers can still be had."""
+    allocate = Pool.allocate
 
     def full(self, *args):
-        left[0] -= 1
-        if left[0] == 0:
+        nonlocal left
+        left -= 1
+        if left < 0:
             raise MemoryError
         allocate(self, *args)
 
-    with mock.patch.object(Pool, "allocate", full), pytest.raises(MemoryError):
+    return mock.patch.object(Pool, "allocate", full)
+
+
+def _break(rank, world):
+    """The second group of the second unit finds no memory: what had been held back is given back."""
+    model = shard(make())
+    check(model, rank, world, 0)
+    with _no_memory(4), pytest.raises(MemoryError):
         model(rows(rank, 1, dim=DIM))
     model.reset()
     assert unit_of(model[0]).scope.gather_pool.live_bytes == 0
@@ -110,3 +116,43 @@ def _break(rank, world):
 
 def test_a_group_that_cannot_be_gathered(interpreters):
     interpreters(2, _break)
+
+
+def _break_one(rank, world):
+    """On one rank: it says so at once, and has launched nothing that has not the size of what the others launch."""
+    model = shard(make())
+    check(model, rank, world, 0)
+    scope = unit_of(model[0]).scope
+    launched = scope.gather_lane.launched
+    if rank == 1:
+        with _no_memory(2), pytest.raises(MemoryError):
+            model[1].unshard()
+        assert not unit_of(model[1]).is_gathered
+        assert scope.gather_pool.live_bytes == 0
+    assert scope.gather_lane.launched == launched
+    check(model, rank, world, 1)
+
+
+def test_a_group_that_one_rank_cannot_gather(interpreters):
+    interpreters(2, _break_one)
+
+
+def _break_launch(rank, world, choices):
+    """The one launch fails on all ranks. Weights that rest there are not up to date, and do not count as such."""
+    model = shard(make(), **choices)
+    check(model, rank, world, 0)
+    reference = make()
+    with torch.no_grad():
+        for parameter in (*model.parameters(), *reference.parameters()):
+            parameter.add_(1)
+    x = rows(rank, 1, dim=DIM)
+    failing = mock.patch.object(ways.Gather, "launch_now", side_effect=MemoryError)
+    with microbatch(model, is_last=False), failing, pytest.raises(MemoryError):
+        model(x)
+    with microbatch(model, is_first=False):
+        torch.testing.assert_close(model(x), reference(x))
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+def test_a_launch_that_fails(interpreters, strategy):
+    interpreters(2, _break_launch, {"strategy": strategy})
