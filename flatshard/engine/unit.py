@@ -349,6 +349,8 @@ class Unit:
             scope.unit_left(self)
             self.rest()
         else:
+            for group in self.groups:
+                group.heed_requires_grad()  # as the ranks do that use it
             self.leave(keep=settings.reshard_after_forward is False, grads=scope.program.running is Pass.FORWARD)
             if not self.holders:
                 self.hide()

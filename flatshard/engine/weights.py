@@ -264,6 +264,15 @@ class Group:
         if self.ticket is not None:
             self.ticket.wait()
 
+    def heed_requires_grad(self) -> None:
+        """Expect gradients of what is trained now, without a forward of this rank that uses it."""
+        if self.is_full:
+            return  # it counts when the sharded parameters are shown again
+        for member in self.members:
+            if member.full is not None:
+                member.full.requires_grad = member.sharded.requires_grad
+        self.gradients.expected = sum(member.sharded.requires_grad for member in self.members)
+
     def swap_in(self) -> None:
         """Wait for the gather and show the full parameters to the modules."""
         assert self.ticket is not None

@@ -192,6 +192,30 @@ def test_a_unit_that_was_run_twice_at_first_is_launched_once(interpreters):
     interpreters(2, _twice_then_once)
 
 
+def _frozen_and_trained(rank, world):
+    """What is frozen, or trained again, while a rank does not use the unit is reduced, or not, on that rank too."""
+    model = Net([Item(), Item()], None)
+    for item in model.items:
+        item.own.down.requires_grad_(False)
+        fully_shard(item, optional=True)
+    fully_shard(model)
+    log, own = Log(), model.items[0].own
+    for step, (up, down) in enumerate([(True, False), (True, True), (False, True), (False, False), (True, True)]):
+        own.up.requires_grad_(up)
+        own.down.requires_grad_(down)
+        model.zero_grad()
+        model.times = [int(rank == 0 or step == 0), 1]
+        model(torch.ones(ROWS, DIM)).sum().backward()
+        log.look(model, "frozen")
+        same_launches(log.take(), f"step {step}")
+        assert [layer.weight.grad is not None for layer in (own.up, own.down)] == [up, down]
+
+
+@pytest.mark.limit(60)
+def test_parameters_that_are_frozen_while_a_rank_skips_them(interpreters):
+    interpreters(2, _frozen_and_trained)
+
+
 def _refused(rank, world):
     """What ranks that skip a unit could not follow is refused on all of them, whatever they use."""
     told = []
