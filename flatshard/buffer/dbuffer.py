@@ -225,7 +225,7 @@ class DBuffer:
             launches = []
             for number, (axis, outputs, inputs) in enumerate(self._plan_gathers(tuple(source))):
                 first = inputs if number or own is None else own
-                launches.append(Gather(lane, lane.group(self.mesh, axis), outputs, first))
+                launches.append(Gather(lane, lane.group(self.mesh, axis), outputs, first, is_kept=True))
             self._gathers = [*self._gathers[-3:], (source, lane, own, launches)]
         for number, gather in enumerate(launches):
             if number == 0 and not after and lane.inside.depth:

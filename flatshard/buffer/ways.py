@@ -35,12 +35,16 @@ REDUCTIONS: dict[Op, Callable[[torch.Tensor, int], torch.Tensor]] = {
 class Gather:
     """An all-gather that can be launched again and again: what is the same every time is looked up once."""
 
-    __slots__ = ("_call", "_lane", "_numbytes", "_tensors", "group")
+    __slots__ = ("_call", "_joined", "_lane", "_numbytes", "_tensors", "group", "is_kept")
 
     _call: Callable[[], _Started]
 
-    def __init__(self, lane: Lane, group: ProcessGroup, outputs: Tensors, inputs: Tensors) -> None:
-        self._lane, self.group = lane, group
+    def __init__(
+        self, lane: Lane, group: ProcessGroup, outputs: Tensors, inputs: Tensors, is_kept: bool = False
+    ) -> None:
+        """``is_kept``: it will be launched again, so its tensors stay anyway."""
+        self._lane, self.group, self.is_kept = lane, group, is_kept
+        self._joined: tuple[Sequence[Gather], Gather] | None = None  # with which others, the last time
         self._numbytes = nbytes(outputs)
         self._tensors = outputs, inputs
         outputs, inputs = list(as_bytes(outputs)), list(as_bytes(inputs))
@@ -71,8 +75,13 @@ class Gather:
         """This one and others, of the same process group, as one."""
         if not others:
             return self
+        if self._joined is not None and self._joined[0] == others:
+            return self._joined[1]
         outputs, inputs = ([tensor for each in (self, *others) for tensor in each._tensors[side]] for side in (0, 1))
-        return Gather(self._lane, self.group, outputs, inputs)
+        made = Gather(self._lane, self.group, outputs, inputs)
+        if self.is_kept and all(other.is_kept for other in others):
+            self._joined = others, made
+        return made
 
 
 class Convoy:
