@@ -64,8 +64,8 @@ def check(model, rank, world, step):
 IN_BYTES = MixedPrecisionPolicy(gather_format="int8", block=16, encodes=lambda name, parameter: parameter.dim() > 1)
 CASES = {
     "plain": {},
-    "on the last dim": {"shard_placement_fn": lambda parameter: Shard(parameter.dim() - 1)},
     "kept": {"reshard_after_forward": False},
+    "on the last dim": {"shard_placement_fn": lambda parameter: Shard(parameter.dim() - 1)},
     "on two axes": {"mesh": (2, 2)},
     "in bytes": {"mp_policy": IN_BYTES},
 }
@@ -84,6 +84,7 @@ def _train(rank, world, case):
         assert gathers_of(model) == sorted([*"012"] * (1 if case == "kept" else 2))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_one_launch_for_all_groups_of_a_unit(interpreters, case):
     interpreters(4 if "mesh" in CASES[case] else 2, _train, case)
@@ -153,6 +154,7 @@ def _break_launch(rank, world, choices):
         torch.testing.assert_close(model(x), reference(x))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
 def test_a_launch_that_fails(interpreters, strategy):
     interpreters(2, _break_launch, {"strategy": strategy})
