@@ -333,8 +333,9 @@ class Scope:
         self.program.gather(unit.index)
         lasting = self.program.running is Pass.BACKWARD and unit.is_kept_for_next
         absent = [group for group in unit.needs if group.ticket is None]
-        if len(absent) == 1:
-            absent[0].gather(self.gather_pool, unit.name, lasting)
+        if len(absent) < 2:
+            for group in absent:
+                group.gather(self.gather_pool, unit.name, lasting)
             return
         try:
             with Convoy(self.gather_lane):  # groups of several dtypes, frozen and trained ones: one launch
