@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -92,7 +91,7 @@ def ranks(request: pytest.FixtureRequest, rank_pool: RankPool) -> Run:
     More than 4 are for tests marked `full`.
 
     Returns the values in rank order. `body` is a top-level function; `torch.distributed` is initialised in it. The test
-    is cut when its calls together take longer than `@pytest.mark.limit(seconds)`, 60 s unless marked.
+    is cut when a call takes longer than `@pytest.mark.limit(seconds)`, 60 s unless marked, and its ranks wait idly.
     """
     return _runner(request, rank_pool)
 
@@ -108,16 +107,10 @@ def interpreters(request: pytest.FixtureRequest, interpreter_pool: RankPool) -> 
 
 def _runner(request: pytest.FixtureRequest, pool: RankPool) -> Run:
     marker = request.node.get_closest_marker("limit")
-    left = float(marker.args[0]) if marker else _LIMIT
+    limit = float(marker.args[0]) if marker else _LIMIT
 
     def run(world: int, body: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        nonlocal left
         __tracebackhide__ = True
-        pool.start(world)  # starting processes is not the test's time
-        begin = time.monotonic()
-        try:
-            return pool.run(world, body, args, kwargs, limit=left, name=request.node.nodeid)
-        finally:
-            left = max(0.0, left - (time.monotonic() - begin))
+        return pool.run(world, body, args, kwargs, limit=limit, name=request.node.nodeid)
 
     return run

@@ -38,6 +38,9 @@ __all__ = ["RankError", "RankPool"]
 _START_LIMIT = 180.0  # importing torch with cold disk caches on a busy machine
 _SETTLE = 0.5  # after a failure, what the other ranks have of their own to report comes within this
 _GRACE = 5.0  # after a failure, ranks that still run are cut
+_LOOK = 2.0  # how long ranks past their limit are watched, to tell a slow test from a hang ...
+_IDLE = 0.05  # ... by the processor seconds that they use meanwhile
+_SLOW = 10.0  # what still works after so many times its limit is cut like a hang
 
 # What rank bodies import sooner or later; the server imports it once for all of them. Names that are not installed
 # are passed over.
@@ -93,6 +96,15 @@ class _Process:
         with open(self.stacks_path) as file:
             return file.read()
 
+    def processor_seconds(self) -> float:
+        """What its threads have used so far; 0 where the system does not say, or the process is gone."""
+        try:
+            with open(f"/proc/{self.process.pid}/stat") as file:
+                user, system = file.read().rpartition(")")[2].split()[11:13]
+        except OSError:
+            return 0.0
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
     def kill(self) -> None:
         self.pipe.close()
         if self.process.is_alive():
@@ -135,7 +147,7 @@ class RankPool:
         """Runs `body` on ranks 0 to `world` - 1 and returns their values, tensors as detached CPU tensors.
 
         Raises `RankError` when a rank raises, dies, or has not returned after `limit` seconds; `name` (of the test)
-        leads its message. `body` must be a function at the top level of an importable module; what it depends on
+        leads its message. Ranks that are still at work then have a slow machine, not a hang, and go on. `body` must be a function at the top level of an importable module; what it depends on
         goes through `args` and `kwargs`.
         """
         __tracebackhide__ = True
@@ -217,7 +229,11 @@ def _exchange(processes: list[_Process], message: Job | Finish, deadline: float,
         entry.send(message)
     replies: dict[int, Any] = {}
     failures = _Failures(deadline)
-    while len(replies) < len(processes) and time.monotonic() < failures.cut_at:
+    while len(replies) < len(processes):
+        if time.monotonic() >= failures.cut_at:
+            waiting = [entry for entry in processes if entry.rank not in replies]
+            if failures.seen or time.monotonic() > deadline + _SLOW * limit or not _at_work(waiting):
+                break
         for entry in _answering(processes, replies, failures.next_event()):
             replies[entry.rank] = entry.receive()
             if not isinstance(replies[entry.rank], (Value, Clean)):
@@ -232,6 +248,14 @@ def _exchange(processes: list[_Process], message: Job | Finish, deadline: float,
     raise RankError(report.describe(name, len(processes), replies, limit, finishing=isinstance(message, Finish)))
 
 
+def _at_work(waiting: list[_Process]) -> bool:
+    """Watches the ranks until one has answered, and says whether they are busy; in a hang, all wait for one another."""
+    before = sum(entry.processor_seconds() for entry in waiting)
+    if wait([entry.pipe for entry in waiting], _LOOK):
+        return True
+    return sum(entry.processor_seconds() for entry in waiting) - before >= _IDLE
+
+
 class _Failures:
     """When to act on a failure: wake the other ranks once it has settled, cut them after the grace period."""
 
@@ -242,8 +266,7 @@ class _Failures:
     def note(self) -> None:
         if not self.seen:
             self.seen = True
-            self.wake_at = min(self.cut_at, time.monotonic() + _SETTLE)
-            self.cut_at = min(self.cut_at, time.monotonic() + _GRACE)
+            self.wake_at, self.cut_at = time.monotonic() + _SETTLE, time.monotonic() + _GRACE
 
     def settled(self) -> bool:
         return self.seen and time.monotonic() >= self.wake_at

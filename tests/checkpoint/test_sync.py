@@ -59,7 +59,7 @@ def _stream(rank, world, folder):
     engine = _engine(mesh)
     results = []
     for number, source in enumerate((group, folder, folder)):
-        got = receive_weights(engine, source, after=number - 1, timeout=60)
+        got = receive_weights(engine, source, after=number - 1, timeout=300)
         whole = {
             name: value.full_tensor() if isinstance(value, DTensor) else value
             for name, value in engine.state_dict().items()

@@ -186,6 +186,25 @@ def test_a_hang_is_cut_and_shows_every_stack(rank_pool):
     assert _recovers(rank_pool)
 
 
+def _work_for_long(rank: int, world: int, seconds: float) -> int:
+    end = time.process_time() + seconds
+    while rank == 0 and time.process_time() < end:
+        pass
+    dist.barrier()
+    return rank
+
+
+def test_ranks_that_work_past_the_limit_are_slow_and_not_hung(rank_pool):
+    assert rank_pool.run(2, _work_for_long, (3.0,), limit=0.5) == [0, 1]
+
+
+def test_there_is_an_end_to_that_too(rank_pool, monkeypatch):
+    monkeypatch.setattr("tests.bench.pool._SLOW", 2.0)
+    with pytest.raises(RankError, match="in _work_for_long"):
+        rank_pool.run(2, _work_for_long, (600.0,), limit=0.5)
+    assert _recovers(rank_pool)
+
+
 @pytest.mark.limit(2)
 def test_the_limit_is_read_from_the_marker(ranks, request):
     with pytest.raises(RankError, match=r"test_the_limit_is_read_from_the_marker: cut, .* limit of 2 s"):
@@ -279,7 +298,7 @@ def test_no_rank_outlives_its_session(tmp_path, how):
     finally:
         session.kill()
         session.communicate()
-    patience = time.monotonic() + 30
+    patience = time.monotonic() + 120
     while any(map(_exists, pids)):
         assert time.monotonic() < patience, f"still there: {[pid for pid in pids if _exists(pid)]}"
         time.sleep(0.05)

@@ -90,7 +90,7 @@ def job(tmp_path):
 @pytest.mark.limit(120)
 def test_a_rank_that_raises_ends_the_others_with_its_error(job, tmp_path, capsys):
     process = job("raise", 2)[0]
-    _, said = process.communicate(timeout=100)
+    _, said = process.communicate(timeout=300)
     assert process.returncode == 1
     assert "PeerError: rank 1 raised ValueError: there is no more data. Rank" in said
     assert "the last collectives of rank 0" in said
@@ -107,7 +107,7 @@ def test_a_rank_that_raises_ends_the_others_with_its_error(job, tmp_path, capsys
 def test_a_rank_that_raises_before_its_first_forward_ends_the_others_too(job):
     processes = job("early")
     for rank in (0, 2):
-        _, said = processes[rank].communicate(timeout=100)
+        _, said = processes[rank].communicate(timeout=300)
         assert processes[rank].returncode == 1
         assert "PeerError: rank 1 raised ValueError: there is no data at all" in said
 
@@ -129,7 +129,7 @@ def test_a_rank_that_is_killed_is_named_by_the_others_and_by_the_records(ranks, 
         processes[-1].start()
     try:
         for rank in (0, 2):
-            processes[rank].join(100)
+            processes[rank].join(300)
             assert processes[rank].exitcode == 1
     finally:
         for process in processes:
@@ -159,7 +159,7 @@ def test_a_rank_that_hangs_shows_its_record_on_a_signal(job, tmp_path):
         pending = [entry for entry in entries if not entry["ended"]]
     assert processes[0].poll() is None
     processes[0].kill()
-    _, said = processes[0].communicate(timeout=60)
+    _, said = processes[0].communicate(timeout=300)
     assert "the last collectives of rank 0" in said
     assert "pending all_gather" in said
     assert "Current thread" in said  # and where its threads are

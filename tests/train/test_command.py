@@ -46,7 +46,7 @@ def test_train_starts_its_own_processes_and_a_signal_lets_them_save_and_end(sent
         assert "tokens/s" in line
         assert "iB" in line
         process.send_signal(sent)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
     finally:
         process.kill()
     assert process.returncode == status, err
@@ -102,7 +102,7 @@ def test_under_srun_the_tasks_of_a_step_join():
     command = [*_TRAIN, "--steps", "3", "--strategy", "hsdp"]
     tasks = [_start(command, **step, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in range(2)]
     try:
-        (out, err), (other, more) = [task.communicate(timeout=120) for task in tasks]
+        (out, err), (other, more) = [task.communicate(timeout=300) for task in tasks]
     finally:
         for task in tasks:
             task.kill()
@@ -241,7 +241,7 @@ def test_a_run_whose_reader_leaves_ends_with_it():
     command = " ".join([*_TRAIN, "--steps", "100000"])
     done = subprocess.run(
         f"{command} | head -2; exit ${{PIPESTATUS[0]}}",
-        shell=True, executable="/bin/bash", cwd=_ROOT, capture_output=True, text=True, timeout=120,
+        shell=True, executable="/bin/bash", cwd=_ROOT, capture_output=True, text=True, timeout=300,
         env={**os.environ, "PYTHONPATH": str(_ROOT)},
     )  # fmt: skip
     assert done.returncode == 141

@@ -85,7 +85,7 @@ def _mentioning(text):
 
 
 @pytest.mark.full
-@pytest.mark.limit(150)
+@pytest.mark.limit(400)
 def test_a_killed_rank_costs_a_restart_and_nothing_else(ranks, tmp_path):
     """Three kills, in backward, in the optimizer's step and during a save."""
     plan, steps = crash.Plan(str(tmp_path / "kills"), kills=3, seed=1), 14
@@ -95,7 +95,7 @@ def test_a_killed_rank_costs_a_restart_and_nothing_else(ranks, tmp_path):
     arguments = (plan, _flags(tmp_path, steps), 3, tmp_path / "agent", result)
     agent = context.Process(target=crash.agent, args=arguments)
     agent.start()
-    assert result.get(timeout=100) == ""
+    assert result.get(timeout=400) == ""
     agent.join(20)
     assert not _in_session(agent.pid)
     _check(ranks, tmp_path, plan, steps)
