@@ -147,8 +147,8 @@ class RankPool:
         """Runs `body` on ranks 0 to `world` - 1 and returns their values, tensors as detached CPU tensors.
 
         Raises `RankError` when a rank raises, dies, or has not returned after `limit` seconds; `name` (of the test)
-        leads its message. Ranks that are still at work then have a slow machine, not a hang, and go on. `body` must be a function at the top level of an importable module; what it depends on
-        goes through `args` and `kwargs`.
+        leads its message. Ranks that are still at work then have a slow machine, not a hang, and go on. `body` must be
+        a function at the top level of an importable module; what it depends on goes through `args` and `kwargs`.
         """
         __tracebackhide__ = True
         payload = _dump_call(body, args, dict(kwargs or {}))
