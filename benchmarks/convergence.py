@@ -4,6 +4,7 @@
     python -m benchmarks.convergence --ranks 2 --seconds 120                   ranks share one GPU, over Gloo
     python -m benchmarks.convergence --device cpu --small --steps 20 --ranks 2
     python -m benchmarks.convergence --systems flatshard flatshard-int8-gathers flatshard-int8 flatshard-float8
+    python -m benchmarks.convergence --systems flatshard flatshard-int8-gathers --seeds 24 --at-once 12
 
 A model of Llama's shape (99.5 million parameters) reads the bytes of Python's standard library.  Main weights and AdamW
 are in float32, weights and gradients in between in bfloat16.  ``one`` is plain PyTorch in one process.  Kernels are
@@ -11,6 +12,8 @@ deterministic, so that curves differ by what the systems do; with --nondetermini
 ``flatshard-...``: with formats on the wire, those of `benchmarks.systems.FORMATS`.  --rounded: at the end, the loss of
 the trained weights over other text, as they are and as each format of gathers rounds them.
 Smoothed: the mean of 20 consecutive steps.  Curves are compared over the steps that all systems have done.
+--seeds: two runs of the same program end further apart than most systems do, so curves are means over that many seeds,
+and what each system ends with is compared seed by seed.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ import os
 import sysconfig
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -42,7 +46,7 @@ LLAMA_100M = LlamaConfig(768, layers=14, heads=12, kv_heads=12, ffn=2048, vocab=
 LLAMA_SMALL = LlamaConfig(64, layers=2, heads=2, kv_heads=2, ffn=192, vocab=256, max_tokens=64)
 SYSTEMS = ["one", "fsdp2", "flatshard"]
 WITH_FORMATS = [f"flatshard-{name}" for name in FORMATS]
-SMOOTHED = 20  # steps
+SMOOTHED, LAST = 20, 100  # steps
 ROUNDED, OTHER = ("", "int8-gathers", "float8"), 60  # formats; batches of other text
 LOOK_AT_CLOCK = 10  # steps
 TEXT_BYTES = 20_000_000
@@ -201,6 +205,28 @@ def differences(curves: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     return result
 
 
+def mean_curve(runs: list[list[float]]) -> list[float]:
+    """The mean, step by step, over the steps that all have done."""
+    return [sum(losses) / len(losses) for losses in zip(*runs)]
+
+
+def end_of(losses: list[float]) -> float:
+    """The mean of the last `LAST` steps."""
+    return sum(losses[-LAST:]) / len(losses[-LAST:])
+
+
+def apart(ends: dict[str, dict[int, float]]) -> dict[str, tuple[float, float]]:
+    """How far above the first system each other one ends, and the standard error of that, over the seeds of both."""
+    first, *others = ends
+    result = {}
+    for system in others:
+        seeds = ends[first].keys() & ends[system].keys()
+        pairs = torch.tensor([ends[system][seed] - ends[first][seed] for seed in sorted(seeds)], dtype=torch.float64)
+        if len(pairs) > 1:
+            result[f"{system} - {first}"] = float(pairs.mean()), float(pairs.std() / len(pairs) ** 0.5)
+    return result
+
+
 def describe(curves: dict[str, list[float]], steps: int) -> str:
     lines = ["step".rjust(6) + "".join(name.removeprefix("flatshard-").rjust(16) for name in curves)]
     done = max(len(losses) for losses in curves.values())
@@ -251,6 +277,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16, help="sequences per step, over all ranks")
     parser.add_argument("--lr", type=float, default=6e-4)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=1, help="so many seeds, from --seed on")
+    parser.add_argument("--at-once", type=int, default=1, help="runs at the same time")
     parser.add_argument("--seconds", type=float, default=math.inf, help="per system; it stops when they are over")
     parser.add_argument("--nondeterministic", action="store_true", help="let kernels add in any order")
     parser.add_argument("--systems", nargs="+", default=SYSTEMS, choices=[*SYSTEMS, *WITH_FORMATS])
@@ -260,6 +288,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.ranks < 1 or options.batch % options.ranks:
         parser.error(f"--batch {options.batch} cannot be divided by --ranks {options.ranks}")
+    if min(options.seeds, options.at_once) < 1:
+        parser.error("--seeds and --at-once must be at least 1")
     config = LLAMA_SMALL if options.small else LLAMA_100M
     deterministic = not options.nondeterministic
     told = options.batch, options.steps, options.device, options.lr, options.seed, options.seconds
@@ -272,6 +302,7 @@ def main() -> None:
         "command": f"python -m benchmarks.convergence --device {options.device} --ranks {options.ranks} --steps "
         f"{options.steps} --batch {options.batch} --lr {options.lr} --seed {options.seed}"
         + f" --systems {' '.join(options.systems)}" * (options.systems != SYSTEMS)
+        + f" --seeds {options.seeds} --at-once {options.at_once}" * (options.seeds > 1)
         + " --small" * options.small
         + " --nondeterministic" * options.nondeterministic
         + " --rounded" * options.rounded,
@@ -283,23 +314,58 @@ def main() -> None:
     }
     title = f"{parameters / 1e6:.1f}M parameters, {options.batch} x {config.max_tokens} bytes a step"
     title += f", {options.ranks} rank{'s' * (options.ranks > 1)}, {device}"
+    title += f", means of {options.seeds} seeds" * (options.seeds > 1)
     print(f"{title}, torch {torch.__version__}\ntext: {document['text']}", flush=True)
-    curves, seconds, costs = {}, {}, {}
-    for system in options.systems:
-        ranks = 1 if system == "one" else options.ranks
-        gloo = system != "one" and (ranks > 1 or options.device == "cpu")
-        result = on_ranks(ranks, train, system, run, gloo=gloo)[0]
-        curves[system], seconds[system] = result["losses"], result["seconds"]
-        print(f"{system}: {len(result['losses'])} steps in {result['seconds']:.0f} s", flush=True)
-        if "rounded" in result:
-            costs[system] = result["rounded"]
-            print(f"  then: {', '.join(f'{name} {loss:.6f}' for name, loss in costs[system].items())}", flush=True)
-        if options.json:
-            figures = {"seconds": seconds, "rounded": costs, "differences": differences(curves), "losses": curves}
-            options.json.write_text(json.dumps({**document, **figures}) + "\n")
-    print(describe(curves, options.steps))
+    results: dict[tuple[str, int], dict[str, Any]] = {}
+    seeds = range(options.seed, options.seed + options.seeds)
+    with ThreadPoolExecutor(options.at_once) as pool:
+        runs = {}
+        for seed in seeds:
+            for system in options.systems:
+                ranks = 1 if system == "one" else options.ranks
+                gloo = system != "one" and (ranks > 1 or options.device == "cpu")
+                waiting = pool.submit(on_ranks, ranks, train, system, replace(run, seed=seed), gloo=gloo)
+                runs[waiting] = system, seed
+        for waiting in as_completed(runs):
+            (system, seed), result = runs[waiting], waiting.result()[0]
+            results[system, seed] = result
+            end = f", the last {LAST} at {end_of(result['losses']):.5f}"
+            print(f"{system}, seed {seed}: {len(result['losses'])} steps in {result['seconds']:.0f} s{end}", flush=True)
+            if "rounded" in result:
+                print(f"  then: {', '.join(f'{name} {loss:.6f}' for name, loss in result['rounded'].items())}")
+            if options.json:
+                options.json.write_text(json.dumps({**document, **figures(options.systems, results)}) + "\n")
+    told = figures(options.systems, results)
+    print(describe(told["losses"], options.steps))
+    for pair, (mean, error) in told.get("ends apart", {}).items():
+        print(
+            f"{pair}: the last {LAST} steps end {mean:+.5f} apart, standard error {error:.5f}, of {options.seeds} seeds"
+        )
     if options.plot:
-        plot(curves, title, options.plot)
+        plot(told["losses"], title, options.plot)
+
+
+def figures(systems: list[str], results: dict[tuple[str, int], dict[str, Any]]) -> dict[str, Any]:
+    """What is written down of runs by system and seed; of several seeds the mean curves, and what each ended with."""
+    by_system = {
+        system: {seed: runs for (name, seed), runs in sorted(results.items()) if name == system} for system in systems
+    }
+    done = {system: runs for system, runs in by_system.items() if runs}
+    curves = {system: mean_curve([run["losses"] for run in runs.values()]) for system, runs in done.items()}
+    found: dict[str, Any] = {
+        "seconds": {system: sum(run["seconds"] for run in runs.values()) / len(runs) for system, runs in done.items()},
+        "rounded": {
+            system: [run["rounded"] for run in runs.values() if "rounded" in run] for system, runs in done.items()
+        },
+        "differences": differences(curves),
+        "losses": curves,
+    }
+    if len({seed for _, seed in results}) > 1:
+        found["ends"] = {
+            system: {seed: end_of(run["losses"]) for seed, run in runs.items()} for system, runs in done.items()
+        }
+        found["ends apart"] = apart(found["ends"])
+    return found
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import direct_wgrads, growth, whole
+from benchmarks import convergence, direct_wgrads, growth, whole
 from benchmarks.models import LLAMA_1B, LLAMA_8B, LLAMA_TINY, Llama
 from benchmarks.moe import MOE_TINY, QWEN_MOE, mixture
 from benchmarks.systems import FORMATS, SYSTEMS
@@ -160,3 +160,16 @@ def test_optimizers_of_whole_matrices_are_measured(row, little_work, monkeypatch
 def shapes_of_blocks() -> list[tuple[int, ...]]:
     with torch.device("meta"):
         return [tuple(p.shape) for p in Llama(LLAMA_TINY).blocks.parameters()]
+
+
+def test_curves_of_several_seeds_are_compared_seed_by_seed():
+    losses = {("one", 0): [3.0, 1.0], ("one", 1): [5.0, 3.0], ("other", 0): [3.0, 1.5], ("other", 1): [5.0, 3.1]}
+    results = {run: {"losses": losses[run], "seconds": 1.0} for run in sorted(losses, key=str, reverse=True)}
+    found = convergence.figures(["one", "other", "later"], results)
+    assert found["losses"] == {"one": [4.0, 2.0], "other": [4.0, pytest.approx(2.3)]}
+    assert found["ends"]["other"] == {0: 2.25, 1: pytest.approx(4.05)}
+    mean, error = found["ends apart"]["other - one"]
+    assert (mean, error) == (pytest.approx(0.15), pytest.approx(0.1))  # 0.25 and 0.05
+    only = convergence.figures(["one"], {("one", 7): results["one", 0]})
+    assert only["losses"] == {"one": [3.0, 1.0]}
+    assert "ends" not in only
