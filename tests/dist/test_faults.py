@@ -46,11 +46,14 @@ class Case:
         self.world, self.recompute, self.micro = world, recompute, micro
         self.shape, self.planned, self.skips, self.choices = shape, planned, skips, choices
 
-    def build(self):
+    def mesh(self):
+        return mesh_of(1 if self.world == 2 else 2, self.world)
+
+    def build(self, mesh=None):
         net = make_net(recompute=self.recompute)
         if self.skips:
             net.__class__ = Skipping
-        mesh = mesh_of(1 if self.world == 2 else 2, self.world)
+        mesh = mesh or self.mesh()
         schedule = SchedulePolicy(planned_pool=True) if self.planned else None
         if self.shape == "blocks":
             return shard_net(net, mesh=mesh, schedule=schedule, **self.choices)
@@ -166,15 +169,19 @@ def _every_point(rank, world, name, kind, part, parts):
 
 
 def _first_step(rank, world, name, kind, part, parts):
-    """The same in the first step of a model, in which ranks compare what they do: every time another model."""
+    """The same in the first step of a model, in which ranks compare what they do: every time another model.
+
+    They share a mesh: threads of Gloo look for work 100 times a second, and hundreds of groups leave time for no other.
+    """
     case, faults = CASES[name], Faults(kind)
     with faults.watch():
-        model = case.build()
+        mesh = case.mesh()
+        model = case.build(mesh)
         with faults.counting():
             case.step(model, rank)
         wanted, names = grads_of(model), faults.names
         for at in range(part, len(names), parts):
-            model = case.build()
+            model = case.build(mesh)
             where = f"{name}, first step, {kind} {at} of {len(names)}, {fail(model, case, rank, faults, at)}"
             model.reset()
             model.zero_grad()
