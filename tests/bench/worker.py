@@ -240,9 +240,14 @@ def _mesh_caches() -> list[Callable[[], None]]:
                     cache = getattr(cache, "__func__", cache)  # a staticmethod hides the cache it wraps
                     if not isinstance(cache, type) and callable(getattr(cache, "cache_clear", None)):
                         found[id(cache)] = cache.cache_clear
-    debug = importlib.import_module("torch.distributed.tensor.debug")
-    for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
-        if hasattr(debug, name):
-            found[len(found)] = getattr(debug, name)
+    for module, name in (
+        ("debug", "_clear_python_sharding_prop_cache"),
+        ("debug", "_clear_fast_path_sharding_prop_cache"),
+        # Holds meshes, so that their process groups would live on, and the threads of these.
+        ("_redistribute", "clear_redistribute_planner_cache"),
+    ):
+        clear = getattr(importlib.import_module(f"torch.distributed.tensor.{module}"), name, None)
+        if clear is not None:  # not every version of torch has each of them
+            found[len(found)] = clear
     _caches = (len(sys.modules), list(found.values()))
     return _caches[1]

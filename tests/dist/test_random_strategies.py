@@ -165,8 +165,13 @@ def test_random_choices_equal_one_process(ranks, request, seeds):
     ranks(world_of(seeds[0]), _seeds, chosen or seeds)
 
 
+# In parts: each choice makes a mesh, and the threads of its groups are there until a test ends.
+MORE = [(world, part) for world, parts in ((2, 3), (3, 3), (4, 10)) for part in range(parts)]
+
+
 @pytest.mark.full
-@pytest.mark.limit(600)
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_many_more_random_choices_equal_one_process(ranks, world):
-    ranks(world, _seeds, list(range(10_000 * world, 10_000 * world + (200 if world == 4 else 60))))
+@pytest.mark.limit(120)
+@pytest.mark.parametrize(("world", "part"), MORE)
+def test_many_more_random_choices_equal_one_process(ranks, world, part):
+    first = 10_000 * world + 20 * part
+    ranks(world, _seeds, list(range(first, first + 20)))
