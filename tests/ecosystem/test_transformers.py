@@ -152,6 +152,7 @@ def _loaded(rank, world, folder):
 
 @pytest.mark.full
 def test_transformers_loads_into_a_model_that_it_shards(ranks, tmp_path):
+    pytest.importorskip("accelerate")
     ranks(2, _loaded, str(tmp_path / "model"))
 
 
