@@ -45,8 +45,8 @@ class Pool:
     """Storage that a lane writes and compute reads, or the reverse.
 
     On CUDA the storage comes from private memory pools and belongs to the lane's stream. Release records where the
-    releasing stream stands, and the lane waits for that point before it takes that memory again: so a block that is
-    reused is never written while it is still read, and no ``record_stream`` delays its return.
+    releasing stream stands, and whoever takes that memory again waits for that point: so a block that is reused is
+    never written while it is still read, and no ``record_stream`` delays its return.
 
     With a ``planner``, every buffer has one slot, and so one address. A buffer whose slot is in use, or that has none
     yet, gets memory as without a planner; `end_pass` makes a plan that has room for it.
@@ -84,6 +84,7 @@ class Pool:
                 # It may still be read, and torch fills new tensors where algorithms are to be deterministic.
                 with self.lane.entered(slot.released), slot.allocating:
                     tensor = torch.empty(numel, dtype=dtype, device=self.lane.device)
+                    slot.released = (self.lane.mark(),)
             finally:
                 self._free.append(slot)
         tensor.untyped_storage().resize_(0)
@@ -96,10 +97,11 @@ class Pool:
         with self.lane.entered(), self._allocating:
             return torch.empty(numel, dtype=dtype, device=self.lane.device)
 
-    def allocate(self, tensor: torch.Tensor, lasting: bool = False) -> None:
+    def allocate(self, tensor: torch.Tensor, lasting: bool = False, here: bool = False) -> None:
         """Give the tensor its storage; its values are undefined. No effect where it has storage already.
 
         What is ``lasting`` comes from the ordinary heap of the current stream: slots are for what comes and goes.
+        ``here``: the current stream is to write it, and not the lane.
         """
         storage = tensor.untyped_storage()
         size = tensor.nbytes
@@ -109,13 +111,16 @@ class Pool:
             storage.resize_(size)
         elif lasting:
             storage.resize_(size)
-            with self.lane.entered((self.lane.mark(),)):
-                pass  # what the current stream still does with that memory comes first
+            if not here:
+                with self.lane.entered((self.lane.mark(),)):
+                    pass  # what the current stream still does with that memory comes first
             self._lasting[storage._cdata] = _torch.current_stream(self.lane.device.index)
         else:
             slot = self._take(size) if self.planner is None else self._take_planned(self.planner, tensor, size)
             try:
-                with self.lane.entered(slot.released), slot.allocating:
+                for ticket in slot.released if here else ():
+                    ticket.wait()
+                with self.lane.entered(() if here else slot.released), slot.allocating:
                     storage.resize_(size)
             except BaseException:  # out of memory
                 self._put_back(slot, tensor)
@@ -233,6 +238,7 @@ class Pool:
                 self._end.atexit = False
             with self.lane.entered(), slot.allocating:
                 torch.empty(slot.size, dtype=torch.uint8, device=self.lane.device)  # reserves it; freed at once
+                slot.released = (self.lane.mark(),)  # filled, where algorithms are to be deterministic
         self.num_slots += 1
         return slot
 

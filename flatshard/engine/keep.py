@@ -22,6 +22,17 @@ def gathered_bytes(unit: Unit) -> int:
     return sum(group.gathered_bytes for group in unit.groups)
 
 
+def arriving_bytes(unit: Unit) -> int:
+    """The same from the launch of its gather on until it is used."""
+    return sum(group.arriving_bytes for group in unit.groups)
+
+
+def opening_bytes(unit: Unit) -> int:
+    """What its use will take on top of that: full weights that are still to be decoded."""
+    closed = [group for group in unit.groups if not group.is_full]
+    return sum(group.gathered_bytes for group in closed if group.arriving_bytes != group.gathered_bytes)
+
+
 def plan_kept(units: Sequence[Unit], policy: SchedulePolicy) -> None:
     """Choose, for units in the order of their forwards."""
     for unit in units:

@@ -15,7 +15,7 @@ from flatshard import _recording, _torch
 from flatshard.buffer import Convoy, Lane, Planner, Pool, watch_over
 from flatshard.engine import outside, steps
 from flatshard.engine.agreement import Agreement, Announcer, check_model, patience
-from flatshard.engine.keep import gathered_bytes
+from flatshard.engine.keep import arriving_bytes, opening_bytes
 from flatshard.engine.optional import OptionalUnits, refuse_backward_of_two, refuse_forward_within
 from flatshard.engine.program import Pass, Program
 from flatshard.engine.reduces import Reduces
@@ -428,7 +428,7 @@ class Scope:
                 continue
             if backward and index in self._done:
                 continue  # a recompute passed through it, or it needs none: nothing of this backward will need it
-            if room <= 0 and self.gather_pool.live_bytes + gathered_bytes(other) > bytes_ahead:
+            if room <= 0 and self._bytes_with(unit, other) > bytes_ahead:
                 return
             self.gather_early(other)
             room -= index not in self._apart
@@ -439,6 +439,12 @@ class Scope:
             for other in self.units:
                 if other.is_kept_for_next and not other.settings.unshard_in_backward and not other.is_gathered:
                     self.gather(other)
+
+    def _bytes_with(self, unit: Unit, other: Unit) -> int:
+        """What gathered weights take at most with one more unit ahead; ``unit`` is used now, the others one by one."""
+        ahead = [each for index in self._ahead if (each := self.unit_at(index)) is not None]
+        opening = max(opening_bytes(each) for each in (unit, *ahead, other))
+        return self.gather_pool.live_bytes + arriving_bytes(other) + opening
 
     def _release_ahead(self) -> None:
         """Give back what was gathered ahead and not needed after all."""

@@ -4,7 +4,7 @@
 `OfCompute`   persistent compute weights, of which every rank has all; refreshed from main after a step
 `Gathered`    a buffer that comes and goes, filled from all ranks' parts of main, or of persistent compute weights;
               in a backward from parts on a smaller mesh, if the forward has left some there
-`FromBytes`   the same, decoded from what all ranks have encoded of main, once per step
+`FromBytes`   the same, decoded from what all ranks have encoded of main, once per step, when it is needed
 `Decoded`     what a codec makes of what it has sent
 """
 
@@ -66,6 +66,11 @@ class Source:
     def unpark(self) -> None:
         """The backward is over."""
 
+    @property
+    def is_parked(self) -> bool:
+        """Whether a part of full weights is kept, to be gathered from."""
+        return False
+
 
 class OfMain(Source):
     is_resident = True
@@ -89,31 +94,32 @@ class _Turned:
         self._flat: dict[int, torch.Tensor] = {}
         self._pool: Pool | None = None
 
-    def allocate(self, pool: Pool) -> None:
+    def allocate(self, pool: Pool, here: bool = False) -> None:
+        """``here``: the current stream is to fill them, and not the lane."""
         self._pool = pool
         for index in self.indices:
             if index not in self._flat:
                 self._flat[index] = pool.empty(self._layout.slots[index].numel, self._dtype)
-            pool.allocate(self._flat[index])
+            pool.allocate(self._flat[index], here=here)
 
     def view(self, index: int) -> torch.Tensor:
         return self._flat[index].view(self._layout.slots[index].shape)
 
-    def fill(self, ticket: Ticket, gathered: DBuffer) -> Ticket:
-        """Bring what was gathered into its own order, in the order of the lane, after ``ticket``."""
+    def fill(self, gathered: DBuffer) -> None:
+        """Bring what was gathered into its own order."""
+        layout, pairs = self._layout, []
+        for index in self.indices:
+            slot = layout.slots[index]
+            size = layout.segments[slot.segment].piece * layout.num_shards
+            run = gathered.local.narrow(0, layout.run_starts(layout.num_shards)[slot.segment], size)
+            pairs += turns(layout, index, run, self.view(index))
+        if pairs:
+            torch._foreach_copy_([whole for _, whole in pairs], [part for part, _ in pairs])
+
+    def fill_after(self, ticket: Ticket, gathered: DBuffer) -> Ticket:
+        """The same in the order of the lane, after ``ticket``."""
         assert self._pool is not None
-
-        def turn() -> None:
-            layout, pairs = self._layout, []
-            for index in self.indices:
-                slot = layout.slots[index]
-                size = layout.segments[slot.segment].piece * layout.num_shards
-                run = gathered.local.narrow(0, layout.run_starts(layout.num_shards)[slot.segment], size)
-                pairs += turns(layout, index, run, self.view(index))
-            if pairs:
-                torch._foreach_copy_([whole for _, whole in pairs], [part for part, _ in pairs])
-
-        return self._pool.lane.follow(ticket, turn)
+        return self._pool.lane.follow(ticket, functools.partial(self.fill, gathered))
 
     def release(self) -> None:
         for flat in self._flat.values():
@@ -197,7 +203,7 @@ class OfCompute(_Buffered):
         if self._turned is None:
             return refreshed
         self._turned.allocate(pool)
-        return self._turned.fill(refreshed, self.buffer)
+        return self._turned.fill_after(refreshed, self.buffer)
 
     def open(self) -> None:
         self._weights.read()
@@ -224,29 +230,31 @@ class Gathered(_Buffered):
     def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
         self._pool = pool  # another one than last time, if the unit has a new root
         part, refreshed = (None, DONE) if self.compute is None else self.compute.refresh(pool, name)
-        buffer, layout, mesh = self.buffer, self._main.layout, self._main.mesh
-        if buffer is None:
-            local = pool.empty(layout.buffer_numel(layout.num_shards), self._dtype)
-            buffer = self.buffer = DBuffer(layout, mesh, [Replicate()] * mesh.ndim, local)
-        pool.allocate(buffer.local, lasting)
-        if self._turned is not None:
-            self._turned.allocate(pool)
+        buffer = self._allocated(pool, lasting)
         if self._is_hollow:
             return Ticket()
         with pool.lane.entered(() if refreshed is DONE else (refreshed,)):
             if self._parked is not None:
                 part, parked = self._parked
                 # The gathered buffer as the smaller mesh sees it.
-                seen = DBuffer(layout, part.mesh, [Replicate()], buffer.local)
+                seen = DBuffer(buffer.layout, part.mesh, [Replicate()], buffer.local)
                 ticket = _gather(part, seen, pool, name, comm, (parked,))
             elif part is not None:
-                ticket = self._from_parts(part, buffer, pool, name, comm)
+                ticket = _gather(part, buffer, pool, name, comm)
             else:
                 ticket = self._from_main(buffer, pool, name, comm)
-        return ticket if self._turned is None else self._turned.fill(ticket, buffer)
+        return ticket if self._turned is None else self._turned.fill_after(ticket, buffer)
 
-    def _from_parts(self, part: DBuffer, buffer: DBuffer, pool: Pool, name: str, comm: Any) -> Ticket:
-        return _gather(part, buffer, pool, name, comm)
+    def _allocated(self, pool: Pool, lasting: bool, here: bool = False) -> DBuffer:
+        """The buffer of full weights, with storage. ``here``: the current stream is to write it, and not the lane."""
+        buffer, layout, mesh = self.buffer, self._main.layout, self._main.mesh
+        if buffer is None:
+            local = pool.empty(layout.buffer_numel(layout.num_shards), self._dtype)
+            buffer = self.buffer = DBuffer(layout, mesh, [Replicate()] * mesh.ndim, local)
+        pool.allocate(buffer.local, lasting, here)
+        if self._turned is not None:
+            self._turned.allocate(pool, here)
+        return buffer
 
     def _from_main(self, buffer: DBuffer, pool: Pool, name: str, comm: Any) -> Ticket:
         main, lane, cast = self._main, pool.lane, self._cast
@@ -274,6 +282,8 @@ class Gathered(_Buffered):
     def give_up(self) -> None:
         if self.compute is not None:
             self.compute.done.wait()  # nobody else will wait for a refresh
+        if self._pool is not None:
+            self._pool.lane.join()  # what it was given of the memory comes before whoever takes that next
         self.release()
 
     def mark_stale(self) -> None:
@@ -294,31 +304,57 @@ class Gathered(_Buffered):
     def unpark(self) -> None:
         self._parked = None
 
+    @property
+    def is_parked(self) -> bool:
+        return self._parked is not None
+
 
 class FromBytes(Gathered):
-    """The parts are bytes, gathered into memory that is theirs until they are decoded."""
+    """The parts are bytes, gathered into memory that is theirs until they are decoded.
+
+    That is when full weights are needed, by the stream that needs them: beside compute, decoding would take processors
+    from matrix products for longer than it takes alone. And until then only the bytes take memory.
+    """
 
     def __init__(self, main: DBuffer, codec: Blocks, home: Home, compute: Compute) -> None:
         super().__init__(main, codec, home, compute)
         self._blocks = codec
         self._wire: DBuffer | None = None
+        self._is_open = True
+        self._lasting = False  # which the full weights are to be
 
-    def _from_parts(self, part: DBuffer, buffer: DBuffer, pool: Pool, name: str, comm: Any) -> Ticket:
+    def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
+        if self._parked is not None or self._is_hollow:
+            return super().gather(pool, name, lasting, comm)  # of full weights
+        assert self.compute is not None
+        self._pool, self._lasting = pool, lasting
+        part, refreshed = self.compute.refresh(pool, name)
         wire = self._wire
         if wire is None:
-            local = pool.empty(self._blocks.layout.buffer_numel(part.layout.num_shards), torch.uint8)
-            wire = self._wire = DBuffer(self._blocks.layout, buffer.mesh, buffer.placements, local)
-        pool.allocate(wire.local)
-        gathered = _gather(part, wire, pool, name, comm)
+            layout, mesh = self._blocks.layout, self._main.mesh
+            local = pool.empty(layout.buffer_numel(layout.num_shards), torch.uint8)
+            wire = self._wire = DBuffer(layout, mesh, [Replicate()] * mesh.ndim, local)
+        pool.allocate(wire.local, lasting)
+        self._is_open = False
+        with pool.lane.entered(() if refreshed is DONE else (refreshed,)):
+            return _gather(part, wire, pool, name, comm)
 
-        def decode() -> None:
-            self._blocks.decode(wire, buffer)
-            pool.release(wire.local)
+    def open(self) -> None:
+        if self._is_open:
+            return
+        pool, wire = self._pool, self._wire
+        assert pool is not None
+        assert wire is not None
+        buffer = self._allocated(pool, self._lasting, here=True)
+        self._blocks.decode(wire, buffer)
+        pool.release(wire.local)
+        if self._turned is not None:
+            self._turned.fill(buffer)
+        self._is_open = True
 
-        return pool.lane.follow(gathered, decode)
-
-    def give_up(self) -> None:
-        super().give_up()
+    def release(self) -> None:
+        super().release()
+        self._is_open = True
         if self._wire is not None and self._pool is not None:
             self._pool.release(self._wire.local)
 

@@ -181,6 +181,13 @@ class Group:
         turned = sum(slot.numel for index, slot in enumerate(layout.slots) if layout.is_turned(index, shards))
         return (layout.buffer_numel(shards) + turned) * self.codec.dtype.itemsize
 
+    @property
+    def arriving_bytes(self) -> int:
+        """The same from the launch of a gather on until they are needed, and what has arrived is decoded."""
+        if self.is_resident or not isinstance(self.codec, Blocks) or self.source.is_parked:
+            return self.gathered_bytes
+        return self.codec.layout.buffer_numel(self.layout.num_shards)
+
     def mark_stale(self) -> None:
         """Main may have changed: derive compute weights from it anew, the next time they are needed."""
         if self.is_held:

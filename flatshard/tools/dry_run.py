@@ -175,6 +175,7 @@ class _Group(Group):
     mesh = property(lambda self: _NO_MESH)
     state = property(lambda self: ())
     gathered_bytes = property(lambda self: self.sizes.gathered)
+    arriving_bytes = property(lambda self: self.source.arriving)
 
     def has_changed(self) -> bool:
         return False
@@ -201,24 +202,39 @@ class _Source(Source):
     def __init__(self, group: _Group) -> None:
         self._group = group
         self._pool: Pool | None = None
+        self._taken = 0  # bytes
         self._is_parked = False
         self.is_resident = group.sizes.is_resident
+
+    @property
+    def arriving(self) -> int:
+        sizes = self._group.sizes
+        return sizes.gathered if self.is_parked or not sizes.passing else sizes.passing
 
     def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
         self._pool = pool
         self._group.run.gathered(self._group)
+        self._add(self.arriving)
+        return self._group.run.launched(self, self._group.sizes, self.is_parked)
+
+    def open(self) -> None:
         sizes = self._group.sizes
-        self._add(sizes.gathered + sizes.passing)
-        self._add(-sizes.passing)
-        return self._group.run.launched(self, sizes, self._is_parked)
+        if self._taken != sizes.gathered:
+            self._add(sizes.gathered)
+            self._add(-sizes.passing)
 
     def release(self) -> None:
-        self._add(-self._group.sizes.gathered)
+        self._add(-self._taken)
 
     def _add(self, count: int) -> None:
         assert self._pool is not None
+        self._taken += count
         self._pool.live_bytes += count
         self._group.run.note(gathered=count)
+
+    @property
+    def is_parked(self) -> bool:
+        return self._is_parked
 
     def park(self, mesh: Any) -> None:
         if not self._is_parked:

@@ -98,7 +98,7 @@ class GroupBytes:
 
     ``main``, ``compute`` (where compute weights have a copy that stays), ``state``: always.
     ``gathered``: while the unit is in use; what is cut on another dim than 0 is there twice.
-    ``passing``: while a gather is on its way, where what travels is decoded.
+    ``passing``: from its gather on until the unit is used, where what travels is decoded then.
     ``parked``: between forward and backward, with a smaller group.
     ``arriving``: gradients as autograd leaves them, full size. ``main_grad``: reduced ones, until `zero_grad`.
     ``reducing``: what a reduce takes beyond these two, until it has been waited for.

@@ -72,6 +72,9 @@ class Case:
                 loss_of(model, part).backward()
 
 
+ENCODED = MixedPrecisionPolicy(
+    param_dtype=torch.bfloat16, gather_format="int8", reduce_format="int8", block=16, encodes=lambda _, p: p.dim() == 2
+)
 CASES = {
     "zero3": Case(),
     "zero1": Case(micro=2, strategy="optim", layout="flat"),
@@ -86,6 +89,8 @@ CASES = {
     "list": Case(shape="list", reshard_after_forward=False),
     "planned": Case(planned=True, micro=2),
     "parked": Case(world=4, reshard_after_forward=2),
+    "int8": Case(micro=2, mp_policy=ENCODED),
+    "int8-parked": Case(world=4, planned=True, mp_policy=ENCODED, reshard_after_forward=2),
 }
 
 
@@ -203,6 +208,7 @@ FEW = [
     ("zero3", "hook", 5),
     ("zero1", "launch", 5),
     ("bfloat16", "memory", 9),
+    ("int8", "memory", 9),
     ("non-reentrant", "operator", 60),
     ("optional-apart", "launch", 6),
     ("list", "hook", 7),

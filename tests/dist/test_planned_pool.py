@@ -33,9 +33,9 @@ class Recorded:
         allocate, release = pool.allocate, pool.release
         numbers: dict[int, int] = {}
 
-        def taking(tensor: torch.Tensor, lasting: bool = False) -> None:
+        def taking(tensor: torch.Tensor, lasting: bool = False, here: bool = False) -> None:
             before = tensor.untyped_storage().nbytes()
-            allocate(tensor, lasting)
+            allocate(tensor, lasting, here)
             if before or lasting or not tensor.numel():
                 return
             slot = pool._taken[tensor.untyped_storage()._cdata]

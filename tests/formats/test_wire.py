@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import flatshard
-from flatshard import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer, gathered, summary
+from flatshard import MixedPrecisionPolicy, SchedulePolicy, fully_shard, fully_shard_optimizer, gathered, summary
 from flatshard.engine.unit import unit_of
 from tests.dist.models import batches, loss_of, make_net
 from tests.formats.cases import is_encoded, mesh_of, policy, sent, through, units_of
@@ -97,6 +97,31 @@ def _bytes(rank, world):
 
 def test_bytes_and_launches(ranks):
     ranks(2, _bytes)
+
+
+def _ahead(rank, world):
+    full = 2 * (256 * 256 + 256)
+    coded = 256 * 256 + 2 * 256 * 2 + 2 * 256  # codes, two scales a row, the bias
+    precision = MixedPrecisionPolicy(param_dtype=BF16, gather_format="int8", encodes=lambda name, p: p.dim() == 2)
+    for units in (1, 2, 4):
+        most = full + units * coded  # one is decoded while it has its bytes
+        for schedule in (
+            SchedulePolicy(max_gathered=units),
+            SchedulePolicy(max_gathered=1, max_gathered_bytes=most),
+            SchedulePolicy(max_gathered=1, max_gathered_bytes=most + coded - 1, planned_pool=True),
+        ):
+            net = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
+            for each in (*net, net):
+                fully_shard(each, mesh=mesh_of([world]), mp_policy=precision, schedule=schedule)
+            for _ in range(3):
+                net(torch.ones(1, 256, dtype=BF16)).sum().backward()
+                pool = unit_of(net).scope.gather_pool
+                peak, pool.peak_bytes = pool.peak_bytes, 0
+            assert (peak, pool.live_bytes) == (most, 0), schedule
+
+
+def test_what_is_gathered_ahead_takes_the_bytes_that_travelled(ranks):
+    ranks(2, _ahead)
 
 
 def _reduce_is_within_its_bound(rank, world, stochastic):

@@ -22,9 +22,9 @@ def addresses(pool: Pool) -> dict[int, list[int]]:
     found: dict[int, list[int]] = defaultdict(list)
     allocate = pool.allocate
 
-    def watched(tensor: torch.Tensor, *args: Any) -> None:
+    def watched(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         had = tensor.untyped_storage().nbytes()
-        allocate(tensor, *args)
+        allocate(tensor, *args, **kwargs)
         if not had:
             found[id(tensor)].append(tensor.data_ptr())
 

@@ -94,12 +94,12 @@ def _no_memory(left):
     """Within, that many buffers can still be had."""
     allocate = Pool.allocate
 
-    def full(self, *args):
+    def full(self, *args, **kwargs):
         nonlocal left
         left -= 1
         if left < 0:
             raise MemoryError
-        allocate(self, *args)
+        allocate(self, *args, **kwargs)
 
     return mock.patch.object(Pool, "allocate", full)
 

@@ -71,6 +71,7 @@ class Checker:
         self.accesses = 0
         self._races: dict[tuple[object, ...], Race] = {}
         self.arena = self._heap = Arena()  # where memory comes from now, and usually
+        self.user: Stream | None = None  # who is to use what storages get, if not the current stream
         self._blocks: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block]] = {}  # by the address of the storage
         self.lanes: weakref.WeakSet[lanes.Lane] = weakref.WeakSet()
 
@@ -125,14 +126,14 @@ class Checker:
                 for tensor in tensors:
                     self._touch(tensor, access)
 
-    def allocated(self, what: str, storage: torch.UntypedStorage) -> Block:
-        """The current stream has been given memory."""
-        stream = self.current
-        made = Access(stream, stream.next(), what, place(), True)
-        for earlier, returned in self.arena.hand_out(stream):
-            memory = f"memory that stream '{stream.name}' is given again"
+    def allocated(self, what: str, storage: torch.UntypedStorage, user: Stream | None = None) -> Block:
+        """The current stream has been given memory, or ``user`` memory of the current stream."""
+        user = user or self.current
+        made = Access(user, user.next(), what, place(), True)
+        for earlier, returned in self.arena.hand_out(self.current, user):
+            memory = f"memory that stream '{user.name}' is given again"
             self._add("reuse of memory in use", earlier, made, memory, returned)
-        return self._know(storage, Block(storage.nbytes(), self.arena, stream, made))
+        return self._know(storage, Block(storage.nbytes(), self.arena, self.current, made))
 
     def block(self, tensor: torch.Tensor) -> Block | None:
         """The memory of a tensor, if it has been seen."""
@@ -147,7 +148,7 @@ class Checker:
         if known is not None:
             self._give_back(known[1])
         if storage.nbytes():
-            self.allocated("taking storage", storage)
+            self.allocated("taking storage", storage, self.user)
 
     def _touch(self, tensor: torch.Tensor, access: Access) -> None:
         storage = tensor.untyped_storage()
@@ -174,9 +175,7 @@ class Checker:
         return block
 
     def _give_back(self, block: Block) -> None:
-        pending = block.pending(block.owner)
-        if pending:
-            block.arena.take_back(block.owner, pending, place())
+        block.arena.take_back(block.owner, block.last(), place())
         if block.is_temporary:
             stream = self.current
             for earlier in block.pending(stream):
@@ -356,6 +355,7 @@ def watching() -> Iterator[Checker]:
             (lanes.Lane, "__init__", _having_a_stream(checker)),
             (pools, "_Slot", _slot_with_memory(checker)),
             (pools.Pool, "temporary", _noting_temporaries(checker)),
+            (pools.Pool, "allocate", _noting_users(checker)),
             (RehearsalGroup, "_launch", _noting_collectives(checker)),
             (CpuWork, "wait", _joining_the_group()),
         ):
@@ -423,6 +423,20 @@ def _noting_temporaries(checker: Checker) -> Callable[..., torch.Tensor]:
         if block is not None:
             block.is_temporary = True
         return tensor
+
+    return noted
+
+
+def _noting_users(checker: Checker) -> Callable[..., None]:
+    """Memory of a lane that the current stream is to write: whatever was done in it must be before that stream."""
+    allocate = pools.Pool.allocate
+
+    def noted(self: pools.Pool, tensor: torch.Tensor, lasting: bool = False, here: bool = False) -> None:
+        checker.user = checker.current if here else None
+        try:
+            allocate(self, tensor, lasting, here)
+        finally:
+            checker.user = None
 
     return noted
 

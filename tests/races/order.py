@@ -97,10 +97,14 @@ class Block:
             self._spans[first:last] = [_Span(start, access)]
         return list(found)
 
+    def last(self) -> list[Access]:
+        """The accesses after which nobody has written."""
+        last = [access for span in self._spans for access in (span.written, *span.read.values())]
+        return list(dict.fromkeys(access for access in last if access is not None))
+
     def pending(self, stream: Stream) -> list[Access]:
         """The accesses that may still be going on when the stream goes on."""
-        last = [access for span in self._spans for access in (span.written, *span.read.values())]
-        return list(dict.fromkeys(access for access in last if access is not None and not access.is_before(stream)))
+        return [access for access in self.last() if not access.is_before(stream)]
 
     def _cut(self, at: int) -> int:
         """The index of the span that begins here, which is made if there is none."""
@@ -123,16 +127,16 @@ class Arena:
     """
 
     def __init__(self) -> None:
-        self.returned: dict[Stream, list[tuple[Access, Place]]] = {}  # what may still be going on in it
+        self.returned: dict[Stream, list[tuple[Access, Place]]] = {}  # what was done in it last
 
-    def take_back(self, owner: Stream, pending: list[Access], place: Place) -> None:
-        """Memory comes back in which this may still be going on."""
-        self.returned.setdefault(owner, []).extend((access, place) for access in pending)
+    def take_back(self, owner: Stream, last: list[Access], place: Place) -> None:
+        """Memory comes back in which this was done last."""
+        self.returned.setdefault(owner, []).extend((access, place) for access in last)
 
-    def hand_out(self, stream: Stream) -> list[tuple[Access, Place]]:
-        """The stream is given memory: what may still be going on in it, and where it was given back."""
-        returned = self.returned.pop(stream, ())
-        return [(access, place) for access, place in returned if not access.is_before(stream)]
+    def hand_out(self, owner: Stream, user: Stream) -> list[tuple[Access, Place]]:
+        """Memory of the owner is given to a stream: what may still be going on in it, and where it was given back."""
+        returned = self.returned.pop(owner, ())
+        return [(access, place) for access, place in returned if not access.is_before(user)]
 
 
 @dataclass(frozen=True)

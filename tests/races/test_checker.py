@@ -211,6 +211,32 @@ def test_slots_wait_for_who_read_them_last(ordered, planned):
     assert kinds(checker) == (set() if ordered else {"reuse of memory in use"})
 
 
+@pytest.mark.parametrize("left_out", [None, "lane", "compute"])
+def test_the_current_stream_writes_slots_that_nobody_uses(left_out):
+    """It waits for a lane's last writes, and the lane for its."""
+
+    def waits(self: Ticket) -> None:
+        if (_torch.current_stream(0).name == "compute") is not (left_out == "compute"):
+            wait(self)
+
+    wait = Ticket.wait
+    with watching() as checker:
+        pool = Pool(Lane("gather", CPU))
+        tensor = pool.empty(64, torch.float32)
+        assert pool.num_slots == 1
+        with mock.patch.object(Ticket, "wait", wait if left_out is None else waits):
+            for _ in range(2):
+                pool.allocate(tensor)
+                with pool.lane.entered():
+                    write(tensor)
+                    pool.release(tensor)  # where the lane stands
+                pool.allocate(tensor, here=True)
+                write(tensor)
+                pool.release(tensor)
+        assert pool.num_slots == 1
+    assert kinds(checker) == (set() if left_out is None else {"reuse of memory in use"})
+
+
 def test_buffers_are_made_in_slots_that_nobody_reads():
     with watching() as checker:
         pool = Pool(Lane("gather", CPU))
@@ -293,7 +319,7 @@ def test_collectives_of_lanes_run_on_their_streams():
 PLACES = [
     *((_torch, name) for name in ("Event", "current_stream", "set_stream", "memory")),
     *((torch.Tensor, "tolist"), (torch.UntypedStorage, "resize_")),
-    *((lanes.Lane, "__init__"), (pools, "_Slot"), (pools.Pool, "temporary")),
+    *((lanes.Lane, "__init__"), (pools, "_Slot"), (pools.Pool, "temporary"), (pools.Pool, "allocate")),
     *((RehearsalGroup, "_launch"), (CpuWork, "wait")),
 ]
 
@@ -360,6 +386,10 @@ def keep_for_the_next_microbatch() -> None:
     accumulate(model, as_microbatch(model))
 
 
+def train_in_bytes() -> None:
+    train(sharded(**CHOICES["in bytes"]), steps=2)
+
+
 def rest_between_axes() -> None:
     model = sharded(**CHOICES["bf16 HSDP"])
     accumulate(model, as_microbatch(model))
@@ -401,6 +431,7 @@ class Waits:
     "body",
     [
         train_in_bf16,
+        pytest.param(train_in_bytes, marks=pytest.mark.full),
         pytest.param(keep_for_the_next_microbatch, marks=pytest.mark.full),
         pytest.param(rest_between_axes, marks=pytest.mark.full),
     ],

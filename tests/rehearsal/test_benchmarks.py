@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import convergence, direct_wgrads, growth, whole
+from benchmarks import convergence, direct_wgrads, growth, turns, whole
 from benchmarks.models import LLAMA_1B, LLAMA_8B, LLAMA_TINY, Llama
 from benchmarks.moe import MOE_TINY, QWEN_MOE, mixture
 from benchmarks.systems import FORMATS, SYSTEMS
@@ -173,3 +173,12 @@ def test_curves_of_several_seeds_are_compared_seed_by_seed():
     only = convergence.figures(["one"], {("one", 7): results["one", 0]})
     assert only["losses"] == {"one": [3.0, 1.0]}
     assert "ends" not in only
+
+
+def test_systems_in_turns_are_compared_round_by_round(little_work):
+    found = turns.measure("tiny", ["limit", "flatshard-int8-gathers"], rounds=2, steps=1)
+    assert [[len(each) for each in times] for times in found.values()] == [[1, 1], [1, 1]]
+    rows = turns.compare({"one": [[1.0, 2.0, 9.0], [4.0]], "other": [[3.0], [2.0, 4.0, 7.0]]})
+    assert rows["one"] == {"ms": 3.0, "min_ms": 1.0, "ratio": 1.0, "error": 0.0}
+    assert rows["other"] == {"ms": 3.5, "min_ms": 2.0, "ratio": 1.25, "error": pytest.approx(0.25)}  # 1.5 and 1
+    assert "other" in turns.describe(rows)

@@ -175,6 +175,8 @@ FORMATS = [
     Case((4,), strategy=2, param=BF16, gather="int8", reduces="int8"),
     Case((4,), strategy=0, param=BF16, gather="int8", reduces="int8"),
     Case((8,), reshard=2, param=BF16, gather="int8"),
+    Case((4,), param=BF16, gather="int8", schedule=SchedulePolicy(max_gathered_bytes=2_000_000)),
+    Case((4,), param=BF16, gather="int8", schedule=SchedulePolicy(max_gathered=3)),
     Case((2, 4), param=BF16, gather="int8", reduces=("int8", "int8")),
     Case((8, 2), param=BF16, gather="int8", reduces=("int8", "int8")),  # too many for an exchange on the outer axis
     Case((2, 4), outer="optim", param=BF16, gather="int8", reduces=("bf16_fp32", "int8")),
