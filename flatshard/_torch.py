@@ -1103,17 +1103,26 @@ def allocating_comms(group: ProcessGroup) -> tuple[Any, Any]:
 
 
 def symmetric_memory(numbytes: int, device: torch.device) -> torch.Tensor:
-    """Memory that other ranks of the node can be shown. It goes back to the device with its tensor."""
+    """Memory that other ranks of the node can be shown. It goes back to the device with its tensor.
+
+    Waits for the device, which not every version of torch does by itself: the words by which ranks signal each other
+    are cleared on the default stream, and `rendezvous` writes their addresses there. A rank that signals too soon is
+    not heard, and a lane, which is not ordered after that stream, reads addresses that are none.
+    """
     import torch.distributed._symmetric_memory as symmetric
 
-    return symmetric.empty(numbytes, dtype=torch.uint8, device=device)
+    made = symmetric.empty(numbytes, dtype=torch.uint8, device=device)
+    torch.cuda.synchronize(device)
+    return made
 
 
 def rendezvous(tensor: torch.Tensor, group: ProcessGroup) -> Any:
     """Let the ranks of a group know of each other's symmetric memory: ``get_buffer`` of what it gives shows it."""
     import torch.distributed._symmetric_memory as symmetric
 
-    return symmetric.rendezvous(tensor, group=group.group_name)
+    seen = symmetric.rendezvous(tensor, group=group.group_name)
+    torch.cuda.synchronize(tensor.device)  # see `symmetric_memory`
+    return seen
 
 
 def symmetric_comms(group: ProcessGroup) -> tuple[Any, Any]:
