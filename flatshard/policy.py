@@ -364,7 +364,8 @@ class SchedulePolicy:
     ``max_gathered``: units gathered at a time beyond those kept (the one in use and those ahead of it); at least 1.
     Units on another mesh than the root's, experts within a block, do not count.
     ``max_gathered_bytes``: further ones are gathered ahead as long as all gathered weights, kept ones included, take no
-    more than this. Where units differ in size, those before and after a large one can be several.
+    more than this. Where units differ in size, those before and after a large one can be several. Under a
+    ``gather_format`` those ahead count with the bytes that travel.
     ``max_reducing``: reduces in flight, and with them the full-size gradients they read; at least 1.
     ``separate_groups``: give reduces process groups of their own, so that they can overlap gathers on the wire.
     ``keep_for_backward``: bytes of gathered weights that units with ``reshard_after_forward="auto"`` may keep from

@@ -11,7 +11,7 @@ with ``shard`` the elements of the layout on one rank, padding included. A step 
     gradients of main     shard x gradient dtype, from the reduce of the group on
     gathered              all elements x compute dtype, of the unit in use and of those gathered ahead of it
                           (``max_gathered`` together, or more under ``max_gathered_bytes``), and of units
-                          kept for backward
+                          kept for backward; under a format those ahead take the bytes that travel
     staging               gradients as autograd leaves them, all elements x compute dtype, until their reduce has been
                           waited for: those of the unit in backward and of ``max_reducing`` groups in flight; where they
                           are not in the reduce dtype or a segment has padding, also a copy x reduce dtype; and what a
