@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -345,11 +346,12 @@ class FromBytes(Gathered):
         pool, wire = self._pool, self._wire
         assert pool is not None
         assert wire is not None
-        buffer = self._allocated(pool, self._lasting, here=True)
-        self._blocks.decode(wire, buffer)
-        pool.release(wire.local)
-        if self._turned is not None:
-            self._turned.fill(buffer)
+        with _torch.lasting() if torch.is_inference_mode_enabled() else nullcontext():
+            buffer = self._allocated(pool, self._lasting, here=True)
+            self._blocks.decode(wire, buffer)
+            pool.release(wire.local)
+            if self._turned is not None:
+                self._turned.fill(buffer)
         self._is_open = True
 
     def release(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.tensor import Shard
 
 import flatshard
 from flatshard import fully_shard, fully_shard_optimizer
@@ -95,3 +96,26 @@ def _coded(rank, world):
 
 def test_weights_of_a_subclass_evaluated_first_train(interpreters):
     interpreters(2, _coded)
+
+
+def _encoded(rank, world):
+    """Weights that travel in a byte each, one of them cut on its last dim: beside the same, trained from the start."""
+
+    def build():
+        model = make()
+        policy = flatshard.MixedPrecisionPolicy(gather_format="int8", block=16, encodes=lambda _, p: p.dim() == 2)
+        last = max((p for p in model.parameters() if p.dim() == 2), key=lambda p: p.shape[1] % world == 0)
+        return shard(model, mp_policy=policy, shard_placement_fn=lambda p: Shard(1) if p is last else None)
+
+    model, reference = build(), build()
+    with torch.inference_mode():
+        first = model(rows(rank))
+    torch.testing.assert_close(first, reference(rows(rank)).detach(), rtol=0, atol=0)
+    for step in range(2):
+        for each in (model, reference):
+            each(rows(rank, step)).square().mean().backward()
+        compare(grads_of(model), grads_of(reference), f"step {step}:")
+
+
+def test_weights_in_bytes_evaluated_first_train(interpreters):
+    interpreters(2, _encoded)
