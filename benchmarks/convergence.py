@@ -5,10 +5,13 @@
     python -m benchmarks.convergence --device cpu --small --steps 20 --ranks 2
     python -m benchmarks.convergence --systems flatshard flatshard-int8-gathers flatshard-int8 flatshard-float8
     python -m benchmarks.convergence --systems flatshard flatshard-int8-gathers --seeds 24 --at-once 12
+    python -m benchmarks.convergence --device cpu --small --dtype float32 --batch 8 --lr 1e-3 --seeds 24 --at-once 2 \
+        --systems flatshard flatshard-int8-gathers
 
 A model of Llama's shape (99.5 million parameters) reads the bytes of Python's standard library.  Main weights and AdamW
-are in float32, weights and gradients in between in bfloat16.  ``one`` is plain PyTorch in one process.  Kernels are
-deterministic, so that curves differ by what the systems do; with --nondeterministic also by how kernels happen to add.
+are in float32, weights and gradients in between in bfloat16, or in --dtype.  ``one`` is plain PyTorch in one process.
+Kernels are deterministic, so that curves differ by what the systems do; with --nondeterministic also by how kernels
+happen to add.
 ``flatshard-...``: with formats on the wire, those of `benchmarks.systems.FORMATS`.  --rounded: at the end, the loss of
 the trained weights over other text, as they are and as each format of gathers rounds them.
 Smoothed: the mean of 20 consecutive steps.  Curves are compared over the steps that all systems have done.
@@ -43,7 +46,8 @@ from benchmarks.processes import on_ranks
 from benchmarks.systems import FORMATS, Setup, shard_units
 
 LLAMA_100M = LlamaConfig(768, layers=14, heads=12, kv_heads=12, ffn=2048, vocab=256, max_tokens=512)
-LLAMA_SMALL = LlamaConfig(64, layers=2, heads=2, kv_heads=2, ffn=192, vocab=256, max_tokens=64)
+# Its matrices are just large enough to be encoded by formats.
+LLAMA_SMALL = LlamaConfig(256, layers=2, heads=4, kv_heads=4, ffn=768, vocab=256, max_tokens=32)
 SYSTEMS = ["one", "fsdp2", "flatshard"]
 WITH_FORMATS = [f"flatshard-{name}" for name in FORMATS]
 SMOOTHED, LAST = 20, 100  # steps
@@ -65,6 +69,10 @@ class Run:
     seconds: float = math.inf
     deterministic: bool = True
     rounded: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+    def setup(self, world: int) -> Setup:
+        return Setup(self.model, self.batch // world, 0, world, device=self.device, dtype=self.dtype)
 
     def lr_at(self, number: int) -> float:
         """Linear over the first tenth of the steps, then half a cosine down to a tenth."""
@@ -104,7 +112,7 @@ def train(rank: int, world: int, system: str, run: Run) -> dict[str, Any]:
     torch.manual_seed(run.seed)
     with torch.device(run.device):
         model = Llama(run.model)
-    loss_of, optimizer = build(system, model, Setup(run.model, run.batch // world, 0, world, device=run.device))
+    loss_of, optimizer = build(system, model, run.setup(world))
     draw = torch.Generator().manual_seed(run.seed)
     window = torch.arange(run.model.max_tokens + 1, device=run.device)
     losses: list[Tensor] = []
@@ -138,12 +146,11 @@ def train(rank: int, world: int, system: str, run: Run) -> dict[str, Any]:
 
 
 def rounded(weights: dict[str, Tensor], formats: str, run: Run, world: int, batches: list[Tensor]) -> float:
-    """The mean loss of trained weights in bfloat16, as formats on the wire leave them."""
+    """The mean loss of trained weights, as formats on the wire leave them."""
     with torch.device(run.device):
         model = Llama(run.model)
     model.load_state_dict(weights, strict=False)  # buffers are not trained
-    setup = Setup(run.model, run.batch // world, 0, world, device=run.device)
-    loss_of, _ = build(f"flatshard-{formats}" if formats else "flatshard", model, setup)
+    loss_of, _ = build(f"flatshard-{formats}" if formats else "flatshard", model, run.setup(world))
     with torch.no_grad():
         losses = [loss_of(rows[:, :-1], rows[:, 1:]) for rows in batches]
     return float(torch.stack(losses).double().mean())
@@ -151,7 +158,7 @@ def rounded(weights: dict[str, Tensor], formats: str, run: Run, world: int, batc
 
 def build(system: str, model: Llama, setup: Setup) -> tuple[Callable[[Tensor, Tensor], Tensor], torch.optim.Optimizer]:
     """The loss of a rank's rows as a function that can be differentiated, and what updates the weights by it."""
-    low = torch.bfloat16
+    low = setup.dtype
     loss_of: Callable[[Tensor, Tensor], Tensor] = model
     if system == "fsdp2":
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -167,7 +174,7 @@ def build(system: str, model: Llama, setup: Setup) -> tuple[Callable[[Tensor, Te
     else:
 
         def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
-            # Differentiating the casts turns bfloat16 gradients into float32 ones.
+            # Differentiating the casts turns their gradients into float32 ones.
             weights = {name: parameter.to(low) for name, parameter in model.named_parameters()}
             return torch.func.functional_call(model, weights, (tokens, targets))
 
@@ -276,6 +283,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--batch", type=int, default=16, help="sequences per step, over all ranks")
     parser.add_argument("--lr", type=float, default=6e-4)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of compute")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=1, help="so many seeds, from --seed on")
     parser.add_argument("--at-once", type=int, default=1, help="runs at the same time")
@@ -293,7 +301,7 @@ def main() -> None:
     config = LLAMA_SMALL if options.small else LLAMA_100M
     deterministic = not options.nondeterministic
     told = options.batch, options.steps, options.device, options.lr, options.seed, options.seconds
-    run = Run(config, *told, deterministic, options.rounded)
+    run = Run(config, *told, deterministic, options.rounded, getattr(torch, options.dtype))
     source = text()
     device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     with torch.device("meta"):
@@ -304,6 +312,7 @@ def main() -> None:
         + f" --systems {' '.join(options.systems)}" * (options.systems != SYSTEMS)
         + f" --seeds {options.seeds} --at-once {options.at_once}" * (options.seeds > 1)
         + " --small" * options.small
+        + f" --dtype {options.dtype}" * (options.dtype != "bfloat16")
         + " --nondeterministic" * options.nondeterministic
         + " --rounded" * options.rounded,
         "date": datetime.date.today().isoformat(),
