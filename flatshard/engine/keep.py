@@ -28,9 +28,8 @@ def arriving_bytes(unit: Unit) -> int:
 
 
 def opening_bytes(unit: Unit) -> int:
-    """What its use will take on top of that: full weights that are still to be decoded."""
-    closed = [group for group in unit.groups if not group.is_full]
-    return sum(group.gathered_bytes for group in closed if group.arriving_bytes != group.gathered_bytes)
+    """What its use will take on top of that."""
+    return sum(group.opening_bytes for group in unit.groups)
 
 
 def plan_kept(units: Sequence[Unit], policy: SchedulePolicy) -> None:

@@ -441,10 +441,19 @@ class Scope:
                     self.gather(other)
 
     def _bytes_with(self, unit: Unit, other: Unit) -> int:
-        """What gathered weights take at most with one more unit ahead; ``unit`` is used now, the others one by one."""
+        """What gathered weights take at most with one more unit ahead; ``unit`` is used now, the others come after it.
+
+        Those that other units are in, or that are kept, are there beside the next ones; of the rest one at a time is.
+        """
         ahead = [each for index in self._ahead if (each := self.unit_at(index)) is not None]
-        opening = max(opening_bytes(each) for each in (unit, *ahead, other))
-        return self.gather_pool.live_bytes + arriving_bytes(other) + opening
+        staying = one = 0
+        for each in (unit, *ahead, other):
+            opening = opening_bytes(each)
+            if each.nests or each.stays:
+                staying += opening
+            else:
+                one = max(one, opening)
+        return self.gather_pool.live_bytes + arriving_bytes(other) + staying + one
 
     def _release_ahead(self) -> None:
         """Give back what was gathered ahead and not needed after all."""

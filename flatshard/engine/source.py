@@ -68,8 +68,8 @@ class Source:
         """The backward is over."""
 
     @property
-    def is_parked(self) -> bool:
-        """Whether a part of full weights is kept, to be gathered from."""
+    def decodes(self) -> bool:
+        """Whether the next gather brings something else than full weights, of which `open` makes them."""
         return False
 
 
@@ -305,10 +305,6 @@ class Gathered(_Buffered):
     def unpark(self) -> None:
         self._parked = None
 
-    @property
-    def is_parked(self) -> bool:
-        return self._parked is not None
-
 
 class FromBytes(Gathered):
     """The parts are bytes, gathered into memory that is theirs until they are decoded.
@@ -324,9 +320,13 @@ class FromBytes(Gathered):
         self._is_open = True
         self._lasting = False  # which the full weights are to be
 
+    @property
+    def decodes(self) -> bool:
+        return self._parked is None and not self._is_hollow
+
     def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
-        if self._parked is not None or self._is_hollow:
-            return super().gather(pool, name, lasting, comm)  # of full weights
+        if not self.decodes:
+            return super().gather(pool, name, lasting, comm)
         assert self.compute is not None
         self._pool, self._lasting = pool, lasting
         part, refreshed = self.compute.refresh(pool, name)
@@ -353,6 +353,10 @@ class FromBytes(Gathered):
             if self._turned is not None:
                 self._turned.fill(buffer)
         self._is_open = True
+
+    def park(self, mesh: DeviceMesh) -> None:
+        self.open()  # also on a rank that has passed the unit over: the others gather from its part
+        super().park(mesh)
 
     def release(self) -> None:
         super().release()
@@ -397,6 +401,11 @@ class Decoded(Source):
         for output in self.wire:
             self._pool.release(output)
         self._codec.release()
+
+    def give_up(self) -> None:
+        assert self._pool is not None
+        self._pool.lane.join()  # as of `Gathered`
+        self.release()
 
 
 def source_for(

@@ -544,6 +544,14 @@ class Unit:
         )
 
     @property
+    def stays(self) -> bool:
+        """Whether the weights are still there when the running pass has left this unit."""
+        assert self.scope is not None
+        if self.scope.program.running is Pass.BACKWARD:
+            return not self._reshards_now
+        return self.settings.reshard_after_forward is False or bool(self.holders)
+
+    @property
     def is_kept_for_next(self) -> bool:
         """Whether the running micro-batch leaves its weights to the next one."""
         return self.settings.keeps_for_next and not self.settings.is_last

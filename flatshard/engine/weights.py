@@ -184,9 +184,14 @@ class Group:
     @property
     def arriving_bytes(self) -> int:
         """The same from the launch of a gather on until they are needed, and what has arrived is decoded."""
-        if self.is_resident or not isinstance(self.codec, Blocks) or self.source.is_parked:
-            return self.gathered_bytes
-        return self.codec.layout.buffer_numel(self.layout.num_shards)
+        if isinstance(self.codec, Blocks) and self.source.decodes:
+            return self.codec.layout.buffer_numel(self.layout.num_shards)
+        return self.gathered_bytes
+
+    @property
+    def opening_bytes(self) -> int:
+        """What their use will take on top of that: full weights that are still to be decoded."""
+        return self.gathered_bytes if self.source.decodes and not self.is_full else 0
 
     def mark_stale(self) -> None:
         """Main may have changed: derive compute weights from it anew, the next time they are needed."""

@@ -175,7 +175,7 @@ class _Group(Group):
     mesh = property(lambda self: _NO_MESH)
     state = property(lambda self: ())
     gathered_bytes = property(lambda self: self.sizes.gathered)
-    arriving_bytes = property(lambda self: self.source.arriving)
+    arriving_bytes = property(lambda self: self.sizes.passing if self.source.decodes else self.sizes.gathered)
 
     def has_changed(self) -> bool:
         return False
@@ -203,23 +203,24 @@ class _Source(Source):
         self._group = group
         self._pool: Pool | None = None
         self._taken = 0  # bytes
-        self._is_parked = False
+        self._is_parked, self._is_open = False, True
         self.is_resident = group.sizes.is_resident
 
     @property
-    def arriving(self) -> int:
-        sizes = self._group.sizes
-        return sizes.gathered if self.is_parked or not sizes.passing else sizes.passing
+    def decodes(self) -> bool:
+        return bool(self._group.sizes.passing) and not self._is_parked
 
     def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
         self._pool = pool
         self._group.run.gathered(self._group)
-        self._add(self.arriving)
-        return self._group.run.launched(self, self._group.sizes, self.is_parked)
+        self._is_open = not self.decodes
+        self._add(self._group.arriving_bytes)
+        return self._group.run.launched(self, self._group.sizes, self._is_parked)
 
     def open(self) -> None:
         sizes = self._group.sizes
-        if self._taken != sizes.gathered:
+        if not self._is_open:
+            self._is_open = True
             self._add(sizes.gathered)
             self._add(-sizes.passing)
 
@@ -231,10 +232,6 @@ class _Source(Source):
         self._taken += count
         self._pool.live_bytes += count
         self._group.run.note(gathered=count)
-
-    @property
-    def is_parked(self) -> bool:
-        return self._is_parked
 
     def park(self, mesh: Any) -> None:
         if not self._is_parked:

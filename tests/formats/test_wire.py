@@ -124,6 +124,80 @@ def test_what_is_gathered_ahead_takes_the_bytes_that_travelled(ranks):
     ranks(2, _ahead)
 
 
+class Around(nn.Module):
+    """A unit with a matrix of its own around others."""
+
+    def __init__(self, shape: tuple[int, int]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(64, 64))
+        self.inner = nn.ModuleList(nn.Linear(*shape, bias=False) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x @ self.weight
+        return sum(layer(x[:, : layer.in_features]).sum() for layer in self.inner)
+
+
+def _under_a_limit(rank, world, dtype):
+    """Units that are in one another; codes and scales that take as many bytes as bfloat16."""
+    precision = MixedPrecisionPolicy(param_dtype=dtype, gather_format="int8", encodes=lambda name, p: p.dim() == 2)
+    for shape, kept in (((64, 64), ()), ((2, 1024), ()), ((64, 64), (1, 3))):
+        least = 0
+        for more in (0, 0, 3_000, 8_000, 12_000, 20_000):
+            net = Around(shape)
+            schedule = SchedulePolicy(max_gathered=1, max_gathered_bytes=least + more)
+            for number, each in enumerate((*net.inner, net)):
+                reshard = None if each is net else number not in kept
+                fully_shard(
+                    each, mesh=mesh_of([world]), mp_policy=precision, schedule=schedule, reshard_after_forward=reshard
+                )
+            for _ in range(3):
+                net(torch.ones(2, 64, dtype=dtype)).backward()
+                pool = unit_of(net).scope.gather_pool
+                peak, pool.peak_bytes = pool.peak_bytes, 0
+            assert peak <= (least + more if least else peak), (shape, kept, more, least)
+            least = least or peak
+        assert peak > least  # of the last, which has room
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_no_more_is_gathered_ahead_than_can_be_decoded(ranks, dtype):
+    ranks(2, _under_a_limit, dtype)
+
+
+class Skipping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.extra, self.last = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
+        x = self.first(x)
+        return self.last(self.extra(x) if use else x)
+
+
+def _parked_by_all(rank, world):
+    """A rank that passes a unit over still keeps its part, from which the others gather it again."""
+    trained = []
+    for reshard in (True, 2):
+        torch.manual_seed(0)
+        net = Skipping()
+        for each in net.children():
+            fully_shard(each, reshard_after_forward=reshard, optional=each is net.extra, mp_policy=policy(
+                gather_format="int8", encodes=lambda name, p: p.dim() == 2))  # fmt: skip
+        fully_shard(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step, use in enumerate((rank % 2 == 0, True, rank % 2 == 1, False)):
+            x = torch.randn(5, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+            net(x, use).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append([parameter.full_tensor() for parameter in net.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*trained))
+
+
+def test_a_rank_that_passes_a_unit_over_keeps_its_part(ranks):
+    ranks(4, _parked_by_all)
+
+
 def _reduce_is_within_its_bound(rank, world, stochastic):
     """Each rank's gradient as it is, and the mean that comes out of the reduce."""
     net = nn.Sequential(nn.Linear(40, 24, bias=False))
