@@ -69,7 +69,7 @@ class Source:
 
     @property
     def decodes(self) -> bool:
-        """Whether the next gather brings something else than full weights, of which `open` makes them."""
+        """Whether the next gather brings bytes of a format, of which `open` makes full weights in the pool's memory."""
         return False
 
 
@@ -248,14 +248,18 @@ class Gathered(_Buffered):
 
     def _allocated(self, pool: Pool, lasting: bool, here: bool = False) -> DBuffer:
         """The buffer of full weights, with storage. ``here``: the current stream is to write it, and not the lane."""
-        buffer, layout, mesh = self.buffer, self._main.layout, self._main.mesh
+        buffer = self.buffer
         if buffer is None:
-            local = pool.empty(layout.buffer_numel(layout.num_shards), self._dtype)
-            buffer = self.buffer = DBuffer(layout, mesh, [Replicate()] * mesh.ndim, local)
+            buffer = self.buffer = self._unallocated(self._main.layout, self._dtype, pool)
         pool.allocate(buffer.local, lasting, here)
         if self._turned is not None:
             self._turned.allocate(pool, here)
         return buffer
+
+    def _unallocated(self, layout: Layout, dtype: torch.dtype, pool: Pool) -> DBuffer:
+        """A buffer for what all ranks have, without storage."""
+        mesh, local = self._main.mesh, pool.empty(layout.buffer_numel(layout.num_shards), dtype)
+        return DBuffer(layout, mesh, [Replicate()] * mesh.ndim, local)
 
     def _from_main(self, buffer: DBuffer, pool: Pool, name: str, comm: Any) -> Ticket:
         main, lane, cast = self._main, pool.lane, self._cast
@@ -332,9 +336,7 @@ class FromBytes(Gathered):
         part, refreshed = self.compute.refresh(pool, name)
         wire = self._wire
         if wire is None:
-            layout, mesh = self._blocks.layout, self._main.mesh
-            local = pool.empty(layout.buffer_numel(layout.num_shards), torch.uint8)
-            wire = self._wire = DBuffer(layout, mesh, [Replicate()] * mesh.ndim, local)
+            wire = self._wire = self._unallocated(self._blocks.layout, torch.uint8, pool)
         pool.allocate(wire.local, lasting)
         self._is_open = False
         with pool.lane.entered(() if refreshed is DONE else (refreshed,)):

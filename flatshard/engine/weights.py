@@ -145,6 +145,8 @@ class Group:
         """Let full weights come from main as it is from now on, or as it was (``is_held``)."""
         self.is_held = is_held
         self.source: Source = source_for(self.main, self.placements, self.codec, self.home, is_held)
+        # Device memory that the full weights take, beyond what rests on this rank anyway.
+        self.gathered_bytes = 0 if self.is_resident else self._full_bytes()
         self.ticket = self._refreshed = None
         for member in self.members:
             member.full = None
@@ -172,18 +174,14 @@ class Group:
         """Whether the full weights rest on this rank: nothing is gathered for a pass."""
         return self.source.is_resident
 
-    @property
-    def gathered_bytes(self) -> int:
-        """Device memory that the full weights take, beyond what rests on this rank anyway."""
-        if self.is_resident:
-            return 0
+    def _full_bytes(self) -> int:
         layout, shards = self.layout, self.layout.num_shards
         turned = sum(slot.numel for index, slot in enumerate(layout.slots) if layout.is_turned(index, shards))
         return (layout.buffer_numel(shards) + turned) * self.codec.dtype.itemsize
 
     @property
     def arriving_bytes(self) -> int:
-        """The same from the launch of a gather on until they are needed, and what has arrived is decoded."""
+        """As `gathered_bytes`, from the launch of a gather on until what has arrived is needed, and decoded."""
         if isinstance(self.codec, Blocks) and self.source.decodes:
             return self.codec.layout.buffer_numel(self.layout.num_shards)
         return self.gathered_bytes

@@ -164,7 +164,7 @@ class _Group(Group):
         parameters = [nn.Parameter(torch.zeros(1), requires_grad=sizes.trainable) for _ in sizes.tensors]
         self.members = [Member("", [], parameter, parameter) for parameter in parameters]
         self.placements, self.is_extended = sizes.placements, False
-        self.source = _Source(self)
+        self.source, self.gathered_bytes = _Source(self), sizes.gathered
         self.gradients = _Gradients(self, choice)
         self.look = self  # type: ignore[assignment]
         self.is_full, self.users, self.ticket, self._watched = False, None, None, False
@@ -174,7 +174,6 @@ class _Group(Group):
 
     mesh = property(lambda self: _NO_MESH)
     state = property(lambda self: ())
-    gathered_bytes = property(lambda self: self.sizes.gathered)
     arriving_bytes = property(lambda self: self.sizes.passing if self.source.decodes else self.sizes.gathered)
 
     def has_changed(self) -> bool:

@@ -154,7 +154,7 @@ def _under_a_limit(rank, world, dtype):
                 net(torch.ones(2, 64, dtype=dtype)).backward()
                 pool = unit_of(net).scope.gather_pool
                 peak, pool.peak_bytes = pool.peak_bytes, 0
-            assert peak <= (least + more if least else peak), (shape, kept, more, least)
+            assert not least or peak <= least + more, (shape, kept, more, least)
             least = least or peak
         assert peak > least  # of the last, which has room
 

@@ -104,8 +104,8 @@ def _encoded(rank, world):
     def build():
         model = make()
         policy = flatshard.MixedPrecisionPolicy(gather_format="int8", block=16, encodes=lambda _, p: p.dim() == 2)
-        last = max((p for p in model.parameters() if p.dim() == 2), key=lambda p: p.shape[1] % world == 0)
-        return shard(model, mp_policy=policy, shard_placement_fn=lambda p: Shard(1) if p is last else None)
+        across = next(p for p in model.parameters() if p.dim() == 2 and p.shape[1] % world == 0)
+        return shard(model, mp_policy=policy, shard_placement_fn=lambda p: Shard(1) if p is across else None)
 
     model, reference = build(), build()
     with torch.inference_mode():
