@@ -1,6 +1,7 @@
 """Systems in turns in one process: by how much one is slower than another, where a table is not exact enough.
 
     python -m benchmarks.turns --case b --systems flatshard flatshard-int8-gathers
+    python -m benchmarks.turns --case a --sms 16   collectives keep 16 multiprocessors for themselves, as NCCL's may
 
 Two processes one after the other differ by 1 or 2% for no reason: another clock, another temperature.  Here all systems
 are built first, and then each runs a few steps in every round.  ``ratio`` is to the first system, of the medians of a
@@ -10,6 +11,7 @@ round: the mean over rounds, and its standard error.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import json
 import statistics
@@ -20,16 +22,16 @@ import torch
 
 from benchmarks.systems import SYSTEMS
 from benchmarks.table import CASES, NETWORK, timed
-from flatshard.rehearsal import rehearse
+from flatshard.rehearsal import Network, rehearse
 
 WARMUP, AGAIN = 4, 2  # steps: at first, and before those that are timed
 
 
-def measure(case: str, systems: list[str], rounds: int, steps: int) -> dict[str, list[list[float]]]:
+def measure(case: str, systems: list[str], network: Network, rounds: int, steps: int) -> dict[str, list[list[float]]]:
     """Milliseconds of steps, by system and round."""
     setup = CASES[case]
     on_gpu = setup.device == "cuda"
-    with rehearse(setup.world, NETWORK):
+    with rehearse(setup.world, network):
         built = {system: SYSTEMS[system](setup) for system in systems}
         for _ in range(WARMUP):
             for step in built.values():
@@ -74,23 +76,28 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", default=["flatshard", "flatshard-int8-gathers"], choices=SYSTEMS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--sms", type=int, default=0, help="multiprocessors that a collective keeps")
     parser.add_argument("--json", type=Path, help="write the figures with command, device and date")
     options = parser.parse_args()
     if options.rounds < 2 or options.steps < 1:
         parser.error("--rounds must be at least 2, and --steps 1")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    print(f"({options.case}) {device}, torch {torch.__version__}, {NETWORK.name}", flush=True)
-    found = measure(options.case, options.systems, options.rounds, options.steps)
+    network = NETWORK
+    if options.sms:
+        name = f"{NETWORK.name}, {options.sms} multiprocessors kept"
+        network = dataclasses.replace(NETWORK, sms=options.sms, name=name)
+    print(f"({options.case}) {device}, torch {torch.__version__}, {network.name}", flush=True)
+    found = measure(options.case, options.systems, network, options.rounds, options.steps)
     rows = compare(found)
     print(describe(rows))
     if options.json:
         document: dict[str, Any] = {
             "command": f"python -m benchmarks.turns --case {options.case} --rounds {options.rounds} "
-            f"--steps {options.steps} --systems {' '.join(options.systems)}",
+            f"--steps {options.steps} --sms {options.sms} --systems {' '.join(options.systems)}",
             "date": datetime.date.today().isoformat(),
             "device": device,
             "torch": torch.__version__,
-            "network": NETWORK.name,
+            "network": network.name,
             "rows": rows,
             "ms": found,
         }

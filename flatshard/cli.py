@@ -184,6 +184,7 @@ def _add_rehearse(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{level}-bandwidth", type=float, metavar="GB/S", help=f"per rank, {level} nodes")
         parser.add_argument(f"--{level}-latency", type=float, metavar="US", help=f"per launch, {level} nodes")
     parser.add_argument("--segment-cost", type=float, metavar="US", help="of each further segment of one launch")
+    parser.add_argument("--sms", type=int, help="multiprocessors that a collective keeps from compute (default 0)")
     parser.add_argument("--warmup", type=int, default=2, metavar="STEPS", help="steps left out (default 2)")
     parser.add_argument("--tokens", type=float, help="tokens per step and rank, for tokens/s")
     parser.add_argument("--flops", type=float, help="model FLOPs per step and rank, for FLOP/s")
@@ -218,6 +219,7 @@ def _rehearse(options: argparse.Namespace) -> int:
             inside=_link(network.inside, options.inside_bandwidth, options.inside_latency),
             between=_link(network.between, options.between_bandwidth, options.between_latency),
             segment=network.segment if options.segment_cost is None else options.segment_cost * 1e-6,
+            sms=network.sms if options.sms is None else options.sms,
         )
         if own != network:
             network = replace(own, name=f"{network.name} with own numbers")

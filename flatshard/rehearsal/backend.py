@@ -47,7 +47,7 @@ class Medium:
         if device.type != "cuda":
             raise ValueError(f"rehearsal moves tensors on cpu and cuda, got one on {device}")
         if device not in self._cuda_links:
-            self._cuda_links[device] = CudaLink(device)
+            self._cuda_links[device] = CudaLink(device, self.network.sms)
         return CudaClock(self._cuda_links[device])
 
 

@@ -4,12 +4,16 @@ The link is a word in device memory that holds the time (of the device's global 
 block of a kernel moves that word ahead by the time of its collective, so collectives of all streams and groups are
 served one at a time, in the order in which they start on the device.  The bytes move while the wire time runs, hence a
 collective takes the longer of the two.
+
+The first block alone waits for the wire, and the rest of the device is free for other kernels, unless collectives keep
+multiprocessors (`Network.sms`): then their other blocks wait for the first one at a gate.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import operator
 import struct
 from contextlib import nullcontext
@@ -27,6 +31,7 @@ _CALL = [struct.Struct(f"<{8 + 3 * segments}Q") for segments in range(_MAX_SEGME
 _THREADS = 512
 _MAX_BLOCKS = 32
 _BYTES_PER_BLOCK = 1 << 18
+_GATES = 1024  # far more than collectives that run at the same time
 _ONE = 0x3F800000  # the bits of 1.0, by far the most frequent scale
 _data_ptr = torch.Tensor.data_ptr
 _COPY, _SCALE_FLOAT32, _SCALE_BFLOAT16 = 0, 1, 2
@@ -45,7 +50,7 @@ struct Call {
     u64 link, hold, sink, slots;
     u32 own, fold, arithmetic, width;
     float scale; u32 count;
-    u64 unused;
+    u64 gate;  // of blocks that stay until the wire is done: 0 while it is not, then how many are still to leave
     Segment segments[MAX_SEGMENTS];
 };
 
@@ -124,6 +129,16 @@ extern "C" __global__ void __launch_bounds__(512) rehearse(const __grid_constant
     // the condition is out of the compiler's sight, so that the reads of the other slots stay in the program
     if (call.fold && call.sink == 1) *(u32*)call.link = read;
     while (end && now() < end) __nanosleep(100);
+    if (call.gate && threadIdx.x == 0 && gridDim.x > 1) {
+        u64* gate = (u64*)call.gate;
+        if (keeper) {
+            atomicExch(gate, (u64)gridDim.x - 1);
+        } else {
+            while (!atomicAdd(gate, 0ULL)) __nanosleep(500);
+            atomicAdd(gate, ~0ULL);  // the last one closes it
+        }
+    }
+    if (call.gate) __syncthreads();  // a block keeps its place for as long as one of its threads waits
 }
 """
 )
@@ -132,14 +147,17 @@ extern "C" __global__ void __launch_bounds__(512) rehearse(const __grid_constant
 class CudaLink:
     """What the groups of a rehearsal share on one device: the kernel, the words of the two links, spare events."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, sms: int = 0) -> None:
         self.device = device
+        self.sms = sms
         self.driver = Driver()
         with cuda.device(device):
             self.function = compile_kernel(_SOURCE, "rehearse")
-            self._words = torch.zeros(2, dtype=torch.int64, device=device)
+            self._words = torch.zeros(2 + _GATES, dtype=torch.int64, device=device)
             cuda.synchronize()
-        self.words = {"inside": self._words.data_ptr(), "between": self._words.data_ptr() + 8}
+        first, second, *gates = range(self._words.data_ptr(), self._words.data_ptr() + self._words.nbytes, 8)
+        self.words = {"inside": first, "between": second}
+        self.gates = itertools.cycle(gates if sms else [0])
         self.spare_events: list[int] = []
 
 
@@ -286,10 +304,10 @@ class CudaClock:
             transfer.own | fold << 32,
             arithmetic | width << 32,
             _float_bits(scale) | len(pairs) << 32,
-            0,
+            next(self._link.gates),
             *fields,
         )
-        blocks = min(_MAX_BLOCKS, sum(sizes) * slots // _BYTES_PER_BLOCK + 1)
+        blocks = min(self._link.sms or _MAX_BLOCKS, sum(sizes) * slots // _BYTES_PER_BLOCK + 1)
         self._driver.launch(self._link.function, blocks, _THREADS, stream, self._pointers)
         if scale != 1.0 and arithmetic == _COPY:
             own_stream = stream == self._raw_stream

@@ -45,12 +45,17 @@ class Link:
 
 @dataclass(frozen=True)
 class Network:
-    """Two links, how many consecutive ranks share a node, and what every further segment of one launch costs (s)."""
+    """Two links, how many consecutive ranks share a node, and what every further segment of one launch costs (s).
+
+    ``sms``: how many multiprocessors of a GPU a collective keeps from other kernels until the wire is done, as NCCL's
+    kernels do; 0 for those of copy engines, which keep none.
+    """
 
     inside: Link
     between: Link
     ranks_per_node: int = 8
     segment: float = 2e-6
+    sms: int = 0
     name: str = "custom"
 
     def __post_init__(self) -> None:
@@ -58,6 +63,8 @@ class Network:
             raise ValueError(f"ranks_per_node must be at least 1, got {self.ranks_per_node}")
         if not self.segment >= 0:
             raise ValueError(f"segment must not be negative (seconds), got {self.segment}")
+        if not 0 <= self.sms <= 64:
+            raise ValueError(f"sms must be from 0 to 64 (multiprocessors that a collective keeps), got {self.sms}")
 
     def level(self, ranks: Sequence[int]) -> Level:
         """The link that a group of these global ranks is charged at."""

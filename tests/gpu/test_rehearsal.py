@@ -155,6 +155,59 @@ def test_compute_overlaps_with_the_wire():
         assert elapsed(both) == pytest.approx(max(20, alone), rel=0.15)
 
 
+COUNT_BLOCKS = r"""
+extern "C" __global__ void count_blocks(int* now, int* most) {
+    if (threadIdx.x == 0) {
+        unsigned sm;
+        asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
+        atomicMax(most + sm, atomicAdd(now + sm, 1) + 1);
+        for (long long begin = clock64(); clock64() - begin < 400000;) {}
+        atomicSub(now + sm, 1);
+    }
+    __syncthreads();
+}
+"""
+
+
+@pytest.mark.parametrize("sms", [0, 16])
+def test_collectives_keep_multiprocessors_until_the_wire_is_done(sms):
+    """Two blocks of 1024 threads fill a multiprocessor; where a collective has a block, there is place for one."""
+    count = torch.cuda._compile_kernel(COUNT_BLOCKS, "count_blocks")
+    total = torch.cuda.get_device_properties(0).multi_processor_count
+    with rehearse(W, Network(Link(1e15, 50e-3), Link(1e15, 50e-3), sms=sms)):
+        shard, full = torch.randn(1 << 22, device="cuda"), torch.empty(W << 22, device="cuda")
+
+        def kept(collective):
+            now, most = torch.zeros(2, total, dtype=torch.int32, device="cuda")
+            torch.cuda.synchronize()
+            collective()
+            torch.cuda._sleep(2_000_000)  # the bytes have moved
+            count(grid=(8 * total, 1, 1), block=(1024, 1, 1), args=[now, most])
+            torch.cuda.synchronize()
+            assert not now.any()
+            return (most < 2).sum().item()
+
+        def gather():
+            dist.all_gather_into_tensor(full, shard, async_op=True)
+
+        for _ in range(3):
+            assert kept(gather) in (sms, sms or 1)
+        assert torch.equal(full, shard.repeat(W))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            dist.all_gather_into_tensor(full, shard, async_op=True).wait()
+        full.zero_()
+        side = torch.cuda.Stream()
+
+        def replay():
+            with torch.cuda.stream(side):
+                graph.replay()
+
+        for _ in range(3):  # gates are as they were found
+            assert kept(replay) in (sms, sms or 1)
+        assert torch.equal(full, shard.repeat(W))
+
+
 def build():
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(4)), nn.Linear(256, 8)).cuda()

@@ -176,7 +176,7 @@ def test_curves_of_several_seeds_are_compared_seed_by_seed():
 
 
 def test_systems_in_turns_are_compared_round_by_round(little_work):
-    found = turns.measure("tiny", ["limit", "flatshard-int8-gathers"], rounds=2, steps=1)
+    found = turns.measure("tiny", ["limit", "flatshard-int8-gathers"], turns.NETWORK, rounds=2, steps=1)
     assert [[len(each) for each in times] for times in found.values()] == [[1, 1], [1, 1]]
     rows = turns.compare({"one": [[1.0, 2.0, 9.0], [4.0]], "other": [[3.0], [2.0, 4.0, 7.0]]})
     assert rows["one"] == {"ms": 3.0, "min_ms": 1.0, "ratio": 1.0, "error": 0.0}

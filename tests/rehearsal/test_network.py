@@ -49,3 +49,5 @@ def test_numbers_that_make_no_sense_are_refused():
         Link(math.inf, -1)
     with pytest.raises(ValueError, match="ranks_per_node"):
         Network(Link(1, 0), Link(1, 0), ranks_per_node=0)
+    with pytest.raises(ValueError, match="sms must be from 0 to 64"):
+        Network(Link(1, 0), Link(1, 0), sms=132)
