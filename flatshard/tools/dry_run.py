@@ -93,6 +93,11 @@ class DryRun:
         end = clock.launch("gather", [*launches, *group.gathers(parked=is_parked)])
         return Ticket(then=lambda: clock.wait(end))
 
+    def moved(self, count: int) -> None:
+        """So many bytes are read and written by what encodes and decodes."""
+        if self.clock is not None:
+            self.clock.move(count)
+
     def used(self, unit: int, group: GroupBytes, position: int, backward: bool) -> None:
         if self.clock is not None:
             self.clock.use(self._model.units[unit], group, position, backward)
@@ -222,6 +227,7 @@ class _Source(Source):
             self._is_open = True
             self._add(sizes.gathered)
             self._add(-sizes.passing)
+            self._group.run.moved(sizes.passing + sizes.gathered)
 
     def release(self) -> None:
         self._add(-self._taken)
@@ -266,6 +272,7 @@ class _Gradients(Gradients):
         ended = sizes.accumulated if ends else 0
         run, clock = self._group.run, self._group.run.clock
         end = 0.0 if clock is None else clock.launch("reduce", sizes.reduces(run.is_last))
+        run.moved(sizes.encoding)
 
         def over() -> None:
             note(gradients=-ended, staging=-sizes.arriving - sizes.reducing)

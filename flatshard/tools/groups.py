@@ -102,6 +102,7 @@ class GroupBytes:
     ``parked``: between forward and backward, with a smaller group.
     ``arriving``: gradients as autograd leaves them, full size. ``main_grad``: reduced ones, until `zero_grad`.
     ``reducing``: what a reduce takes beyond these two, until it has been waited for.
+    ``encoding``: what is read and written where a reduce has a format, beyond what is sent and received.
     ``accumulated``: gradients that earlier micro-batches have left; ``ends``: they are gone after the last reduce.
     """
 
@@ -143,10 +144,10 @@ class GroupBytes:
         )
 
         if not self.trainable:
-            self.arriving = self.main_grad = self.reducing = self.accumulated = 0
+            self.arriving = self.main_grad = self.reducing = self.accumulated = self.encoding = 0
             self.ends = False
             return
-        self.arriving = self.layout.payload * self.wire.itemsize
+        self.arriving, self.encoding = self.layout.payload * self.wire.itemsize, 0
         self.main_grad = held * grad.itemsize
         self.ends = self.placements.gradient != self.placements.optimizer
         several = choice.microbatches > 1
@@ -162,6 +163,7 @@ class GroupBytes:
         for launch in self._reduces(1):
             if launch.kind == "all_to_all":
                 self.reducing += 2 * launch.size  # sent, and received; a gradient that is a whole one, only received
+                self.encoding += self.arriving + 2 * launch.size
             elif launch.kind == "all_gather":
                 self.reducing += launch.size + launch.size // launch.among
 

@@ -354,7 +354,11 @@ def _formats(model: Model, machine: Machine, training: Training, best: Row) -> s
     if coded.step.total < 0.97 * plain.step.total:
         added = "" if has else ' Then: policy = MixedPrecisionPolicy(..., gather_format="int8", reduce_format="int8")'
         return f"{text}, and a step from {1e3 * plain.step.total:,.1f} to {1e3 * coded.step.total:,.1f} ms.{added}"
-    return f"{text}. That does not pay: compute can hide it in either case."
+    text += ". That does not pay: compute can hide it in either case"
+    if coded.step.total > plain.step.total:
+        text += f", and with what encodes and decodes a step takes {1e3 * coded.step.total:,.1f} ms instead of"
+        text += f" {1e3 * plain.step.total:,.1f}"
+    return f"{text}."
 
 
 def picture(model: Model, machine: Machine, training: Training) -> str:

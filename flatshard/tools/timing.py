@@ -3,7 +3,8 @@
 Compute goes unit by unit, at the rate that matrix products reach. A gather begins when the engine launches it, that is
 when compute has come to where memory for it is free; a reduce, when its gradients are there. Lanes work in order, and a
 link serves one collective at a time, as in a rehearsal. Compute waits where the engine waits. What moves meanwhile
-takes memory bandwidth from kernels. After the last reduce comes the optimizer, at the speed of memory.
+takes memory bandwidth from kernels, and so does what encodes and decodes formats. After the last reduce comes the
+optimizer, at the speed of memory.
 """
 
 from __future__ import annotations
@@ -88,6 +89,10 @@ class Clock:
         """Compute waits for something that ends then."""
         self.waits += max(0.0, until - self.now)
         self.now = max(self.now, until)
+
+    def move(self, count: int) -> None:
+        """Something that is no product reads and writes so many bytes; products wait, even if it is beside them."""
+        self.now += count / self._speed.bandwidth
 
     def use(self, unit: Unit, group: GroupBytes, position: int, backward: bool) -> None:
         """Compute with a group's tensors of one position: once in forward; twice in backward, and again if recomputed.

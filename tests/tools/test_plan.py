@@ -22,7 +22,7 @@ from flatshard.rehearsal import rehearse
 from flatshard.rehearsal.ledger import difference
 from flatshard.rehearsal.network import get_network
 from flatshard.tools.activations import activations_of
-from flatshard.tools.memory import memory_of
+from flatshard.tools.memory import memory_of, time_of
 from flatshard.tools.plan import Machine, Training, make_plan
 from flatshard.tools.shapes import NAMED, load_model, load_runnable, model_of, skeleton
 from flatshard.tools.timing import Speed
@@ -253,7 +253,10 @@ def test_formats_are_told_to_pay_only_where_the_wire_is_what_a_step_waits_for(ca
     assert re.search(
         r"'int8'.* would take the wire from [\d,.]+ to [\d,.]+ ms, and a step from [\d,.]+ to", told["slow"]
     )
-    assert told["fast"].endswith("That does not pay: compute can hide it in either case.")
+    assert re.search(
+        r"That does not pay: compute can hide it in either case, and .* a step takes [\d,.]+ ms instead of",
+        told["fast"],
+    )
     for name in ("chosen", "two"):
         found = [float(x.replace(",", "")) for x in re.findall(r"[\d,]+\.\d", told[name])]
         assert told[name].startswith("The formats take the wire from")
@@ -417,6 +420,18 @@ def test_step_times_are_near_the_rehearsed_ones(case):
         setup = CASES[case]
         estimate = by_plan.estimate(setup, by_plan.reached(setup, 1e-3 * limit))
         assert 1e3 * estimate.total == pytest.approx(ours, rel=0.12 if case == "e" else 0.03)
+
+
+def test_what_decodes_takes_the_time_of_the_bytes_that_it_reads_and_writes():
+    setup = CASES["a"]
+    plain = by_plan.choice_of(setup)
+    coded = replace(plain, precision=replace(plain.precision, gather_format="int8"))
+    model, speed = by_plan.shapes_of(setup), Speed(450e12, 4096, 4096, host=0.0)
+    totals = [time_of(model, choice, speed, get_network("free")).total for choice in (plain, coded)]
+    pairs = list(zip(*(memory_of(model, choice).launches for choice in (plain, coded)), strict=True))
+    moved = sum(one.times * (one.size + other.size) for one, other in pairs if one.size != other.size)
+    assert moved > 5e9  # 1.0e9 weights of blocks, 3 bytes each, twice
+    assert totals[1] - totals[0] == pytest.approx(moved / speed.bandwidth)
 
 
 @pytest.mark.full
