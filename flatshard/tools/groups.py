@@ -102,7 +102,7 @@ class GroupBytes:
     ``parked``: between forward and backward, with a smaller group.
     ``arriving``: gradients as autograd leaves them, full size. ``main_grad``: reduced ones, until `zero_grad`.
     ``reducing``: what a reduce takes beyond these two, until it has been waited for.
-    ``encoding``: what is read and written where a reduce has a format, beyond what is sent and received.
+    ``encoding``: what is read and written, where a reduce has a format, to encode gradients and to decode their parts.
     ``accumulated``: gradients that earlier micro-batches have left; ``ends``: they are gone after the last reduce.
     """
 
