@@ -36,7 +36,7 @@ def gathered(module: nn.Module, *, recurse: bool = True, write: bool = False) ->
                 stack.enter_context(written(unit))
             yield
         return
-    before = [unit.is_gathered for unit in units]
+    before = [(unit.is_gathered, unit.shows_full) for unit in units]
     for unit in units:
         unit.holders += 1
     try:
@@ -44,10 +44,14 @@ def gathered(module: nn.Module, *, recurse: bool = True, write: bool = False) ->
             _hold(unit)
         yield
     finally:
-        for unit, was in zip(units, before):
+        for unit, (was_gathered, was_shown) in zip(units, before):
             unit.holders -= 1
-            if not unit.holders and not was and not unit.is_in_use:
+            if unit.holders or unit.is_in_use:
+                continue
+            if not was_gathered or (not was_shown and unit.is_resident):
                 unit.release()
+            elif not was_shown:
+                unit.hide()  # kept for another pass
 
 
 def _hold(unit: Unit) -> None:

@@ -135,6 +135,11 @@ class Unit:
         return True
 
     @property
+    def is_resident(self) -> bool:
+        """Whether full weights are always there: `release` only hides them."""
+        return all(group.is_resident for group in self.needs)
+
+    @property
     def is_at_rest(self) -> bool:
         """Whether the running backward has left this unit for good, or has not been here."""
         if self.phase is not Phase.RESTING or self.call is not None or self._unseen:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from flatshard import _torch, fully_shard, gathered
+from flatshard import MixedPrecisionPolicy, _torch, clip_grad_norm_, fully_shard, gathered
 from tests.order.cases import DIM, backward_of_all, compare, grads_of, make, optimizer_of, rows, shard, weights_of
 from tests.order.test_generation import Gathers
 
@@ -45,6 +45,30 @@ def _held(rank, world):
 def test_a_body_gathers_once_and_sees_every_step(interpreters):
     for counts in interpreters(2, _held):
         assert counts == [0] * 6
+
+
+def _sharded_again(rank, world, strategy, gather_format):
+    """After a pass, as of a model that is evaluated between a backward and its step."""
+    policy = MixedPrecisionPolicy(gather_format=gather_format, encodes=lambda name, weight: weight.dim() > 1)
+    model = shard(make(), strategy=strategy, mp_policy=policy)
+    model(rows(rank)).square().mean().backward()
+    norm = clip_grad_norm_(model, 1e9)
+    for _ in range(2):
+        with gathered(model), torch.no_grad():
+            model(rows(rank))
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+    assert clip_grad_norm_(model, 1e9) == norm > 0
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert not model(rows(rank)).any()
+    assert not any(value.full_tensor().any() for value in model.state_dict().values())
+
+
+@pytest.mark.parametrize("strategy", [0, 1, 2, 3])
+@pytest.mark.parametrize("gather_format", [None, "int8"])
+def test_parameters_are_sharded_again_under_every_strategy(interpreters, strategy, gather_format):
+    interpreters(2, _sharded_again, strategy, gather_format)
 
 
 def _train_held(rank, world):
