@@ -72,7 +72,7 @@ class Coder:
     def decode(self, given: torch.Tensor, held: Holding, out: torch.Tensor, factor: float = 1.0) -> None:
         """Write into a buffer that holds ``held`` what the bytes say; of several ranks, the sum times ``factor``.
 
-        ``given`` has one row for each rank. They are added in this order, in float32.
+        ``given`` has one row for each rank. They are added in this order, in float32, or in float64 what travels in it.
         """
         wire, layout = self.wire, self.wire.layout
         starts = dict(enumerate(layout.run_starts(held.count)))
@@ -101,7 +101,8 @@ class Coder:
             out.narrow(0, starts[kept.segment], held.count * size).view(held.count, size)
             for kept, size in zip(self.wire.kept, sizes)
         ]
-        if len(given) > 1 and kernels.usable(out):
+        wide = torch.promote_types(self.dtype, torch.float32)
+        if len(given) > 1 and wide is torch.float32 and kernels.usable(out):
             key = (held, "kept", out.device)
             if key not in self._tables:
                 kept = [
@@ -123,7 +124,7 @@ class Coder:
             torch._foreach_copy_(places, [part[0] for part in parts])
             return
         for place, part in zip(places, parts):
-            total = torch.zeros(place.shape, device=place.device)
+            total = torch.zeros(place.shape, dtype=wide, device=place.device)
             for of_rank in part:
                 total += of_rank
             place.copy_(total.mul_(factor))

@@ -408,7 +408,7 @@ def _build_group(members: list[Named], dims: list[int], kind: Kind, choices: Cho
     if kind.extended is not None:
         group = _build_extended(members, planned, mesh, placements, precision, home, choices.where.axes)
     else:
-        group = _build_plain(members, whole, planned, kind, choices, home, owner)
+        group = _build_plain(members, whole, planned, kind, choices, home, owner, apart)
     group.gradients.scale = kind.scale
     # Whoever still holds an original (a tied module, an optimizer), or a module that two units share, finds out.
     for member, (name, parameter, _) in zip(group.members, members):
@@ -425,6 +425,7 @@ def _build_plain(
     choices: Choices,
     home: Home,
     owner: str,
+    marks: Sequence[bool],
 ) -> Group:
     mesh, placements, precision = kind.mesh, kind.placements(choices), choices.precision
     floating = kind.dtype.is_floating_point
@@ -440,9 +441,8 @@ def _build_plain(
         main = main.cast(main_dtype)
     main = home.take(main)
     sharded = make_members(main, members, choices.where.axes, apart=kind.apart)
-    group = Group(
-        sharded, main, placements, precision, home, own=members[0][1].dtype, owner=owner, by_rows=bool(choices.rows)
-    )
+    own, by_rows = members[0][1].dtype, bool(choices.rows)
+    group = Group(sharded, main, placements, precision, home, own=own, owner=owner, by_rows=by_rows, marks=marks)
     if initial is not None:
         initial.parts, group.initial = initial.of_parts(group), initial
     for _, parameter, _ in members:

@@ -372,7 +372,7 @@ class Gradients:
             held.append(unreduced.local)
             if before != 1.0:
                 unreduced.local.mul_(before)
-            if unreduced.dtype != self.reduce_dtype:
+            if unreduced.dtype != self.reduce_dtype and not self._stages[0].is_encoded:  # else it is rounded once
                 cast = pool.temporary(unreduced.local.numel(), self.reduce_dtype)
                 cast.copy_(unreduced.local)
                 unreduced = unreduced.like(cast)

@@ -53,6 +53,7 @@ class Scope:
         talk = self.gather_lane if checking is None else Lane("check", torch.device("cpu"), patience=checking)
         has_optional = any(unit.settings.is_optional for unit in units)
         self.announcer = Announcer(self.program, talk, has_optional)
+        self._has_agreed = False  # the ranks have compared their models as they are now
         self.reduces = Reduces(self, units, Pool(Lane("reduce", device, own_groups=policy.separate_groups)))
         self.entry: int | None = None  # the outermost unit whose forward is running
         self._retained: int | None = None  # a unit gathered by a recompute, its backward to come
@@ -104,7 +105,7 @@ class Scope:
 
     def begin_forward(self, entry: Unit) -> None:
         """A forward starts at ``entry``. What is left of an earlier pass is cleared: its weights may be out of date."""
-        if self.announcer.agreement is None:
+        if not self._has_agreed:
             self._agree()
         if self.program.running is not None:
             self.recover()
@@ -313,7 +314,7 @@ class Scope:
 
     def gather_apart(self, units: Sequence[Unit]) -> None:
         """Start gathering units, to stay beyond any pass: the next forward uses them as they are, if it still can."""
-        if self.announcer.agreement is None:
+        if not self._has_agreed:
             self._agree()
         for unit in units:
             absorb_moved(unit)
@@ -387,6 +388,7 @@ class Scope:
             unit.policy = policy
             for group in unit.groups:
                 group.set_policy(policy)
+        self._has_agreed = False
 
     def _check_rest(self, method: str) -> None:
         if self.program.running is not None:
@@ -481,6 +483,9 @@ class Scope:
             for unit in self.units:
                 absorb_moved(unit)  # what was put in the place of parameters counts as written
             check_model(self, lane, [mesh for mesh in self.meshes if mesh.ndim])
+        self._has_agreed = True
+        if self.announcer.agreement is not None:
+            return
         self.announcer.agreement = Agreement(lane, self.meshes)
         if self.policy.registered or self.policy.wire == "peers":
             self._prepare_wires()

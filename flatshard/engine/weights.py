@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -50,10 +51,12 @@ class Group:
         own: torch.dtype | None = None,
         owner: str = "",
         by_rows: bool = False,
+        marks: Sequence[bool] = (),
     ) -> None:
         """``own``: the dtype of the parameters before they were sharded, if it is not main's.
 
-        ``owner``: the class of the unit's module. ``by_rows``: forwards use `Rows`, and not full weights.
+        ``owner``: the class of the unit's module. ``by_rows``: forwards use `Rows`, and not full weights. ``marks``:
+        which parameters were `chosen` to be encoded, before they were sharded.
         """
         self.members = members
         self.is_extended = is_extended  # parameters of a tensor subclass: ``main`` has a layout, and no memory
@@ -74,6 +77,7 @@ class Group:
         self.main, self.own = main, main.dtype if own is None else own
         self.made_for = self.own, members[0].sharded.requires_grad  # of each parameter, whatever has changed since
         self._owner, self.by_rows = owner, by_rows
+        self._marks = list(marks) or [False] * len(members)
         self.set_main(main)
 
     def set_main(self, main: DBuffer) -> None:
@@ -92,11 +96,8 @@ class Group:
 
     def _set_codec(self) -> None:
         main, policy, dtype = self.main, self.policy, self.policy.compute_of(self.own)
-        marks = [False] * len(self.members)
-        if policy.has_formats and not self.is_extended and not self.by_rows:  # rows are looked up in main
-            for index, member in enumerate(self.members):
-                modules = [site.module() for site in member.sites]
-                marks[index] = chosen(member.name, member.sharded, modules, policy, self._owner)
+        encodes = not self.is_extended and not self.by_rows  # rows are looked up in main
+        marks = [mark and encodes for mark in self._marks]
         self.formats = Formats.of(main.layout, marks, policy, main.mesh.shape, self.placements.optimizer)
         if self.by_rows:
             self.formats = replace(self.formats, reduces=(*self.formats.reduces[:-1], None))
@@ -135,7 +136,10 @@ class Group:
 
     def set_policy(self, policy: MixedPrecisionPolicy) -> None:
         """Compute and reduce in other dtypes; what was gathered has been released."""
-        self.policy, before = policy, (self.codec.dtype, self.formats)
+        known, self.policy, before = self.policy, policy, (self.codec.dtype, self.formats)
+        if policy.has_formats and not (known.has_formats and policy.encodes is known.encodes):
+            of = [[site.module() for site in member.sites] for member in self.members]
+            self._marks = [chosen(m.name, m.sharded, mods, policy, self._owner) for m, mods in zip(self.members, of)]
         self._set_codec()
         self.gradients.set_dtypes(policy, self.codec.dtype, self.formats)
         if (self.codec.dtype, self.formats) != before or self.is_extended:

@@ -208,7 +208,8 @@ class GroupBytes:
         """Elements of staging. A gradient in the reduce dtype that fills its segment is sent from where it is."""
         shards = self.layout.num_shards
         if several and self.ends and not is_sharded(self.placements.gradient[-1]):
-            return 0 if grad == self.reduce else self.layout.buffer_numel(shards)
+            as_it_is = grad == self.reduce or self.formats.reduces[-1] is not None
+            return 0 if as_it_is else self.layout.buffer_numel(shards)
         sole = {
             slot.segment
             for index, slot in enumerate(self.layout.slots)

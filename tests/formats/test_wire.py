@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -220,6 +222,77 @@ def test_the_mean_is_off_by_the_mean_of_half_the_scales(ranks, stochastic):
     assert all(nearest) != stochastic
 
 
+class Weighted(nn.Module):
+    """The gradient of its weight is what is given, and that of its bias the sum over it."""
+
+    def __init__(self, rows=24):
+        super().__init__()
+        self.inner = nn.Linear(40, rows)
+
+    def forward(self, given):
+        return (self.inner.weight * given).sum() + (self.inner.bias * given.sum(1)).sum()
+
+
+def _given(rank, number, dtype):
+    return torch.randn(24, 40, generator=torch.Generator().manual_seed(100 * rank + number)).to(dtype)
+
+
+def _sums_are_encoded_as_they_are(rank, world, strategy, accumulate):
+    """What several backwards have left in float32 is encoded from that, and not from its rounding to bfloat16."""
+    net = Weighted()
+    fully_shard(net, strategy=strategy, mp_policy=policy(param_dtype=BF16, reduce_format="int8"))
+    for number in range(3):
+        last = number == 2
+        if accumulate == "sync":
+            net.set_requires_gradient_sync(last)
+        with flatshard.microbatch(net, is_first=number == 0, is_last=last) if accumulate != "sync" else nullcontext():
+            net(_given(rank, number, BF16)).backward()
+    sums = [sum(_given(r, number, BF16).float() for number in range(3)) for r in range(world)]
+    found = net.inner.weight.grad.full_tensor()
+    assert torch.allclose(found, sum(through(each, "int8") for each in sums) / world, rtol=1e-6, atol=1e-7)
+    assert not torch.equal(sums[0], sums[0].to(BF16).float())
+
+
+@pytest.mark.parametrize(("strategy", "accumulate"), [(3, "sync"), (1, "microbatch"), (0, "microbatch")])
+def test_accumulated_gradients_are_rounded_once(ranks, strategy, accumulate):
+    ranks(2, _sums_are_encoded_as_they_are, strategy, accumulate)
+
+
+def _wide(rank, world):
+    net = Weighted().double()
+    fully_shard(net, mp_policy=policy(reduce_format="int8"))
+    net(_given(rank, 0, torch.float64)).backward()
+    exact = sum(_given(r, 0, torch.float64).sum(1) for r in range(world)) / world
+    torch.testing.assert_close(net.inner.bias.grad.full_tensor(), exact, rtol=1e-14, atol=1e-14)
+
+
+def test_what_is_not_encoded_of_float64_is_added_in_it(ranks):
+    ranks(3, _wide)
+
+
+def _asked(rank, world):
+    net = make_net(depth=2)
+    wanted, asked = net.blocks[0].up.weight, []
+
+    def encodes(name, parameter):
+        asked.append(name)
+        return parameter is wanted
+
+    sharded([world], net, mp_policy=MixedPrecisionPolicy(gather_format="int8", encodes=encodes))
+    shown = [row.formats for row in summary(net).rows if row.formats]
+    assert shown == ["int8 / - (1 of 5)"]
+    assert len(asked) == sum(p.dim() > 1 for p in net.parameters())
+    net.load_state_dict(net.state_dict(), assign=True)
+    net.set_mp_policy(MixedPrecisionPolicy(gather_format="float8", encodes=encodes))
+    net(next(iter(batches(1, 4))))
+    assert [row.formats for row in summary(net).rows if row.formats] == ["float8 / - (1 of 5)"]
+    assert len(asked) == sum(p.dim() > 1 for p in net.parameters())
+
+
+def test_a_predicate_is_asked_once_of_the_parameter_that_was_given(ranks):
+    ranks(2, _asked)
+
+
 def _sums_are_in_float32(rank, world):
     """Gradients in bfloat16 are sent from where they are, and their mean is not rounded to it."""
     net = nn.Sequential(nn.Linear(40, 24, bias=False))
@@ -271,6 +344,28 @@ def _differ(rank, world):
 
 def test_ranks_that_encode_different_parameters_are_told(ranks):
     ranks(2, _differ)
+
+
+def _differ_later(rank, world):
+    """After passes, as formats are switched; ranks that then agree go on."""
+    net = sharded([world])
+    tokens = next(iter(batches(1, 4)))
+    step(net, tokens)
+    for mine in (
+        policy(gather_format="float8" if rank else "int8"),
+        policy(gather_format="int8", block=16 if rank else 32),
+        policy(gather_format="int8", encodes=lambda name, p: p.dim() == 2 and rank == 0),
+        MixedPrecisionPolicy(param_dtype=BF16 if rank else torch.float16),
+    ):
+        net.set_mp_policy(mine)
+        with pytest.raises(RuntimeError, match="ranks differ in their models"):
+            net(tokens)
+    net.set_mp_policy(policy(gather_format="int8"))
+    step(net, tokens)
+
+
+def test_ranks_that_switch_to_different_formats_are_told(ranks):
+    ranks(2, _differ_later)
 
 
 def _switch(rank, world):
