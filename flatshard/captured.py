@@ -19,6 +19,7 @@ from flatshard.engine.main_grads import MainGrads
 from flatshard.engine.scope import Scope, scopes_that_ran
 from flatshard.optim.step import is_settled, state_of, state_places
 from flatshard.optim.together import Together
+from flatshard.policy import MixedPrecisionPolicy
 from flatshard.recomputed import Generators, Segments
 
 OtherShapes = Literal["raise", "eager", "capture"]
@@ -42,8 +43,8 @@ def capture(step: Callable[..., Any], *, warmup: int = 3, other_shapes: OtherSha
     ``other_shapes``: what a call with other shapes than before does: ``"raise"``, run the step as it is (``"eager"``),
     or capture it for these shapes too (``"capture"``; its memory comes on top).
     Between replays everything works as without graphs: evaluation, checkpoints, loading, other steps. What makes a
-    graph stale (parameters that were moved, cast or replaced, numbers of the optimizer) raises at the next call;
-    `renew` lets it be captured again.
+    graph stale (parameters that were moved, cast or replaced, another policy, numbers of the optimizer) raises at the
+    next call; `renew` lets it be captured again.
     """
     if not callable(step):
         raise TypeError(f"step={step!r}: must be a function of tensors")
@@ -109,6 +110,7 @@ class Captured:
         scopes = [scope for ref in self._scopes if (scope := ref()) is not None]
         for scope in scopes:
             _check_capturable(scope)
+            scope.agree()  # of a policy that was set since the last step; no graph could hold it
         _check_optimizers(self._optimizers)
         before = _gradients(scopes)
         static = [leaf.clone() for leaf in leaves]
@@ -216,8 +218,8 @@ class _Graph:
         scopes = [scope for ref in self._scopes if (scope := ref()) is not None]
         if len(scopes) != len(self._scopes) or _places(scopes) != self._places:
             raise RuntimeError(
-                "the captured step is stale: parameters have been moved, cast, replaced or sharded anew since; call "
-                "renew() on it"
+                "the captured step is stale: parameters have been moved, cast, replaced, sharded anew or given "
+                "another policy since; call renew() on it"
             )
         if any(scope.program.running is not None for scope in scopes):
             raise RuntimeError("a captured step cannot run within a forward or backward of its model")
@@ -264,11 +266,12 @@ def _is_in_a_graph(optimizer: Optimizer) -> bool:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a group of parameters is, where its full weights come from, and which are trained."""
+    """Where a group of parameters is, where its full weights come from, which are trained, and in which dtypes."""
 
     main: int
     source: int
     trains: tuple[bool, ...]
+    policy: MixedPrecisionPolicy
 
 
 def _places(scopes: Sequence[Scope]) -> list[_Place]:
@@ -277,6 +280,7 @@ def _places(scopes: Sequence[Scope]) -> list[_Place]:
             group.main.local.data_ptr(),
             id(group.source),
             tuple([member.sharded.requires_grad for member in group.members]),
+            group.policy,
         )
         for scope in scopes
         for unit in scope.units

@@ -105,8 +105,7 @@ class Scope:
 
     def begin_forward(self, entry: Unit) -> None:
         """A forward starts at ``entry``. What is left of an earlier pass is cleared: its weights may be out of date."""
-        if not self._has_agreed:
-            self._agree()
+        self.agree()
         if self.program.running is not None:
             self.recover()
         refuse_forward_within(self)
@@ -314,8 +313,7 @@ class Scope:
 
     def gather_apart(self, units: Sequence[Unit]) -> None:
         """Start gathering units, to stay beyond any pass: the next forward uses them as they are, if it still can."""
-        if not self._has_agreed:
-            self._agree()
+        self.agree()
         for unit in units:
             absorb_moved(unit)
         self.refresh_order()
@@ -476,8 +474,10 @@ class Scope:
 
     # Agreement
 
-    def _agree(self) -> None:
-        """See that all ranks have the same model, before anything is launched for it."""
+    def agree(self) -> None:
+        """See that all ranks have the same model, before anything is launched for it as it is now."""
+        if self._has_agreed:
+            return
         lane = self.announcer.lane
         if watch_over(lane.device):
             for unit in self.units:

@@ -11,6 +11,7 @@ from torch import nn
 
 import flatshard
 from flatshard import MixedPrecisionPolicy, SchedulePolicy, fully_shard, fully_shard_optimizer, gathered, summary
+from flatshard.captured import _places
 from flatshard.engine.unit import unit_of
 from tests.dist.models import batches, loss_of, make_net
 from tests.formats.cases import is_encoded, mesh_of, policy, sent, through, units_of
@@ -394,6 +395,26 @@ def _switch(rank, world):
 
 def test_formats_can_be_switched_between_steps(ranks):
     ranks(2, _switch)
+
+
+def _what_graphs_take_for_granted(rank, world):
+    net = sharded([world])
+    step(net, next(iter(batches(1, 4))))
+    net.zero_grad()
+    scopes = [unit_of(net).scope]
+    for changed in (
+        policy(gather_format="int8"),
+        policy(reduce_format="int8"),
+        MixedPrecisionPolicy(reduce_dtype=BF16),
+    ):
+        before = _places(scopes)
+        assert _places(scopes) == before
+        net.set_mp_policy(changed)
+        assert _places(scopes) != before
+
+
+def test_a_captured_step_knows_another_policy(ranks):
+    ranks(2, _what_graphs_take_for_granted)
 
 
 def _saved(rank, world, folder):
