@@ -138,8 +138,10 @@ class Group:
         """Compute and reduce in other dtypes; what was gathered has been released."""
         known, self.policy, before = self.policy, policy, (self.codec.dtype, self.formats)
         if policy.has_formats and not (known.has_formats and policy.encodes is known.encodes):
-            of = [[site.module() for site in member.sites] for member in self.members]
-            self._marks = [chosen(m.name, m.sharded, mods, policy, self._owner) for m, mods in zip(self.members, of)]
+            self._marks = [
+                chosen(member.name, member.sharded, [site.module() for site in member.sites], policy, self._owner)
+                for member in self.members
+            ]
         self._set_codec()
         self.gradients.set_dtypes(policy, self.codec.dtype, self.formats)
         if (self.codec.dtype, self.formats) != before or self.is_extended:

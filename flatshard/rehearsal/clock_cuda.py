@@ -147,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(512) rehearse(const __grid_constant
 class CudaLink:
     """What the groups of a rehearsal share on one device: the kernel, the words of the two links, spare events."""
 
-    def __init__(self, device: torch.device, sms: int = 0) -> None:
+    def __init__(self, device: torch.device, sms: int) -> None:
         self.device = device
         self.sms = sms
         self.driver = Driver()

@@ -272,7 +272,7 @@ class _Gradients(Gradients):
         ended = sizes.accumulated if ends else 0
         run, clock = self._group.run, self._group.run.clock
         end = 0.0 if clock is None else clock.launch("reduce", sizes.reduces(run.is_last))
-        run.moved(sizes.encoding)
+        run.moved(sizes.encoding(run.is_last))
 
         def over() -> None:
             note(gradients=-ended, staging=-sizes.arriving - sizes.reducing)

@@ -102,7 +102,6 @@ class GroupBytes:
     ``parked``: between forward and backward, with a smaller group.
     ``arriving``: gradients as autograd leaves them, full size. ``main_grad``: reduced ones, until `zero_grad`.
     ``reducing``: what a reduce takes beyond these two, until it has been waited for.
-    ``encoding``: what is read and written, where a reduce has a format, to encode gradients and to decode their parts.
     ``accumulated``: gradients that earlier micro-batches have left; ``ends``: they are gone after the last reduce.
     """
 
@@ -144,10 +143,10 @@ class GroupBytes:
         )
 
         if not self.trainable:
-            self.arriving = self.main_grad = self.reducing = self.accumulated = self.encoding = 0
+            self.arriving = self.main_grad = self.reducing = self.accumulated = 0
             self.ends = False
             return
-        self.arriving, self.encoding = self.layout.payload * self.wire.itemsize, 0
+        self.arriving = self.layout.payload * self.wire.itemsize
         self.main_grad = held * grad.itemsize
         self.ends = self.placements.gradient != self.placements.optimizer
         several = choice.microbatches > 1
@@ -163,7 +162,6 @@ class GroupBytes:
         for launch in self._reduces(1):
             if launch.kind == "all_to_all":
                 self.reducing += 2 * launch.size  # sent, and received; a gradient that is a whole one, only received
-                self.encoding += self.arriving + 2 * launch.size
             elif launch.kind == "all_gather":
                 self.reducing += launch.size + launch.size // launch.among
 
@@ -251,6 +249,16 @@ class GroupBytes:
         rounds = self.choice.microbatches
         found = _real(self._reduces(rounds))
         return found if is_last is None else [x for x in found if is_last or x.times == rounds]
+
+    def encoding(self, is_last: bool) -> int:
+        """Bytes that are read and written in one reduce to encode what is sent, and to decode what is received."""
+        moved, inner = 0, len(self.choice.mesh) - 1
+        for launch in self.reduces(is_last):
+            if launch.kind in ("all_to_all", "all_gather"):
+                given = self.arriving if launch.axis == inner else self._numel(self._halfway) * self.reduce.itemsize
+                sent = launch.size if launch.kind == "all_to_all" else launch.size // launch.among
+                moved += given + sent + launch.size
+        return moved
 
     def _stride(self, axis: int) -> int:
         return self.choice.stride * math.prod(self.choice.mesh[axis + 1 :])

@@ -427,6 +427,7 @@ def test_what_decodes_takes_the_time_of_the_bytes_that_it_reads_and_writes():
     plain = by_plan.choice_of(setup)
     coded = replace(plain, precision=replace(plain.precision, gather_format="int8"))
     model, speed = by_plan.shapes_of(setup), Speed(450e12, 4096, 4096, host=0.0)
+    assert 1 < by_plan.estimate(setup, 450e12, 0.0, coded).total / by_plan.estimate(setup, 450e12, 0.0).total < 1.01
     totals = [time_of(model, choice, speed, get_network("free")).total for choice in (plain, coded)]
     pairs = list(zip(*(memory_of(model, choice).launches for choice in (plain, coded)), strict=True))
     moved = sum(one.times * (one.size + other.size) for one, other in pairs if one.size != other.size)
