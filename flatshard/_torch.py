@@ -10,7 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeAlias, TypeVar
@@ -704,19 +704,26 @@ def new_gloo_group(title: str) -> ProcessGroup:
     return made
 
 
-def abort_nccl(group: ProcessGroup) -> None:
-    """End what a process group does on a GPU, whatever it waits for. It cannot be used afterwards."""
-    for device in group._device_types:
-        if device.type == "cuda" and group._get_backend(device).name() == "nccl":
-            group._get_backend(device).abort()
-
-
-PrefixStore = c10d.PrefixStore  # public, but not to type checkers
-
-
 def default_store() -> Any:
     """The store at which the ranks of the default process group met."""
     return c10d._get_default_store()
+
+
+def own_store(store: Any, prefix: str) -> Any:
+    """A store with a connection of its own: who waits for a key holds up all others of the same connection.
+
+    RuntimeError if there is none any more.
+    """
+    if store is None:
+        raise RuntimeError("the process group is gone, and its store")
+    return c10d.PrefixStore(prefix, store.clone())
+
+
+def allow_events_amid_captures() -> None:
+    """Let the calling thread ask for CUDA events, while another one captures a graph in the mode that forbids it."""
+    mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
+    with suppress(OSError):  # not a GPU of NVIDIA's
+        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def timeout_of(group: ProcessGroup) -> timedelta | None:
@@ -732,6 +739,15 @@ def timeout_of(group: ProcessGroup) -> timedelta | None:
         if isinstance(found, timedelta) and found != c10d._get_default_timeout(c10d.Backend(backend.name())):
             given.append(found)
     return max(given, default=None)
+
+
+def limit_of(group: ProcessGroup) -> timedelta:
+    """How long collectives of a process group may take: its own time-out, or the default of its backend."""
+    found = timeout_of(group)
+    if found is None:
+        names = [group._get_backend(device).name() for device in group._device_types]
+        found = c10d._get_default_timeout(c10d.Backend(names[-1] if names else "gloo"))
+    return found
 
 
 def lost_a_peer(error: BaseException) -> bool:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatshard import _torch
+from flatshard.buffer import record_replay
 from flatshard.engine import steps
 from flatshard.engine.main_grads import MainGrads
 from flatshard.engine.scope import Scope, scopes_that_ran
@@ -21,6 +22,7 @@ from flatshard.optim.step import is_settled, state_of, state_places
 from flatshard.optim.together import Together
 from flatshard.policy import MixedPrecisionPolicy
 from flatshard.recomputed import Generators, Segments
+from flatshard.trust.record import record
 
 OtherShapes = Literal["raise", "eager", "capture"]
 
@@ -209,6 +211,9 @@ class _Graph:
         self._graph, self._static, self._output = graph, static, output
         self._scopes = [weakref.ref(scope) for scope in scopes]
         self.optimizers = list(optimizers)
+        self._ranks = sorted(
+            {rank for scope in scopes for mesh in scope.meshes for rank in mesh.mesh.flatten().tolist()}
+        )
         self._places, self._gradients = _places(scopes), _gradients(scopes)
         self._numbers, self._states = _numbers(optimizers), [state_places(optimizer) for optimizer in optimizers]
         _graphs.add(self)
@@ -245,10 +250,13 @@ class _Graph:
         scopes = [scope for ref in self._scopes if (scope := ref()) is not None]
         for scope in scopes:
             _join_lanes(scope)
+            scope.count_step()
         if leaves:
             torch._foreach_copy_(list(self._static), list(leaves))
         self._generators.align()
         self._graph.replay()
+        if len(self._ranks) > 1:
+            record_replay(scopes[0].gather_lane, "the captured step", self._ranks)
         if self.optimizers:
             steps.note()
         for scope in scopes:
@@ -395,7 +403,9 @@ def _quiet(scopes: Sequence[Scope]) -> Iterator[list[MainGrads]]:
     lasting = [grads for scope in scopes for grads in _start_anew(scope)]
     torch.cuda.synchronize()
     _torch.epochs.begin()
+    record.captures = True
     try:
         yield lasting
     finally:
+        record.captures = False
         _torch.epochs.begin()

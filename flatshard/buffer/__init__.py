@@ -2,7 +2,7 @@
 
 from flatshard.buffer.apart import Exchange, from_first, spread
 from flatshard.buffer.dbuffer import DBuffer, turns
-from flatshard.buffer.lanes import Lane, watch_over
+from flatshard.buffer.lanes import Lane, record_replay, watch_over
 from flatshard.buffer.planned import Planner, PoolStatistics
 from flatshard.buffer.pools import Pool
 from flatshard.buffer.tickets import DONE, Operation, Ticket
@@ -21,6 +21,7 @@ __all__ = [
     "PoolStatistics",
     "Ticket",
     "from_first",
+    "record_replay",
     "spread",
     "turns",
     "watch_over",

@@ -7,11 +7,11 @@ On CUDA a lane is a stream, on CPU the process group's own queue of asynchronous
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -22,18 +22,17 @@ from flatshard import _recording, _torch
 from flatshard.buffer import ways
 from flatshard.buffer.custom import gather_by, reduce_by
 from flatshard.buffer.groups import own_group
-from flatshard.buffer.peers import Peers, node_number
+from flatshard.buffer.peers import Peers, device_number, may_share_devices, node_number
 from flatshard.buffer.tickets import DONE, Action, Operation, Ticket, Tickets
 from flatshard.buffer.ways import Convoy, Gather, Op, Tensors
-from flatshard.trust.alarm import alarm
-from flatshard.trust.record import KINDS, ranges, record
+from flatshard.trust.alarm import Watched, alarm
+from flatshard.trust.record import KINDS, Wire, ranges, record
 
 # Backends that cannot average; they sum, and the lane divides.
 _WITHOUT_AVG = frozenset({"gloo", "mpi", "ucc"})
 # How many operations a lane remembers for its history.
 HISTORY = 256
 _CPU = torch.device("cpu")
-_used: WeakSet[ProcessGroup] = WeakSet()  # groups of all lanes
 # Backends without other ranks.
 _IMAGINED = frozenset({"rehearsal", "fake"})
 _KINDS = {kind: number for number, kind in enumerate(KINDS)}
@@ -96,7 +95,7 @@ class Lane:
         self._groups: dict[tuple[DeviceMesh, int, bool], ProcessGroup] = {}
         # By which what serves tensors of its device in a group is called; and by which the flight record knows a group.
         self.backend_in = functools.cache(lambda group: _torch.backend_name(group, device))
-        self._wire = functools.cache(lambda group: record.wire(f"{name} {ranges(dist.get_process_group_ranks(group))}"))
+        self._wire = functools.cache(lambda group: _wire(name, group))
         self._peers: dict[ProcessGroup, Peers] = {}
 
     def group(self, mesh: DeviceMesh, axis: int) -> ProcessGroup:
@@ -112,7 +111,6 @@ class Lane:
                 made = own_group(made, f"flatshard_{self.name}", self._patience)
             assert isinstance(made, ProcessGroup)
             self._groups[key] = made
-            _used.add(made)
         return self._groups[key]
 
     def use(self, mesh: DeviceMesh, axis: int, group: ProcessGroup) -> None:
@@ -258,10 +256,16 @@ class Lane:
         others = [group for group in groups if group.size() > 1]
         for group in others:
             if self.backend_in(group) not in _IMAGINED:
-                number = torch.tensor([node_number()], device=self.device)
-                numbers = number.new_empty(group.size())
-                self.all_gather(group, [numbers], [number], after=(self.mark(),), name="nodes").wait()
-                if len(set(numbers.tolist())) == 1:
+                mine = torch.tensor([node_number(), device_number(self.device)], device=self.device)
+                all_of = mine.new_empty((group.size(), 2))
+                self.all_gather(group, [all_of], [mine], after=(self.mark(),), name="nodes").wait()
+                nodes, devices = all_of.T.tolist()
+                if len(set(nodes)) == 1:
+                    if len(set(devices)) < len(devices) and not may_share_devices():
+                        raise ValueError(
+                            f'SchedulePolicy(wire="peers"): several ranks of {dist.get_process_group_ranks(group)} use '
+                            "one GPU, and each needs one of its own: torch.cuda.set_device(LOCAL_RANK) before sharding"
+                        )
                     self._peers[group] = Peers(group, self.stream)
         return bool(self._peers) or not others
 
@@ -304,12 +308,12 @@ class Lane:
                     group = self.group(mesh, axis)
                     if group.size() > 1:
                         work = _torch.backend_of(group, self.device).allreduce([values], _torch.ALL_REDUCE["max"])
-                        if self.stream is None:
-                            ticket = Ticket(works=[work])
-                            ticket.what = "the other ranks,", about
-                            ticket.wait()
-                        else:
+                        if self.stream is not None:
                             ways.join(work)
+                        ticket = Ticket(works=[work]) if self.stream is None else self.mark()
+                        ticket.what = "the other ranks,", about
+                        record.append(self._wire(group), _KINDS["all_reduce"], about, values.nbytes, ticket)
+                        ticket.wait()
             found: list[int] = values.tolist()
         return found
 
@@ -336,21 +340,38 @@ class Lane:
             began = self.inside.began
             _recording.launches.launched(self.name, kind, name, numbytes, began, works, self.device)
         record.append(self._wire(group), _KINDS[kind], name, numbytes, ticket)
+        if alarm.raised is not None and self.stream is not None:  # on the CPU whoever waits for it is told
+            raise alarm.error(f"{kind} {name or '(unnamed)'}, launched just now (step {record.step})")
         self.history.append(Operation(self.launched, kind, name, numbytes, ticket))
         return ticket
 
 
+def _wire(lane: str, group: ProcessGroup) -> Wire:
+    """By which the flight record knows a process group of a lane."""
+    return record.wire(f"{lane} {ranges(dist.get_process_group_ranks(group))}", _torch.limit_of(group).total_seconds())
+
+
+def record_replay(lane: Lane, name: str, ranks: Sequence[int]) -> None:
+    """Note in the flight record that a graph with collectives of these ranks was replayed on the current stream."""
+    world = dist.group.WORLD
+    assert world is not None
+    wire = record.wire(f"replay {ranges(ranks)}", _torch.limit_of(world).total_seconds())
+    record.append(wire, _KINDS["replay"], name, 0, lane.mark())
+
+
 def watch_over(device: torch.device) -> bool:
     """Whether there are other ranks. If so, be told from now on what ends them, and tell them what ends this one."""
-    group = dist.group.WORLD if dist.is_initialized() else None
-    if group is None or group.size() == 1 or _torch.backend_name(group, device) in _IMAGINED:
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is None or world.size() == 1 or _torch.backend_name(world, device) in _IMAGINED:
         return False
     store = _torch.default_store()
-    alarm.start(store, _torch.PrefixStore("flatshard", store), dist.get_rank(), group.size(), _abort)
+    known = weakref.ref(store)
+    watched = Watched(
+        store=lambda: _torch.own_store(known(), "flatshard"),
+        rank=dist.get_rank(),
+        world=world.size(),
+        is_lost_peer=_torch.lost_a_peer,
+        settle_in=_torch.allow_events_amid_captures,
+    )
+    alarm.start(store, watched)
     return True
-
-
-def _abort() -> None:
-    """Another rank will not come: let go of GPUs that wait for it. Over Gloo those who wait look up by themselves."""
-    for group in list(_used):
-        _torch.abort_nccl(group)

@@ -8,6 +8,7 @@ once. The copies are those of copy engines; multiprocessors do the sums, and bar
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
@@ -25,7 +26,21 @@ _GRANULE = 2 << 20
 
 def node_number() -> int:
     """A number of this machine, by which ranks can tell whether they are on the same one."""
-    return int.from_bytes(blake2b(socket.gethostname().encode(), digest_size=7).digest(), "little")
+    return _number(socket.gethostname())
+
+
+def device_number(device: torch.device) -> int:
+    """A number of a GPU, by which ranks can tell whether they share it."""
+    return _number(str(torch.cuda.get_device_properties(device).uuid))
+
+
+def may_share_devices() -> bool:
+    """Whether the user has let torch have symmetric memory of ranks that share a GPU."""
+    return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
+
+
+def _number(name: str) -> int:
+    return int.from_bytes(blake2b(name.encode(), digest_size=7).digest(), "little")
 
 
 class Peers:

@@ -130,9 +130,8 @@ class Scope:
         # The gathers of this pass read main after all that has been enqueued so far, the optimizer's writes included.
         self.refresh_order()
         kind = Pass.FORWARD if grads else Pass.FORWARD_NO_GRAD
-        if self._taken != steps.taken():
-            self._taken, self._step = steps.taken(), self._step + 1
-        record.step, record.phase = self._step, _PHASE[kind]
+        self.count_step()
+        record.phase = _PHASE[kind]
         self.program.is_profiled = _torch.profiling()
         self.program.begin(kind, entry.index)
         if self._is_parallel:
@@ -142,6 +141,12 @@ class Scope:
                 self.gather(unit)
                 unit.swap_in()
                 unit.keep()
+
+    def count_step(self) -> None:
+        """What is launched next is of another step than before, if an optimizer has taken one."""
+        if self._taken != steps.taken():
+            self._taken, self._step = steps.taken(), self._step + 1
+        record.step = self._step
 
     def rest_gradients(self, always: bool = False) -> None:
         """Give back the storage of gradients that `zero_grad` has hidden."""

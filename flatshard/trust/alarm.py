@@ -1,11 +1,12 @@
-"""Ranks tell each other what ends them, so that nobody waits for a rank that will not come.
+"""Ranks tell each other what ends them, so that no rank waits for one that will not come.
 
-A rank with an uncaught exception posts it to the store of the process group. A thread of every other rank looks there
-once a second; whoever waits for a collective then gets the error of that rank, instead of a time-out. Where a wait
-fails otherwise (a connection lost, a time-out), those who are left call the roll and name who does not answer.
+A rank with an uncaught exception says so to all others (`links`), and a rank whose process is gone is missed by those
+that are connected to it. A rank that was told raises `PeerError` at its next launch or wait. If its main thread does
+not come to one, because it sits in a call of CUDA, NCCL or the operating system, the watch thread ends the process
+after a grace period, with the same words.
 
-The same thread writes the flight record to disk and to stderr on SIGUSR1, also while this rank hangs in a wait, where
-no handler of Python's would run.
+The watch thread also ends a rank whose collective on a GPU has not ended after the time-out of its process group, and
+writes the flight record to disk and to stderr on SIGUSR1.
 """
 
 from __future__ import annotations
@@ -20,38 +21,61 @@ import selectors
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
+import traceback
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
+from multiprocessing import util
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
-from flatshard.trust.record import record
+from flatshard.trust.links import Links, Message
+from flatshard.trust.record import record, records_folder
+from flatshard.trust.uncaught import Uncaught
 
 _log = logging.getLogger("flatshard")
 
-_TICK = 1.0  # seconds between two looks at the store, per 512 ranks
+_TICK = 1.0  # seconds between two looks at the record
+_HASTE = 0.05  # seconds between the first two attempts to find the others; then twice as many, up to a tick
 _STALLED = 3  # looks without a launch after which the record is settled
-GRACE = 3.0  # seconds that the others have to post why they end
+GRACE = 3.0  # seconds that others have to say why a wait has failed
+_LINGER = 1.0  # seconds for which a process that ends with an error keeps NCCL's threads, which may still have to send
 # Work that a process group written in Python has made of a future answers so to a limit of time: it knows none.
 _WITHOUT_LIMIT = "with finite timeout not implemented"
-
-
-def _key(name: str) -> str:
-    """A key in the store. torchrun keeps that when it starts ranks again: what those before them said is not for them.
-
-    Nodes count restarts each for itself. Where they differ, ranks of one are not told, and find out by their waits.
-    """
-    return f"flatshard/start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}"
+PATIENCE = timedelta(seconds=1)  # of one wait for work; then it is seen whether another rank has ended
 
 
 class PeerError(RuntimeError):
     """A collective did not end, because of another rank or of the network. Says which launch, and who, if known."""
+
+
+def grace() -> float:
+    """Seconds that a rank has, once it was told of another's end, to end by itself: ``FLATSHARD_GRACE``, or 5."""
+    given = os.environ.get("FLATSHARD_GRACE", "")
+    try:
+        return float(given) if given else 5.0
+    except ValueError:
+        raise ValueError(f"FLATSHARD_GRACE={given!r}: must be a number of seconds") from None
+
+
+@dataclass(frozen=True)
+class Watched:
+    """The process group that an alarm is for.
+
+    ``store``: makes a connection of its own to the store of the group. ``is_lost_peer``: whether an exception says that
+    another rank is gone. ``settle_in``: a thread that asks for CUDA events calls it once before.
+    """
+
+    store: Callable[[], Any]
+    rank: int
+    world: int
+    is_lost_peer: Callable[[BaseException], bool] = lambda error: False
+    settle_in: Callable[[], None] = lambda: None
 
 
 class Alarm:
@@ -61,92 +85,210 @@ class Alarm:
     """
 
     def __init__(self) -> None:
-        self.raised: str | None = None  # what another rank has posted
-        self._abort: Callable[[], None] = lambda: None  # ends what this rank waits for on its device
-        self._store: Any = None
-        self._of: weakref.ref[Any] | None = None  # the process group's own, which goes when that is destroyed
-        self._thread: threading.Thread | None = None
-        self._rank, self._world = 0, 1
-        self._calls = 0
+        self.raised: str | None = None  # what has ended another rank, or is to end this one
+        self._is_failure = False  # and that is certain: a process that is gone may have done all it had to
+        self._group: Watched | None = None
+        self._of: weakref.ref[Any] | None = None
+        self._links: Links | None = None
+        self._ended_at = 0.0  # when `raised` was set
+        self._grace = 5.0
+        self._states: dict[int, str] = {}  # what other ranks said they do, the last time that one of them asked
+        self._left: set[int] = set()  # ranks that have ended well
+        self._waits_for = ""  # of a wait on the CPU that has failed
+        self._stuck, self._stuck_for = 0, 0.0  # the oldest launch that has not ended, and for how long it has been that
         self._gave_up = False  # something is waited for no more, and has not ended
         self._pid = 0
+        self._selector = selectors.DefaultSelector()
+        self._todo: deque[Callable[[], None]] = deque()  # for the watch thread
         self._wake: socket.socket | None = None
-        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._uncaught = Uncaught(self._torch_gives_up)
 
-    def start(self, of: Any, store: Any, rank: int, world: int, abort: Callable[[], None]) -> None:
-        """Watch over a process group: one rank of so many, with the store that it was made with.
+    # Beginning and end
 
-        ``of``: the object that lives as long as the process group. ``abort``: called by another thread when another
-        rank has raised, to end what cannot look for itself.
+    def start(self, of: Any, group: Watched) -> None:
+        """Watch over a process group. ``of``: an object that lives as long as it, and is not kept here.
+
+        ``FLATSHARD_ALARM=off``: record what is launched, and do nothing else.
         """
         if self._of is not None and self._of() is of and self._pid == os.getpid():
             return
-        with self._lock:
-            self._of = weakref.ref(of, self._left)
-            self._store, self._rank, self._world, self._abort = store, rank, world, abort
-            self.raised, self._calls = None, 0
-            if self._pid != os.getpid():  # the first time in this process
-                self._pid = os.getpid()
-                self._start_thread()
-                atexit.register(self._exit, self._pid)
+        is_on = os.environ.get("FLATSHARD_ALARM", "").lower() not in ("off", "0")
+        self._of = weakref.ref(of, self._group_is_gone)
+        self._group, self._grace = group, grace()
+        self._reset()
+        if is_on and self._pid != os.getpid():  # the first time in this process
+            self._start_thread()
+            os.register_at_fork(after_in_child=self._drop_links)
+            atexit.register(self._exit, os.getpid())
+            util.Finalize(
+                None, self._exit, (os.getpid(),), exitpriority=1
+            )  # processes of multiprocessing have no atexit
+            if not isinstance(sys.excepthook, _Hook):
                 sys.excepthook = _Hook(self, sys.excepthook)
-        record.tell(rank=rank, world=world, pid=os.getpid(), host=socket.gethostname(), started=time.time())
+            self._uncaught.install()
+        self._pid = os.getpid()
+        record.header.pop("error", None)
+        record.tell(rank=group.rank, world=group.world, pid=os.getpid(), host=socket.gethostname(), started=time.time())
         try:
             folder = records_folder()
             if folder is not None:
-                record.keep_in(folder, rank)
+                record.keep_in(folder, group.rank)
         except OSError as error:
             told = (
                 f"the flight record is in memory only: {error}; set FLATSHARD_RECORD to a folder that can be written to"
             )
             warnings.warn(told, stacklevel=2)
+        if is_on:
+            self._open_links(group)
 
-    def _left(self, of: weakref.ref[Any]) -> None:
-        """The process group is no more. If it was an error that ended it, it says so with its last breath."""
-        if of is not self._of:
+    def _reset(self) -> None:
+        self.raised, self._waits_for, self._gave_up = None, "", False
+        self._states, self._left = {}, set()
+
+    def _open_links(self, group: Watched) -> None:
+        try:
+            links = Links(group.store(), group.rank, group.world, self._selector, self._hear)
+        except RuntimeError as error:
+            self._unlinked(error)
+            return
+
+        def begin() -> None:
+            self._close_links()
+            self._links = links
+            try:
+                links.open()
+                links.seek()
+            except (OSError, RuntimeError) as error:
+                self._unlinked(error)
+
+        self._do(begin)
+
+    def _unlinked(self, error: BaseException) -> None:
+        _log.warning("flatshard: ranks cannot tell each other what ends them, and wait for the time-out: %s", error)
+
+    def _group_is_gone(self, of: weakref.ref[Any]) -> None:
+        """The process group is no more. If it was an error that ended it, the others are told."""
+        if of is not self._of or self._pid != os.getpid():
             return
         error = sys.exc_info()[1]
-        if self._pid == os.getpid() and isinstance(error, Exception) and not isinstance(error, PeerError):
+        if isinstance(error, Exception) and not isinstance(error, PeerError):
             self._tell_others(f"{type(error).__name__}: {_line(error)}")
-        self._store = self._of = None
+        self._of = self._group = None
+        self._reset()
+        self._do(self._close_links, waits=True)
+
+    def _close_links(self) -> None:
+        links, self._links = self._links, None
+        if links is not None:
+            links.close()
+
+    def _drop_links(self) -> None:
+        if self._links is not None:
+            self._links.drop()
+            self._links = None
+
+    # What ranks tell each other
 
     def post(self, text: str) -> None:
-        """Let the other ranks know what ends this one, unless one of them was first."""
+        """Let the other ranks know what ends this one."""
         record.tell(error=text)
         self._tell_others(text)
 
     def _tell_others(self, text: str) -> None:
-        if self._store is not None:
-            try:
-                self._store.compare_set(_key("raised"), "", f"{self._rank} {text}")
-            except RuntimeError as error:
-                # The process is ending already, and its own error is what its user must see.
-                _log.error("flatshard: the other ranks could not be told: %s", _line(error))
+        group = self._group
+        if group is None:
+            return
+
+        def tell() -> None:
+            if self._links is not None:
+                self._links.tell({"raised": text, "rank": group.rank})
+                if not self._links.are_complete():  # those who connect later find it there
+                    self._leave_in_store(group, text)
+
+        self._do(tell, waits=True)
+
+    def _leave_in_store(self, group: Watched, text: str) -> None:
+        try:
+            group.store().compare_set(_key("raised"), "", f"{group.rank} {text}")
+        except RuntimeError as error:
+            # The process is ending already, and its own error is what its user must see.
+            _log.error("flatshard: the other ranks could not be told: %s", _line(error))
+
+    def _hear(self, message: Message) -> None:
+        """A message of another rank, on the watch thread."""
+        if "raised" in message:
+            self._is_over(f"rank {message['rank']} raised {message['raised']}")
+        elif "lost" in message:
+            lost = f"rank {message['lost']} has ended without a word: it was killed, or has crashed"
+            self._is_over(lost, is_failure=False)
+        elif "left" in message:
+            self._left.add(message["left"])
+        elif "state" in message:
+            self._states[message["rank"]] = message["state"]
+        elif "ask" in message and self._links is not None and self._group is not None:
+            self._states.clear()
+            self._links.tell({"state": self._state(), "rank": self._group.rank})
+
+    def _is_over(self, why: str, is_failure: bool = True) -> None:
+        """The job cannot go on. The first reason counts: others follow from it."""
+        if self.raised is None:
+            self._ended_at, self._is_failure = time.monotonic(), is_failure
+            self.raised = why
+
+    def _state(self) -> str:
+        """What this rank does, as others are told who ask."""
+        if self._waits_for:
+            return f"waits for {self._waits_for}"
+        entry = record.oldest_open()
+        if entry is not None:
+            return f"waits for {entry}"
+        last = record.last()
+        return "has launched nothing yet" if last is None else f"has launched nothing since {last}"
+
+    # Waits
+
+    def error(self, what: str) -> PeerError:
+        """For a rank that was told, and comes to a launch or a wait."""
+        rank = self._group.rank if self._group is not None else 0
+        return _recorded(PeerError(f"{self.raised}. Rank {rank} was waiting for {what}"))
 
     def explain(self, what: str, error: BaseException) -> PeerError:
         """Why a wait for a collective ended early. Asks the other ranks, for a few seconds."""
-        self._calls += 1
-        if self._store is None:
+        group = self._group
+        if group is None or self._links is None:
             return PeerError(f"{what}: {_line(error)}")
-        answers = ""
-        try:
-            self._store.set(_key(f"roll/{self._calls}/{self._rank}"), what)
-            absent = self._absent()
-            if not absent and self.raised is None:
-                answers = self._answers()
-        except RuntimeError:
-            absent = None
+        self._waits_for = what
+        who = self._others(group)
         if self.raised is not None:
-            return PeerError(f"{self.raised}. Rank {self._rank} was waiting for {what}")
-        if absent is None:
-            who = "The store that ranks meet at is gone too: the rank or the agent that kept it has ended"
-        elif absent:
-            names = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
-            who = f"No answer from rank {names}: ended, crashed, or busy with something else"
-        else:
-            who = f"All ranks answer: {answers}"
-        where = f"; `flatshard blame {record.folder}` compares the ranks' records" if record.folder else ""
-        return PeerError(f"rank {self._rank} was waiting for {what}: {_line(error)}. {who}{where}")
+            return self.error(what)
+        return _recorded(PeerError(_told(group, what, _line(error), who)))
+
+    def _others(self, group: Watched) -> str:
+        """What the other ranks do. Returns early if the reason for a failure comes to be known."""
+        others = set(range(group.world)) - {group.rank}
+        asked = time.monotonic()
+        self._do(self._ask)
+        while (
+            self.raised is None and time.monotonic() < asked + GRACE and not others <= self._states.keys() | self._left
+        ):
+            time.sleep(0.05)
+        return self._told_of(others)
+
+    def _ask(self) -> None:
+        self._states.clear()
+        if self._links is not None and self._group is not None:
+            self._links.tell({"ask": self._group.rank})
+
+    def _told_of(self, others: set[int]) -> str:
+        states, left = dict(self._states), others & self._left
+        silent = sorted(others - states.keys() - left)
+        said = [f"rank {rank} {state}" for rank, state in sorted(states.items())][:16]
+        if left:
+            said.append(f"rank {_names(sorted(left))} has ended")
+        if silent:
+            said.append(f"no answer from rank {_names(silent)}: stopped, or cut off")
+        return "; ".join(said)
 
     def outwait(self, work: Any, what: Callable[[], str], error: RuntimeError) -> None:
         """A wait for work has ended with an error. Goes on waiting if it was only impatient, else says why."""
@@ -161,7 +303,7 @@ class Alarm:
                 raise self.explain(what(), error) from error
             if self.raised is not None:
                 self._gave_up = True
-                raise PeerError(f"{self.raised}. Rank {self._rank} was waiting for {what()}")
+                raise self.error(what())
             has_ended = work.is_completed()  # asked first: what ends while it is waited for may have ended well
             try:
                 work.wait(PATIENCE)
@@ -169,51 +311,27 @@ class Alarm:
             except RuntimeError as again:
                 error = again
 
-    def _absent(self) -> list[int]:
-        """Ranks that have not answered within the grace period, or fewer seconds if the reason is known."""
-        until = time.monotonic() + GRACE
-        others = [rank for rank in range(self._world) if rank != self._rank]
-        while time.monotonic() < until:
-            self._look()
-            if self.raised is not None or self._answered(others):
-                return []
-            time.sleep(0.1)
-        return self._silent(others)
+    # The watch thread
 
-    def _answered(self, ranks: Sequence[int]) -> bool:
-        return bool(self._store.check([_key(f"roll/{self._calls}/{rank}") for rank in ranks]))
-
-    def _answers(self) -> str:
-        """What others wait for, of those who are not too many to ask."""
-        said = {}
-        for rank in range(min(self._world, 16)):
-            said[rank] = self._store.get(_key(f"roll/{self._calls}/{rank}")).decode(errors="replace")
-        return "; ".join(f"rank {rank} waits for {what}" for rank, what in said.items())
-
-    def _silent(self, ranks: Sequence[int]) -> list[int]:
-        """Those who have not answered. Of thousands, few ever have not."""
-        if not ranks or self._answered(ranks):
-            return []
-        if len(ranks) == 1:
-            return list(ranks)
-        half = len(ranks) // 2
-        return self._silent(ranks[:half]) + self._silent(ranks[half:])
-
-    def _look(self) -> None:
-        """See whether another rank has raised."""
-        store = self._store
-        if store is None or self.raised is not None or not store.check([_key("raised")]):
+    def _do(self, action: Callable[[], None], waits: bool = False) -> None:
+        """Let the watch thread do it. ``waits``: return when it has, or does not come to it."""
+        wake, done = self._wake, threading.Event()
+        if wake is None or threading.current_thread() is self._thread:
+            action()
             return
-        rank, _, text = store.get(_key("raised")).decode(errors="replace").partition(" ")
-        if int(rank) != self._rank:
-            self.raised = f"rank {rank} raised {text}"
-
-    # The thread
+        self._todo += (action, done.set)
+        with contextlib.suppress(OSError):  # it has been woken often enough, or is gone
+            wake.send(b"\1")
+        if waits:
+            done.wait(GRACE)
 
     def _start_thread(self) -> None:
         inside, outside = socket.socketpair()
         inside.setblocking(False)
         outside.setblocking(False)
+        self._selector.close()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(inside, selectors.EVENT_READ, lambda: self._woken(inside.recv(4096)))
         self._wake = outside
         if threading.current_thread() is threading.main_thread() and _is_free(signal.SIGUSR1):
             before = signal.set_wakeup_fd(outside.fileno(), warn_on_full_buffer=False)
@@ -222,54 +340,140 @@ class Alarm:
             else:  # somebody's event loop: then a dump waits until Python runs
                 signal.set_wakeup_fd(before)
                 signal.signal(signal.SIGUSR1, lambda *_: self._dump())
-        self._thread = threading.Thread(target=self._watch, args=(inside,), name="flatshard-watch", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="flatshard-watch", daemon=True)
         self._thread.start()
 
-    def _watch(self, inside: socket.socket) -> None:
-        selector = selectors.DefaultSelector()
-        selector.register(inside, selectors.EVENT_READ)
-        seen, idle = 0, 0
-        while True:
-            if selector.select(_TICK * max(1.0, self._world / 512)):
-                woken = inside.recv(4096)
-                if b"\0" in woken:
-                    return
-                if bytes([signal.SIGUSR1]) in woken and signal.getsignal(signal.SIGUSR1) is _leave_to_watch:
-                    self._dump()
+    def _woken(self, by: bytes) -> None:
+        while self._todo:
+            self._todo.popleft()()
+        if bytes([signal.SIGUSR1]) in by and signal.getsignal(signal.SIGUSR1) is _leave_to_watch:
+            self._dump()
+
+    def _watch(self) -> None:
+        seen, idle, now, pause = 0, 0, time.monotonic(), _HASTE
+        has_settled_in = False
+        while self._wake is not None:
+            pause = _HASTE if self._find_others() else min(2 * pause, _TICK)
+            for key, _ in self._selector.select(_TICK if pause == _HASTE else pause):
+                key.data()
+            before, then = now, time.monotonic()
+            if then - before < _TICK:
+                continue
+            now = then
+            if record.is_on_device and not has_settled_in and self._group is not None:
+                self._group.settle_in()
+                has_settled_in = True
             idle = idle + 1 if record.number == seen else 0
             seen = record.number
             if idle == _STALLED and seen:
-                record.settle(unasked=True)
-            told = self.raised
-            try:
-                self._look()
-            except RuntimeError:
-                self._store = None  # it went away with the rank that kept it
-                continue
-            if told is None and self.raised is not None:
-                self._abort()
+                record.settle()
+            # What was stopped meanwhile, this process or the machine, does not count as waiting.
+            self._look_for_time_outs(min(now - before, 2 * _TICK))
+            is_due = self.raised is not None and now - self._ended_at > self._grace
+            if is_due and (self._is_failure or record.oldest_open() is not None):
+                self._end()
+
+    def _find_others(self) -> bool:
+        """Whether there is nobody left to find. Until then, what those say who cannot wait for it is in the store."""
+        links = self._links
+        if links is None or links.are_complete():
+            return True
+        try:
+            links.seek()
+            said = links.said(_key("raised"))
+        except RuntimeError:
+            links.forget_store()  # it went away with the rank that kept it
+            return True
+        if said is not None and self._group is not None:
+            rank, _, text = said.partition(" ")
+            if int(rank) != self._group.rank:
+                self._is_over(f"rank {rank} raised {text}")
+        if links.are_complete():
+            links.forget_store()
+        return links.are_complete()
+
+    def _look_for_time_outs(self, seconds: float) -> None:
+        """Counts how long the oldest launch on a device has been that; beyond its limit the job is over."""
+        if not record.is_on_device or self.raised is not None or self._group is None:
+            return
+        entry = record.oldest_open()
+        if entry is None or entry.number != self._stuck:
+            self._stuck, self._stuck_for = 0 if entry is None else entry.number, 0.0
+            return
+        self._stuck_for += seconds
+        limit = record.limit(entry)
+        if limit is not None and self._stuck_for >= limit:
+            threading.Thread(target=self._time_out, args=(str(entry), entry.number, limit), daemon=True).start()
+            self._stuck_for = 0.0
+
+    def _time_out(self, what: str, number: int, limit: float) -> None:
+        """A collective has timed out. On a thread of its own, since the answers of others come to the watch."""
+        record.tell(timed_out=number)
+        group = self._group
+        if group is not None:
+            late = f"{what} has not ended within {limit:g} s, the time-out of its process group"
+            self._is_over(f"{late}. {_sentence(self._others(group))}")
+            self._tell_others(f"PeerError: {self.raised}")
+
+    def _torch_gives_up(self) -> None:
+        """torch's own watchdog of NCCL has met an error, and would abort the process now."""
+        if self._group is None or self._pid != os.getpid():
+            return
+        until = time.monotonic() + GRACE
+        while self.raised is None and time.monotonic() < until:
+            time.sleep(0.05)  # what ended another rank says so, or is missed
+        self._is_over("NCCL reports an error, which torch has logged above")
+        while True:
+            time.sleep(60)  # the main thread ends the process, or the watch does
+
+    # The end of the process
+
+    def _end(self) -> None:
+        """The main thread has not come to where it could raise."""
+        rank = self._group.rank if self._group is not None else 0
+        entry, frame = record.oldest_open(), sys._current_frames().get(threading.main_thread().ident or 0)
+        waited = (
+            f"Rank {rank} was waiting for {entry}"
+            if entry is not None
+            else f"Rank {rank} was waiting for no collective"
+        )
+        record.tell(error=f"PeerError: {self.raised}. {waited}")
+        self._print_record()
+        if frame is not None:
+            print("flatshard: the main thread, the innermost call last:", file=sys.stderr)
+            print("".join(traceback.format_stack(frame)[-4:]), end="", file=sys.stderr)
+        where = f"; `flatshard blame {record.folder}` compares the ranks' records" if record.folder else ""
+        print(f"flatshard: rank {rank} ends: {self.raised}. {waited}{where}.", file=sys.stderr)
+        _leave(1)
+
+    def _print_record(self) -> None:
+        if record.number:
+            path = record.dump()
+            print(record.told(), file=sys.stderr)
+            if path is not None:
+                print(f"flatshard: written to {path}", file=sys.stderr)
+            sys.stderr.flush()
 
     def _dump(self) -> None:
-        path = record.dump()
-        print(record.told(), file=sys.stderr)
-        if path is not None:
-            print(f"flatshard: written to {path}", file=sys.stderr)
+        self._print_record()
         faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
         sys.stderr.flush()
 
     def _exit(self, pid: int) -> None:
         """The last thing that this process does in Python."""
-        if pid != os.getpid():
+        if pid != self._pid or pid != os.getpid():
             return
+        self._pid = 0  # this is called once, and nothing else is to happen any more
+        self._uncaught.remove()
         self._stop_thread()
-        self._of = None  # a process group that nobody has destroyed goes with the modules, when `_left` has none
+        self._of = None  # a process group that nobody has destroyed goes with the modules
         if "error" in record.header:
-            if self._gave_up or record.is_pending():
+            if record.is_on_device and self.raised is None:
+                time.sleep(_LINGER)
+            if self._gave_up or record.is_on_device or record.is_pending():
                 # Its process groups would wait for what will never end, until their time-out, before it is gone.
                 logging.shutdown()
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(1)
+                _leave(1)
             return
         folder = record.folder
         record.forget()
@@ -278,9 +482,13 @@ class Alarm:
                 folder.rmdir()
 
     def _stop_thread(self) -> None:
-        """A thread that comes back from the store to an interpreter that is gone would abort the process."""
+        """A thread that comes back to an interpreter that is gone would abort the process."""
         if self._wake is not None and self._thread is not None:
-            self._wake.send(b"\0")
+            if "error" not in record.header:  # else the others were told, or this rank was
+                self._do(self._close_links, waits=True)
+            wake, self._wake = self._wake, None
+            with contextlib.suppress(OSError):
+                wake.send(b"\1")
             self._thread.join(_TICK)
 
 
@@ -291,45 +499,65 @@ class _Hook:
         self._alarm, self._before = alarm, before
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if self._alarm._pid == os.getpid() and self._alarm._world > 1:
-            text = f"{kind.__name__}: {_line(error)}"
-            if isinstance(error, PeerError):
-                record.tell(error=text)
-            else:
-                self._alarm.post(text)
-            if self._alarm.raised is not None and not isinstance(error, PeerError):
-                _log.error("flatshard: %s", self._alarm.raised)
-            path = record.dump() if record.number else None
-            if path is not None:
-                _log.error("%s\nflatshard: written to %s", record.told(), path)
+        alarm = self._alarm
+        group = alarm._group
+        if alarm._pid != os.getpid() or group is None:
+            self._before(kind, error, trace)
+            return
+        text = f"{kind.__name__}: {_line(error)}"
+        why = ""
+        if isinstance(error, PeerError):
+            record.tell(error=text)
+        elif group.is_lost_peer(error):
+            why = str(alarm.explain(str(record.oldest_open() or record.last() or "a collective"), error))
+            record.tell(error=f"PeerError: {why}")
+        else:
+            alarm.post(text)
+            if alarm.raised is not None:
+                _log.error("flatshard: %s", alarm.raised)
+        path = record.dump() if record.number else None
+        if path is not None:
+            _log.error("%s\nflatshard: written to %s", record.told(), path)
         self._before(kind, error, trace)
+        if why:
+            print(f"flatshard: rank {group.rank} ends: {why}", file=sys.stderr, flush=True)
 
 
-PATIENCE = timedelta(seconds=1)  # of one wait for work; then it is seen whether another rank has raised
 alarm = Alarm()  # of this process
 
 
-def records_folder() -> Path | None:
-    """Where the ranks of this job keep their records: FLATSHARD_RECORD, or a folder of this user's and this job's.
+def _key(name: str) -> str:
+    """A key in the store. torchrun keeps that when it starts ranks again: what those before them said is not for them.
 
-    None if that is ``off``: then they are in memory only.
+    Nodes count restarts each for itself. Where they differ, ranks of one are not told, and find out by their waits.
     """
-    given = os.environ.get("FLATSHARD_RECORD")
-    if given == "off":
-        return None
-    if given:
-        folder = Path(given)
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-    job = "-".join(os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"))
-    job = "".join(c if c.isalnum() or c in "-." else "_" for c in job).strip("-") or str(os.getpid())
-    mine = Path(tempfile.gettempdir()) / f"flatshard-{os.getuid()}"
-    mine.mkdir(mode=0o700, exist_ok=True)
-    if mine.is_symlink() or mine.stat().st_uid != os.getuid():
-        raise PermissionError(f"{mine} belongs to another user; set FLATSHARD_RECORD to a folder of your own")
-    folder = mine / job
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return folder
+    return f"flatshard/start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}"
+
+
+def _recorded(error: PeerError) -> PeerError:
+    """An error that is in the record from now on, whoever catches it: processes that meet it do not end well."""
+    record.tell(error=f"PeerError: {error}")
+    return error
+
+
+def _told(group: Watched, what: str, why: str, others: str) -> str:
+    where = f"; `flatshard blame {record.folder}` compares the ranks' records" if record.folder else ""
+    return f"rank {group.rank} was waiting for {what}: {why}. {_sentence(others)}{where}"
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+
+def _leave(status: int) -> NoReturn:
+    """End the process now: an orderly end would wait for process groups that wait for what will not come."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _leave_to_watch(number: int, frame: object) -> None:

@@ -56,6 +56,8 @@ def blame(records: dict[int, Recorded]) -> str:
         if "error" in record.header and not str(record.header["error"]).startswith("PeerError"):
             last = f" after {record.entries[-1]}" if record.entries else ""
             said.append(f"Rank {rank} raised {record.header['error']}{last}.")
+    for rank, record in sorted(records.items()):
+        said += [f"On rank {rank} {e} timed out." for e in record.entries if record.fate(e) == "timed out"]
     by_group = _by_group(records)
     parted = [told for group, ranks in by_group.items() if (told := _parting(group, ranks)) is not None]
     if parted:
@@ -113,5 +115,5 @@ def told_by(records: dict[int, Recorded], last: int = 5) -> Sequence[str]:
     lines = []
     for rank, record in sorted(records.items()):
         lines.append(f"rank {rank}, process {record.header.get('pid', '?')} on {record.header.get('host', '?')}:")
-        lines += [f"  #{e.number} {'ended' if e.ended else 'launched'} {e}, {e.group}" for e in record.entries[-last:]]
+        lines += [f"  #{e.number} {record.fate(e)} {e}, {e.group}" for e in record.entries[-last:]]
     return lines

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import struct
+import tempfile
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 CAPACITY = 1024
 MOST_RANKS = 1 << 20  # of a job; a record that says more is none
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "replay")
 PHASES = ("", "forward", "forward without gradients", "backward")
 
 _HEADER, _GROUPS, _LABEL = 8192, 8192, 128
@@ -42,12 +44,12 @@ class Ended(Protocol):
 
 
 class Wire:
-    """One process group of a lane, as the record counts launches on it."""
+    """One process group of a lane, as the record counts launches on it. ``limit``: its time-out in seconds, or None."""
 
-    __slots__ = ("index", "label", "launched")
+    __slots__ = ("index", "label", "launched", "limit")
 
-    def __init__(self, index: int, label: str) -> None:
-        self.index, self.label, self.launched = index, label, 0
+    def __init__(self, index: int, label: str, limit: float | None) -> None:
+        self.index, self.label, self.launched, self.limit = index, label, 0, limit
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,12 @@ class Recorded:
     def rank(self) -> int:
         return int(self.header["rank"])
 
+    def fate(self, entry: Entry) -> str:
+        """What became of a launch, in a word or two."""
+        if entry.number == self.header.get("timed_out"):
+            return "timed out"
+        return "ended" if entry.ended else "pending"
+
 
 class _Encoded(dict[str, bytes]):
     """Names as they are written. Units have the same ones in every step."""
@@ -104,61 +112,102 @@ class Record:
     def __init__(self) -> None:
         self.step, self.phase = 0, 0
         self.number = 0
+        self.is_on_device = False  # what was launched ends on a GPU, if it does
+        self.captures = False  # what is launched goes into a CUDA graph: nobody may ask whether it has ended
         self.folder: Path | None = None
         self.header: dict[str, Any] = {"rank": 0, "world": 1}
         self._map: mmap.mmap = mmap.mmap(-1, _SIZE)
         self._path: Path | None = None
         self._names = _Encoded()
-        self._launched: list[weakref.ref[Ended] | None] = [None] * CAPACITY  # who owns them keeps tensors alive
+        # What ends on the CPU keeps tensors alive, and is known weakly.
+        self._launched: list[Callable[[], Ended | None] | None] = [None] * CAPACITY
+        self._oldest = 1  # all before this have ended
         self._wires: dict[str, Wire] = {}
 
-    def wire(self, label: str) -> Wire:
-        """The wire of this name. Beyond so many all others are one."""
+    def wire(self, label: str, limit: float | None = None) -> Wire:
+        """The wire of this name. Beyond so many all others are one. ``limit``: of its process group, in seconds."""
         if label not in self._wires:
             index = len(self._wires)
             if index == _GROUPS // _LABEL - 1:
                 label = "others"
             if index < _GROUPS // _LABEL:
-                self._wires[label] = Wire(index, label)
+                self._wires[label] = Wire(index, label, limit)
                 at = _HEADER + index * _LABEL
                 self._map[at : at + _LABEL] = label.encode()[:_LABEL].ljust(_LABEL, b"\0")
             else:
                 label = "others"
-        return self._wires[label]
+        found = self._wires[label]
+        found.limit = limit if limit is not None else found.limit
+        return found
 
     def append(self, wire: Wire, kind: int, name: str, numbytes: int, launched: Ended) -> None:
         """Something has been launched."""
-        self.number = number = self.number + 1
+        number, now = self.number + 1, _now()
         wire.launched = of_wire = wire.launched + 1
         slot = number % CAPACITY
-        self._launched[slot] = weakref.ref(launched)
+        if self.captures:
+            self._launched[slot] = None
+        elif launched.is_on_device:
+            self.is_on_device = True
+            self._launched[slot] = lambda: launched
+        else:
+            self._launched[slot] = weakref.ref(launched)
         at = _HEADER + _GROUPS + slot * 128
         _pack(
-            self._map, at, number, _now(), 0.0, numbytes, of_wire, self.step, self.phase, kind, wire.index,
-            self._names[name],
+            self._map, at, number, now, now if self.captures else 0.0, numbytes, of_wire, self.step, self.phase, kind,
+            wire.index, self._names[name],
         )  # fmt: skip
+        self.number = number  # another thread reads up to here
 
-    def settle(self, unasked: bool = False) -> None:
-        """Write down of everything whether it has ended by now. ``unasked``: of what is on a device, leave it open.
+    def settle(self) -> None:
+        """Write down of everything whether it has ended by now."""
+        for slot in range(CAPACITY):
+            self._has_ended(slot)
+        self.tell(looked=time.time())
 
-        Asking for an event from another thread would break a capture that this process may be in.
-        """
-        now = time.time()
-        for slot, ref in enumerate(self._launched):
-            launched = None if ref is None else ref()
-            if launched is None:
-                is_over = ref is not None  # it has been waited for, or nobody cares
-            else:
-                is_over = not (unasked and launched.is_on_device) and launched.has_ended()
-            if is_over:
-                self._launched[slot] = None
-                _ENDED.pack_into(self._map, _HEADER + _GROUPS + slot * _ENTRY.size + _ENDED_AT, now)
-        self.tell(looked=now)
+    def _has_ended(self, slot: int) -> bool:
+        """Whether what was launched has ended, or cannot be asked; if it has, that is written down."""
+        ref = self._launched[slot]
+        if ref is None:
+            return True
+        launched = ref()  # None: it has been waited for, or nobody cares
+        try:
+            if launched is not None and not launched.has_ended():
+                return False
+        except RuntimeError:  # of CUDA: whoever waits for it will see it
+            return False
+        self._launched[slot] = None
+        _ENDED.pack_into(self._map, _HEADER + _GROUPS + slot * _ENTRY.size + _ENDED_AT, time.time())
+        return True
 
     def is_pending(self) -> bool:
         """Whether something that was launched has not ended."""
-        launched = [each for ref in self._launched if ref is not None and (each := ref()) is not None]
-        return not all(each.has_ended() for each in launched)
+        return not all(self._has_ended(slot) for slot in range(CAPACITY))
+
+    def oldest_open(self) -> Entry | None:
+        """The oldest launch that has not ended."""
+        last = self.number
+        at = max(self._oldest, last - CAPACITY + 1)
+        while at <= last and self._has_ended(at % CAPACITY):
+            at += 1
+        self._oldest = at
+        return self._entry(at) if at <= last else None
+
+    def last(self) -> Entry | None:
+        """The last launch."""
+        return self._entry(self.number) if self.number else None
+
+    def limit(self, entry: Entry) -> float | None:
+        """The time-out of the process group of a launch, in seconds, if it is known."""
+        wire = self._wires.get(entry.group)
+        return None if wire is None else wire.limit
+
+    def _entry(self, number: int) -> Entry:
+        at = _HEADER + _GROUPS + number % CAPACITY * _ENTRY.size
+        labels = [self._map[at : at + _LABEL] for at in range(_HEADER, _HEADER + _GROUPS, _LABEL)]
+        found = _unpacked(self._map[at : at + _ENTRY.size], labels)
+        assert found is not None
+        return found
 
     def tell(self, **told: Any) -> None:
         """Put into the header what is to be known of this process."""
@@ -218,8 +267,8 @@ class Record:
     def told(self, last: int = 12) -> str:
         """The last entries, a line each, for people."""
         self.settle()
-        entries = self.read().entries[-last:]
-        lines = [f"  #{e.number} {'ended  ' if e.ended else 'pending'} {e}, group {e.group}" for e in entries]
+        found = self.read()
+        lines = [f"  #{e.number} {found.fate(e):<9} {e}, group {e.group}" for e in found.entries[-last:]]
         return "\n".join([f"flatshard: the last collectives of rank {self.header['rank']}:", *lines])
 
 
@@ -235,16 +284,18 @@ def decoded(data: bytes) -> Recorded:
         raise ValueError(f"a flight record has {_SIZE} bytes; this has {len(data)}")
     text = data[:_HEADER].rstrip(b"\0")
     header = json.loads(text) if text else {"rank": 0, "world": 1}
-    labels = [data[at : at + _LABEL].rstrip(b"\0") for at in range(_HEADER, _HEADER + _GROUPS, _LABEL)]
-    found = []
-    for at in range(_HEADER + _GROUPS, _SIZE, _ENTRY.size):
-        number, launched, ended, numbytes, of, step, phase, kind, group, name = _ENTRY.unpack_from(data, at)
-        if number and phase < len(PHASES) and kind < len(KINDS) and group < len(labels):
-            label, text = labels[group].decode(errors="replace"), name.rstrip(b"\0").decode(errors="replace")
-            found.append(
-                Entry(number, launched, ended, numbytes, of, step, PHASES[phase], KINDS[kind], label, text)
-            )  # fmt: skip
+    labels = [data[at : at + _LABEL] for at in range(_HEADER, _HEADER + _GROUPS, _LABEL)]
+    places = range(_HEADER + _GROUPS, _SIZE, _ENTRY.size)
+    found = [entry for at in places if (entry := _unpacked(data[at : at + _ENTRY.size], labels)) is not None]
     return Recorded(header, sorted(found, key=lambda entry: entry.number))
+
+
+def _unpacked(data: bytes, labels: Sequence[bytes]) -> Entry | None:
+    number, launched, ended, numbytes, of, step, phase, kind, group, name = _ENTRY.unpack(data)
+    if not number or phase >= len(PHASES) or kind >= len(KINDS) or group >= len(labels):
+        return None
+    label, text = (each.rstrip(b"\0").decode(errors="replace") for each in (labels[group], name))
+    return Entry(number, launched, ended, numbytes, of, step, PHASES[phase], KINDS[kind], label, text)
 
 
 def ranges(ranks: Sequence[int]) -> str:
@@ -262,3 +313,26 @@ def in_range(text: str) -> list[int]:
     if dash and start.isdecimal() and stop.isdecimal() and (step or "1").isdecimal() and int(step or 1):
         return list(range(min(int(start), MOST_RANKS), min(int(stop) + 1, MOST_RANKS), int(step or 1)))
     return [int(rank) for rank in text.split(",") if rank.isdecimal()]
+
+
+def records_folder() -> Path | None:
+    """Where the ranks of this job keep their records: FLATSHARD_RECORD, or a folder of this user's and this job's.
+
+    None if that is ``off``: then they are in memory only.
+    """
+    given = os.environ.get("FLATSHARD_RECORD")
+    if given == "off":
+        return None
+    if given:
+        folder = Path(given)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    job = "-".join(os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"))
+    job = "".join(c if c.isalnum() or c in "-." else "_" for c in job).strip("-") or str(os.getpid())
+    mine = Path(tempfile.gettempdir()) / f"flatshard-{os.getuid()}"
+    mine.mkdir(mode=0o700, exist_ok=True)
+    if mine.is_symlink() or mine.stat().st_uid != os.getuid():
+        raise PermissionError(f"{mine} belongs to another user; set FLATSHARD_RECORD to a folder of your own")
+    folder = mine / job
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder

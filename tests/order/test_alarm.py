@@ -24,9 +24,9 @@ from torch._C._distributed_c10d import _create_work_from_future
 
 from flatshard.buffer import Ticket
 from flatshard.cli import main
-from flatshard.trust.alarm import Alarm, records_folder
+from flatshard.trust.alarm import Alarm, Watched
 from flatshard.trust.blame import blame, read_records
-from flatshard.trust.record import CAPACITY, Record, decoded, in_range, ranges
+from flatshard.trust.record import CAPACITY, Record, decoded, in_range, ranges, records_folder
 from tests.bench.script import as_interpreter, free_port
 
 _ROOT = Path(__file__).parents[2]
@@ -58,6 +58,10 @@ for step in range(1, 5):
         if what == "sleep":
             print("asleep", flush=True)
             time.sleep(600)
+        if what == "busy":
+            raise ValueError("there is no more data")
+    if sys.argv[1] == "busy" and step == 3:
+        time.sleep(600)
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -104,6 +108,20 @@ def test_a_rank_that_raises_ends_the_others_with_its_error(job, tmp_path, capsys
 
 @pytest.mark.full
 @pytest.mark.limit(120)
+def test_a_rank_that_is_busy_ends_with_the_others(job):
+    """It waits for no collective of ours; what it does, its user sees in the stack."""
+    process = job("busy", 2)[0]
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert "time.sleep(600)" in said
+    last = said.strip().splitlines()[-1]
+    assert last.startswith(
+        "flatshard: rank 0 ends: rank 1 raised ValueError: there is no more data. Rank 0 was waiting"
+    )
+
+
+@pytest.mark.full
+@pytest.mark.limit(120)
 def test_a_rank_that_raises_before_its_first_forward_ends_the_others_too(job):
     processes = job("early")
     for rank in (0, 2):
@@ -136,8 +154,7 @@ def test_a_rank_that_is_killed_is_named_by_the_others_and_by_the_records(ranks, 
             process.kill()
             process.join()
     said = {rank: (tmp_path / f"said-{rank}").read_text() for rank in (0, 2)}
-    assert any("No answer from rank 1" in text for text in said.values()), said
-    assert all("PeerError: rank " in text for text in said.values())
+    assert all("PeerError: rank 1 has ended without a word" in text for text in said.values()), said
     told = blame(read_records(tmp_path / "records"))
     assert "In group 'gather 0-2', launch" in told
     assert "rank 0,2 launched all_gather" in told
@@ -161,7 +178,7 @@ def test_a_rank_that_hangs_shows_its_record_on_a_signal(job, tmp_path):
     processes[0].kill()
     _, said = processes[0].communicate(timeout=300)
     assert "the last collectives of rank 0" in said
-    assert "pending all_gather" in said
+    assert "pending   all_gather" in said
     assert "Current thread" in said  # and where its threads are
 
 
@@ -310,15 +327,107 @@ def test_work_that_knows_no_limit_of_time_is_waited_for():
     done.join()
 
 
-def test_what_was_said_before_a_restart_is_not_heard_after_it(monkeypatch):
-    """torchrun starts ranks again with the store that it had."""
-    store, first, second = dist.HashStore(), Alarm(), Alarm()
-    for rank, alarm in enumerate((first, second)):
-        alarm._store, alarm._rank, alarm._world = store, rank, 2
-    first.post("ValueError: of the first start")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    second._look()
-    assert second.raised is None
-    first.post("ValueError: of the second start")
-    second._look()
-    assert second.raised == "rank 0 raised ValueError: of the second start"
+class _Launched:
+    """On a device."""
+
+    is_on_device = True
+
+    def __init__(self, ended=False):
+        self.ended = ended
+
+    def has_ended(self):
+        return self.ended
+
+
+@pytest.fixture
+def own_record(monkeypatch):
+    """A record, and an alarm that looks at it, of a rank whose process group waits for 30 seconds."""
+    record, alarm = Record(), Alarm()
+    monkeypatch.setattr("flatshard.trust.alarm.record", record)
+    alarm._group = Watched(store=dist.HashStore, rank=0, world=2)
+    return record, alarm
+
+
+def _until(true):
+    for _ in range(200):
+        if true():
+            return
+        time.sleep(0.05)
+    raise AssertionError("it did not come to that")
+
+
+def test_a_launch_that_does_not_end_times_out(own_record):
+    record, alarm = own_record
+    wire = record.wire("gather 0,1", 30.0)
+    launches = [_Launched(True), _Launched(), _Launched()]
+    for name, launched in zip("abc", launches):
+        record.append(wire, 0, name, 8, launched)
+    for _ in range(20):
+        alarm._look_for_time_outs(2.0)
+        if record.oldest_open().name == "b" and alarm._stuck_for > 20:
+            launches[1].ended = True  # late, and in time; the next one has waited behind it
+    assert alarm.raised is None
+    alarm._look_for_time_outs(2.0)
+    for _ in range(10):
+        alarm._look_for_time_outs(2.0)
+    _until(lambda: alarm.raised is not None)
+    assert "all_gather c (8 bytes, step 0) has not ended within 30 s" in alarm.raised
+    assert "No answer from rank 1" in alarm.raised
+    assert "timed out all_gather c" in record.told()
+    assert "ended     all_gather b" in record.told()
+
+
+def test_what_is_captured_is_not_waited_for(own_record):
+    record, _ = own_record
+    wire = record.wire("gather 0,1", 30.0)
+    record.append(wire, 0, "a", 8, _Launched(True))
+    record.captures = True
+    record.append(wire, 0, "b", 8, None)
+    record.captures = False
+    assert record.oldest_open() is None
+    record.append(record.wire("replay 0,1", 30.0), 4, "step", 0, _Launched())
+    assert str(record.oldest_open()) == "replay step (0 bytes, step 0)"
+
+
+def test_a_device_that_is_in_error_is_asked_in_vain(own_record):
+    record, _ = own_record
+
+    class Broken(_Launched):
+        def has_ended(self):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    record.append(record.wire("gather 0,1", 30.0), 0, "a", 8, Broken())
+    record.settle()
+    assert record.oldest_open().name == "a"
+
+
+# Throws an exception of torch.distributed, or of somebody else, on a thread that catches nothing.
+_THROW = """
+import ctypes, os, sys, threading, torch
+from flatshard.trust.uncaught import Uncaught
+
+def ends():
+    print("told on", threading.current_thread().name, flush=True)
+    os._exit(7)
+
+Uncaught(ends).install()
+cpp, torch_cpu = ctypes.CDLL("libstdc++.so.6"), ctypes.CDLL(os.path.dirname(torch.__file__) + "/lib/libtorch_cpu.so")
+allocate, throw = cpp["__cxa_allocate_exception"], cpp["__cxa_throw"]
+allocate.restype, throw.argtypes = ctypes.c_void_p, [ctypes.c_void_p] * 3
+kind = ctypes.addressof(ctypes.c_char.in_dll(cpp if sys.argv[1] == "_ZTIi" else torch_cpu, sys.argv[1]))
+thread = threading.Thread(target=lambda: throw(allocate(ctypes.c_size_t(512)), kind, None), name="watchdog")
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.parametrize(
+    ("thrown", "status", "said"),
+    [("_ZTIN3c1016DistBackendErrorE", 7, "told on watchdog\n"), ("_ZTIi", -signal.SIGABRT, "")],
+    ids=["torch.distributed's", "another"],
+)
+def test_an_exception_of_torchs_watchdog_is_heard_before_the_process_is_aborted(thrown, status, said):
+    done = subprocess.run(
+        [sys.executable, "-c", _THROW, thrown], cwd=_ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert (done.returncode, done.stdout) == (status, said)

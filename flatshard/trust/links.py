@@ -1,0 +1,242 @@
+"""A tree of connections among the ranks of a job, over which every rank hears what has ended another one.
+
+Rank r connects to rank (r - 1) // 8, which it finds by the store of the process group. A message goes to all ranks:
+whoever receives it passes it on to its other connections. A connection that closes without a goodbye is the end of a
+process, whatever ended it; a process that is merely stopped keeps its connections open. In the steady state nothing is
+sent, and the store is not asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import ipaddress
+import json
+import os
+import secrets
+import selectors
+import socket
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+Message: TypeAlias = dict[str, Any]
+
+_FANOUT = 8
+_PATIENCE = 5.0  # seconds for one attempt to connect
+_LONGEST = 1 << 16  # bytes of a message
+
+
+class Links:
+    """The connections of one rank. Only one thread may use them: the one that runs ``selector``.
+
+    ``heard(message)`` is called for each message of another rank, and with ``{"lost": rank}`` for a rank whose process
+    has ended without saying ``{"left": rank}``. Keys of the selector carry a function of no arguments to be called.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, world: int, selector: selectors.BaseSelector, heard: Callable[[Message], None]
+    ) -> None:
+        """``store``: of this rank alone; it is given up once it has served to find the others. Opens no connection."""
+        self._store, self._rank, self._selector, self._heard = store, rank, selector, heard
+        self._links: list[_Link] = []
+        self._news: list[bytes] = []  # what those who connect later must hear
+        self._missing = set(range(_FANOUT * rank + 1, min(_FANOUT * (rank + 1) + 1, world)))  # ranks to connect here
+        self._seeks = rank > 0
+        self._listener: socket.socket | None = None
+        self._token = secrets.token_hex(16)
+
+    def are_complete(self) -> bool:
+        """Whether all ranks next to this one in the tree have connected."""
+        return not self._missing and not self._seeks
+
+    def open(self) -> None:
+        """Let those below connect, and tell them where. OSError, RuntimeError: no address, or no store."""
+        if self._missing:
+            address, name = _own_address()
+            self._listener = socket.create_server((address, 0), family=_family(address), backlog=2 * _FANOUT)
+            self._listener.setblocking(False)
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+            said = [name, self._listener.getsockname()[1], self._token]
+            self._store.set(f"links/{self._rank}", json.dumps(said))
+
+    def seek(self) -> None:
+        """Connect to the rank above, once that has said where it is. RuntimeError: the store is gone."""
+        above = (self._rank - 1) // _FANOUT
+        key = f"links/{above}"
+        if not self._seeks or not self._store.check([key]):
+            return
+        name, port, token = json.loads(self._store.get(key))
+        try:
+            connected = socket.create_connection((name, port), _PATIENCE)
+        except OSError:
+            return  # and again with the next call
+        self._seeks = False
+        link = self._add(connected, above)
+        link.send(_line({"hello": self._rank, "token": token}))
+        for line in self._news:
+            link.send(line)
+
+    def said(self, key: str) -> str | None:
+        """What the store holds under a key, for what was said before all were connected; None where it is gone."""
+        if self._store is None or not self._store.check([key]):
+            return None
+        found: str = self._store.get(key).decode(errors="replace")
+        return found
+
+    def forget_store(self) -> None:
+        """Without it ranks below that have not connected are not waited for, and the one above is not sought."""
+        self._store, self._seeks = None, False
+        self._missing.clear()
+
+    def tell(self, message: Message, by: _Link | None = None) -> None:
+        """Send a message to all ranks, or pass on that of another."""
+        line = _line(message)
+        if not message.keys() & {"ask", "state"}:
+            self._news.append(line)
+        for link in list(self._links):
+            if link is not by:
+                link.send(line)
+
+    def close(self) -> None:
+        """Say goodbye, and close all connections."""
+        self.tell({"left": self._rank})
+        for link in list(self._links):
+            self._remove(link)
+        if self._listener is not None:
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            self._listener = None
+
+    def drop(self) -> None:
+        """In a process that was forked: close what is the parent's, so that its end is seen as that."""
+        for link in self._links:
+            link.socket.close()
+        if self._listener is not None:
+            self._listener.close()
+
+    def _accept(self) -> None:
+        if self._listener is None:
+            return
+        try:
+            connected, _ = self._listener.accept()
+        except OSError:  # it has gone again
+            return
+        self._add(connected, None)
+
+    def _add(self, connected: socket.socket, rank: int | None) -> _Link:
+        connected.setblocking(False)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        link = _Link(connected, rank, self._selector)
+        self._selector.register(connected, selectors.EVENT_READ, lambda: self._ready(link))
+        self._links.append(link)
+        return link
+
+    def _ready(self, link: _Link) -> None:
+        """Something has come, or there is room for what waits to be sent."""
+        if link not in self._links:  # closed since the selector has seen it
+            return
+        link.send(b"")
+        lines, is_open = link.receive()
+        for line in lines:
+            if not self._take(link, line):
+                self._remove(link)
+                return
+        if not is_open:
+            self._remove(link)
+            if link.rank is not None and not link.has_left:
+                self.tell({"lost": link.rank})
+                self._heard({"lost": link.rank})
+
+    def _take(self, link: _Link, line: bytes) -> bool:
+        """Whether the other end speaks as a rank of this job does."""
+        try:
+            message = json.loads(line)
+            if link.rank is None:
+                is_ours = message["hello"] in self._missing
+                if not is_ours or not hmac.compare_digest(str(message["token"]), self._token):
+                    return False
+                link.rank = message["hello"]
+                self._missing.discard(link.rank)
+                for told in self._news:
+                    link.send(told)
+                return True
+            if message.get("left") == link.rank:
+                link.has_left = True
+            self.tell(message, by=link)
+            self._heard(message)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return False
+        return True
+
+    def _remove(self, link: _Link) -> None:
+        self._links.remove(link)
+        self._selector.unregister(link.socket)
+        link.socket.close()
+
+
+class _Link:
+    """One connection. ``rank``: of its other end, once that is known to be a rank of this job."""
+
+    def __init__(self, connected: socket.socket, rank: int | None, selector: selectors.BaseSelector) -> None:
+        self.socket, self.rank, self.has_left = connected, rank, False
+        self._selector = selector
+        self._incoming, self._outgoing = b"", b""
+
+    def send(self, line: bytes) -> None:
+        """Send what can be sent now; `_ready` is called when there is room for the rest."""
+        had = bool(self._outgoing)
+        self._outgoing += line
+        try:
+            with contextlib.suppress(BlockingIOError):  # the rest follows
+                while self._outgoing:
+                    self._outgoing = self._outgoing[self.socket.send(self._outgoing) :]
+        except OSError:
+            self._outgoing = b""  # reading tells that it is closed
+        if had != bool(self._outgoing):
+            key = self._selector.get_key(self.socket)
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outgoing else 0)
+            self._selector.modify(self.socket, events, key.data)
+
+    def receive(self) -> tuple[list[bytes], bool]:
+        """The lines that have come, and whether more may."""
+        is_open = True
+        try:
+            with contextlib.suppress(BlockingIOError):  # that is all for now
+                while is_open:
+                    data = self.socket.recv(1 << 16)
+                    self._incoming += data
+                    is_open = bool(data)
+        except OSError:
+            is_open = False
+        *lines, self._incoming = self._incoming.split(b"\n")
+        return lines, is_open and len(self._incoming) <= _LONGEST
+
+
+def _line(message: Message) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def _own_address() -> tuple[str, str]:
+    """Where to listen, and the name by which other ranks reach this one: of the interface that faces the first node."""
+    first = os.environ.get("MASTER_ADDR", "localhost")
+    world, here = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
+    if (world is not None and world == here) or _is_loopback(first):
+        return "127.0.0.1", "127.0.0.1"
+    family, kind, protocol, _, address = socket.getaddrinfo(first, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # chooses a route, and sends nothing
+        own: str = probe.getsockname()[0]
+    # This is the first node, and calls itself by an address that is none for the others.
+    return ("", first) if _is_loopback(own) else (own, own)
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _is_loopback(name: str) -> bool:
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost"

@@ -1,0 +1,139 @@
+"""The tree of connections among ranks: what one says all hear, and an end without a goodbye is noticed at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import socket
+
+import pytest
+import torch.distributed as dist
+
+from flatshard.trust.links import Links
+
+
+class Tree:
+    """Ranks of one process, which take turns on one selector."""
+
+    def __init__(self, world, connected=None):
+        self.store, self.selector = dist.HashStore(), selectors.DefaultSelector()
+        self.heard = {rank: [] for rank in range(world)}
+        self.links = {
+            rank: Links(self.store, rank, world, self.selector, self.heard[rank].append) for rank in range(world)
+        }
+        self.connect(range(world) if connected is None else connected)
+
+    def connect(self, ranks):
+        for rank in ranks:
+            self.links[rank].open()
+        for rank in ranks:
+            self.links[rank].seek()
+        self.run()
+
+    def run(self):
+        while ready := self.selector.select(0.05):
+            for key, _ in ready:
+                key.data()
+
+
+@pytest.fixture
+def tree(monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    made = []
+
+    def make(*args, **kwargs):
+        made.append(Tree(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for each in made:
+        for links in each.links.values():
+            links.drop()
+
+
+@pytest.mark.parametrize("speaker", [0, 1, 13, 19])
+def test_all_ranks_hear_once_what_one_says(tree, speaker):
+    ranks = tree(20)
+    assert all(links.are_complete() for links in ranks.links.values())
+    ranks.links[speaker].tell({"raised": "ValueError: no data", "rank": speaker})
+    ranks.run()
+    for rank, heard in ranks.heard.items():
+        assert heard == ([] if rank == speaker else [{"raised": "ValueError: no data", "rank": speaker}])
+
+
+@pytest.mark.parametrize("victim", [0, 2, 11])
+def test_a_rank_that_is_gone_is_missed_by_all(tree, victim):
+    ranks = tree(20)
+    for key in [key for key in ranks.selector.get_map().values() if _is_of(key, ranks.links[victim])]:
+        ranks.selector.unregister(key.fileobj)
+    ranks.links[victim].drop()
+    ranks.run()
+    assert all({"lost": victim} in heard for rank, heard in ranks.heard.items() if rank != victim)
+
+
+def _is_of(key, links):
+    return key.fileobj is links._listener or any(key.fileobj is link.socket for link in links._links)
+
+
+def test_a_rank_that_says_goodbye_is_not_missed(tree):
+    ranks = tree(10)
+    ranks.links[9].close()
+    ranks.run()
+    ranks.links[1].close()
+    ranks.run()
+    assert ranks.heard[0] == [{"left": 9}, {"left": 1}]
+    assert ranks.heard[5] == [{"left": 9}, {"left": 1}]
+
+
+def test_a_rank_that_connects_late_hears_what_was_said_before(tree):
+    ranks = tree(3, connected=[0, 1])
+    assert not ranks.links[0].are_complete()
+    ranks.links[1].tell({"raised": "OSError: full", "rank": 1})
+    ranks.run()
+    ranks.connect([2])
+    assert ranks.heard[2] == [{"raised": "OSError: full", "rank": 1}]
+
+
+@pytest.mark.parametrize(
+    "said", [b"GET / HTTP/1.1\r\n\r\n", b'{"hello": 1, "token": "guessed"}\n', b"[]\n", b"x" * 100_000, b"\xff\n"]
+)
+def test_strangers_are_not_heard(tree, said):
+    ranks = tree(2, connected=[0])
+    _, port, _ = json.loads(ranks.store.get("links/0"))
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.sendall(said + b'{"raised": "lies", "rank": 1}\n')
+        ranks.run()
+    ranks.run()
+    assert ranks.heard[0] == []
+    assert not ranks.links[0].are_complete()
+    ranks.connect([1])
+    assert ranks.links[0].are_complete()
+
+
+def test_a_forked_child_does_not_keep_a_rank_alive(tree):
+    """Workers of a DataLoader would hide the end of the process that has started them."""
+    ranks = tree(2)
+    ready, go = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        ranks.links[1].drop()
+        os.write(ready[1], b".")
+        os.read(go[0], 1)
+        os._exit(0)
+    os.read(ready[0], 1)
+    for key in [key for key in ranks.selector.get_map().values() if _is_of(key, ranks.links[1])]:
+        ranks.selector.unregister(key.fileobj)
+    ranks.links[1].drop()
+    ranks.run()
+    os.write(go[1], b".")
+    os.waitpid(child, 0)
+    assert ranks.heard[0] == [{"lost": 1}]
+
+
+def test_a_message_that_does_not_fit_is_sent_as_there_is_room(tree):
+    ranks = tree(2)
+    for number in range(200):
+        ranks.links[1].tell({"raised": "x" * 30_000, "rank": number})
+    ranks.run()
+    assert [message["rank"] for message in ranks.heard[0]] == list(range(200))
