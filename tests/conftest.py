@@ -90,6 +90,8 @@ def nccl_pools(request: pytest.FixtureRequest) -> Iterator[list[RankPool]]:
 
     backend = "gloo" if request.config.getoption("--stand-in") else "nccl"
     pools = [RankPool(size, interpreters=True, backend=backend, serves=12) for size in (2, 4)]
+    for pool in pools:
+        pool.begin(pool.size)
     yield pools
     for pool in pools:
         pool.close()

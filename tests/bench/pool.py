@@ -80,6 +80,7 @@ class _Process:
     process: multiprocessing.process.BaseProcess
     pipe: Connection
     stacks_path: str
+    is_ready: bool = False
 
     def send(self, message: Job | Finish) -> None:
         with contextlib.suppress(OSError):  # it is dead then; `receive` will say so
@@ -137,14 +138,24 @@ class RankPool:
 
     With `backend="nccl"`, which takes interpreters, all ranks are on the first GPU, and are cut at their limit: a rank
     that waits in NCCL looks busy. A process group serves up to `serves` calls in a row that are of one world size.
+    `environment`: what the interpreters find in theirs when they start.
     """
 
-    def __init__(self, size: int = 4, *, interpreters: bool = False, backend: str = "gloo", serves: int = 1) -> None:
+    def __init__(
+        self,
+        size: int = 4,
+        *,
+        interpreters: bool = False,
+        backend: str = "gloo",
+        serves: int = 1,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         assert interpreters or backend == "gloo", "CUDA does not survive a fork"
         self.size = size
         self.interpreters = interpreters
         self.backend = backend
         self.serves = serves
+        self.environment = dict(environment or {})
         self._processes: dict[int, _Process] = {}
         self._folder = tempfile.mkdtemp(prefix="ranks-")
         self._jobs = 0
@@ -205,16 +216,25 @@ class RankPool:
 
     def start(self, world: int) -> list[_Process]:
         """Starts those of the first `world` ranks that are not up, and returns when they are."""
+        self.begin(world)
+        found = [self._processes[rank] for rank in range(world)]
+        for entry in found:
+            if not entry.is_ready:
+                ready = wait([entry.pipe, entry.process.sentinel], _START_LIMIT)
+                message = entry.receive() if ready else Cut(entry.stack())
+                if not isinstance(message, Ready):
+                    self._discard(found)
+                    raise RankError(f"rank {entry.rank} did not start: {message}")
+                entry.is_ready = True
+        return found
+
+    def begin(self, world: int) -> None:
+        """Lets those of the first `world` ranks start that are not up, and does not wait for them."""
         if not 1 <= world <= self.size:
             raise ValueError(f"world is {world}; this pool has ranks for 1 to {self.size}")
-        new = [self._start(rank) for rank in range(world) if not self._alive(rank)]
-        for entry in new:
-            ready = wait([entry.pipe, entry.process.sentinel], _START_LIMIT)
-            message = entry.receive() if ready else Cut(entry.stack())
-            if not isinstance(message, Ready):
-                self._discard(new)
-                raise RankError(f"rank {entry.rank} did not start: {message}")
-        return [self._processes[rank] for rank in range(world)]
+        for rank in range(world):
+            if not self._alive(rank):
+                self._start(rank)
 
     def _leave(self, name: str) -> None:
         """Has the process group that was kept destroyed; processes that cannot are ended."""
@@ -238,7 +258,7 @@ class RankPool:
             name=f"rank-{rank}",
             daemon=True,
         )
-        own = {"PYTHONHASHSEED": str(rank + 1)} if self.interpreters else {}
+        own = self.environment | ({"PYTHONHASHSEED": str(rank + 1)} if self.interpreters else {})
         if self.backend == "nccl":
             own |= _nccl_environment(rank)
         with mock.patch.dict(os.environ, own):
