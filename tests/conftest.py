@@ -1,4 +1,5 @@
-"""Options and fixtures of all tests: `--full`; `ranks` and `interpreters`, which run a function on rank processes."""
+"""Options and fixtures of all tests: `--full`, `--stand-in`; those that run a function on rank processes: `ranks`,
+`interpreters`, and `nccl_ranks`."""
 
 from __future__ import annotations
 
@@ -15,11 +16,12 @@ if TYPE_CHECKING:  # the process that hands out tests to others needs no torch
     from tests.bench import RankPool
 
 _LIMIT = 60.0
-_REFUSED = re.compile(r"needs? torch (\d+)\.(\d+) or newer; this is (\d+)\.(\d+)")
+REFUSED = re.compile(r"needs? torch (\d+)\.(\d+) or newer; this is (\d+)\.(\d+)")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests marked `full`")
+    parser.addoption("--stand-in", action="store_true", help="run tests of NCCL ranks over Gloo, on the CPU")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -53,7 +55,7 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Skip a test that was told of something that it takes a newer torch for it."""
     report = yield
-    told = _REFUSED.search(str(call.excinfo.value)) if report.failed and call.excinfo is not None else None
+    told = REFUSED.search(str(call.excinfo.value)) if report.failed and call.excinfo is not None else None
     if told is not None:
         needs, found = (tuple(map(int, told.groups()[at : at + 2])) for at in (0, 2))
         if found < needs:
@@ -81,6 +83,20 @@ def interpreter_pool() -> Iterator[RankPool]:
     pool.close()
 
 
+@pytest.fixture(scope="session")
+def nccl_pools(request: pytest.FixtureRequest) -> Iterator[list[RankPool]]:
+    """One of two interpreters and one of four: process groups are kept as long as the number of ranks is the same."""
+    from tests.bench import RankPool
+
+    backend = "gloo" if request.config.getoption("--stand-in") else "nccl"
+    pools = [RankPool(size, interpreters=True, backend=backend, serves=12) for size in (2, 4)]
+    for pool in pools:
+        pool.begin(pool.size)
+    yield pools
+    for pool in pools:
+        pool.close()
+
+
 Run = Callable[..., list[Any]]
 
 
@@ -105,12 +121,23 @@ def interpreters(request: pytest.FixtureRequest, interpreter_pool: RankPool) -> 
     return _runner(request, interpreter_pool)
 
 
-def _runner(request: pytest.FixtureRequest, pool: RankPool) -> Run:
+@pytest.fixture
+def nccl_ranks(request: pytest.FixtureRequest, nccl_pools: list[RankPool]) -> Run:
+    """As `interpreters`, 1 to 4 ranks over NCCL on the first GPU; over Gloo with `--stand-in`.
+
+    In the body CUDA's current device is the first, and CPU tensors travel over Gloo.
+    """
+    return _runner(request, *nccl_pools)
+
+
+def _runner(request: pytest.FixtureRequest, *pools: RankPool) -> Run:
+    """On the first of the pools, from the smallest, that has ranks enough."""
     marker = request.node.get_closest_marker("limit")
     limit = float(marker.args[0]) if marker else _LIMIT
 
     def run(world: int, body: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         __tracebackhide__ = True
+        pool = next((pool for pool in pools if world <= pool.size), pools[-1])
         return pool.run(world, body, args, kwargs, limit=limit, name=request.node.nodeid)
 
     return run

@@ -5,7 +5,7 @@ kept between tests; each test gets a new process group and a cleaned-up process.
 only the processes it used: they are ended, and the next test gets new ones.
 
 Processes that are forked share the seed of their hashes, and with it the order in which sets are walked. A pool of
-interpreters starts each rank as torchrun does, with a seed of its own.
+interpreters starts each rank as torchrun does, with a seed of its own. Over NCCL all ranks share the first GPU.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import socket
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -37,6 +38,7 @@ __all__ = ["RankError", "RankPool"]
 
 _START_LIMIT = 180.0  # importing torch with cold disk caches on a busy machine
 _SETTLE = 0.5  # after a failure, what the other ranks have of their own to report comes within this
+_LEAVING = 30.0  # for communicators to be destroyed
 _GRACE = 5.0  # after a failure, ranks that still run are cut
 _LOOK = 2.0  # how long ranks past their limit are watched, to tell a slow test from a hang ...
 _IDLE = 0.05  # ... by the processor seconds that they use meanwhile
@@ -59,12 +61,26 @@ _PRELOAD = [
 ]
 
 
+def _nccl_environment(rank: int) -> dict[str, str]:
+    """NCCL takes several ranks on one GPU if each seems to be a host of its own; data goes over loopback sockets."""
+    return {
+        "NCCL_HOSTID": f"rank-{rank}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_DEBUG": "WARN",
+        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # equal steps give equal bits
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
+
+
 @dataclass
 class _Process:
     rank: int
     process: multiprocessing.process.BaseProcess
     pipe: Connection
     stacks_path: str
+    is_ready: bool = False
 
     def send(self, message: Job | Finish) -> None:
         with contextlib.suppress(OSError):  # it is dead then; `receive` will say so
@@ -113,21 +129,39 @@ class _Process:
 
 
 class RankPool:
-    """Up to `size` rank processes on Gloo over loopback.
+    """Up to `size` rank processes on Gloo over loopback, or on NCCL too, which then carries what is on the GPU.
 
     `run(world, body, args)` calls `body(rank, world, *args)` on `world` of them and returns the values in rank order.
     Inside the body the default process group has exactly `world` ranks, generators are seeded with 0 on every rank,
     and torch runs one thread. Processes start on first use and are reused. With `interpreters`, each is a Python of its
     own, in seconds instead of milliseconds; rank r has the hash seed r + 1, so that a failure can be repeated.
+
+    With `backend="nccl"`, which takes interpreters, all ranks are on the first GPU, and are cut at their limit: a rank
+    that waits in NCCL looks busy. A process group serves up to `serves` calls in a row that are of one world size.
+    `environment`: what the interpreters find in theirs when they start.
     """
 
-    def __init__(self, size: int = 4, *, interpreters: bool = False) -> None:
+    def __init__(
+        self,
+        size: int = 4,
+        *,
+        interpreters: bool = False,
+        backend: str = "gloo",
+        serves: int = 1,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        assert interpreters or backend == "gloo", "CUDA does not survive a fork"
         self.size = size
         self.interpreters = interpreters
+        self.backend = backend
+        self.serves = serves
+        self.environment = dict(environment or {})
         self._processes: dict[int, _Process] = {}
         self._folder = tempfile.mkdtemp(prefix="ranks-")
         self._jobs = 0
         self._started = 0
+        self._kept: list[_Process] = []  # those whose process group is to serve the next call, too
+        self._served = 0  # calls, by that group
         self._store, self._port = _loopback_store()
         os.environ.setdefault("FLATSHARD_RECORD", "off")  # inherited by the ranks, which are killed in the end
         self._context = multiprocessing.get_context("spawn" if interpreters else "forkserver")
@@ -153,17 +187,22 @@ class RankPool:
         __tracebackhide__ = True
         payload = _dump_call(body, args, dict(kwargs or {}))
         name = name or body.__qualname__
+        slow = _SLOW if self.backend == "gloo" else 0.0
+        if self._kept and len(self._kept) != world:
+            self._leave(name)
         processes = self.start(world)
         self._jobs += 1
         job = Job(world, f"job-{self._jobs}", tuple(sys.path), payload)
         deadline = time.monotonic() + limit
+        keep = self._served + 1 < self.serves
         try:
-            replies = _exchange(processes, job, deadline, name, limit)
+            replies = _exchange(processes, job, deadline, name, limit, slow)
             # Separate from the job: a rank that left the group early could break a peer's last collective.
-            _exchange(processes, Finish(), max(deadline, time.monotonic() + _GRACE), name, limit)
+            _exchange(processes, Finish(not keep), max(deadline, time.monotonic() + _GRACE), name, limit, slow)
         except BaseException:  # also a KeyboardInterrupt: the processes are in an unknown state
             self._discard(processes)
             raise
+        self._kept, self._served = (processes, self._served + 1) if keep else ([], 0)
         return [pickle.loads(reply.payload) for reply in replies]
 
     def pids(self) -> list[int]:
@@ -177,16 +216,34 @@ class RankPool:
 
     def start(self, world: int) -> list[_Process]:
         """Starts those of the first `world` ranks that are not up, and returns when they are."""
+        self.begin(world)
+        found = [self._processes[rank] for rank in range(world)]
+        for entry in found:
+            if not entry.is_ready:
+                ready = wait([entry.pipe, entry.process.sentinel], _START_LIMIT)
+                message = entry.receive() if ready else Cut(entry.stack())
+                if not isinstance(message, Ready):
+                    self._discard(found)
+                    raise RankError(f"rank {entry.rank} did not start: {message}")
+                entry.is_ready = True
+        return found
+
+    def begin(self, world: int) -> None:
+        """Lets those of the first `world` ranks start that are not up, and does not wait for them."""
         if not 1 <= world <= self.size:
             raise ValueError(f"world is {world}; this pool has ranks for 1 to {self.size}")
-        new = [self._start(rank) for rank in range(world) if not self._alive(rank)]
-        for entry in new:
-            ready = wait([entry.pipe, entry.process.sentinel], _START_LIMIT)
-            message = entry.receive() if ready else Cut(entry.stack())
-            if not isinstance(message, Ready):
-                self._discard(new)
-                raise RankError(f"rank {entry.rank} did not start: {message}")
-        return [self._processes[rank] for rank in range(world)]
+        for rank in range(world):
+            if not self._alive(rank):
+                self._start(rank)
+
+    def _leave(self, name: str) -> None:
+        """Has the process group that was kept destroyed; processes that cannot are ended."""
+        kept, self._kept, self._served = self._kept, [], 0
+        try:
+            _exchange(kept, Finish(), time.monotonic() + _LEAVING, name, _LEAVING, 0.0)
+        except RankError as error:
+            self._discard(kept)
+            warnings.warn(f"after earlier tests, before {name}: {error}", stacklevel=2)
 
     def _alive(self, rank: int) -> bool:
         return rank in self._processes and self._processes[rank].process.is_alive()
@@ -197,11 +254,14 @@ class RankPool:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(
             target=_import_and_serve if self.interpreters else serve,
-            args=(rank, theirs, self._port, stacks_path),
+            args=(rank, theirs, self._port, stacks_path, self.backend),
             name=f"rank-{rank}",
             daemon=True,
         )
-        with mock.patch.dict(os.environ, {"PYTHONHASHSEED": str(rank + 1)} if self.interpreters else {}):
+        own = self.environment | ({"PYTHONHASHSEED": str(rank + 1)} if self.interpreters else {})
+        if self.backend == "nccl":
+            own |= _nccl_environment(rank)
+        with mock.patch.dict(os.environ, own):
             process.start()
         theirs.close()  # with the only other end in the child, its death is seen as the end of the pipe
         entry = _Process(rank, process, ours, stacks_path)
@@ -212,6 +272,8 @@ class RankPool:
         for entry in processes:
             entry.kill()
             self._processes.pop(entry.rank, None)
+        if any(entry in self._kept for entry in processes):
+            self._kept, self._served = [], 0
 
 
 def _import_and_serve(*args: Any) -> None:
@@ -222,8 +284,13 @@ def _import_and_serve(*args: Any) -> None:
     serve(*args)
 
 
-def _exchange(processes: list[_Process], message: Job | Finish, deadline: float, name: str, limit: float) -> list[Any]:
-    """Sends `message` to all and returns their answers in rank order; raises `RankError` if one is not a success."""
+def _exchange(
+    processes: list[_Process], message: Job | Finish, deadline: float, name: str, limit: float, slow: float
+) -> list[Any]:
+    """Sends `message` to all and returns their answers in rank order; raises `RankError` if one is not a success.
+
+    Ranks that are busy at the deadline get `slow` times the limit more.
+    """
     __tracebackhide__ = True
     for entry in processes:
         entry.send(message)
@@ -232,7 +299,7 @@ def _exchange(processes: list[_Process], message: Job | Finish, deadline: float,
     while len(replies) < len(processes):
         if time.monotonic() >= failures.cut_at:
             waiting = [entry for entry in processes if entry.rank not in replies]
-            if failures.seen or time.monotonic() > deadline + _SLOW * limit or not _at_work(waiting):
+            if failures.seen or time.monotonic() > deadline + slow * limit or not _at_work(waiting):
                 break
         for entry in _answering(processes, replies, failures.next_event()):
             replies[entry.rank] = entry.receive()

@@ -32,10 +32,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# What a Gloo or store operation says when the process at its other end is gone.
+# What an operation of Gloo, NCCL or the store says when the process at its other end is gone.
 _PEER_GONE = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection refused|connection was likely closed"
-    r"|socket (?:timeout|closed)|bad file descriptor|application timeout caused pair closure",
+    r"|socket (?:timeout|closed)|bad file descriptor|application timeout caused pair closure"
+    r"|remote process exited|communicator was aborted",
     re.IGNORECASE,
 )
 
@@ -57,7 +58,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Finish:
-    """Every rank has returned: leave the process group and forget what the body left behind."""
+    """Every rank has returned: forget what the body left behind, and leave the process group."""
+
+    leave: bool = True
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ class Error:
 
 @dataclass(frozen=True)
 class Clean:
-    """The process group is gone and the process waits for the next job."""
+    """The process waits for the next job."""
 
 
 class _ValuePickler(pickle.Pickler):
@@ -102,7 +105,7 @@ def dump_value(value: Any) -> bytes:
     return out.getvalue()
 
 
-def serve(rank: int, pipe: Connection, store_port: int, stacks_path: str) -> None:
+def serve(rank: int, pipe: Connection, store_port: int, stacks_path: str, backend: str) -> None:
     """Serves jobs as `rank` until the pool closes the pipe. SIGUSR1 writes every thread's stack to `stacks_path`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the pool, which ends its workers itself
     if hasattr(os, "SCHED_BATCH"):
@@ -114,7 +117,10 @@ def serve(rank: int, pipe: Connection, store_port: int, stacks_path: str) -> Non
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  (what a killed rank printed is shown)
-    worker = _Worker(rank, dist.TCPStore("127.0.0.1", store_port, is_master=False))
+    if backend == "nccl":
+        torch.cuda.set_device(0)
+        torch.zeros(1, device="cuda")  # CUDA starts before the first test does
+    worker = _Worker(rank, dist.TCPStore("127.0.0.1", store_port, is_master=False), backend)
     gc.freeze()  # a full collection between tests takes 200 ms with torch's own objects in it, 1 ms without
     _send(pipe, Ready())
     while True:
@@ -122,7 +128,7 @@ def serve(rank: int, pipe: Connection, store_port: int, stacks_path: str) -> Non
             message = pickle.loads(pipe.recv_bytes())
         except EOFError:
             break
-        _send(pipe, worker.run(message) if isinstance(message, Job) else worker.finish())
+        _send(pipe, worker.run(message) if isinstance(message, Job) else worker.finish(message.leave))
     os._exit(0)  # nothing of a worker is worth an orderly end, and threads of a process group could delay it
 
 
@@ -141,9 +147,10 @@ def _leave_with_parent() -> None:
 
 
 class _Worker:
-    def __init__(self, rank: int, store: dist.Store) -> None:
+    def __init__(self, rank: int, store: dist.Store, backend: str) -> None:
         self.rank = rank
         self.store = store
+        self.backend = "gloo" if backend == "gloo" else f"cpu:gloo,cuda:{backend}"  # as without an argument
         self.environment = dict(os.environ)
         self.directory = os.getcwd()
         self.filters = list(warnings.filters)
@@ -155,26 +162,28 @@ class _Worker:
             body, args, kwargs = pickle.loads(job.payload)
             self._freeze_new_modules()
             self._reset()
-            dist.init_process_group(
-                "gloo",
-                store=dist.PrefixStore(job.meeting, self.store),
-                rank=self.rank,
-                world_size=job.world,
-                timeout=timedelta(hours=1),  # the pool cuts a hang, and shows the stacks; Gloo would only show its own
-            )
+            if not dist.is_initialized():
+                dist.init_process_group(
+                    self.backend,
+                    store=dist.PrefixStore(job.meeting, self.store),
+                    rank=self.rank,
+                    world_size=job.world,
+                    timeout=timedelta(hours=1),  # the pool cuts a hang, and shows all stacks; Gloo shows only its own
+                )
             value = body(self.rank, job.world, *args, **kwargs)
             return Value(dump_value(value))
         except BaseException as error:  # also SystemExit, and pytest's outcomes, which are no Exceptions
             return _describe(error)
 
-    def finish(self) -> Clean | Error:
+    def finish(self, leave: bool) -> Clean | Error:
         try:
             gc.collect()
-            if dist.is_initialized():
+            if leave and dist.is_initialized():
                 dist.destroy_process_group()
             _clear_mesh_caches()
             gc.collect()
             if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
                 torch.cuda.empty_cache()
             return Clean()
         except BaseException as error:

@@ -155,7 +155,7 @@ def held(value):
         for box in value.__create_chunk_list__()
         if 0 not in box.sizes
     ]
-    return [(box, value.to_local().contiguous().view(-1).view(torch.uint8).numpy().tobytes()) for box in boxes]
+    return [(box, value.to_local().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()) for box in boxes]
 
 
 def assert_same(found, wanted):

@@ -85,12 +85,12 @@ def train(
     micro: int = 1,
     set_to_none: bool = True,
     loss_fn: Callable[[nn.Module, torch.Tensor], torch.Tensor] = loss_of,
-    device: str = "cpu",
+    device: str | None = None,
 ) -> list[float]:
     """Train on this rank's rows of each batch, in ``micro`` parts; the losses are this rank's."""
     losses = []
     for tokens in batches(steps, rows):
-        mine = tokens.chunk(world)[rank].to(device)
+        mine = tokens.chunk(world)[rank].to(device or tokens.device)
         total = 0.0
         for part in mine.chunk(micro):
             loss = loss_fn(model, part) / micro
