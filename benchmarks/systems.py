@@ -125,21 +125,24 @@ def flat(
     rows: Rows = False,
     ahead: int = 0,
     kept: bool = False,
+    **schedule: Any,
 ) -> Step:
     """flatshard, by FSDP2's own argument names, with its optimizer step on local tensors.
 
     ``formats``: of what travels, one of `FORMATS`. ``rows``: of the embedding, only those travel that are read.
-    ``ahead``: bytes of weights that are gathered at most, more than the next unit. Others: as of `shard_units`.
+    ``ahead``: bytes of weights that are gathered at most, more than the next unit. ``schedule``: more of
+    `SchedulePolicy`. Others: as of `shard_units`.
     It is told which micro-batch runs, and keeps blocks gathered from one to the next in memory that is free then.
     """
     chosen = {} if formats is None else FORMATS[formats]
     policy = flatshard.MixedPrecisionPolicy(param_dtype=setup.dtype, reduce_dtype=setup.dtype, **chosen)
-    schedule = flatshard.SchedulePolicy(
+    told = flatshard.SchedulePolicy(
         keep_for_next=BETWEEN_MICROBATCHES if setup.microbatches > 1 else 0,
         planned_pool=planned_pool,
         max_gathered_bytes=ahead,
+        **schedule,
     )
-    fully_shard = functools.partial(flatshard.fully_shard, schedule=schedule)
+    fully_shard = functools.partial(flatshard.fully_shard, schedule=told)
     model = sharded_model(setup, fully_shard, policy, finer=finer, rows=rows, kept=kept)
     if setup.microbatches == 1:
         return trainer(setup, model, flatshard.fully_shard_optimizer)
