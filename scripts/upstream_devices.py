@@ -1,7 +1,7 @@
 """What tests for machines with several GPUs see on a machine with one, or with none.
 
-With CUDA, there are as many devices as is said, and every use of one of them is of device 0. NCCL refuses two ranks on a
-device of one host: each rank has a host name of its own.
+With CUDA, there are as many devices as is said, and every use of one of them is of device 0. NCCL refuses two ranks of
+one host on a device: each rank has a host name of its own.
 """
 
 from __future__ import annotations
@@ -67,9 +67,10 @@ def map_devices_of(root: Path) -> None:
         return
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
-        if file and Path(file).is_relative_to(root) and vars(module).get("torch") is torch:
-            if re.search(r"torch\.device\([^()]*rank", Path(file).read_text()):
-                module.torch = _Torch("torch")
+        if not file or not Path(file).is_relative_to(root) or vars(module).get("torch") is not torch:
+            continue
+        if re.search(r"torch\.device\([^()]*rank", Path(file).read_text()):
+            module.torch = _Torch("torch")
 
 
 class _Torch(types.ModuleType):

@@ -94,6 +94,7 @@ def _start(item: pytest.Item, one: _Running) -> int:
     output = os.open(one.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)
+    faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     os.environ["MASTER_PORT"] = str(_free_port())
     try:
@@ -138,8 +139,9 @@ def _on_ranks(item: pytest.Item, one: _Running) -> tuple[str, str]:
     outcomes, deadline = [], float("inf")
     while ranks and time.monotonic() < deadline:
         for pid in list(ranks):
-            if os.waitpid(pid, os.WNOHANG)[0]:
-                outcomes.append(_outcome(ranks.pop(pid)))
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                outcomes.append(_outcome(ranks.pop(pid), status))
                 if outcomes[-1][0] == "failed":
                     deadline = min(deadline, time.monotonic() + _GRACE)
         time.sleep(0.02)
@@ -150,9 +152,9 @@ def _on_ranks(item: pytest.Item, one: _Running) -> tuple[str, str]:
     raise AssertionError("a test without ranks")
 
 
-def _outcome(result: Path) -> tuple[str, str]:
+def _outcome(result: Path, status: int) -> tuple[str, str]:
     if not result.exists():
-        return "failed", "RuntimeError: the process ended without a result"
+        return "failed", f"RuntimeError: the process ended with status {os.waitstatus_to_exitcode(status)}"
     outcome, error = json.loads(result.read_text())
     return outcome, error
 
@@ -160,7 +162,7 @@ def _outcome(result: Path) -> tuple[str, str]:
 def _ended(pid: int, one: _Running) -> bool:
     """Whether a test has ended; if so, its result is written and what is left of its processes killed."""
     took = time.monotonic() - one.begun
-    found, _ = os.waitpid(pid, os.WNOHANG)
+    found, status = os.waitpid(pid, os.WNOHANG)
     if not found and took < _SETTINGS["limit"]:
         return False
     if not found and not one.told:
@@ -171,7 +173,7 @@ def _ended(pid: int, one: _Running) -> bool:
         return False
     _signal(pid, signal.SIGKILL)
     if found:
-        outcome, error = _outcome(one.result)
+        outcome, error = _outcome(one.result, status)
     else:
         os.waitpid(pid, 0)
         outcome, error = "timed out", f"TimeoutError: not done after {_SETTINGS['limit']:.0f} s"
