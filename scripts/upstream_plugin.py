@@ -1,0 +1,212 @@
+"""A plugin of pytest, for `upstream.py`: every test in processes of its own, forked from the one that imported it.
+
+CUDA never starts in the process that imports the tests: it could not be used in forks of it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import upstream_devices
+from _pytest.runner import runtestprotocol
+
+_SETTINGS: dict[str, Any] = json.loads(os.environ["UPSTREAM"])
+_GRACE = 5.0  # seconds for the other ranks when one has failed
+_ERROR = re.compile(r"^(?:E\s+)?((?:\w+\.)*(?:\w*(?:Error|Exception|Warning|Exit|Interrupt|Unsupported)|Failed)\b.*)")
+_WRAPPER = re.compile(r"(?:Process|Thread) \d+ (?:exited|terminated)")
+
+
+def _place() -> None:
+    """Let tests find what is under test: the control as it is, or flatshard."""
+    upstream_devices.apply(_SETTINGS["device"], _SETTINGS["backend"], _SETTINGS["devices"])
+    if _SETTINGS["suite"] == "megatron":
+        upstream_devices.leave_out_transformer_engine()
+    if _SETTINGS["system"] == "flatshard" and _SETTINGS["suite"] == "fsdp2":
+        import flatshard
+
+        flatshard.install()
+    elif _SETTINGS["system"] == "flatshard":
+        import flatshard.megatron.installing
+
+        flatshard.megatron.installing.install()
+
+
+_place()
+
+
+@dataclass
+class _Running:
+    test: str
+    log: Path
+    begun: float = field(default_factory=time.monotonic)
+    told: bool = False  # to show its stacks
+
+    @property
+    def result(self) -> Path:
+        return self.log.with_suffix(".json")
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.failed:
+        _write(report.nodeid, "not collected", 0.0, report.longreprtext)
+
+
+def pytest_runtestloop(session: pytest.Session) -> bool:
+    """Run all tests, some at a time; a test that takes too long is killed with all of its processes."""
+    if session.config.option.collectonly:
+        return True
+    upstream_devices.map_devices_of(session.config.rootpath)
+    waiting, running = deque(enumerate(session.items)), dict[int, _Running]()
+    begun, total = time.monotonic(), _SETTINGS["total"] or float("inf")
+    while running or (waiting and time.monotonic() - begun < total):
+        while waiting and len(running) < _SETTINGS["jobs"] and time.monotonic() - begun < total:
+            number, item = waiting.popleft()
+            one = _Running(item.nodeid, Path(_SETTINGS["logs"], f"{_SETTINGS['system']}-{number}.log"))
+            running[_start(item, one)] = one
+        for pid in list(running):
+            if _ended(pid, running[pid]):
+                del running[pid]
+        time.sleep(0.02)
+    if waiting:
+        print(f"{len(waiting)} tests not run: {total:.0f} s have passed", flush=True)
+    return True
+
+
+def _start(item: pytest.Item, one: _Running) -> int:
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    os.setsid()
+    output = os.open(one.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    faulthandler.enable(file=2)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    os.environ["MASTER_PORT"] = str(_free_port())
+    try:
+        outcome, error = _on_ranks(item, one) if _SETTINGS["suite"] == "megatron" else _here(item)
+    except BaseException:
+        outcome, error = "failed", traceback.format_exc()
+    _leave(one.result, outcome, error)
+
+
+def _leave(result: Path, outcome: str, error: str) -> None:
+    """Write the result, and end this process without anything that the test has registered."""
+    partial = result.with_suffix(".partial")
+    partial.write_text(json.dumps([outcome, error]))
+    partial.rename(result)
+    os._exit(0)
+
+
+def _here(item: pytest.Item) -> tuple[str, str]:
+    """The outcome of a test in this process, and what it said."""
+    reports = runtestprotocol(item, nextitem=None, log=False)
+    for outcome in ("failed", "skipped"):
+        for report in reports:
+            if report.outcome == outcome:
+                return outcome, report.longreprtext or str(report.longrepr)
+    return "passed", ""
+
+
+def _on_ranks(item: pytest.Item, one: _Running) -> tuple[str, str]:
+    """As torchrun would: the same test in several processes, of which the first error counts."""
+    ranks: dict[int, Path] = {}
+    for rank in range(_SETTINGS["devices"]):
+        result = one.log.with_name(f"{one.log.stem}-{rank}.json")
+        pid = os.fork()
+        if not pid:
+            upstream_devices.be_rank(rank, _SETTINGS["devices"])
+            try:
+                outcome, error = _here(item)
+            except BaseException:
+                outcome, error = "failed", traceback.format_exc()
+            _leave(result, outcome, error)
+        ranks[pid] = result
+    outcomes, deadline = [], float("inf")
+    while ranks and time.monotonic() < deadline:
+        for pid in list(ranks):
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                outcomes.append(_outcome(ranks.pop(pid), status))
+                if outcomes[-1][0] == "failed":
+                    deadline = min(deadline, time.monotonic() + _GRACE)
+        time.sleep(0.02)
+    for wanted in ("failed", "passed", "skipped"):
+        for outcome, error in outcomes:
+            if outcome == wanted:
+                return outcome, error
+    raise AssertionError("a test without ranks")
+
+
+def _outcome(result: Path, status: int) -> tuple[str, str]:
+    if not result.exists():
+        return "failed", f"RuntimeError: the process ended with status {os.waitstatus_to_exitcode(status)}"
+    outcome, error = json.loads(result.read_text())
+    return outcome, error
+
+
+def _ended(pid: int, one: _Running) -> bool:
+    """Whether a test has ended; if so, its result is written and what is left of its processes killed."""
+    took = time.monotonic() - one.begun
+    found, status = os.waitpid(pid, os.WNOHANG)
+    if not found and took < _SETTINGS["limit"]:
+        return False
+    if not found and not one.told:
+        one.told = True
+        _signal(pid, signal.SIGUSR1)
+        return False
+    if not found and took < _SETTINGS["limit"] + 1:  # for the stacks to be written
+        return False
+    _signal(pid, signal.SIGKILL)
+    if found:
+        outcome, error = _outcome(one.result, status)
+    else:
+        os.waitpid(pid, 0)
+        outcome, error = "timed out", f"TimeoutError: not done after {_SETTINGS['limit']:.0f} s"
+    _write(one.test, outcome, took, error, one.log)
+    return True
+
+
+def _signal(group: int, number: int) -> None:
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return  # all of them have ended
+
+
+def _write(test: str, outcome: str, took: float, error: str, log: Path | None = None) -> None:
+    line = {"test": test, "outcome": outcome, "seconds": round(took, 1), "error": first_error(error)}
+    if outcome not in ("passed", "skipped"):
+        output = log.read_text(errors="replace") if log is not None and log.exists() else ""
+        line |= {"text": error[-6000:], "output": output[-12000 if outcome == "timed out" else -3000 :]}
+    with Path(_SETTINGS["results"]).open("a") as results:
+        results.write(json.dumps(line) + "\n")
+    mark = {"passed": "", "skipped": ""}.get(outcome, f": {line['error'][:160]}")
+    print(f"{outcome} {took:.1f} s {test.rpartition('/')[2]}{mark}", flush=True)
+
+
+def first_error(text: str) -> str:
+    """The first line that names an exception, not the one by which a rank's is reported."""
+    lines = [found.group(1) for line in text.splitlines() if (found := _ERROR.match(line))]
+    told = [line for line in lines if not _WRAPPER.search(line)]
+    return (told or lines or text.strip().splitlines()[-1:] or [""])[0]
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
