@@ -6,6 +6,7 @@ import ctypes
 import functools
 import inspect
 import math
+import os
 import sys
 import threading
 import weakref
@@ -18,7 +19,13 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 import torch.distributed.distributed_c10d as c10d
 from torch import nn
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    ReduceScatterOptions,
+    TCPStore,
+)
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -717,6 +724,15 @@ def own_store(store: Any, prefix: str) -> Any:
     if store is None:
         raise RuntimeError("the process group is gone, and its store")
     return c10d.PrefixStore(prefix, store.clone())
+
+
+def kept_store(store: Any) -> Any:
+    """What keeps the server of a store alive that this process may have; None if torchrun has it."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true":
+        return None
+    while isinstance(store, c10d.PrefixStore):
+        store = store.underlying_store
+    return store if isinstance(store, TCPStore) else None
 
 
 def allow_events_amid_captures() -> None:

@@ -407,5 +407,7 @@ def _quiet(scopes: Sequence[Scope]) -> Iterator[list[MainGrads]]:
     try:
         yield lasting
     finally:
+        for scope in scopes:
+            scope.count_no_step()
         record.captures = False
         _torch.epochs.begin()

@@ -368,6 +368,7 @@ def watch_over(device: torch.device) -> bool:
     known = weakref.ref(store)
     watched = Watched(
         store=lambda: _torch.own_store(known(), "flatshard"),
+        kept=_torch.kept_store(store) if dist.get_rank() == 0 else None,
         rank=dist.get_rank(),
         world=world.size(),
         is_lost_peer=_torch.lost_a_peer,

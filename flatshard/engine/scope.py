@@ -148,6 +148,10 @@ class Scope:
             self._taken, self._step = steps.taken(), self._step + 1
         record.step = self._step
 
+    def count_no_step(self) -> None:
+        """Steps that optimizers have taken since are none: they were captured."""
+        self._taken = steps.taken()
+
     def rest_gradients(self, always: bool = False) -> None:
         """Give back the storage of gradients that `zero_grad` has hidden."""
         always = always or not torch.is_grad_enabled()

@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import faulthandler
 import logging
+import math
 import os
 import selectors
 import signal
@@ -44,6 +45,7 @@ _TICK = 1.0  # seconds between two looks at the record
 _HASTE = 0.05  # seconds between the first two attempts to find the others; then twice as many, up to a tick
 _STALLED = 3  # looks without a launch after which the record is settled
 GRACE = 3.0  # seconds that others have to say why a wait has failed
+_FAREWELL = 5.0  # seconds that the rank which has the store waits for the others to end
 _LINGER = 1.0  # seconds for which a process that ends with an error keeps NCCL's threads, which may still have to send
 # Work that a process group written in Python has made of a future answers so to a limit of time: it knows none.
 _WITHOUT_LIMIT = "with finite timeout not implemented"
@@ -72,6 +74,7 @@ class Watched:
     """
 
     store: Callable[[], Any]
+    kept: Any  # what keeps the store of all ranks alive, on the rank whose process has it; else None
     rank: int
     world: int
     is_lost_peer: Callable[[BaseException], bool] = lambda error: False
@@ -98,6 +101,8 @@ class Alarm:
         self._stuck, self._stuck_for = 0, 0.0  # the oldest launch that has not ended, and for how long it has been that
         self._gave_up = False  # something is waited for no more, and has not ended
         self._pid = 0
+        self._has_left = False  # Python is about to end
+        self._explained = ""  # why a call of torch's has failed
         self._selector = selectors.DefaultSelector()
         self._todo: deque[Callable[[], None]] = deque()  # for the watch thread
         self._wake: socket.socket | None = None
@@ -143,7 +148,7 @@ class Alarm:
             self._open_links(group)
 
     def _reset(self) -> None:
-        self.raised, self._waits_for, self._gave_up = None, "", False
+        self.raised, self._waits_for, self._explained, self._gave_up = None, "", "", False
         self._states, self._left = {}, set()
 
     def _open_links(self, group: Watched) -> None:
@@ -169,14 +174,28 @@ class Alarm:
 
     def _group_is_gone(self, of: weakref.ref[Any]) -> None:
         """The process group is no more. If it was an error that ended it, the others are told."""
-        if of is not self._of or self._pid != os.getpid():
+        group = self._group
+        if of is not self._of or self._pid != os.getpid() or group is None:
             return
         error = sys.exc_info()[1]
-        if isinstance(error, Exception) and not isinstance(error, PeerError):
+        if error is None:
+            self._await_others()
+            self._reset()
+        elif group.is_lost_peer(error):
+            self._explain(error)
+        elif isinstance(error, Exception) and not isinstance(error, PeerError):
             self._tell_others(f"{type(error).__name__}: {_line(error)}")
+        self._ended_at = math.inf  # what comes now is up to the user
         self._of = self._group = None
-        self._reset()
         self._do(self._close_links, waits=True)
+
+    def _await_others(self) -> None:
+        """The store ends with this rank, and threads of others that ask it complain: let them end first."""
+        until = time.monotonic() + _FAREWELL
+        while self._group is not None and self._group.kept is not None and time.monotonic() < until:
+            if self._links is None or not self._links.are_there() or self.raised is not None:
+                return
+            time.sleep(0.02)
 
     def _close_links(self) -> None:
         links, self._links = self._links, None
@@ -250,8 +269,8 @@ class Alarm:
 
     def error(self, what: str) -> PeerError:
         """For a rank that was told, and comes to a launch or a wait."""
-        rank = self._group.rank if self._group is not None else 0
-        return _recorded(PeerError(f"{self.raised}. Rank {rank} was waiting for {what}"))
+        oldest = record.oldest_open() if record.is_on_device else None
+        return _recorded(PeerError(f"{self.raised}. Rank {record.header['rank']} was waiting for {oldest or what}"))
 
     def explain(self, what: str, error: BaseException) -> PeerError:
         """Why a wait for a collective ended early. Asks the other ranks, for a few seconds."""
@@ -263,6 +282,10 @@ class Alarm:
         if self.raised is not None:
             return self.error(what)
         return _recorded(PeerError(_told(group, what, _line(error), who)))
+
+    def _explain(self, error: BaseException) -> None:
+        """A call of torch's has raised because of another rank: find out why, for the last words of this one."""
+        self._explained = str(self.explain(str(record.oldest_open() or record.last() or "a collective"), error))
 
     def _others(self, group: Watched) -> str:
         """What the other ranks do. Returns early if the reason for a failure comes to be known."""
@@ -417,7 +440,7 @@ class Alarm:
 
     def _torch_gives_up(self) -> None:
         """torch's own watchdog of NCCL has met an error, and would abort the process now."""
-        if self._group is None or self._pid != os.getpid():
+        if self._pid != os.getpid():
             return
         until = time.monotonic() + GRACE
         while self.raised is None and time.monotonic() < until:
@@ -430,7 +453,7 @@ class Alarm:
 
     def _end(self) -> None:
         """The main thread has not come to where it could raise."""
-        rank = self._group.rank if self._group is not None else 0
+        rank = record.header["rank"]
         entry, frame = record.oldest_open(), sys._current_frames().get(threading.main_thread().ident or 0)
         waited = (
             f"Rank {rank} was waiting for {entry}"
@@ -461,10 +484,11 @@ class Alarm:
 
     def _exit(self, pid: int) -> None:
         """The last thing that this process does in Python."""
-        if pid != self._pid or pid != os.getpid():
+        if self._has_left or pid != os.getpid():
             return
-        self._pid = 0  # this is called once, and nothing else is to happen any more
-        self._uncaught.remove()
+        self._has_left = True
+        if "error" not in record.header:
+            self._await_others()
         self._stop_thread()
         self._of = None  # a process group that nobody has destroyed goes with the modules
         if "error" in record.header:
@@ -474,6 +498,8 @@ class Alarm:
                 # Its process groups would wait for what will never end, until their time-out, before it is gone.
                 logging.shutdown()
                 _leave(1)
+        self._uncaught.remove()
+        if "error" in record.header:
             return
         folder = record.folder
         record.forget()
@@ -500,18 +526,15 @@ class _Hook:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         alarm = self._alarm
-        group = alarm._group
-        if alarm._pid != os.getpid() or group is None:
+        if alarm._pid != os.getpid():
             self._before(kind, error, trace)
             return
         text = f"{kind.__name__}: {_line(error)}"
-        why = ""
         if isinstance(error, PeerError):
             record.tell(error=text)
-        elif group.is_lost_peer(error):
-            why = str(alarm.explain(str(record.oldest_open() or record.last() or "a collective"), error))
-            record.tell(error=f"PeerError: {why}")
-        else:
+        elif alarm._group is not None and alarm._group.is_lost_peer(error):
+            alarm._explain(error)
+        elif not alarm._explained:
             alarm.post(text)
             if alarm.raised is not None:
                 _log.error("flatshard: %s", alarm.raised)
@@ -519,8 +542,8 @@ class _Hook:
         if path is not None:
             _log.error("%s\nflatshard: written to %s", record.told(), path)
         self._before(kind, error, trace)
-        if why:
-            print(f"flatshard: rank {group.rank} ends: {why}", file=sys.stderr, flush=True)
+        if alarm._explained:
+            print(f"flatshard: rank {record.header['rank']} ends: {alarm._explained}", file=sys.stderr, flush=True)
 
 
 alarm = Alarm()  # of this process

@@ -49,6 +49,10 @@ class Links:
         """Whether all ranks next to this one in the tree have connected."""
         return not self._missing and not self._seeks
 
+    def are_there(self) -> bool:
+        """Whether there are connections."""
+        return bool(self._links)
+
     def open(self) -> None:
         """Let those below connect, and tell them where. OSError, RuntimeError: no address, or no store."""
         if self._missing:

@@ -65,9 +65,9 @@ def main(what: str) -> None:
     torch.cuda.synchronize()
     say("trained")
     if what in ("first ends", "control"):
-        time.sleep(8 * rank)
+        time.sleep(3 * rank)
     if what == "last ends":
-        time.sleep(8 * (1 - rank))
+        time.sleep(3 * (1 - rank))
     if what != "no destroy":
         dist.destroy_process_group()
     say("ended")
