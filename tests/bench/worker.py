@@ -118,6 +118,7 @@ def serve(rank: int, pipe: Connection, store_port: int, stacks_path: str, backen
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  (what a killed rank printed is shown)
     if backend == "nccl":
+        torch.backends.cudnn.allow_tf32 = False  # as matrix products are by default: references are compared tightly
         torch.cuda.set_device(0)
         torch.zeros(1, device="cuda")  # CUDA starts before the first test does
     worker = _Worker(rank, dist.TCPStore("127.0.0.1", store_port, is_master=False), backend)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from flatshard._torch import default_store
 from tests.bench import RankError, RankPool
 
 
@@ -105,6 +106,28 @@ def test_meshes_of_earlier_tests_are_forgotten(ranks, shape, order):
 
 def _recovers(pool: RankPool, world: int = 4) -> bool:
     return [result["rank"] for result in pool.run(world, _sum_of_ranks, (torch.float32,))] == list(range(world))
+
+
+def _group_of_rank(rank: int, world: int, fail: bool = False) -> tuple[int, int]:
+    if fail:
+        raise ValueError("no more")
+    total = torch.ones(())
+    dist.all_reduce(total)
+    assert total == world
+    return os.getpid(), default_store().add(f"calls of rank {rank}", 1)  # each group has a part of it to itself
+
+
+def test_a_process_group_serves_calls_in_a_row_of_one_world_size():
+    pool = RankPool(3, serves=3)
+    try:
+        found = [pool.run(world, _group_of_rank)[0] for world in (2, 2, 2, 2, 3, 3, 2)]
+        assert [calls for _, calls in found] == [1, 2, 3, 1, 1, 2, 1]
+        assert len({pid for pid, _ in found}) == 1
+        with pytest.raises(RankError, match="no more"):
+            pool.run(2, _group_of_rank, (True,))
+        assert pool.run(2, _group_of_rank)[0][1] == 1
+    finally:
+        pool.close()
 
 
 def _unlucky_helper(rank: int) -> None:

@@ -7,7 +7,6 @@ import pytest
 from tests.order import test_patterns
 from tests.order.test_agreement import (  # noqa: F401
     test_models_that_differ_are_refused_on_all_ranks_and_the_difference_is_named,
-    test_ranks_with_other_meshes_are_told_before_they_meet_there,
 )
 from tests.order.test_caught_exception import (  # noqa: F401
     test_accumulated_gradients_outlive_a_forward_that_raised,
@@ -25,10 +24,6 @@ from tests.order.test_gathered import (  # noqa: F401
     test_parameters_are_sharded_again_under_every_strategy,
     test_parts_of_the_root_can_be_called_by_themselves,
     test_training_in_a_body_equals_one_process,
-)
-from tests.order.test_generation import (  # noqa: F401
-    test_an_evaluation_between_steps_sees_their_weights,
-    test_weights_that_are_kept_are_gathered_once,
 )
 from tests.order.test_groups import test_experts_that_are_idle_on_some_ranks  # noqa: F401
 from tests.order.test_heads import (  # noqa: F401

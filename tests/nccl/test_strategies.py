@@ -42,10 +42,8 @@ from tests.dist.test_strategies import (  # noqa: F401
 from tests.dist.test_tensor_parallel import (
     test_tensor_parallel_parameters_train_as_on_one_process,  # noqa: F401
 )
-from tests.dist.test_wgrads import (  # noqa: F401
-    test_direct_gradients_are_the_ordinary_ones,
-    test_gradients_of_bf16_weights_are_computed_in_float32,
-)
+from tests.dist.test_wgrads import MIXED
+from tests.dist.test_wgrads import _equal as _direct_gradients
 
 pytestmark = pytest.mark.sampled(3)
 
@@ -74,3 +72,22 @@ def test_legal_placements_equal_one_process(ranks, axes):
     """In layout "tensor", which is that of the even numbers; the other one on torch 2.13."""
     step = 2 // len(LAYOUTS) * (1 if axes == 1 else 8)
     ranks(2**axes, _trains, axes, list(range(0, len(legal(axes)), step)))
+
+
+CLOSE, ROUNDED = {"rtol": 1e-4, "atol": 1e-6}, {"rtol": 3e-2, "atol": 2e-3}
+DIRECT = [
+    ("net", None, {}, True, CLOSE),
+    ("tied", "non-reentrant", {}, False, CLOSE),
+    ("twice", "non-reentrant", {"strategy": "optim"}, True, CLOSE),
+    ("net", "reentrant", {"mp_policy": MIXED}, True, ROUNDED),
+]
+
+
+def _direct(rank, world, cases):
+    for case in cases:
+        _direct_gradients(rank, world, *case)
+
+
+def test_direct_gradients_are_the_ordinary_ones(ranks):
+    """Products into other memory may be added up in another order on a GPU."""
+    ranks(2, _direct, DIRECT)
