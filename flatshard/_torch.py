@@ -676,8 +676,6 @@ def new_group(
 
     ``name`` must be the same on all of them, and no other group's. ``title`` is for people.
     """
-    known = c10d._world.pg_map.get(like)
-    backend = known[0] if backend is None and known is not None else backend
     listed = list(ranks)
     # torch 2.11 has sorted groups only, and not this argument.
     order: dict[str, Any] = {} if listed == sorted(listed) else {"sort_ranks": False}
@@ -685,7 +683,7 @@ def new_group(
         made = torch.distributed.new_group(
             listed,
             timeout=timeout_of(like) if patience is None else patience,
-            backend=backend,
+            backend=backends_of(like) if backend is None else backend,
             use_local_synchronization=True,
             group_desc=title,
             **order,
@@ -694,14 +692,10 @@ def new_group(
     return made
 
 
-def new_gloo_group(title: str) -> ProcessGroup:
-    """A Gloo process group of all ranks, with the time-out of the default one. Collective among them."""
-    default = torch.distributed.group.WORLD
-    assert default is not None
-    with _unsplit():
-        made = torch.distributed.new_group(backend="gloo", timeout=timeout_of(default), group_desc=title)
-    assert isinstance(made, ProcessGroup)
-    return made
+def backends_of(group: ProcessGroup) -> str | None:
+    """The backends that a process group was made with. None: torch did not make it."""
+    known = c10d._world.pg_map.get(group)
+    return None if known is None else str(known[0])
 
 
 def abort_nccl(group: ProcessGroup) -> None:
