@@ -7,6 +7,7 @@ from flatshard._lazy import attach
 if TYPE_CHECKING:
     from flatshard import checkpoint
     from flatshard.api import fully_shard, microbatch, no_shard
+    from flatshard.buffer.groups import destroy_groups
     from flatshard.captured import Captured, capture
     from flatshard.checkpoint.sync import Synced, receive_weights, sync_weights
     from flatshard.engine.materialize import materialize
@@ -40,6 +41,7 @@ _HOMES = {
     "megatron": (),
     "rehearsal": (),
     "api": ("fully_shard", "microbatch", "no_shard"),
+    "buffer.groups": ("destroy_groups",),
     "captured": ("Captured", "capture"),
     "checkpoint.sync": ("Synced", "receive_weights", "sync_weights"),
     "engine.materialize": ("materialize",),
@@ -86,6 +88,7 @@ __all__ = [
     "check_buffers",
     "checkpoint",
     "clip_grad_norm_",
+    "destroy_groups",
     "direct_wgrads",
     "find_nonfinite",
     "fully_shard",

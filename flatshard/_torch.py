@@ -683,8 +683,6 @@ def new_group(
 
     ``name`` must be the same on all of them, and no other group's. ``title`` is for people.
     """
-    known = c10d._world.pg_map.get(like)
-    backend = known[0] if backend is None and known is not None else backend
     listed = list(ranks)
     # torch 2.11 has sorted groups only, and not this argument.
     order: dict[str, Any] = {} if listed == sorted(listed) else {"sort_ranks": False}
@@ -692,7 +690,7 @@ def new_group(
         made = torch.distributed.new_group(
             listed,
             timeout=timeout_of(like) if patience is None else patience,
-            backend=backend,
+            backend=backends_of(like) if backend is None else backend,
             use_local_synchronization=True,
             group_desc=title,
             **order,
@@ -701,14 +699,13 @@ def new_group(
     return made
 
 
-def new_gloo_group(title: str) -> ProcessGroup:
-    """A Gloo process group of all ranks, with the time-out of the default one. Collective among them."""
-    default = torch.distributed.group.WORLD
-    assert default is not None
-    with _unsplit():
-        made = torch.distributed.new_group(backend="gloo", timeout=timeout_of(default), group_desc=title)
-    assert isinstance(made, ProcessGroup)
-    return made
+def backends_of(group: ProcessGroup) -> str | None:
+    """The backends that a process group was made with. None: torch did not make it."""
+    known = c10d._world.pg_map.get(group)
+    return None if known is None else str(known[0])
+
+
+PrefixStore = c10d.PrefixStore  # public, but not to type checkers
 
 
 def default_store() -> Any:
@@ -723,14 +720,14 @@ def own_store(store: Any, prefix: str) -> Any:
     """
     if store is None:
         raise RuntimeError("the process group is gone, and its store")
-    return c10d.PrefixStore(prefix, store.clone())
+    return PrefixStore(prefix, store.clone())
 
 
 def kept_store(store: Any) -> Any:
     """What keeps the server of a store alive that this process may have; None if torchrun has it."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true":
         return None
-    while isinstance(store, c10d.PrefixStore):
+    while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store if isinstance(store, TCPStore) else None
 

@@ -210,6 +210,8 @@ class _Graph:
         self._generators, self._memory = generators, memory
         self._graph, self._static, self._output = graph, static, output
         self._scopes = [weakref.ref(scope) for scope in scopes]
+        # NCCL cannot destroy a communicator that a graph uses: process groups of lanes that exist are not destroyed.
+        self._lanes = [(scope.gather_lane, scope.rows_lane, scope.reduce_lane) for scope in scopes]
         self.optimizers = list(optimizers)
         self._ranks = sorted(
             {rank for scope in scopes for mesh in scope.meshes for rank in mesh.mesh.flatten().tolist()}

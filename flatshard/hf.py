@@ -19,7 +19,7 @@ from torch import nn
 
 from flatshard.buffer import Exchange
 from flatshard.checkpoint.converted import of_their_own_classes
-from flatshard.checkpoint.errors import exchange, together
+from flatshard.checkpoint.errors import together
 from flatshard.checkpoint.full import iter_full_tensors
 from flatshard.checkpoint.promised import Promised, PromisedFile, promise
 from flatshard.engine.roots import unit_of
@@ -60,7 +60,7 @@ def _saved_by_rank_0(method: Callable[..., Any]) -> Callable[..., Any]:
         theirs = getattr(getattr(self, "config", None), "distributed_config", None) is not None
         if theirs or len(args) > 1 or kwargs.get("state_dict") is not None:
             return method(self, save_directory, *args, **kwargs)
-        ranks, adapters = exchange("checkpoint_save"), _adapters(self)
+        ranks, adapters = Exchange("checkpoint_save"), _adapters(self)
         streams = adapters is None and kwargs.get("safe_serialization", True)  # which Transformers 4 can turn off
         modules = _safetensors_users(type(self)) if streams else []
         asked = _Asked(self, ranks)

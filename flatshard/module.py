@@ -295,7 +295,7 @@ class FSDPModule(TorchFSDPModule):
     def set_gather_group(self, group: ProcessGroup, mesh: DeviceMesh | None = None) -> None:
         """Gather over this process group all units below that are sharded over ``mesh``, which is this unit's if None.
 
-        It has the ranks of the shard axis. Reduces have groups of their own anyway (`SchedulePolicy.separate_groups`).
+        It has the ranks of the shard axis. Reduces use the mesh's, or their own (`SchedulePolicy.separate_groups`).
         Call it before the first forward.
         """
         if not isinstance(group, ProcessGroup):

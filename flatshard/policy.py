@@ -355,6 +355,9 @@ def replicated(axes: int) -> Placements:
     return Placements(rest, tuple(Partial("avg") for _ in range(axes)), rest)
 
 
+SEPARATE_GROUPS = True  # whether reduces have process groups of their own where nobody says (decision 002)
+
+
 @dataclass(frozen=True)
 class SchedulePolicy:
     """How far communication runs ahead, for all units below the root that is given it.
@@ -367,7 +370,8 @@ class SchedulePolicy:
     more than this. Where units differ in size, those before and after a large one can be several. Under a
     ``gather_format`` those ahead count with the bytes that travel.
     ``max_reducing``: reduces in flight, and with them the full-size gradients they read; at least 1.
-    ``separate_groups``: give reduces process groups of their own, so that they can overlap gathers on the wire.
+    ``separate_groups``: give reduces process groups of their own where gathers use those of the mesh, so that they can
+    overlap them on the wire. None: `SEPARATE_GROUPS`, and in any case for models with optional units, which need them.
     ``keep_for_backward``: bytes of gathered weights that units with ``reshard_after_forward="auto"`` may keep from
     their forward to their backward. What saves most time on the wire per byte is kept; `summary` shows what.
     ``keep_for_next``: bytes of gathered weights that may be kept from the backward of one micro-batch to the forward of
@@ -390,7 +394,7 @@ class SchedulePolicy:
     max_gathered: int = 2
     max_gathered_bytes: int = 0
     max_reducing: int = 2
-    separate_groups: bool = True
+    separate_groups: bool | None = None
     keep_for_backward: int = 0
     keep_for_next: int = 0
     planned_pool: bool = False
@@ -402,8 +406,10 @@ class SchedulePolicy:
             _arguments.whole(name, getattr(self, name), 0)
         for name in ("max_gathered", "max_reducing"):
             _arguments.whole(name, getattr(self, name), 1)
-        for name in ("prefetch", "async_reduce", "separate_groups", "planned_pool", "registered"):
+        for name in ("prefetch", "async_reduce", "planned_pool", "registered"):
             _arguments.flag(name, getattr(self, name))
+        if self.separate_groups is not None:
+            _arguments.flag("separate_groups", self.separate_groups)
         if self.wire not in ("backend", "peers"):
             raise ValueError(f'SchedulePolicy(wire={self.wire!r}): must be "backend" or "peers"')
         if self.registered and self.wire == "peers":

@@ -2,6 +2,7 @@
 
 from flatshard.buffer.apart import Exchange, from_first, spread
 from flatshard.buffer.dbuffer import DBuffer, turns
+from flatshard.buffer.groups import destroy_unused_within
 from flatshard.buffer.lanes import Lane, record_replay, watch_over
 from flatshard.buffer.planned import Planner, PoolStatistics
 from flatshard.buffer.pools import Pool
@@ -20,6 +21,7 @@ __all__ = [
     "Pool",
     "PoolStatistics",
     "Ticket",
+    "destroy_unused_within",
     "from_first",
     "record_replay",
     "spread",

@@ -9,26 +9,23 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard import _torch
+from flatshard.buffer.groups import own_group
 from flatshard.buffer.ways import as_bytes
 
 
 class Exchange:
-    """Short messages among all ranks, over a group of its own, so that a second thread can use it.
+    """Short messages among all ranks, over a Gloo group of its name, so that a second thread can use it.
 
-    Making one is a collective call. Without torch.distributed there is one rank.
+    Making the first one of a name is a collective call. Without torch.distributed there is one rank.
     """
 
     def __init__(self, name: str) -> None:
-        self._world = dist.group.WORLD if dist.is_initialized() else None
-        self.rank = dist.get_rank() if self._world is not None else 0
-        self.size = dist.get_world_size() if self._world is not None else 1
-        self._group = _torch.new_gloo_group(f"flatshard_{name}") if self.size > 1 else None
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the process group that it was made in is still the default one."""
-        return self._world is (dist.group.WORLD if dist.is_initialized() else None)
+        world = dist.group.WORLD if dist.is_initialized() else None
+        self.rank = 0 if world is None else world.rank()
+        self.size = 1 if world is None else world.size()
+        self._group = None
+        if world is not None and self.size > 1:
+            self._group = own_group(world, f"flatshard_{name}", backend="gloo", user=self)
 
     def gather(self, message: bytes) -> list[bytes]:
         """The messages of all ranks, in their order, on each of them."""

@@ -1,8 +1,16 @@
-"""Process groups that no mesh has: made once, by those who are in them, for as long as the default group lives."""
+"""Process groups that no mesh has: made on first use by those who are in them, shared, and destroyed when unused.
+
+A group is known by its ranks and what it is for, so models that come and go on one mesh after another use the same.
+Destroying one is collective (NCCL waits for the other ranks), so it does not happen when Python frees something, but
+where all of its ranks come by: before the first forward of another model, and in `destroy_groups` (decision 002).
+"""
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import weakref
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from weakref import WeakKeyDictionary
@@ -13,52 +21,136 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import _torch
 
-# By the default process group and their ranks.
-_made: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]] = WeakKeyDictionary()
+# Backends without other ranks.
+IMAGINED = frozenset({"rehearsal", "fake"})
 
 
-def joint_group(mesh: DeviceMesh, axes: Sequence[int]) -> ProcessGroup:
+class _Made:
+    """A process group, and who uses it between calls."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+        self.votes = 0  # on its end, which all of its ranks take part in
+        self._users: list[weakref.ref[object]] = []
+
+    @property
+    def is_used(self) -> bool:
+        return any(user() is not None for user in self._users)
+
+    def use(self, user: object) -> ProcessGroup:
+        if user is not None:
+            self._users = [known for known in self._users if known() is not None] + [weakref.ref(user)]
+        return self.group
+
+
+class _Registry:
+    """Of one default process group."""
+
+    def __init__(self) -> None:
+        self.made: dict[str, _Made] = {}
+        self.destroyed: Counter[str] = Counter()  # names: ranks meet at a store, which remembers them
+
+
+_registries: WeakKeyDictionary[ProcessGroup, _Registry] = WeakKeyDictionary()
+
+
+def joint_group(mesh: DeviceMesh, axes: Sequence[int], user: object = None) -> ProcessGroup:
     """The process group of all ranks that differ from this one along these axes of a mesh only.
 
     It is the axis's own or the default one if that has the same ranks. Otherwise the first call makes it, is collective
-    among its ranks, and later ones find it.
+    among its ranks, and later ones find it. Who keeps it from call to call is its ``user``.
     """
     if len(axes) == 1:
         return mesh.get_group(axes[0])
     place = mesh.get_coordinate()
     assert place is not None
     ranks = mesh.mesh[tuple(slice(None) if axis in axes else place[axis] for axis in range(mesh.ndim))]
-    return group_among(ranks.flatten().tolist(), [mesh.get_group(axis) for axis in axes])
+    return group_among(ranks.flatten().tolist(), [mesh.get_group(axis) for axis in axes], user)
 
 
-def group_among(ranks: Sequence[int], beside: Sequence[ProcessGroup]) -> ProcessGroup:
+def group_among(ranks: Sequence[int], beside: Sequence[ProcessGroup], user: object = None) -> ProcessGroup:
     """The process group of these ranks: the default one if it has no others, else one that the first call makes.
 
     It waits as long as the most patient of the groups ``beside`` it, and has the backend of that. The first call is
-    collective among the ranks, and only them: the rest of the world may be busy with something else.
+    collective among the ranks, and only them: the rest of the world may be busy with something else. ``user``: as of
+    `joint_group`.
     """
-    members, world = tuple(sorted(ranks)), dist.group.WORLD
+    members, world = sorted(ranks), dist.group.WORLD
     assert world is not None
     if len(members) == world.size():
         return world
-    known = _made.setdefault(world, {})
-    if members not in known:
-        like = max(beside, key=lambda group: _torch.timeout_of(group) or timedelta())
-        digest = hashlib.sha256(repr(members).encode()).hexdigest()[:20]
-        patience = _torch.timeout_of(like) or _torch.timeout_of(world)  # meshes make groups without asking for one
-        known[members] = _torch.new_group(members, like, f"flatshard_joint_{digest}", "flatshard_joint", patience)
-    return known[members]
+    like = max(beside, key=lambda group: _torch.timeout_of(group) or timedelta())
+    patience = _torch.timeout_of(like) or _torch.timeout_of(world)  # meshes make groups without asking for one
+    return _group("flatshard_joint", members, like, patience, None, user, ())
 
 
-_own_groups: WeakKeyDictionary[ProcessGroup, dict[str, ProcessGroup]] = WeakKeyDictionary()
+def own_group(
+    like: ProcessGroup, title: str, patience: timedelta | None = None, backend: str | None = None, user: object = None
+) -> ProcessGroup:
+    """Another process group of the same ranks, backend and time-out, unless others are given.
+
+    There is one for each ``title``. ``user``: as of `joint_group`.
+    """
+    # Only the members of one line of a mesh meet here, so the group must not wait for all ranks.
+    ranks = dist.get_process_group_ranks(like)
+    differs = patience or _torch.timeout_of(like), backend or _torch.backends_of(like)
+    return _group(title, ranks, like, patience, backend, user, differs)
 
 
-def own_group(like: ProcessGroup, title: str, patience: timedelta | None = None) -> ProcessGroup:
-    """Another process group of the same ranks, backend and time-out. Or, with ``patience``, of Gloo with that one."""
-    known = _own_groups.setdefault(like, {})
-    if title not in known:
-        # Only the members of one line of a mesh meet here, so the group must not wait for all ranks.
-        ranks = dist.get_process_group_ranks(like)
-        backend = None if patience is None else "gloo"
-        known[title] = _torch.new_group(ranks, like, f"{title}_{like.group_name}", title, patience, backend)
-    return known[title]
+def _group(
+    title: str,
+    ranks: list[int],
+    like: ProcessGroup,
+    patience: timedelta | None,
+    backend: str | None,
+    user: object,
+    differs: tuple[object, ...],
+) -> ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    registry = _registries.setdefault(world, _Registry())
+    name = f"{title}_{hashlib.sha256(repr((ranks, differs)).encode()).hexdigest()[:20]}"
+    if name not in registry.made:
+        unique = f"{name}_{registry.destroyed[name]}"
+        registry.made[name] = _Made(_torch.new_group(ranks, like, unique, title, patience, backend))
+    return registry.made[name].use(user)
+
+
+def destroy_groups() -> None:
+    """Destroy the process groups that flatshard has made and that no model uses any more. All ranks call it.
+
+    It waits for the other ranks of such groups. A group that is in use on one of them stays on all. Those of meshes
+    are the user's, and ``torch.distributed.destroy_process_group()`` ends all of them.
+    """
+    gc.collect()
+    _destroy_unused(None)
+
+
+def destroy_unused_within(mesh: DeviceMesh) -> None:
+    """Destroy those that have no other ranks than a mesh and that nobody uses. All ranks of the mesh call it."""
+    _destroy_unused(set(mesh.mesh.flatten().tolist()))
+
+
+def _destroy_unused(within: set[int] | None) -> None:
+    registry = _registries.get(dist.group.WORLD) if dist.is_initialized() and dist.group.WORLD is not None else None
+    for name, made in sorted(registry.made.items()) if registry is not None else ():  # in one order on all ranks
+        if (within is None or within.issuperset(dist.get_process_group_ranks(made.group))) and _all_let_go(made):
+            assert registry is not None
+            del registry.made[name]
+            registry.destroyed[name] += 1
+            dist.destroy_process_group(made.group)
+
+
+def _all_let_go(made: _Made) -> bool:
+    """Whether no rank of a process group uses it. They ask at the store: another thread may be using the group."""
+    group = made.group
+    if group.name() in IMAGINED:
+        return not made.is_used
+    made.votes += 1
+    store = _torch.PrefixStore(f"flatshard/{group.group_name}/{made.votes}", _torch.default_store())
+    store.add("unused", int(not made.is_used))
+    if store.add("came", 1) == group.size():
+        store.set("all", str(int(store.add("unused", 0) == group.size())))
+    patience = _torch.timeout_of(group)
+    store.wait(["all"], *([] if patience is None else [patience]))
+    return bool(store.get("all") == b"1")

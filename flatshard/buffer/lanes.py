@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatshard import _recording, _torch
 from flatshard.buffer import ways
 from flatshard.buffer.custom import gather_by, reduce_by
-from flatshard.buffer.groups import own_group
+from flatshard.buffer.groups import IMAGINED, own_group
 from flatshard.buffer.peers import Peers, device_number, may_share_devices, node_number
 from flatshard.buffer.tickets import DONE, Action, Operation, Ticket, Tickets
 from flatshard.buffer.ways import Convoy, Gather, Op, Tensors
@@ -33,8 +33,6 @@ _WITHOUT_AVG = frozenset({"gloo", "mpi", "ucc"})
 # How many operations a lane remembers for its history.
 HISTORY = 256
 _CPU = torch.device("cpu")
-# Backends without other ranks.
-_IMAGINED = frozenset({"rehearsal", "fake"})
 _KINDS = {kind: number for number, kind in enumerate(KINDS)}
 
 
@@ -89,6 +87,8 @@ class Lane:
         self.history: deque[Operation] = deque(maxlen=HISTORY)
         self.launched = 0
         self.own_groups = own_groups or patience is not None
+        # Axes of meshes along which other lanes communicate too; along others no group of its own is needed. None: all.
+        self.beside: frozenset[tuple[DeviceMesh, int]] | None = None
         self._patience = patience
         self.inside = _Inside(self.stream)
         self.convoy: Convoy | None = None  # while gathers are held back
@@ -102,13 +102,15 @@ class Lane:
         """The process group in which this lane communicates along one axis of a mesh.
 
         With ``own_groups``, the first call for an axis makes the group and is collective among its ranks. All lanes of
-        one name share it: models come and go, communicators stay.
+        one name share it.
         """
-        key = (mesh, axis, self.own_groups)
+        own = self.own_groups and (self.beside is None or (mesh, axis) in self.beside)
+        key = (mesh, axis, own)
         if key not in self._groups:
             made = mesh.get_group(axis)
-            if self.own_groups and made.size() > 1:
-                made = own_group(made, f"flatshard_{self.name}", self._patience)
+            if own and made.size() > 1:
+                backend = None if self._patience is None else "gloo"
+                made = own_group(made, f"flatshard_{self.name}", self._patience, backend, user=self)
             assert isinstance(made, ProcessGroup)
             self._groups[key] = made
         return self._groups[key]
@@ -118,7 +120,8 @@ class Lane:
         ranks, given = (sorted(dist.get_process_group_ranks(each)) for each in (mesh.get_group(axis), group))
         if ranks != given:
             raise ValueError(f"the process group has ranks {given}; axis {axis} of the mesh has {ranks}")
-        self._groups[mesh, axis, self.own_groups] = group
+        for own in (False, True):
+            self._groups[mesh, axis, own] = group
 
     def entered(self, after: Tickets = ()) -> _Inside:
         """A context in which device work goes in this lane's order, after the given tickets. Can be nested."""
@@ -255,7 +258,7 @@ class Lane:
         assert self.stream is not None
         others = [group for group in groups if group.size() > 1]
         for group in others:
-            if self.backend_in(group) not in _IMAGINED:
+            if self.backend_in(group) not in IMAGINED:
                 mine = torch.tensor([node_number(), device_number(self.device)], device=self.device)
                 all_of = mine.new_empty((group.size(), 2))
                 self.all_gather(group, [all_of], [mine], after=(self.mark(),), name="nodes").wait()
@@ -362,7 +365,7 @@ def record_replay(lane: Lane, name: str, ranks: Sequence[int]) -> None:
 def watch_over(device: torch.device) -> bool:
     """Whether there are other ranks. If so, be told from now on what ends them, and tell them what ends this one."""
     world = dist.group.WORLD if dist.is_initialized() else None
-    if world is None or world.size() == 1 or _torch.backend_name(world, device) in _IMAGINED:
+    if world is None or world.size() == 1 or _torch.backend_name(world, device) in IMAGINED:
         return False
     store = _torch.default_store()
     known = weakref.ref(store)

@@ -13,16 +13,6 @@ class CheckpointError(ValueError):
     """A checkpoint that is damaged, incomplete, or of another model; or a save that failed. Names file and tensor."""
 
 
-_exchanges: dict[str, Exchange] = {}
-
-
-def exchange(name: str) -> Exchange:
-    """The exchange of this name. The first call in a process group is collective."""
-    if name not in _exchanges or not _exchanges[name].is_current:
-        _exchanges[name] = Exchange(name)
-    return _exchanges[name]
-
-
 def together(ranks: Exchange, action: Callable[[], Any]) -> list[Any]:
     """What ``action`` returns on each rank, as JSON carries it. If it raises on any, CheckpointError on all."""
     own: Exception | None = None

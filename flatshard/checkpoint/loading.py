@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from flatshard import _arguments, _torch
-from flatshard.checkpoint.errors import CheckpointError, exchange, together
+from flatshard.buffer import Exchange
+from flatshard.checkpoint.errors import CheckpointError, together
 from flatshard.checkpoint.files import Manifest, Source
 from flatshard.checkpoint.names import renaming
 from flatshard.checkpoint.progress import bar
@@ -45,7 +46,7 @@ def load(
     path = _arguments.path("path", path)
     _arguments.module("load", model)
     _arguments.optimizer(optimizer)
-    ranks = exchange("checkpoint_load")
+    ranks = Exchange("control")
     staged: list[tuple[dict[str, Any], Any, Any]] = []
     manifests: list[Manifest] = []
 

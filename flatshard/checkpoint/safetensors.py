@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from flatshard import _arguments
+from flatshard.buffer import Exchange
 from flatshard.checkpoint import found
 from flatshard.checkpoint.converted import ConvertingReader, convert
-from flatshard.checkpoint.errors import exchange, together
+from flatshard.checkpoint.errors import together
 from flatshard.checkpoint.files import CODES, as_bytes, checksum, sync_folder
 from flatshard.checkpoint.found import INDEX, SINGLE, checked_header, find_tensors
 from flatshard.checkpoint.full import iter_full_tensors, named_tensors
@@ -62,7 +63,7 @@ def export_safetensors(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype={dtype!r}: must be a floating-point torch.dtype or None")
     check_names(names)
-    ranks = exchange("checkpoint_save")
+    ranks = Exchange("checkpoint_save")
     files = planned(named_tensors(model), limit, dtype, names)
     together(ranks, lambda: folder.mkdir(parents=True, exist_ok=True) if ranks.rank == 0 else None)
     error: Exception | None = None
@@ -221,7 +222,7 @@ def load_safetensors(
     _arguments.module("load_safetensors", model)
     folder = _arguments.path("folder", folder)
     check_names(names)
-    ranks = exchange("checkpoint_load")
+    ranks = Exchange("control")
     staged: list[dict[str, Any]] = []
 
     def stage() -> None:

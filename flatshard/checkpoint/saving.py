@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from flatshard import _arguments
 from flatshard.buffer import Exchange
-from flatshard.checkpoint.errors import CheckpointError, exchange, together
+from flatshard.checkpoint.errors import CheckpointError, together
 from flatshard.checkpoint.files import FORMAT, MANIFEST, Manifest, sync_folder, write_boxes, write_manifest
 from flatshard.checkpoint.progress import bar
 from flatshard.checkpoint.state import Snapshot, take
@@ -93,7 +93,7 @@ def save(
     previous, _last = _last, None
     if previous is not None:
         previous.wait_unless_told()
-    ranks = exchange("checkpoint_save")
+    ranks = Exchange("checkpoint_save")
     state = {} if optimizer is None else shown_state(optimizer)
     taken: list[Snapshot] = []
 
@@ -148,7 +148,7 @@ def _write(path: Path, taken: Snapshot, ranks: Exchange, keep_last: int | None, 
 
 def write_snapshot(path: Path, taken: Snapshot) -> None:
     """Write a snapshot that one process has put together."""
-    _write(path, taken, exchange("checkpoint_save"), None, False)
+    _write(path, taken, Exchange("checkpoint_save"), None, False)
 
 
 def _start(folder: Path) -> None:

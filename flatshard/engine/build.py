@@ -367,7 +367,7 @@ def _park_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
         first = place[-1] - place[-1] % size
         ranks = mesh.mesh[tuple(place[:-1])][first : first + size].tolist()
         # Not by a mesh of all these groups, for which torch would ask every rank of the world to be here.
-        group = group_among(ranks, [mesh.get_group(mesh.ndim - 1)])
+        group = group_among(ranks, [mesh.get_group(mesh.ndim - 1)], user=mesh)
         known[size] = DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=("within",))
     return known[size]
 

@@ -145,6 +145,6 @@ def _check(scope: Scope) -> None:
         raise ValueError("rows=True is not for models with optional units: ranks that skip one ask for no rows")
     if not scope.reduce_lane.own_groups:
         raise ValueError(
-            "optional units need SchedulePolicy(separate_groups=True): ranks that use one and ranks that do not come "
-            "to its reduce at different places among the gathers"
+            "optional units need reduces with process groups of their own, not SchedulePolicy(separate_groups=False): "
+            "ranks that use one and ranks that do not come to its reduce at different places among the gathers"
         )

@@ -13,6 +13,8 @@ from flatshard import _recording
 from flatshard.buffer import Pool
 from flatshard.engine.reduction import Goal, Reduction
 from flatshard.engine.weights import Group
+from flatshard.layout import is_sharded
+from flatshard.policy import SEPARATE_GROUPS
 
 if TYPE_CHECKING:
     from flatshard.engine.scope import Scope
@@ -34,6 +36,15 @@ class Reduces:
         self._had: set[int] = set()  # groups that the running backward has reduced
         self._has_optional = any(unit.settings.is_optional for unit in units)
         self._has_stopped = False  # a backward has stopped short of final gradients
+        # Axes of meshes along which weights are gathered, in a pass or from what the optimizer has written.
+        self.gathered = frozenset(
+            (group.mesh, axis)
+            for unit in units
+            for group in unit.groups
+            for rests in (group.placements.parameter, group.placements.optimizer)
+            for axis, placement in enumerate(rests)
+            if is_sharded(placement)
+        )
         self.resolve(units)
 
     def resolve(self, units: Sequence[Unit]) -> None:
@@ -42,7 +53,9 @@ class Reduces:
         highest = max((told.max_reducing for told in settings if told.max_reducing is not None), default=None)
         self._most = self._policy.max_reducing if highest is None else highest
         told = [told.separate_groups for told in settings if told.separate_groups is not None]
-        self.pool.lane.own_groups = any(told) if told else self._policy.separate_groups
+        chosen, lane = any(told) if told else self._policy.separate_groups, self.pool.lane
+        lane.own_groups = SEPARATE_GROUPS or self._has_optional if chosen is None else chosen
+        lane.beside = self.gathered
 
     # Turns
 

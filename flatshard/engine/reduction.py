@@ -61,7 +61,7 @@ class Stage:
         self.placements = placements
         self._mesh, self._axis = mesh, axis
         self._scatters = is_sharded(placements[axis])
-        self._group: tuple[Lane, bool, ProcessGroup] | None = None
+        self._group: tuple[object, ProcessGroup] | None = None
 
     def launch(self, inputs: Tensors, out: DBuffer, of: Reduction, after: Tickets = (), then: Action = None) -> Ticket:
         """Reduce runs into ``out`` and do ``then``, inside the lane. What that reads besides the inputs is held."""
@@ -77,9 +77,10 @@ class Stage:
         return ticket if then is None else lane.follow(ticket, then)
 
     def _among(self, lane: Lane) -> ProcessGroup:
-        if self._group is None or self._group[0] is not lane or self._group[1] != lane.own_groups:
-            self._group = lane, lane.own_groups, lane.group(self._mesh, self._axis)
-        return self._group[2]
+        now = lane, lane.own_groups, lane.beside
+        if self._group is None or self._group[0] != now:
+            self._group = now, lane.group(self._mesh, self._axis)
+        return self._group[1]
 
 
 class EncodedStage(Stage):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flatshard import _recording, _torch
-from flatshard.buffer import Convoy, Lane, Planner, Pool, watch_over
+from flatshard.buffer import Convoy, Lane, Planner, Pool, destroy_unused_within, watch_over
 from flatshard.engine import outside, steps
 from flatshard.engine.agreement import Agreement, Announcer, check_model, patience
 from flatshard.engine.keep import arriving_bytes, opening_bytes
@@ -40,7 +40,8 @@ class Scope:
         self.gather_lane = Lane("gather", device)
         # Look-ups, if there are any, do not queue behind gathers that run ahead: the host may be waiting for one.
         looks_up = any(unit.rows is not None for unit in units)
-        self.rows_lane = Lane("rows", device, own_groups=policy.separate_groups) if looks_up else self.gather_lane
+        own_rows = policy.separate_groups is not False
+        self.rows_lane = Lane("rows", device, own_groups=own_rows) if looks_up else self.gather_lane
         self.gather_pool = Pool(self.gather_lane, Planner() if policy.planned_pool else None)
         self.program = Program([len(unit.groups) for unit in units], [unit.parent for unit in units])
         self.forwards = self.backwards = 0
@@ -54,7 +55,7 @@ class Scope:
         has_optional = any(unit.settings.is_optional for unit in units)
         self.announcer = Announcer(self.program, talk, has_optional)
         self._has_agreed = False  # the ranks have compared their models as they are now
-        self.reduces = Reduces(self, units, Pool(Lane("reduce", device, own_groups=policy.separate_groups)))
+        self.reduces = Reduces(self, units, Pool(Lane("reduce", device)))
         self.entry: int | None = None  # the outermost unit whose forward is running
         self._retained: int | None = None  # a unit gathered by a recompute, its backward to come
         self._ahead: set[int] = set()  # gathered by prefetch and not needed yet
@@ -100,6 +101,8 @@ class Scope:
             unit.release()
         self.gather_lane, self.rows_lane = other.gather_lane, other.rows_lane
         self.gather_pool, self.reduces.pool = other.gather_pool, other.reduces.pool
+        other.reduces.gathered |= self.reduces.gathered
+        other.reduces.resolve(other.units)
 
     # Passes
 
@@ -496,6 +499,9 @@ class Scope:
         if self.announcer.agreement is not None:
             return
         self.announcer.agreement = Agreement(lane, self.meshes)
+        for mesh in self.meshes:
+            if mesh.ndim:
+                destroy_unused_within(mesh)  # what models that are gone have left
         if self.policy.registered or self.policy.wire == "peers":
             self._prepare_wires()
 

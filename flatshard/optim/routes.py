@@ -59,7 +59,7 @@ class Meeting:
         """Its process group. The first call may be collective among its ranks."""
         if self._group is None:
             assert self.mesh is not None
-            self._group = joint_group(self.mesh, self.axes)
+            self._group = joint_group(self.mesh, self.axes, user=self)
             assert sorted(dist.get_process_group_ranks(self._group)) == [int(self.mesh.mesh[p]) for p in self.places]
         return self._group
 

@@ -9,7 +9,7 @@ import sys
 import time
 from types import FrameType
 
-from flatshard.checkpoint.errors import exchange
+from flatshard.buffer import Exchange
 
 _SECONDS = 1.0  # a terminal and a launcher may both pass on one Ctrl-C; a signal after that long is another one
 
@@ -39,7 +39,7 @@ class Stop:
 
     def agreed(self) -> int:
         """The signal that has asked any rank, or 0. The same on all ranks, which all call it after each step."""
-        return max(reply[0] for reply in exchange("train_stop").gather(bytes([self.number])))
+        return max(reply[0] for reply in Exchange("control").gather(bytes([self.number])))
 
 
 def reader_is_gone() -> bool:

@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor, Partial
 from flatshard import checkpoint
 from flatshard._recording import Recording, recording
 from flatshard.api import microbatch
+from flatshard.buffer import Exchange
 from flatshard.captured import Captured, capture
-from flatshard.checkpoint.errors import CheckpointError, exchange, together
+from flatshard.checkpoint.errors import CheckpointError, together
 from flatshard.optim.clip import clip_grad_norm_
 from flatshard.train.build import build_model, build_optimizer, set_capturable, shard
 from flatshard.train.data import Text, batch_rows, held_rows
@@ -67,7 +68,7 @@ class Trainer:
         if settings.record is not None and settings.steps < self.done + _RECORDED[1]:
             raise Mistake(f"--record {settings.record}: takes step {_RECORDED[1]} of a run; give it more --steps")
         self._log: Log | None = None
-        together(exchange("train_log"), lambda: self._open_log() if mesh.get_rank() == 0 else None)
+        together(Exchange("control"), lambda: self._open_log() if mesh.get_rank() == 0 else None)
 
     def _open_log(self) -> None:
         settings = self.settings
@@ -84,7 +85,7 @@ class Trainer:
         folder = self.settings.checkpoint
         if folder is None:
             return 0
-        ranks = exchange("checkpoint_load")
+        ranks = Exchange("control")
         newest = together(ranks, lambda: _newest(folder) if ranks.rank == 0 else None)[0]
         if newest is None:
             return 0
@@ -174,7 +175,7 @@ class Trainer:
         """A step that becomes a graph. Mistake on all ranks where it cannot on one."""
         made: list[tuple[Tensor, Tensor]] = []
         try:
-            together(exchange("train_capture"), lambda: made.append(self._update(*batch)))
+            together(Exchange("control"), lambda: made.append(self._update(*batch)))
         except CheckpointError as error:
             raise Mistake(f"--capture: {error}") from error
         return made[0]
