@@ -38,6 +38,12 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    DataParallelMeshInfo,
+    DDPMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as FSDPState
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -226,6 +232,13 @@ def data_parallel_mesh(mesh: DeviceMesh, shard: Sequence[str], replicate: Sequen
         if names:
             parts.append(mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names)))
     return parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
+
+
+def mesh_info(mesh: DeviceMesh, sharded: bool) -> DataParallelMeshInfo:
+    """What FSDP2 says of a mesh (shard) or (replicate, shard); ``sharded``: off where all axes keep copies."""
+    if mesh.ndim == 2:
+        return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    return FSDPMeshInfo(mesh, shard_mesh_dim=0) if sharded else DDPMeshInfo(mesh, replicate_mesh_dim=0)
 
 
 def placement_result(given: Any) -> tuple[Any, DeviceMesh | None]:

@@ -46,6 +46,7 @@ class Installed:
     """What `install` changes of `fully_shard` itself."""
 
     values: Values = "same"  # what None means there, unless the environment says
+    refuses_meta: bool = False  # a forward of what is on the meta device is an error, as with PyTorch's
     after: Callable[[], None] = lambda: None  # called whenever a unit has been made
 
 
@@ -149,6 +150,7 @@ def fully_shard(
 def make_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     """Make a unit of modules, and let them be of a class that knows of it."""
     unit = build_unit(modules, choices)
+    unit.settings.refuses_meta = installed.refuses_meta
     unit.copier = functools.partial(copied, make_unit)
     for each in modules:
         each.__class__ = unit_class(type(each), methods_for, bool(choices.rows))

@@ -40,6 +40,7 @@ def install() -> None:
     again takes in what has been imported since. `uninstall` undoes it.
     """
     installed.values = "warn"  # ranks that begin with different values are no error with PyTorch's
+    installed.refuses_meta = True  # nobody who wrote for PyTorch's means to train initial values
     installed.after = hf.let_trainer_save  # which may have been imported by then
     for name in _torch.FSDP_HOMES:
         importlib.import_module(name)
@@ -57,7 +58,7 @@ def uninstall() -> None:
 
     of a module that has come since, nothing tells whether it asked torch or flatshard for them.
     """
-    installed.values, installed.after = "same", lambda: None
+    installed.values, installed.refuses_meta, installed.after = "same", False, lambda: None
     hf.undo_let_trainer_save()
     while _changed:
         module, name, value = _changed.pop()

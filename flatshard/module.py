@@ -33,6 +33,10 @@ from flatshard.policy import MixedPrecisionPolicy, own_policy
 from flatshard.state import FSDPState, state_of
 
 
+class HasCustomComm(RuntimeError, AssertionError):
+    """A call that custom communication rules out. PyTorch's is an AssertionError."""
+
+
 class FSDPModule(TorchFSDPModule):
     """What `fully_shard` adds to the class of a module.
 
@@ -306,9 +310,7 @@ class FSDPModule(TorchFSDPModule):
         mesh = unit.mesh if mesh is None else mesh
         scope.gather_lane.use(mesh, mesh.ndim - 1, group)
 
-    def set_all_reduce_hook(
-        self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
-    ) -> None:
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """Call ``hook`` with this rank's flat part of every gradient that has been reduced over all axes.
 
         It may change it in place before it reaches the parameters, as by an all-reduce over ranks that the mesh does
@@ -348,7 +350,7 @@ class FSDPModule(TorchFSDPModule):
         for group in _one_mesh(method, _unit(self)):
             custom = [c for c in (group.all_gather_comm, group.gradients.comm) if c is not None]
             if any(not _torch.is_shipped_comm(comm) for comm in custom):
-                raise RuntimeError(
+                raise HasCustomComm(
                     f"{method}: this unit has a custom all-gather or reduce-scatter, which allocates itself"
                 )
             gather, reduce = make(group.mesh.get_group(group.mesh.ndim - 1)) if make is not None else (None, None)

@@ -156,7 +156,7 @@ class DataParallelMeshDims:
         if twice:
             raise ValueError(f"DataParallelMeshDims: {min(twice)!r} is named twice; an axis shards or replicates")
         if not self.shard_names and not self.replicate_names:
-            raise ValueError("DataParallelMeshDims: name at least one axis, in shard or in replicate")
+            raise ValueError("At least one of shard or replicate must be set in DataParallelMeshDims")
 
     @property
     def shard_names(self) -> tuple[str, ...]:

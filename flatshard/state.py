@@ -13,6 +13,7 @@ from flatshard import _torch
 from flatshard.engine.names import Names
 from flatshard.engine.roots import scope_of, unit_of
 from flatshard.engine.unit import Unit
+from flatshard.layout import is_sharded
 
 _STATE = "_flatshard_state"
 
@@ -38,6 +39,20 @@ class FSDPParamGroup:
         """Whether the full parameters are here now."""
         unit = self._unit()
         return unit is not None and unit.is_gathered
+
+    @property
+    def mesh_info(self) -> Any:
+        """PyTorch's description of the mesh."""
+        unit = self._unit()
+        assert unit is not None
+        return _torch.mesh_info(unit.mesh, is_sharded(unit.groups[0].main.placements[-1]))
+
+    @property
+    def comm_ctx(self) -> types.SimpleNamespace:
+        """The streams, as those of the state."""
+        unit = self._unit()
+        assert unit is not None
+        return _streams(unit)
 
     def post_backward(self) -> None:
         """Pipelines ask every group for it; the root's callback does it for all."""
@@ -91,6 +106,11 @@ class FSDPState:
         return types.SimpleNamespace(all_states=[state_of(unit.modules[0]) for unit in units])
 
     @property
+    def _comm_ctx(self) -> types.SimpleNamespace:
+        """The streams that units of this root communicate on; None before there has been a forward, and on CPU."""
+        return _streams(self.unit)
+
+    @property
     def _fsdp_param_groups(self) -> list[FSDPParamGroup]:
         unit = self.unit
         root = None if unit.scope is None else unit.scope.units[0].modules[0]
@@ -122,6 +142,17 @@ class FSDPState:
             f"{name}: of PyTorch's private FSDPState, flatshard has no such part; flatshard.summary(model) shows what "
             "there is"
         )
+
+
+def _streams(unit: Unit) -> types.SimpleNamespace:
+    gathers, reduces = (None, None) if unit.scope is None else (unit.scope.gather_lane, unit.scope.reduce_lane)
+    gather, reduce = (None if lane is None else lane.stream for lane in (gathers, reduces))
+    return types.SimpleNamespace(
+        all_gather_copy_in_stream=gather,
+        all_gather_stream=gather,
+        reduce_scatter_stream=reduce,
+        all_reduce_stream=reduce,
+    )
 
 
 def state_of(module: nn.Module) -> FSDPState | None:

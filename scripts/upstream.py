@@ -7,7 +7,8 @@
 CHECKOUT is a checkout of PyTorch, of the version that is installed, or of Megatron-LM. Nothing is written to it. `run`
 runs the suite twice: the control (FSDP2, or NVIDIA's megatron_fsdp), then flatshard. All ranks share device 0 of a
 machine with one GPU; with `--device cpu` they are CPU ranks over Gloo. Every result is written when it comes, to
-`FOLDER/SUITE-control.jsonl` and `FOLDER/SUITE-flatshard.jsonl`, one line of JSON per test.
+`FOLDER/SUITE-control.jsonl` and `FOLDER/SUITE-flatshard.jsonl`, one line of JSON per test. What the control skips is
+not run with flatshard.
 
 PyTorch's tests need the package `expecttest`; `--path` adds folders of packages.
 """
@@ -72,6 +73,7 @@ def _arguments() -> argparse.Namespace:
     run.add_argument("--total", type=float, default=0, help="seconds for one system; tests left over are not run")
     run.add_argument("--mps", action="store_true", help="let ranks share the device by NVIDIA's Multi-Process Service")
     run.add_argument("--path", action="append", default=[], type=Path, help="a folder of packages that tests import")
+    run.add_argument("--known", action="append", default=[], type=Path, help="results; what they skipped is left out")
     run.add_argument("-k", default="", help="tests whose names match, as with pytest")
     compare = commands.add_parser("compare", help="what the control passes and flatshard does not")
     compare.add_argument("folder", type=Path)
@@ -99,6 +101,10 @@ def _run(arguments: argparse.Namespace, system: str, packages: str) -> None:
     if not chosen:
         raise SystemExit(f"{checkout} has none of {', '.join(_FILES[arguments.suite])}")
     results = arguments.out.resolve() / f"{arguments.suite}-{system}.jsonl"
+    known = list(arguments.known)
+    if system != "control":
+        known.append(arguments.out / f"{arguments.suite}-control.jsonl")
+    skipped = {test for path in known for test, each in read(path).items() if each["outcome"] == "skipped"}
     results.write_text("")
     settings = {
         "suite": arguments.suite,
@@ -111,6 +117,7 @@ def _run(arguments: argparse.Namespace, system: str, packages: str) -> None:
         "total": arguments.total,
         "results": str(results),
         "logs": packages,
+        "skipped": sorted(skipped),
     }
     paths = [checkout, *(path.resolve() for path in arguments.path), packages, _HERE]
     environment = os.environ | _ENVIRONMENT | {"UPSTREAM": json.dumps(settings)}

@@ -26,11 +26,12 @@ _FORK = multiprocessing.get_context("fork")
 
 def apply(device: str, backend: str, count: int) -> None:
     """Change what torch says of devices in this process and its forks. Before torch.testing is imported."""
+    known = _asked_of_device() if device == "cuda" else None  # as it is: torch looks at all devices when CUDA starts
     torch.cuda.device_count = lambda: count
     torch.accelerator.device_count = lambda: count
     _carry(backend)
-    if device == "cuda":
-        _one_cuda_device()
+    if known is not None:
+        _one_cuda_device(known)
     else:
         _no_device(count)
     _fork_ranks()
@@ -116,8 +117,8 @@ def _mapped(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _one_cuda_device() -> None:
-    home, known = os.getpid(), _asked_of_device()
+def _one_cuda_device(known: types.SimpleNamespace) -> None:
+    home = os.getpid()
 
     def in_forks(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -195,7 +196,8 @@ def _no_device(count: int) -> None:
     torch.cuda.is_available = lambda: False  # looking for a driver would spoil forks
     torch.cpu.device_count = lambda: count
     torch.cpu.manual_seed = torch.manual_seed
-    torch.cpu.empty_cache = torch.cuda.synchronize = torch.cuda.set_device = lambda *args, **kwargs: None
+    for module, name in ((torch.cpu, "empty_cache"), (torch.cuda, "synchronize"), (torch.cuda, "set_device")):
+        setattr(module, name, lambda *args: None)  # each its own: Dynamo tells functions of torch apart
     import torch.testing._internal.common_distributed as common
 
     common.skip_if_lt_x_gpu = lambda x, *, allow_cpu=False: lambda test: test

@@ -50,6 +50,7 @@ _place()
 @dataclass
 class _Running:
     test: str
+    number: int
     log: Path
     begun: float = field(default_factory=time.monotonic)
     told: bool = False  # to show its stacks
@@ -69,12 +70,12 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
     if session.config.option.collectonly:
         return True
     upstream_devices.map_devices_of(session.config.rootpath)
-    waiting, running = deque(enumerate(session.items)), dict[int, _Running]()
+    waiting, running = deque(enumerate(_interleaved(session.items))), dict[int, _Running]()
     begun, total = time.monotonic(), _SETTINGS["total"] or float("inf")
     while running or (waiting and time.monotonic() - begun < total):
         while waiting and len(running) < _SETTINGS["jobs"] and time.monotonic() - begun < total:
             number, item = waiting.popleft()
-            one = _Running(item.nodeid, Path(_SETTINGS["logs"], f"{_SETTINGS['system']}-{number}.log"))
+            one = _Running(item.nodeid, number, Path(_SETTINGS["logs"], f"{_SETTINGS['system']}-{number}.log"))
             running[_start(item, one)] = one
         for pid in list(running):
             if _ended(pid, running[pid]):
@@ -96,7 +97,7 @@ def _start(item: pytest.Item, one: _Running) -> int:
         os.dup2(output, stream)
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
-    os.environ["MASTER_PORT"] = str(_free_port())
+    os.environ["MASTER_PORT"] = str(_free_port(one.number))
     try:
         outcome, error = _on_ranks(item, one) if _SETTINGS["suite"] == "megatron" else _here(item)
     except BaseException:
@@ -206,7 +207,20 @@ def first_error(text: str) -> str:
     return (told or lines or text.strip().splitlines()[-1:] or [""])[0]
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+def _interleaved(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Tests that have not been skipped before, of all files in turns: what a stop leaves is a part of every file."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        if item.nodeid not in _SETTINGS["skipped"]:
+            files.setdefault(item.path, []).append(item)
+    ranked = [(at / len(found), item) for found in files.values() for at, item in enumerate(found)]
+    return [item for _, item in sorted(ranked, key=lambda pair: pair[0])]
+
+
+def _free_port(number: int) -> int:
+    """A port for a test, below those that systems give to connections."""
+    for port in range(12000 + 10 * number, 32000):
+        with socket.socket() as found:
+            if found.connect_ex(("127.0.0.1", port)):
+                return port
+    raise RuntimeError("no port is free")

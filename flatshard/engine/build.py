@@ -164,8 +164,8 @@ class Where:
         for axis in (*self.axes[0], *self.axes[1]):
             if not isinstance(parameter.placements[axis], Replicate):
                 raise ValueError(
-                    f"parameter '{name}' is placed {parameter.placements[axis]} on axis {axis} of its mesh; data "
-                    "parallelism, which dp_mesh_dims gives that axis, needs Replicate() there"
+                    f"Expected Replicate() for parameter '{name}' on axis {axis} of its mesh, which dp_mesh_dims gives "
+                    f"to data parallelism, but got {parameter.placements[axis]}"
                 )
 
 

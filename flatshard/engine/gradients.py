@@ -66,7 +66,7 @@ class Gradients:
         self.counts_unused = False  # a missing gradient is one of zero, and is shown
         self.comm: Any = None  # a `ReduceScatter` of torch's to reduce by
         # Called with what has been reduced over all axes before it is shown; and the stream to call it on.
-        self.hook: tuple[Callable[[torch.Tensor], None], torch.cuda.Stream | None] | None = None
+        self.hook: tuple[Callable[[torch.Tensor], None], torch.Stream | None] | None = None
         self.expected = sum(member.sharded.requires_grad for member in members)  # by a backward that uses them all
         self.on_complete: Callable[[], None] | None = None  # called when all expected ones have arrived, if watched
         self.on_first: Callable[[], None] | None = None  # called when one arrives and none has, if watched
@@ -433,15 +433,16 @@ def refuse_orphan() -> None:
     )
 
 
-def _call_hook(hook: Callable[[torch.Tensor], None], stream: torch.cuda.Stream | None, reduced: torch.Tensor) -> None:
+def _call_hook(hook: Callable[[torch.Tensor], None], stream: torch.Stream | None, reduced: torch.Tensor) -> None:
     """Call a user's hook in the order of the lane, on its stream or on another one."""
     with torch.no_grad():
-        if stream is None or not reduced.is_cuda:
+        if stream is None:
             hook(reduced)
             return
-        lane = torch.cuda.current_stream()
+        streams = torch.get_device_module(reduced.device)  # hooks look which one they run on, CPUs' too
+        lane = streams.current_stream()
         stream.wait_stream(lane)
-        with torch.cuda.stream(stream):
+        with streams.stream(stream):
             hook(reduced)
         lane.wait_stream(stream)
 

@@ -59,6 +59,20 @@ def materialize(model: nn.Module, init_fn: InitFn | None = None, *, seed: int = 
             _initialise([module], inits, names, seed)
 
 
+def refuse_meta(model: nn.Module) -> None:
+    """Raise RuntimeError, in PyTorch's words, if a unit of ``model`` has parameters on the meta device."""
+    names = {parameter: name for name, parameter in model.named_parameters() if parameter.is_meta}
+    for _, unit in units_below(model):
+        held = [each for _, module in owned_modules(unit.modules) for each in module._parameters.values()]
+        found = [names[parameter] for parameter in held if parameter in names]
+        if found:
+            raise RuntimeError(
+                "FSDP parameters should be materialized from meta device before training, but the following were still "
+                f"on meta device: {found}\nLoad a checkpoint, call module.to_empty(device) and initialise, or call "
+                "flatshard.materialize(model)"
+            )
+
+
 def _has_meta(module: nn.Module) -> bool:
     tensors: Iterable[torch.Tensor | None] = (*module._parameters.values(), *module._buffers.values())
     return any(tensor is not None and tensor.is_meta for tensor in tensors)

@@ -36,8 +36,10 @@ def scope_of(unit: Unit, module: nn.Module) -> Scope:
     at: dict[str, Unit] = {}
     count = 0
     if any(parameter.is_meta for parameter in module.parameters()):
-        from flatshard.engine.materialize import materialize  # it builds on units
+        from flatshard.engine.materialize import materialize, refuse_meta  # they build on units
 
+        if unit.settings.refuses_meta:
+            refuse_meta(module)
         warnings.warn(
             f"{type(module).__name__} has parameters on the meta device, which its first use initialises; if a "
             "checkpoint was to be loaded, it has not been. flatshard.materialize(model) does the same without a word",

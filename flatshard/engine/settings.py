@@ -26,6 +26,7 @@ class Settings:
     all_reduces: bool = True  # off: gradients go no further than they rest between micro-batches
     reduces_unused: bool = False  # on: what a backward does not use takes part in the reduces with zeros
     is_optional: bool = False  # a rank's batch may not use it; then it takes part in what the others launch for it
+    refuses_meta: bool = False  # on: a first use without values is refused, not begun with initial ones
     max_reducing: int | None = None  # what the scope's policy says otherwise
     separate_groups: bool | None = None
     prefetch_in_forward: list[weakref.ref[Unit]] | None = None

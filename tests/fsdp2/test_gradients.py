@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 from flatshard import MixedPrecisionPolicy, fully_shard
@@ -232,6 +233,21 @@ def _hook(rank, world, shape, reduce_dtype):
     if len(shape) == 2:
         with pytest.raises(ValueError, match="stream"):
             model.set_all_reduce_hook(hook, stream=torch.cpu.Stream())
+
+
+def _streams_of_hooks(rank, world, shard):
+    """On which stream a hook was called that was given one."""
+    stream, found = torch.cpu.Stream(), []
+    model = shard(nn.Linear(4, 4))
+    model.set_all_reduce_hook(lambda reduced: found.append(torch.cpu.current_stream()), stream=stream)
+    model(torch.ones(2, 4)).sum().backward()
+    assert torch.cpu.current_stream() != stream
+    return [each == stream for each in found]
+
+
+@pytest.mark.parametrize("shard", [torch_fully_shard, fully_shard])
+def test_all_reduce_hook_runs_on_its_stream(ranks, shard):
+    assert ranks(2, _streams_of_hooks, shard) == [[True]] * 2
 
 
 def _local(like, whole):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_managed_modules
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.pipelining import Schedule1F1B
@@ -68,8 +69,10 @@ def _installed(rank, world):
         assert state._fsdp_param_group is None
         (group,) = model[0]._get_fsdp_state()._fsdp_param_groups
         assert (group._module_fqn, [p._param_fqn for p in group.fsdp_params]) == ("0", ["0.weight", "0.bias"])
-        with pytest.raises(AttributeError, match=r"_comm_ctx: of PyTorch's private FSDPState"):
-            state._comm_ctx  # noqa: B018
+        assert (type(group.mesh_info), group.mesh_info.shard_mesh_size) == (FSDPMeshInfo, world)
+        assert state._comm_ctx.all_gather_stream is group.comm_ctx.all_gather_stream is None  # there are none on CPU
+        with pytest.raises(AttributeError, match=r"_post_forward: of PyTorch's private FSDPState"):
+            state._post_forward  # noqa: B018
         assert isinstance(state, FSDPState)
         assert _get_managed_modules((model,)) == [model]  # the others have units of their own
         model(torch.ones(2, 4)).sum().backward()
@@ -88,6 +91,40 @@ def _installed(rank, world):
 
 def test_names_become_ours_and_theirs_again(ranks):
     ranks(2, _installed)
+
+
+def _on_meta():
+    """What a forward of a model without values raises, with the `fully_shard` that is torch's now."""
+    from torch.distributed.fsdp import fully_shard
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for module in (*model, model):
+        fully_shard(module)
+    with pytest.raises(RuntimeError) as raised:
+        model(torch.ones(2, 4))
+    return model, str(raised.value).partition("]")[0]
+
+
+def _meta(rank, world):
+    _, control = _on_meta()
+    flatshard.install()
+    try:
+        model, ours = _on_meta()
+    finally:
+        flatshard.uninstall()
+    assert ours == control
+    assert ours.endswith("['0.weight', '0.bias'")
+    flatshard.materialize(model)
+    model(torch.ones(2, 4)).sum().backward()
+    with torch.device("meta"):
+        own = nn.Linear(4, 4)
+    with pytest.warns(UserWarning, match="first use initialises"):
+        flatshard.fully_shard(own)(torch.ones(2, 4))
+
+
+def test_a_forward_on_the_meta_device_is_refused_as_by_fsdp2(ranks):
+    ranks(2, _meta)
 
 
 def _piped(rank, world):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import flatshard
 
@@ -64,6 +67,29 @@ def _stream(fully_shard):
     fully_shard(nn.Linear(4, 4), mesh=mesh).set_all_reduce_hook(lambda output: None, stream=object())
 
 
+def _custom_comm(fully_shard):
+    model = fully_shard(nn.Linear(4, 4))
+    model.set_custom_all_gather(MagicMock(spec=AllGather))
+    model.set_allocate_memory_from_process_group_for_comm(True)
+
+
+def _no_dims(fully_shard):
+    _dims(fully_shard)()
+
+
+def _sharded_on_dp(fully_shard):
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    module = nn.Linear(4, 4, bias=False)
+    module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh, (Shard(0), Replicate())))
+    fully_shard(module, mesh=mesh, dp_mesh_dims=_dims(fully_shard)(shard="dp"))
+
+
+def _dims(fully_shard):
+    from torch.distributed.fsdp import DataParallelMeshDims
+
+    return DataParallelMeshDims if fully_shard is torch_fully_shard else flatshard.DataParallelMeshDims
+
+
 CASES = {
     _twice: "Each distinct composable distributed API can only be applied to a module once",
     _container: "fully_shard does not support containers that do not implement forward",
@@ -77,16 +103,20 @@ CASES = {
     _prefetch: "Expects list of FSDPModules but got|Linear",
     _buffers: "max_input_buffers must be a positive int, got 0",
     _stream: "stream cannot be set when using native HSDP",
+    _custom_comm: "",  # the control's has no words
+    _no_dims: "At least one of shard or replicate",
+    _sharded_on_dp: "Expected Replicate",
 }
 
 
 def _refused(rank, world):
     """Which cases ours does not refuse as the control does."""
     wrong = []
-    known = hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers")
+    unknown = () if hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers") else (_buffers,)
+    unknown += () if hasattr(fsdp, "DataParallelMeshDims") else (_no_dims, _sharded_on_dp)
     for case, words in CASES.items():
-        if case is _buffers and not known:
-            continue  # FSDP2 of this torch has no such method
+        if case in unknown:
+            continue  # FSDP2 of this torch has no such thing
         errors = []
         for by in (torch_fully_shard, flatshard.fully_shard):
             try:

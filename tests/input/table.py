@@ -601,7 +601,7 @@ POLICIES = {
     "OffloadPolicy": [Case("an argument", lambda b: flatshard.OffloadPolicy(True), TypeError)],
     "CPUOffloadPolicy": [Case("text", lambda b: CPUOffloadPolicy("no"), TypeError, "pin_memory='no'")],
     "DataParallelMeshDims": [
-        Case("nothing", lambda b: DataParallelMeshDims(), ValueError, "name at least one axis"),
+        Case("nothing", lambda b: DataParallelMeshDims(), ValueError, "At least one of shard or replicate"),
         Case("numbers", lambda b: DataParallelMeshDims(0), TypeError, "shard=0"),
         Case("one axis twice", lambda b: DataParallelMeshDims("dp", "dp"), ValueError, "'dp' is named twice"),
         Case("a number in a tuple", lambda b: DataParallelMeshDims(("a", 1)), TypeError, "shard=.*1"),
