@@ -83,13 +83,18 @@ def interpreter_pool() -> Iterator[RankPool]:
     pool.close()
 
 
+def nccl_choices(config: pytest.Config) -> dict[str, Any]:
+    """For a pool of NCCL ranks, or of those that stand in for them and see no GPU."""
+    standing_in = config.getoption("--stand-in")
+    return {"environment": {"CUDA_VISIBLE_DEVICES": ""}} if standing_in else {"backend": "nccl"}
+
+
 @pytest.fixture(scope="session")
 def nccl_pools(request: pytest.FixtureRequest) -> Iterator[list[RankPool]]:
     """One of two interpreters and one of four: process groups are kept as long as the number of ranks is the same."""
     from tests.bench import RankPool
 
-    backend = "gloo" if request.config.getoption("--stand-in") else "nccl"
-    pools = [RankPool(size, interpreters=True, backend=backend, serves=12) for size in (2, 4)]
+    pools = [RankPool(size, interpreters=True, serves=12, **nccl_choices(request.config)) for size in (2, 4)]
     for pool in pools:
         pool.begin(pool.size)
     yield pools

@@ -1,4 +1,4 @@
-"""Memory that NCCL registers, on one rank: NCCL takes no second one on the same GPU."""
+"""Memory that NCCL registers, on one rank; tests/nccl has several."""
 
 from __future__ import annotations
 

