@@ -37,7 +37,7 @@ class Reduces:
         self._has_optional = any(unit.settings.is_optional for unit in units)
         self._has_stopped = False  # a backward has stopped short of final gradients
         # Axes of meshes along which weights are gathered, in a pass or from what the optimizer has written.
-        self.gathered = frozenset(
+        self._gathered = frozenset(
             (group.mesh, axis)
             for unit in units
             for group in unit.groups
@@ -55,7 +55,11 @@ class Reduces:
         told = [told.separate_groups for told in settings if told.separate_groups is not None]
         chosen, lane = any(told) if told else self._policy.separate_groups, self.pool.lane
         lane.own_groups = SEPARATE_GROUPS or self._has_optional if chosen is None else chosen
-        lane.beside = self.gathered
+        self.tell_lane()
+
+    def tell_lane(self) -> None:
+        """Let the lane know what is gathered over, besides what models gather that share it."""
+        self.pool.lane.beside = (self.pool.lane.beside or frozenset()) | self._gathered
 
     # Turns
 

@@ -101,8 +101,7 @@ class Scope:
             unit.release()
         self.gather_lane, self.rows_lane = other.gather_lane, other.rows_lane
         self.gather_pool, self.reduces.pool = other.gather_pool, other.reduces.pool
-        other.reduces.gathered |= self.reduces.gathered
-        other.reduces.resolve(other.units)
+        self.reduces.tell_lane()
 
     # Passes
 

@@ -134,12 +134,13 @@ def _groups(rank, world):
         assert (scope.reduce_lane.group(mesh, 0) is scope.gather_lane.group(mesh, 0)) is not enable
         check_grads(model, reference_grads(world))
     other = sharded_chain()
+    other.set_separate_reduce_scatter_group()
     other(mine(rank, world)).sum().backward()
     model.set_separate_reduce_scatter_group()
     model(mine(rank, world)).sum().backward()
     lanes = [unit_of(net).scope.reduce_lane for net in (model, other)]
     assert lanes[0] is not lanes[1]
-    assert lanes[0].group(mesh, 0) is lanes[1].group(unit_of(other).mesh, 0)  # models come and go, groups stay
+    assert lanes[0].group(mesh, 0) is lanes[1].group(unit_of(other).mesh, 0)  # of the same ranks, for the same
 
 
 def test_set_separate_reduce_scatter_group(ranks):

@@ -324,6 +324,7 @@ SHARDING = {
     ],
     "install": [Case("twice", lambda b: (flatshard.install(), flatshard.install(), flatshard.uninstall()), None)],
     "uninstall": [Case("what is not installed", lambda b: flatshard.uninstall(), None)],
+    "destroy_groups": [Case("without any", lambda b: flatshard.destroy_groups(), None)],
     "capture": [
         Case("no function", lambda b: flatshard.capture(3), TypeError, "step=3: must be a function"),
         Case("warmup: one", lambda b: flatshard.capture(loss_of, warmup=1), ValueError, "2 or more"),
