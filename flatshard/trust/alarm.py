@@ -46,7 +46,9 @@ _HASTE = 0.05  # seconds between the first two attempts to find the others; then
 _STALLED = 3  # looks without a launch after which the record is settled
 GRACE = 3.0  # seconds that others have to say why a wait has failed
 _FAREWELL = 5.0  # seconds that the rank which has the store waits for the others to end
-_LINGER = 1.0  # seconds for which a process that ends with an error keeps NCCL's threads, which may still have to send
+_LINGER = (
+    1.0  # seconds for which a process that ends with an error keeps NCCL's threads, which have to send, and to log
+)
 # Work that a process group written in Python has made of a future answers so to a limit of time: it knows none.
 _WITHOUT_LIMIT = "with finite timeout not implemented"
 PATIENCE = timedelta(seconds=1)  # of one wait for work; then it is seen whether another rank has ended
@@ -438,14 +440,18 @@ class Alarm:
             self._is_over(f"{late}. {_sentence(self._others(group))}")
             self._tell_others(f"PeerError: {self.raised}")
 
-    def _torch_gives_up(self) -> None:
-        """torch's own watchdog of NCCL has met an error, and would abort the process now."""
+    def _torch_gives_up(self, is_distributed: bool) -> None:
+        """A C++ exception would abort the process now: of torch's own watchdog of NCCL, or of some other code."""
         if self._pid != os.getpid():
             return
-        until = time.monotonic() + GRACE
+        until = time.monotonic() + (GRACE if is_distributed else _TICK)
         while self.raised is None and time.monotonic() < until:
             time.sleep(0.05)  # what ended another rank says so, or is missed
+        if self.raised is None and not is_distributed:
+            return
         self._is_over("NCCL reports an error, which torch has logged above")
+        self._is_failure = True
+        self._ended_at = min(self._ended_at, time.monotonic())
         while True:
             time.sleep(60)  # the main thread ends the process, or the watch does
 
@@ -491,13 +497,14 @@ class Alarm:
             self._await_others()
         self._stop_thread()
         self._of = None  # a process group that nobody has destroyed goes with the modules
-        if "error" in record.header:
-            if record.is_on_device and self.raised is None:
+        if "error" in record.header and (self._gave_up or record.is_on_device or record.is_pending()):
+            # Its process groups would wait for what will never end, until their time-out, before it is gone.
+            logging.shutdown()
+            if record.is_on_device:
                 time.sleep(_LINGER)
-            if self._gave_up or record.is_on_device or record.is_pending():
-                # Its process groups would wait for what will never end, until their time-out, before it is gone.
-                logging.shutdown()
-                _leave(1)
+                why = self._explained or record.header["error"]
+                print(f"flatshard: rank {record.header['rank']} ends: {why}", file=sys.stderr)
+            _leave(1)
         self._uncaught.remove()
         if "error" in record.header:
             return
@@ -542,8 +549,6 @@ class _Hook:
         if path is not None:
             _log.error("%s\nflatshard: written to %s", record.told(), path)
         self._before(kind, error, trace)
-        if alarm._explained:
-            print(f"flatshard: rank {record.header['rank']} ends: {alarm._explained}", file=sys.stderr, flush=True)
 
 
 alarm = Alarm()  # of this process

@@ -16,12 +16,13 @@ _Handler = ctypes.CFUNCTYPE(None)
 
 
 class Uncaught:
-    """Calls a function for an exception of torch.distributed that ends the process, on the thread that threw it.
+    """Calls a function when a C++ exception is about to end the process, on the thread that threw it.
 
-    If the function returns, and for all other exceptions, the process ends as it would without this.
+    Its argument says whether the exception is one of torch.distributed's. Where NCCL fails twice at once, nobody can
+    tell. If the function returns, the process ends as it would without this.
     """
 
-    def __init__(self, call: Callable[[], None]) -> None:
+    def __init__(self, call: Callable[[bool], None]) -> None:
         self._call = call
         self._exchange: Any = None  # std::set_terminate
         self._kind: Any = None  # abi::__cxa_current_exception_type
@@ -47,8 +48,7 @@ class Uncaught:
             self._before = None
 
     def _terminate(self) -> None:
-        if _OURS.fullmatch(self._name_of_exception()):
-            self._call()
+        self._call(_OURS.fullmatch(self._name_of_exception()) is not None)
         if self._before is not None:
             _Handler(self._before)()
 
