@@ -213,7 +213,7 @@ def samples(world: int, device: str) -> dict[str, list[tuple[int, float]]]:
             "reduce_scatter": functools.partial(group._reduce_scatter_base, shard, full),
         }
         for kind, call in calls.items():
-            count = max(2, min(20, (1 << 23) // size))
+            count = max(2, min(20, (1 << 28) // size))  # as in a step, where launches follow each other
             times = []
             for _ in range(6):
                 synchronize(device)
@@ -224,6 +224,36 @@ def samples(world: int, device: str) -> dict[str, list[tuple[int, float]]]:
                 times.append((time.perf_counter() - begin) / count)
             found[kind].append((size, statistics.median(times[1:])))
     return found
+
+
+def both_at_once(world: int, device: str) -> float:
+    """Seconds of a gather and a reduce in two communicators at once, as a share of those of one after the other."""
+    first, second = dist.group.WORLD, dist.new_group(list(range(world)))
+    assert first is not None
+    full, other = torch.ones(1 << 22, device=device), torch.ones(1 << 22, device=device)
+    streams = [torch.cuda.Stream() if device == "cuda" else None for _ in range(2)]
+
+    def run(groups: list[Any], lanes: list[Any]) -> float:
+        begin = 0.0
+        for number in range(6):
+            if number == 1:
+                synchronize(device)
+                begin = time.perf_counter()
+            works = []
+            for group, lane, call in zip(groups, lanes, ("_allgather_base", "_reduce_scatter_base")):
+                tensor = full if call == "_allgather_base" else other
+                pair = (tensor, tensor.chunk(world)[0].clone())
+                with torch.cuda.stream(lane):  # None: the current one
+                    works.append(getattr(group, call)(*(pair if call == "_allgather_base" else pair[::-1])))
+                    if device == "cuda":
+                        works.pop().wait()
+            for work in works:
+                work.wait()
+        synchronize(device)
+        return time.perf_counter() - begin
+
+    apart = run([first, first], [streams[0], streams[0]])
+    return run([first, second], streams) / apart
 
 
 def link_of(found: dict[str, list[tuple[int, float]]], world: int) -> Link:
@@ -299,6 +329,7 @@ def steps(rank: int, world: int, folder: str, tokens: int, device: str, budget: 
     given = link_of(found, world)
     latency, bandwidth = from_first([given.latency, given.bandwidth], device)
     notes.add(samples=found, latency=latency, bandwidth=bandwidth)
+    notes.add(both_at_once=both_at_once(world, device))
     notes.add(real=in_turns({name: make(setup) for name, make in EAGER.items()}, device, budget))
     gc.collect()
     dist.destroy_process_group()
