@@ -32,8 +32,6 @@ _WRAPPER = re.compile(r"(?:Process|Thread) \d+ (?:exited|terminated)")
 def _place() -> None:
     """Let tests find what is under test: the control as it is, or flatshard."""
     upstream_devices.apply(_SETTINGS["device"], _SETTINGS["backend"], _SETTINGS["devices"])
-    if _SETTINGS["suite"] == "megatron":
-        upstream_devices.leave_out_transformer_engine()
     if _SETTINGS["system"] == "flatshard" and _SETTINGS["suite"] == "fsdp2":
         import flatshard
 
@@ -42,6 +40,8 @@ def _place() -> None:
         import flatshard.megatron.installing
 
         flatshard.megatron.installing.install()
+    if _SETTINGS["suite"] == "megatron":  # imports Megatron-Core's adapter, which takes classes of what is under test
+        upstream_devices.leave_out_transformer_engine()
 
 
 _place()

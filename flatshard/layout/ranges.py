@@ -48,8 +48,8 @@ def holding(num_shards: int, mesh_shape: Sequence[int], coordinate: Sequence[int
             continue
         if open_axis > axis:
             raise ValueError(
-                f"axis {axis} of mesh {tuple(mesh_shape)} is sharded but axis {open_axis} is not: a buffer is sharded "
-                "over its last axes first"
+                f"Flat placements must be a suffix: axis {axis} of mesh {tuple(mesh_shape)} is sharded but axis "
+                f"{open_axis} is not, and a buffer is sharded over its last axes first"
             )
         if count % mesh_shape[axis]:
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 
 import torch
@@ -144,6 +145,27 @@ def get_mcore_tensor_parallel_partition_dim(param: torch.Tensor) -> int | None:
 def is_mcore_tensor_model_parallel(param: torch.Tensor) -> bool:
     """Whether Megatron's tensor parallelism has cut a plain parameter."""
     return get_mcore_tensor_parallel_partition_dim(param) is not None
+
+
+def is_mcore_tensor_parallel_duplicated(param: torch.Tensor) -> bool:
+    """Whether every rank of Megatron's tensor parallelism has all of a plain parameter."""
+    return get_mcore_tensor_parallel_partition_dim(param) is None
+
+
+def using_tensor_parallel(dist_index: FSDPDistributedIndex, is_expert_parallel: bool = False) -> bool:
+    """Whether the tensor-parallel axis, if there is one, has several ranks."""
+    if dist_index.tp_dim is None:
+        return False
+    found = dist_index.get_submesh(dist_index.tp_dim, is_expert_parallel=is_expert_parallel)
+    return found.mesh.numel() > 1
+
+
+def safe_get_rank() -> int:
+    """This rank, also before torch.distributed is initialised: as torchrun says, else 0."""
+    if dist.is_initialized():
+        return dist.get_rank()
+    said = os.environ.get("RANK", "0")
+    return int(said) if said.isdecimal() else 0
 
 
 def is_submodule(module: nn.Module, parent_module: nn.Module, strict: bool = True) -> bool:

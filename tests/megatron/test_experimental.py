@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor import Partial as TorchPartial
 from torch.distributed.tensor import Replicate as TorchReplicate
 
+from flatshard import layout
 from flatshard.megatron import MixedPrecisionPolicy, v2
 from flatshard.megatron.experimental import (
     BlockAtomic,
@@ -221,6 +222,13 @@ def _buffers(rank, world):
         cut.rendezvous(0)
     with pytest.raises(TypeError, match="placement"):
         DBuffer(mesh, ["sharded"], [(2, 2)], torch.float32, "cpu")
+
+
+def test_addends_are_of_one_class_wherever_they_are_imported_from():
+    from flatshard.megatron.experimental import dbuffer
+
+    assert dbuffer.Partial is Partial
+    assert dbuffer.to_engine(dbuffer.Partial(reduce_op=dist.ReduceOp.AVG)) == layout.Partial("avg")
 
 
 def test_buffers_go_through_placements_and_back(ranks):

@@ -27,6 +27,7 @@ from flatshard.megatron import (
     fully_shard,
     fully_shard_model,
     fully_shard_optimizer,
+    utils,
 )
 from flatshard.megatron.distributed_data_parallel_config import schedule_of
 from tests.dist.models import Block, assert_rows, batches, loss_of, make_net
@@ -77,6 +78,21 @@ def test_arguments_are_those_of_megatron_fsdp_and_come_in_its_order():
     assert list(inspect.signature(fully_shard).parameters) == ["module", "optimizer", *MODEL_ARGUMENTS[1:], "layout"]
     fields = ["main_params_dtype", "main_grads_dtype", "grad_comm_dtype"]
     assert list(inspect.signature(MixedPrecisionPolicy).parameters)[:3] == fields
+
+
+def test_what_marks_on_parameters_and_meshes_say(monkeypatch):
+    plain, cut = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
+    cut.tensor_model_parallel, cut.partition_dim = True, 1
+    assert [utils.is_mcore_tensor_parallel_duplicated(each) for each in (plain, cut)] == [True, False]
+    index = SimpleNamespace(tp_dim="tp", get_submesh=lambda *args, **kwargs: mesh)
+    for size in (1, 4):
+        mesh = SimpleNamespace(mesh=torch.arange(size))
+        assert utils.using_tensor_parallel(index) == (size > 1)
+    index.tp_dim = None
+    assert not utils.using_tensor_parallel(index)
+    for said, rank in (("7", 7), ("none", 0)):
+        monkeypatch.setenv("RANK", said)
+        assert utils.safe_get_rank() == rank
 
 
 def test_older_spellings_of_precision():

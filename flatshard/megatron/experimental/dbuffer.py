@@ -11,10 +11,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from flatshard import _torch, buffer
+from flatshard import _torch, buffer, layout
 from flatshard.buffer.dtensor import as_dtensor
-from flatshard.layout import Flat, Layout, Partial, Replicate, Segment, Slot, is_sharded
+from flatshard.layout import Flat, Layout, Replicate, Segment, Slot, is_sharded
 from flatshard.layout.planner import ALIGN
+from flatshard.megatron.experimental.placement import Partial as Partial  # others import it from here
 from flatshard.megatron.experimental.placement import Placement, to_engine
 
 
@@ -194,7 +195,7 @@ class DBuffer:
         source, goal = self._engine, [to_engine(placement) for placement in wanted]
         relabelled = []
         for old, new in zip(source.placements, goal):
-            if isinstance(old, Replicate) and isinstance(new, Partial):
+            if isinstance(old, Replicate) and isinstance(new, layout.Partial):
                 if new.op != "avg":
                     raise NotImplementedError("equal values on all ranks are their average, not addends of their sum")
                 old = new
@@ -216,12 +217,12 @@ class DBuffer:
 
     def allreduce(self, mesh_axis: int, *, out: DBuffer | None = None) -> DBuffer:
         """A Partial axis becomes Replicate."""
-        partial = isinstance(self._engine.placements[mesh_axis], Partial)
+        partial = isinstance(self._engine.placements[mesh_axis], layout.Partial)
         return self._change(mesh_axis, Replicate(), partial, "allreduce", out)
 
     def reduce_scatter(self, mesh_axis: int, new_placement: Placement, *, out: DBuffer | None = None) -> DBuffer:
         """A Partial axis becomes sharded."""
-        partial = isinstance(self._engine.placements[mesh_axis], Partial)
+        partial = isinstance(self._engine.placements[mesh_axis], layout.Partial)
         return self._change(mesh_axis, new_placement, partial, "reduce_scatter", out)
 
     def scatter(self, mesh_axis: int, new_placement: Placement, *, out: DBuffer | None = None) -> DBuffer:
