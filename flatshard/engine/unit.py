@@ -120,7 +120,7 @@ class Unit:
         self.borrowed.append((group, member, site))
         self.settings.unshard_in_backward = True
         if group not in self.needs:
-            group.users = group.users or set()
+            group.users = group.users or {}
             group.borrowers.append(self._me)
             self.needs.append(group)
         if site.look() is not member.sharded:  # else two units share the module itself
@@ -613,7 +613,7 @@ class Unit:
         for group in self.needs:
             group.swap_in()
             if group.users is not None:
-                group.users.add(id(self))
+                group.users[id(self)] = True
 
     def release(self, always: bool = False) -> None:
         """Give the gathered weights back, unless another unit needs them still.
@@ -626,14 +626,18 @@ class Unit:
         self.kept, self._differentiated = None, False
         for group in self.needs:
             if group.users is not None:
-                group.users.discard(id(self))
+                group.users.pop(id(self), None)
             if not group.users:
                 group.release()
+            elif True not in group.users.values():
+                group.swap_out()
 
     def hide(self) -> None:
-        """Show sharded parameters, and keep the full ones."""
+        """Show sharded parameters, unless another unit needs full ones, and keep the full ones."""
         for group in self.needs:
-            if not group.users:
+            if group.users and id(self) in group.users:
+                group.users[id(self)] = False
+            if not group.users or True not in group.users.values():
                 group.swap_out()
 
     def reshard(self) -> None:

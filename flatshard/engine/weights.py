@@ -67,7 +67,8 @@ class Group:
         self.is_full = False  # the modules hold full parameters
         self.unit: weakref.ref[Unit] | None = None  # that owns it
         self.borrowers: list[weakref.ref[Unit]] = []  # whose modules share some of the parameters
-        self.users: set[int] | None = None  # units that need it full now, where more than its own may
+        # Units that have it gathered, where more than its own may, and whether their modules are to show it.
+        self.users: dict[int, bool] | None = None
         self.park_mesh: DeviceMesh | None = None  # between forward and backward, shard over this smaller mesh
         self._watched = False
         self.ticket: Ticket | None  # of the gather, from its start to the release
