@@ -206,7 +206,7 @@ def _described(scope: Scope, units: Sequence[Unit], mesh: DeviceMesh, first: boo
             told = unit.settings
             said.append(
                 f"unit '{unit.name}', {unit.policy}, reshard_after_forward={told.reshard_after_forward}, "
-                f"optional={told.is_optional}, rows={unit.rows is not None}"
+                f"optional={unit.is_optional}, rows={unit.rows is not None}"
             )
         for group in groups:
             layout, rests = group.main.layout, group.placements

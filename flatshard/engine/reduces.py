@@ -32,7 +32,7 @@ class Reduces:
         self._policy, self._program, self._announcer = scope.policy, scope.program, scope.announcer
         self._groups = [(weakref.ref(unit), weakref.ref(group)) for unit in units for group in unit.groups]
         self._had: set[int] = set()  # groups that the running backward has reduced
-        self._has_optional = any(unit.settings.is_optional for unit in units)
+        self._has_optional = any(unit.is_optional for unit in units)
         self._has_stopped = False  # a backward has stopped short of final gradients
         self.resolve(units)
 
@@ -58,7 +58,7 @@ class Reduces:
     def begin(self, units: Sequence[Unit]) -> None:
         """A backward begins."""
         self._had.clear()
-        self.is_alike = True not in [unit.settings.reduces_unused for unit in units]
+        self.is_alike = True not in [unit.takes_part for unit in units]
 
     def group_complete(self, number: int) -> None:
         """All gradients of a group have arrived."""
@@ -94,7 +94,7 @@ class Reduces:
             if group is None or unit not in units:
                 continue
             # A rank that has used nothing of such a unit takes part in what the others reduce.
-            unused = all_the_way and unit.settings.reduces_unused and self._has_stopped and group.gradients.expected > 0
+            unused = all_the_way and unit.takes_part and self._has_stopped and group.gradients.expected > 0
             goes = all_the_way or group.gradients.goal(unit.goal) is Goal.FINAL
             if goes and (group.gradients.has_partial or unused):
                 self.launch(number, unit, group, Goal.FINAL)
@@ -139,7 +139,7 @@ class Reduces:
             return
         gradients = group.gradients
         goal = self._goal(unit, group) if self.is_one_of_several else gradients.goal(unit.goal)
-        unused = unit.settings.reduces_unused and gradients.expected and goal is not Goal.UNREDUCED
+        unused = unit.takes_part and gradients.expected and goal is not Goal.UNREDUCED
         if unused or gradients.waiting or (gradients.has_partial and goal is Goal.FINAL):
             self.launch(number, unit, group, goal)
 

@@ -51,7 +51,7 @@ class Scope:
         self.program.checks = checking is not None
         # What ranks compare, they compare over a lane of its own in check mode, whose groups do not wait for long.
         talk = self.gather_lane if checking is None else Lane("check", torch.device("cpu"), patience=checking)
-        has_optional = any(unit.settings.is_optional for unit in units)
+        has_optional = any(unit.is_optional for unit in units)
         self.announcer = Announcer(self.program, talk, has_optional)
         self._has_agreed = False  # the ranks have compared their models as they are now
         self.reduces = Reduces(self, units, Pool(Lane("reduce", device, own_groups=policy.separate_groups)))
@@ -278,7 +278,7 @@ class Scope:
 
     def arrive(self, unit: Unit, gather: bool) -> None:
         """The running pass has come to a unit: launch its gather, if there is to be one, and those of the next."""
-        if not (unit.settings.is_optional and self.program.has_needed(unit.index)):  # again is nobody else's affair
+        if not (unit.is_optional and self.program.has_needed(unit.index)):  # again is nobody else's affair
             self.program.need(unit.index, self._comes_later)
         self._ahead.discard(unit.index)
         if self._retained == unit.index:

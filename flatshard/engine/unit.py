@@ -79,6 +79,7 @@ class Unit:
         self.numbers = range(0)  # of its groups in the program
         self.nests = False  # there are units below
         self.parent: int | None = None  # the unit that it is in, by index
+        self.is_optional = False  # it was said to be, or one around it; not of the root, which whoever calls it uses
         self.parks = False  # between forward and backward its weights stay, sharded over a smaller mesh
         self.phase = Phase.RESTING
         self.scope: Scope | None = None
@@ -153,9 +154,14 @@ class Unit:
         Other ranks may, and gather and reduce at those moments.
         """
         settings = self.settings
-        if not settings.reduces_unused or settings.is_optional:
+        if not settings.reduces_unused or self.is_optional:
             return False
         return any(group.gradients.expected for group in self.groups)
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether it is reduced, with zeros, also where this rank's batch has used nothing of it."""
+        return self.settings.reduces_unused or self.is_optional
 
     @property
     def is_in_use(self) -> bool:
@@ -314,7 +320,7 @@ class Unit:
             grads = self._unseen = True  # under reentrant checkpointing gradients come in spite of no_grad
         if not grads and settings.reshard_after_forward is None:
             keep = False  # no backward will need it, and nothing tells of weights that are written through `.data`
-        if settings.is_optional and not (keep or outermost or self.nests or self.holders):
+        if self.is_optional and not (keep or outermost or self.nests or self.holders):
             assert scope.optional is not None
             scope.optional.linger(self, grads)
         else:
@@ -370,12 +376,6 @@ class Unit:
         gradients.padding = module.padding_idx
         self.rows = Rows(self.groups[0], even)
         self.settings.unshard_in_forward = self.settings.unshard_in_backward = False
-
-    def be_optional(self) -> None:
-        """A batch may use nothing of it: gradients that are missing are zero, on the wire and afterwards."""
-        self.settings.is_optional = self.settings.reduces_unused = True
-        for group in self.groups:
-            group.gradients.counts_unused = True
 
     def forward_over(self, grads: bool) -> None:
         """The forward of the outermost unit is over, and with it this one's, even if a module of it has not run.
