@@ -150,8 +150,10 @@ class Reduces:
         while len(self.in_flight) >= self._most and self._may_land():
             self._land()
         gradients, pool = group.gradients, self.pool
-        if self._program.announces and goal is not Goal.UNREDUCED:
-            self._announcer.announce(gradients.what, unit, unit.numbers.index(number))
+        if goal is not Goal.UNREDUCED:
+            if self._program.announces:
+                self._announcer.announce(gradients.what, unit, unit.numbers.index(number))
+            self._program.has_launched = True
         if self._program.is_profiled:
             with torch.profiler.record_function(f"flatshard::reduce {unit.name}"):
                 self.in_flight.append(gradients.reduce(pool, goal, unit.name))

@@ -301,7 +301,7 @@ class Scope:
 
     def gather(self, unit: Unit) -> None:
         """Start gathering a unit. No effect on what has been gathered."""
-        if self.program.announces and not unit.is_gathered:
+        if self.program.announces and any(group.launches for group in unit.needs):
             self.announcer.announce("gather", unit)
         if torch.is_inference_mode_enabled() or self.program.is_profiled:
             # What is made here outlives the pass; made under inference mode, training could never write it again.
@@ -330,6 +330,8 @@ class Scope:
 
     def _launch_gather(self, unit: Unit) -> None:
         self.program.gather(unit.index)
+        if not self.program.has_launched:
+            self.program.has_launched = any(group.launches for group in unit.needs)
         lasting = self.program.running is Pass.BACKWARD and unit.is_kept_for_next
         absent = [group for group in unit.needs if group.ticket is None]
         if len(absent) < 2:
@@ -511,6 +513,8 @@ class Scope:
 
     def _end_pass(self) -> None:
         """The running pass is over."""
+        if self.rows_lane is not self.gather_lane:
+            self.program.has_launched = True  # a look-up
         self.announcer.end_pass(self.units[0], self.gather_lane, self.reduces.pool.lane)
         self.program.end()
         if self._is_parallel:

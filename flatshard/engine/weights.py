@@ -198,6 +198,11 @@ class Group:
         """What their use will take on top of that: full weights that are still to be decoded."""
         return self.gathered_bytes if self.source.decodes and not self.is_full else 0
 
+    @property
+    def launches(self) -> bool:
+        """Whether `gather` would communicate now."""
+        return self.ticket is None and self.source.launches
+
     def mark_stale(self) -> None:
         """Main may have changed: derive compute weights from it anew, the next time they are needed."""
         if self.is_held:
