@@ -80,9 +80,9 @@ class Reduces:
         for number in turns.left():
             self._take_turn(number)
         for number in turns.again(self._is_waiting):
-            unit, group = self._at(number)
-            if group is not None and (number in self._had or group.gradients.waiting):
-                self.launch(number, unit, group, self._goal(unit, group))
+            found = self._at(number)
+            if found is not None and (number in self._had or found[1].gradients.waiting):
+                self.launch(number, *found, self._goal(*found))
 
     def flush(self, units: Sequence[Unit], all_the_way: bool = False, wait: bool = True) -> None:
         """Reduce what waits in these units for a backward that goes all the way: the last micro-batch had none.
@@ -90,9 +90,10 @@ class Reduces:
         Or, with ``all_the_way``, what waits there whatever for. With ``wait``, order the current stream after it.
         """
         for number in reversed(range(len(self._groups))):
-            unit, group = self._at(number)
-            if group is None or unit not in units:
+            found = self._at(number)
+            if found is None or found[0] not in units:
                 continue
+            unit, group = found
             # A rank that has used nothing of such a unit takes part in what the others reduce.
             unused = all_the_way and unit.takes_part and self._has_stopped and group.gradients.expected > 0
             goes = all_the_way or group.gradients.goal(unit.goal) is Goal.FINAL
@@ -111,20 +112,19 @@ class Reduces:
                 return True
         return False
 
-    def _at(self, number: int) -> tuple[Unit, Group | None]:
-        """A group and its unit. One whose parameters have all been tied to others is gone."""
+    def _at(self, number: int) -> tuple[Unit, Group] | None:
+        """A group and its unit; None once the unit's modules, or all parameters of the group, have left the model."""
         of, which = self._groups[number]
-        unit = of()
-        assert unit is not None
-        return unit, which()
+        unit, group = of(), which()
+        return None if unit is None or group is None else (unit, group)
 
     def _is_to_come(self, number: int) -> bool:
-        unit, group = self._at(number)
-        return group is not None and group.gradients.expected > 0 and unit.is_ahead
+        found = self._at(number)
+        return found is not None and found[1].gradients.expected > 0 and found[0].is_ahead
 
     def _is_waiting(self, number: int) -> bool:
-        group = self._at(number)[1]
-        return group is not None and group.gradients.waiting
+        found = self._at(number)
+        return found is not None and found[1].gradients.waiting
 
     def _goal(self, unit: Unit, group: Group) -> Goal:
         """How far the gradients of a group go now."""
@@ -134,9 +134,10 @@ class Reduces:
 
     def _take_turn(self, number: int) -> None:
         """Reduce a group at its turn, if there is anything to reduce, or if it takes part with zeros."""
-        unit, group = self._at(number)
-        if group is None:
+        found = self._at(number)
+        if found is None:
             return
+        unit, group = found
         gradients = group.gradients
         goal = self._goal(unit, group) if self.is_one_of_several else gradients.goal(unit.goal)
         unused = unit.takes_part and gradients.expected and goal is not Goal.UNREDUCED
