@@ -102,7 +102,7 @@ class MainGrads:
 
     def couple(self) -> list[torch.Tensor | None]:
         """Put decoupled gradients where all others are; what was there."""
-        own = [member.sharded.grad for member in self.members]
+        own = [_torch.grad_of(member.sharded) for member in self.members]
         for member in self.members:
             _replace(member, getattr(member.sharded, DECOUPLED))
         return own
@@ -110,7 +110,7 @@ class MainGrads:
     def uncouple(self, own: Sequence[torch.Tensor | None]) -> None:
         """Show them as decoupled ones again, and put back what was there."""
         for member, mine in zip(self.members, own):
-            setattr(member.sharded, DECOUPLED, member.sharded.grad)
+            setattr(member.sharded, DECOUPLED, _torch.grad_of(member.sharded))
             _replace(member, mine)
 
     def clear_decoupled(self, set_to_none: bool) -> None:
@@ -142,7 +142,7 @@ class MainGrads:
         with lane.entered((lane.mark(),)):  # an earlier reduce of the group may still write there
             for index in others:
                 member, view = self.members[index], buffer.local_view(index)
-                grad = member.sharded.grad
+                grad = _torch.grad_of(member.sharded)
                 if grad is None:
                     view.zero_()  # set to None alone, while others of the group were kept
                 else:
@@ -163,7 +163,7 @@ def _over(buffer: DBuffer, index: int, member: Member) -> DTensor:
     view = buffer.local_view(index)
     shown = _torch.like_dtensor(member.sharded, view, at=view)
     shown.__dict__[MAIN_GRAD] = buffer
-    if member.sharded.grad is None:  # else it is shown and hidden before anybody asks
+    if _torch.grad_of(member.sharded) is None:  # else it is shown and hidden before anybody asks
         _show(member, shown)
         member.sharded.grad = None
     return shown

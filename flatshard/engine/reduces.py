@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flatshard import _recording
+from flatshard import _recording, _torch
 from flatshard.buffer import Pool
 from flatshard.engine.reduction import Goal, Reduction
 from flatshard.engine.weights import Group
@@ -171,6 +171,7 @@ class Reduces:
             self._land()
         if self.in_flight:
             _unjoined.add(self)
+            _torch.on_grad_read(join_reduces)
 
     def join(self) -> None:
         """Order the current stream after all reduces. For whoever reads gradients."""
@@ -204,7 +205,11 @@ _unjoined: weakref.WeakSet[Reduces] = weakref.WeakSet()  # of scopes that have l
 
 
 def join_reduces() -> None:
-    """Order the current stream after the reduces of all models: somebody is going to read gradients."""
+    """Order the current stream after the reduces of all models: somebody is going to read gradients.
+
+    Who reads a ``.grad`` need not call it.
+    """
+    _torch.on_grad_read(None)
     for reduces in list(_unjoined):
         reduces.join()
     _unjoined.clear()
