@@ -28,6 +28,8 @@ class OptionalUnits:
         self._lingering: tuple[int, bool] | None = None  # a unit after its forward, which may be run again
         self._forward: int | None = None  # that the running backward belongs to
         _check(scope)
+        for group in [group for unit in scope.units for group in unit.groups]:
+            group.gradients.takes_part = True
         _scopes.add(scope)
 
     def begin_pass(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +25,7 @@ class Reduces:
     def __init__(self, scope: Scope, units: Sequence[Unit], pool: Pool) -> None:
         self.pool = pool
         self.in_flight: deque[Reduction] = deque()
+        self._asking: list[Callable[[], None]] = []  # those that are over, to be asked which parameters ranks have used
         self.launched = 0
         self.is_alike = True  # all ranks use the same parameters
         self.is_one_of_several = False  # roots that are asked to reduce what they have accumulated, one after another
@@ -58,7 +59,7 @@ class Reduces:
     def begin(self, units: Sequence[Unit]) -> None:
         """A backward begins."""
         self._had.clear()
-        self.is_alike = True not in [unit.takes_part for unit in units]
+        self.is_alike = True not in [self._takes_part(unit) for unit in units]
 
     def group_complete(self, number: int) -> None:
         """All gradients of a group have arrived."""
@@ -95,7 +96,7 @@ class Reduces:
                 continue
             unit, group = found
             # A rank that has used nothing of such a unit takes part in what the others reduce.
-            unused = all_the_way and unit.takes_part and self._has_stopped and group.gradients.expected > 0
+            unused = all_the_way and self._takes_part(unit) and self._has_stopped and group.gradients.expected > 0
             goes = all_the_way or group.gradients.goal(unit.goal) is Goal.FINAL
             if goes and (group.gradients.has_partial or unused):
                 self.launch(number, unit, group, Goal.FINAL)
@@ -117,6 +118,13 @@ class Reduces:
         of, which = self._groups[number]
         unit, group = of(), which()
         return None if unit is None or group is None else (unit, group)
+
+    def _takes_part(self, unit: Unit) -> bool:
+        """Whether a unit is reduced, with zeros, also where this rank's batch has used nothing of it.
+
+        Where some units are optional the others are, too: nothing tells ranks of one of which only some use parameters.
+        """
+        return self._has_optional or unit.settings.reduces_unused
 
     def _is_to_come(self, number: int) -> bool:
         found = self._at(number)
@@ -140,7 +148,7 @@ class Reduces:
         unit, group = found
         gradients = group.gradients
         goal = self._goal(unit, group) if self.is_one_of_several else gradients.goal(unit.goal)
-        unused = unit.takes_part and gradients.expected and goal is not Goal.UNREDUCED
+        unused = self._takes_part(unit) and gradients.expected and goal is not Goal.UNREDUCED
         if unused or gradients.waiting or (gradients.has_partial and goal is Goal.FINAL):
             self.launch(number, unit, group, goal)
 
@@ -169,14 +177,26 @@ class Reduces:
         """Order the current stream after all reduces, if it ``joins`` them; else after those that somebody awaits."""
         while self.in_flight and (joins or any(reduction.then is not None for reduction in self.in_flight)):
             self._land()
-        if self.in_flight:
+        if joins:
+            self._ask()
+        elif self.in_flight or self._asking:
             _unjoined.add(self)
             _torch.on_grad_read(join_reduces)
 
-    def join(self) -> None:
-        """Order the current stream after all reduces. For whoever reads gradients."""
+    def land(self) -> None:
+        """Order the current stream after all reduces."""
         while self.in_flight:
             self._land()
+
+    def join(self) -> None:
+        """The same, for whoever reads gradients: they are there on all ranks or on none."""
+        self.land()
+        self._ask()
+
+    def _ask(self) -> None:
+        asking, self._asking = self._asking, []
+        for ask in asking:
+            ask()
 
     def _may_land(self) -> bool:
         """Whether the oldest reduce can be waited for before anything else is launched.
@@ -195,7 +215,10 @@ class Reduces:
         else:
             with recording.around("reduce", reduction.name, self._scope()):
                 reduction.wait()
+        if reduction.asks is not None:
+            self._asking.append(reduction.asks)
         if reduction.then is not None:
+            self._ask()
             for other in self.in_flight:  # of the same group, it may still add to what `then` sees
                 other.ticket.wait()
             reduction.then()

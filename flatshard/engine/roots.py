@@ -68,8 +68,6 @@ def scope_of(unit: Unit, module: nn.Module) -> Scope:
                     found.parent = at[above].index
                 at[above].nests = True
                 found.is_optional = found.is_optional or at[above].is_optional
-    for group in [group for found in units if found.is_optional for group in found.groups]:
-        group.gradients.counts_unused = True
     policy = unit.schedule or SchedulePolicy()
     plan_kept(units, policy)
     scope = Scope(units, unit.device, policy)

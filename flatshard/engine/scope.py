@@ -287,7 +287,7 @@ class Scope:
             self.gather(unit)
         self._gather_next(unit, self.policy.max_gathered - 1)
         if self.reduces.in_flight and self.program.running is not Pass.BACKWARD and self.program.is_halfway:
-            self.reduces.join()  # of the last micro-batch, whose gradients should not lie beside all activations
+            self.reduces.land()  # of the last micro-batch, whose gradients should not lie beside all activations
 
     def gather_ahead(self, unit: Unit) -> None:
         """Start gathering what comes next, in the place of ``unit``, which is done and released."""

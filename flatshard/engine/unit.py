@@ -159,11 +159,6 @@ class Unit:
         return any(group.gradients.expected for group in self.groups)
 
     @property
-    def takes_part(self) -> bool:
-        """Whether it is reduced, with zeros, also where this rank's batch has used nothing of it."""
-        return self.settings.reduces_unused or self.is_optional
-
-    @property
     def is_in_use(self) -> bool:
         """Whether a pass is going through this unit now."""
         return self.phase is not Phase.RESTING
