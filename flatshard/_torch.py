@@ -586,6 +586,34 @@ def begin_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return place != 0 and place == other.untyped_storage().data_ptr()
 
 
+_GRAD: Any = torch.Tensor.grad
+
+
+def grad_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Its ``.grad`` as it is, whoever wants to know of reads."""
+    with PlainAttributes():
+        found: torch.Tensor | None = _GRAD.__get__(parameter)
+    return found
+
+
+def on_grad_read(action: Callable[[], None] | None) -> None:
+    """Call ``action`` before somebody reads the ``.grad`` of a DTensor; not within `PlainAttributes`. None: no longer.
+
+    Only while there is something to do: a property in Python, in the place of the one of C++, costs every read.
+    """
+    if action is None:
+        if "grad" in DTensor.__dict__:
+            del DTensor.grad
+        return
+
+    def read(parameter: torch.Tensor) -> torch.Tensor | None:
+        if torch._C._is_torch_function_enabled():
+            action()
+        return grad_of(parameter)
+
+    DTensor.grad = property(read, _GRAD.__set__, _GRAD.__delete__)  # type: ignore[assignment]
+
+
 def grads_and_hooks(parameters: Sequence[torch.Tensor]) -> tuple[list[bool], list[int], list[int]]:
     """Whether each has a gradient; which have tensor hooks; which have post-accumulate hooks."""
     had_grad, changed, finished = [False] * len(parameters), [], []

@@ -318,8 +318,8 @@ def microbatch(module: nn.Module, *, is_first: bool = True, is_last: bool = True
     """Say which micro-batch of an optimizer step runs in the body, for all units at and below ``module``.
 
     Compute weights that rest on this rank are refreshed from main only if ``is_first``. Axes over which gradients rest
-    unreduced are reduced only if ``is_last``, and only such a backward ends with all reduces done: before it, gradients
-    are not for reading. Nests; what held before holds again afterwards, also after an exception.
+    unreduced are reduced only if ``is_last``, and only such a backward ends with all reduces done; whoever reads a
+    ``.grad`` before it waits for them. Nests; what held before holds again afterwards, also after an exception.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"microbatch takes a module, not {type(module).__name__}")

@@ -122,8 +122,10 @@ class Announcer:
             self._compare(what, unit, f" (group {group})" if group else "", "")
 
     def end_pass(self, root: Unit, gathers: Lane, reduces: Lane) -> None:
-        """The first pass of its kind says how those to come will go, if all ranks agree."""
+        """The first pass of its kind that communicates says how those to come will go, if all ranks agree."""
         program = self._program
+        if not (program.has_launched or program.checks):
+            return
         if program.announces:
             after = f", after {gathers.launched} gathers and {reduces.launched} reduces" if program.checks else ""
             self._compare("end the pass of", root, "", after)
@@ -206,7 +208,7 @@ def _described(scope: Scope, units: Sequence[Unit], mesh: DeviceMesh, first: boo
             told = unit.settings
             said.append(
                 f"unit '{unit.name}', {unit.policy}, reshard_after_forward={told.reshard_after_forward}, "
-                f"optional={told.is_optional}, rows={unit.rows is not None}"
+                f"optional={unit.is_optional}, rows={unit.rows is not None}"
             )
         for group in groups:
             layout, rests = group.main.layout, group.placements

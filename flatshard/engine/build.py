@@ -303,8 +303,7 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     for group in groups:
         if park is not None and group.mesh == choices.mesh and not group.is_extended:
             group.park_mesh, unit.parks = park, True  # the others are gathered again from all
-    if choices.optional:
-        unit.be_optional()
+    unit.settings.is_optional = choices.optional
     if by_rows is not None:
         unit.look_up_rows(by_rows, even=choices.rows == "even")
     if nests and len(modules) == 1:

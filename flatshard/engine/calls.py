@@ -12,7 +12,7 @@ from torch import nn
 
 from flatshard import _torch
 from flatshard.engine.gradients import refuse_orphan
-from flatshard.engine.trees import map_tensors, tensors_in
+from flatshard.engine.trees import map_tensors, tensors_in, tensors_in_objects
 
 if TYPE_CHECKING:
     from flatshard.engine.unit import Unit
@@ -133,12 +133,13 @@ class Call:
         to come to the output first, on this rank as on all others, and then to what is inside.
         """
         hook = functools.partial(gradient_at_output, self, self._open.get(module))
-        watched = False
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                _torch.hook_first(tensor, hook)
-                watched = True
-        return watched
+        wanted = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        if not wanted and not isinstance(output, torch.Tensor):
+            # In an object, a distribution for example. Beside other outputs it may be a cache, of all units before.
+            wanted = [tensor for tensor in tensors_in_objects(output) if tensor.requires_grad]
+        for tensor in wanted:
+            _torch.hook_first(tensor, hook)
+        return bool(wanted)
 
 
 class _Place:

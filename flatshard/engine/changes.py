@@ -131,7 +131,8 @@ def _refuse_change(group: Group, awaited: bool, names: Names) -> None:
 
 
 def _refuse_device(group: Group, device: torch.device, names: Names) -> None:
-    if device.type not in (group.mesh.device_type, _torch.local_of(group.members[0].sharded).device.type):
+    rests = "cpu" if group.home.host else group.mesh.device_type
+    if device.type not in (group.mesh.device_type, rests, _torch.local_of(group.members[0].sharded).device.type):
         raise ValueError(
             f"parameter '{names[0]}' was moved to {device}, and the mesh it is sharded over is on "
             f"{group.mesh.device_type}; shard a model that is already there, over a mesh of that device"

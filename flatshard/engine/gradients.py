@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -33,6 +33,7 @@ from flatshard.engine.main_grads import MainGrads, zero_between
 from flatshard.engine.parameters import Member
 from flatshard.engine.reduction import Goal, Reduction, Stage, stages_to, sum_dtype
 from flatshard.engine.staging import add_to, fill_runs, sole_owners
+from flatshard.engine.uses import Uses
 from flatshard.layout import Layout, Partial, Placement, is_sharded
 from flatshard.policy import MixedPrecisionPolicy, Placements
 
@@ -64,6 +65,7 @@ class Gradients:
         self.scale: GradientScale = "mean"
         self.sums_only = False  # collectives add; the mean is taken afterwards
         self.counts_unused = False  # a missing gradient is one of zero, and is shown
+        self.takes_part = False  # it may be reduced although this rank has used none of its members
         self.comm: Any = None  # a `ReduceScatter` of torch's to reduce by
         # Called with what has been reduced over all axes before it is shown; and the stream to call it on.
         self.hook: tuple[Callable[[torch.Tensor], None], torch.Stream | None] | None = None
@@ -79,12 +81,13 @@ class Gradients:
         self._resting: DBuffer | None = None
         self._rested = DONE  # when the last reduce into it is over
         self._used: set[int] = set()  # members that have had a gradient in backwards that stopped short of final
+        self._uses = Uses(len(members))
         self.main_grads = MainGrads(members, main, self.grad_dtype, home)
         self.direct: Direct | None = None  # set: kernels may write gradients themselves
 
     def take_settings(self, other: Gradients) -> None:
         """Be set as another object that this one takes the place of."""
-        for name in ("on_complete", "on_first", "scale", "sums_only", "counts_unused", "comm", "hook"):
+        for name in ("on_complete", "on_first", "scale", "sums_only", "counts_unused", "takes_part", "comm", "hook"):
             setattr(self, name, getattr(other, name))
         self.direct = None if other.direct is None else Direct()
         self.main_grads.is_decoupled = other.main_grads.is_decoupled
@@ -300,10 +303,12 @@ class Gradients:
         own = self.main_grads.couple() if self.main_grads.is_decoupled else None
         had_grad, changed, finished = _torch.grads_and_hooks([member.sharded for member in self.members])
         main_grad, fresh, replaced = self.main_grads.take(had_grad, lane)
+        self._tell_uses(reduction)
         used, factor = sorted(self._used), self._factor
+        asked = self._unknown(reduction, had_grad, {*changed, *finished})
         with lane.entered((lane.mark(),)):
             inputs, reduction.held = self._inputs(gradients, pool)
-            reduction.held += replaced
+            reduction.held += replaced if reduction.uses is None else (*replaced, reduction.uses)
             result = self._result(len(self._stages) - 1, self._stages)
             in_place = fresh and self.grad_dtype == result and not self.home.host
             target = main_grad if in_place else self._buffer(self.main.placements, result, pool.temporary)
@@ -312,8 +317,15 @@ class Gradients:
             if self.hook is not None:
                 then.append(functools.partial(_call_hook, *self.hook, target.local))
             if changed:
-                mine = [index for index in changed if index in self._used]
-                then.append(functools.partial(change_gradients, self.members, mine, target, factor))
+                then.append(
+                    functools.partial(
+                        change_gradients,
+                        self.members,
+                        lambda: self._used_of(changed, used, asked, reduction.uses),
+                        target,
+                        factor,
+                    )
+                )
                 factor = 1.0
             if not self.home.host and (not in_place or factor != 1.0):
                 then.append(functools.partial(_add_or_write, main_grad, target, fresh, factor))
@@ -324,11 +336,54 @@ class Gradients:
         if own is not None:
             self.main_grads.uncouple(own)
         if finished:
-            reduction.then = call_finished(self.members, [i for i in finished if i in self._used])
+            mine = functools.partial(self._used_of, finished, used, asked, reduction.uses)
+            reduction.then = call_finished(self.members, mine)
+        if asked:
+            self.main_grads.open.update(asked)
+            reduction.asks = functools.partial(self._learn, asked, reduction.uses)  # and not all that it holds
         self._used.clear()
         self.main_grads.in_flight += 1
         reduction.held.append(target.local)
         reduction.ticket, reduction.writes = ticket, self.main_grads
+
+    # Which members ranks have used
+
+    def _tell_uses(self, reduction: Reduction) -> None:
+        """Let all ranks know, unless they do anyway: of one member there is a reduce only if all have used it."""
+        if not self.layout.payload:
+            self._used.update(range(len(self.members)))
+        elif not self.counts_unused and (len(self.members) > 1 or self.takes_part):
+            stage, device = self._stages[0], self.home.device
+            reduction.uses = self._uses.given(self._used, stage.copies, self.reduce_dtype, device)
+            reduction.parameters = len(self.members)
+
+    def _unknown(self, reduction: Reduction, had_grad: Sequence[bool], hooked: Collection[int]) -> list[int]:
+        """Members that this rank has not used, and that do not show already that another one has.
+
+        And those that have hooks, which are called if another rank has used them now.
+        """
+        if reduction.uses is None or len(self._used) >= self.expected:
+            return []
+        return [
+            index
+            for index, member in enumerate(self.members)
+            if index not in self._used and member.sharded.requires_grad and (not had_grad[index] or index in hooked)
+        ]
+
+    def _used_of(
+        self, hooked: Sequence[int], used: Sequence[int], asked: Sequence[int], noted: torch.Tensor | None
+    ) -> list[int]:
+        """Of members with hooks, those that any rank has used."""
+        known = set(used)
+        if any(index in asked for index in hooked):
+            assert noted is not None
+            known.update(self._uses.answer(noted, asked))
+        return [index for index in hooked if index in known]
+
+    def _learn(self, asked: Sequence[int], noted: torch.Tensor | None) -> None:
+        """The reduce has been waited for: show the gradients of members that other ranks have used."""
+        assert noted is not None
+        self.main_grads.close(asked, self._uses.answer(noted, asked))
 
     def _through(
         self, stages: Sequence[Stage], inputs: list[torch.Tensor], target: DBuffer, reduction: Reduction, then: Action

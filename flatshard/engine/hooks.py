@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from flatshard.engine.parameters import Member
 
 
-def change_gradients(members: Sequence[Member], hooked: Sequence[int], reduced: DBuffer, factor: float) -> None:
+def change_gradients(
+    members: Sequence[Member], hooked: Callable[[], Sequence[int]], reduced: DBuffer, factor: float
+) -> None:
     """Scale the reduced gradients, and let the tensor hooks of the members ``hooked`` see and change theirs."""
     if factor != 1.0:
         reduced.local.mul_(factor)
-    for index in hooked:
+    for index in hooked():
         member, view = members[index], reduced.local_view(index)
         for hook in _torch.tensor_hooks(member.sharded):
             changed = hook(_torch.like_dtensor(member.sharded, view))
@@ -37,14 +39,12 @@ def change_gradients(members: Sequence[Member], hooked: Sequence[int], reduced: 
             view.copy_(_torch.local_of(changed))
 
 
-def call_finished(members: Sequence[Member], hooked: Sequence[int]) -> Callable[[], None] | None:
+def call_finished(members: Sequence[Member], hooked: Callable[[], Sequence[int]]) -> Callable[[], None]:
     """What to call when the gradients of the members ``hooked`` are final."""
-    if not hooked:
-        return None
 
     def call() -> None:
         with torch.no_grad():
-            for index in hooked:
+            for index in hooked():
                 for hook in _torch.post_accumulate_hooks(members[index].sharded):
                     hook(members[index].sharded)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -31,6 +32,8 @@ class MainGrads:
         self.buffer: DBuffer | None = None
         self.shown: list[DTensor] = []
         self.in_flight = 0  # reduces that write here
+        # Members whose gradient is here if some rank has used them, which this one has not, and has not been told yet.
+        self.open: Counter[int] = Counter()
         self.is_decoupled = False
         self._accumulates = False  # the last backward added to what was there
         self.is_empty = False  # there is a buffer, without storage
@@ -44,7 +47,7 @@ class MainGrads:
         there anyway, and other tensors that come to lie in its place make the heap larger.
         Within `_torch.PlainAttributes`, since it looks at every parameter.
         """
-        if self.buffer is None or self.is_empty or self.in_flight or self.home.host:
+        if self.buffer is None or self.is_empty or self.in_flight or self.open or self.home.host:
             return
         if self._accumulates and not always:
             return
@@ -73,7 +76,7 @@ class MainGrads:
 
     def take(self, had_grad: Sequence[bool], lane: Lane) -> tuple[DBuffer, bool, list[torch.Tensor]]:
         """The buffer; whether it is to be written, not added to; and what the lane reads to make it so."""
-        any_had, buffer = any(had_grad), self.buffer
+        any_had, buffer = any(had_grad) or bool(self.open), self.buffer
         self._accumulates = any_had
         if buffer is not None and self.is_empty:
             self.wake()
@@ -83,6 +86,7 @@ class MainGrads:
             return buffer, True, []
         with _torch.PlainAttributes():
             others = [i for i, member in enumerate(self.members) if member.sharded.grad is not self.shown[i]]
+        others = [i for i in others if i not in self.open] if self.open else others
         return buffer, False, self._bring(others, buffer, lane) if others else []
 
     def show(self, indices: Sequence[int]) -> None:
@@ -94,6 +98,14 @@ class MainGrads:
                     _torch.allow_grad_of(self.members[index].sharded, self.dtype)
                 self.members[index].sharded.grad = self.shown[index]
 
+    def close(self, asked: Sequence[int], used: Sequence[int]) -> None:
+        """This rank has been told which of the open ones some rank has used."""
+        self.open -= Counter(asked)
+        own = self.couple() if self.is_decoupled else None
+        self.show([index for index in used if _torch.grad_of(self.members[index].sharded) is None])
+        if own is not None:
+            self.uncouple(own)
+
     def decouple(self, enable: bool) -> None:
         """Show gradients as ``decoupled_grad``, or as ``grad``, from now on."""
         self.is_decoupled = enable
@@ -102,7 +114,7 @@ class MainGrads:
 
     def couple(self) -> list[torch.Tensor | None]:
         """Put decoupled gradients where all others are; what was there."""
-        own = [member.sharded.grad for member in self.members]
+        own = [_torch.grad_of(member.sharded) for member in self.members]
         for member in self.members:
             _replace(member, getattr(member.sharded, DECOUPLED))
         return own
@@ -110,7 +122,7 @@ class MainGrads:
     def uncouple(self, own: Sequence[torch.Tensor | None]) -> None:
         """Show them as decoupled ones again, and put back what was there."""
         for member, mine in zip(self.members, own):
-            setattr(member.sharded, DECOUPLED, member.sharded.grad)
+            setattr(member.sharded, DECOUPLED, _torch.grad_of(member.sharded))
             _replace(member, mine)
 
     def clear_decoupled(self, set_to_none: bool) -> None:
@@ -142,7 +154,7 @@ class MainGrads:
         with lane.entered((lane.mark(),)):  # an earlier reduce of the group may still write there
             for index in others:
                 member, view = self.members[index], buffer.local_view(index)
-                grad = member.sharded.grad
+                grad = _torch.grad_of(member.sharded)
                 if grad is None:
                     view.zero_()  # set to None alone, while others of the group were kept
                 else:
@@ -163,7 +175,7 @@ def _over(buffer: DBuffer, index: int, member: Member) -> DTensor:
     view = buffer.local_view(index)
     shown = _torch.like_dtensor(member.sharded, view, at=view)
     shown.__dict__[MAIN_GRAD] = buffer
-    if member.sharded.grad is None:  # else it is shown and hidden before anybody asks
+    if _torch.grad_of(member.sharded) is None:  # else it is shown and hidden before anybody asks
         _show(member, shown)
         member.sharded.grad = None
     return shown

@@ -28,6 +28,8 @@ class OptionalUnits:
         self._lingering: tuple[int, bool] | None = None  # a unit after its forward, which may be run again
         self._forward: int | None = None  # that the running backward belongs to
         _check(scope)
+        for group in [group for unit in scope.units for group in unit.groups]:
+            group.gradients.takes_part = True
         _scopes.add(scope)
 
     def begin_pass(self) -> None:
@@ -58,7 +60,7 @@ class OptionalUnits:
         self.pass_over(scope, scope.program.before(unit.index))
 
     def _check_place(self, scope: Scope, unit: Unit) -> None:
-        if not unit.settings.is_optional or unit.is_gathered or unit.index in scope.program.upcoming:
+        if not unit.is_optional or unit.is_gathered or unit.index in scope.program.upcoming:
             return
         if unit.index in self._passed_over or not scope.program.is_first:
             raise RuntimeError(
@@ -77,7 +79,7 @@ class OptionalUnits:
         within: list[Unit] = []  # units that have been passed over, as far as those inside them
         for index in list(indices):
             unit = scope.unit_at(index)
-            if unit is None or not unit.settings.is_optional or index in self._passed_over:
+            if unit is None or not unit.is_optional or index in self._passed_over:
                 continue
             if not over and program.running is Pass.BACKWARD and unit.is_ahead:
                 if not unit.is_gathered and unit.settings.unshard_in_backward:
@@ -135,7 +137,7 @@ def _check(scope: Scope) -> None:
     for unit in scope.units:
         for group, member, _ in unit.borrowed:
             owner = None if group.unit is None else group.unit()
-            if owner is not None and (unit.settings.is_optional or owner.settings.is_optional):
+            if owner is not None and (unit.is_optional or owner.is_optional):
                 raise ValueError(
                     f"units '{unit.name}' and '{owner.name}' share parameter '{member.name}', and one of them is "
                     "optional: ranks that use one and ranks that use both would gather it at other places. Make them "

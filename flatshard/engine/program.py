@@ -118,6 +118,7 @@ class Program:
         self.is_first = False  # it is the first of its kind: nothing has been recorded that it could be held to
         self.checks = False  # ranks compare every launch
         self.announces = False  # they compare those of the running pass
+        self.has_launched = False  # the running pass has communicated
         self.is_profiled = False  # a profiler looks on at it
         self._kind: tuple[Pass, int] = (Pass.FORWARD, 0)
         self.upcoming: list[int] = []  # units expected to be needed in the running pass, nearest first
@@ -143,6 +144,7 @@ class Program:
         self.announces = self.is_first or self.checks
         self.upcoming = list(self._orders.get(self._kind, ()))
         self._gathered, self._needed, self._needs = [], {}, []
+        self.has_launched = False
         if kind is Pass.BACKWARD:
             self.turns = Turns(self._reduces.get(self._kind[1], self._reversed), free and self.is_first)
 
@@ -191,8 +193,11 @@ class Program:
         return False
 
     def end(self) -> None:
-        """The running pass is over, and predicts the next of its kind."""
-        if self.running is not None and self._needed:
+        """The running pass is over, and predicts the next of its kind.
+
+        One that has communicated nothing does not: this rank may have run it alone, and the others predict as before.
+        """
+        if self.running is not None and self._needed and self.has_launched:
             before = self._orders.get(self._kind, ())
             if self._needed.keys() != set(before):
                 self._orders[self._kind] = self._changed(before)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from flatshard import _recording
+from flatshard import _recording, _torch
 from flatshard.buffer import Pool
 from flatshard.engine.reduction import Goal, Reduction
 from flatshard.engine.weights import Group
@@ -27,6 +27,7 @@ class Reduces:
     def __init__(self, scope: Scope, units: Sequence[Unit], pool: Pool) -> None:
         self.pool = pool
         self.in_flight: deque[Reduction] = deque()
+        self._asking: list[Callable[[], None]] = []  # those that are over, to be asked which parameters ranks have used
         self.launched = 0
         self.is_alike = True  # all ranks use the same parameters
         self.is_one_of_several = False  # roots that are asked to reduce what they have accumulated, one after another
@@ -34,7 +35,7 @@ class Reduces:
         self._policy, self._program, self._announcer = scope.policy, scope.program, scope.announcer
         self._groups = [(weakref.ref(unit), weakref.ref(group)) for unit in units for group in unit.groups]
         self._had: set[int] = set()  # groups that the running backward has reduced
-        self._has_optional = any(unit.settings.is_optional for unit in units)
+        self._has_optional = any(unit.is_optional for unit in units)
         self._has_stopped = False  # a backward has stopped short of final gradients
         # Axes of meshes along which weights are gathered, in a pass or from what the optimizer has written.
         self._gathered = frozenset(
@@ -75,7 +76,7 @@ class Reduces:
     def begin(self, units: Sequence[Unit]) -> None:
         """A backward begins."""
         self._had.clear()
-        self.is_alike = True not in [unit.settings.reduces_unused for unit in units]
+        self.is_alike = True not in [self._takes_part(unit) for unit in units]
 
     def group_complete(self, number: int) -> None:
         """All gradients of a group have arrived."""
@@ -97,9 +98,9 @@ class Reduces:
         for number in turns.left():
             self._take_turn(number)
         for number in turns.again(self._is_waiting):
-            unit, group = self._at(number)
-            if group is not None and (number in self._had or group.gradients.waiting):
-                self.launch(number, unit, group, self._goal(unit, group))
+            found = self._at(number)
+            if found is not None and (number in self._had or found[1].gradients.waiting):
+                self.launch(number, *found, self._goal(*found))
 
     def flush(self, units: Sequence[Unit], all_the_way: bool = False, wait: bool = True) -> None:
         """Reduce what waits in these units for a backward that goes all the way: the last micro-batch had none.
@@ -107,11 +108,12 @@ class Reduces:
         Or, with ``all_the_way``, what waits there whatever for. With ``wait``, order the current stream after it.
         """
         for number in reversed(range(len(self._groups))):
-            unit, group = self._at(number)
-            if group is None or unit not in units:
+            found = self._at(number)
+            if found is None or found[0] not in units:
                 continue
+            unit, group = found
             # A rank that has used nothing of such a unit takes part in what the others reduce.
-            unused = all_the_way and unit.settings.reduces_unused and self._has_stopped and group.gradients.expected > 0
+            unused = all_the_way and self._takes_part(unit) and self._has_stopped and group.gradients.expected > 0
             goes = all_the_way or group.gradients.goal(unit.goal) is Goal.FINAL
             if goes and (group.gradients.has_partial or unused):
                 self.launch(number, unit, group, Goal.FINAL)
@@ -128,20 +130,26 @@ class Reduces:
                 return True
         return False
 
-    def _at(self, number: int) -> tuple[Unit, Group | None]:
-        """A group and its unit. One whose parameters have all been tied to others is gone."""
+    def _at(self, number: int) -> tuple[Unit, Group] | None:
+        """A group and its unit; None once the unit's modules, or all parameters of the group, have left the model."""
         of, which = self._groups[number]
-        unit = of()
-        assert unit is not None
-        return unit, which()
+        unit, group = of(), which()
+        return None if unit is None or group is None else (unit, group)
+
+    def _takes_part(self, unit: Unit) -> bool:
+        """Whether a unit is reduced, with zeros, also where this rank's batch has used nothing of it.
+
+        Where some units are optional the others are, too: nothing tells ranks of one of which only some use parameters.
+        """
+        return self._has_optional or unit.settings.reduces_unused
 
     def _is_to_come(self, number: int) -> bool:
-        unit, group = self._at(number)
-        return group is not None and group.gradients.expected > 0 and unit.is_ahead
+        found = self._at(number)
+        return found is not None and found[1].gradients.expected > 0 and found[0].is_ahead
 
     def _is_waiting(self, number: int) -> bool:
-        group = self._at(number)[1]
-        return group is not None and group.gradients.waiting
+        found = self._at(number)
+        return found is not None and found[1].gradients.waiting
 
     def _goal(self, unit: Unit, group: Group) -> Goal:
         """How far the gradients of a group go now."""
@@ -151,12 +159,13 @@ class Reduces:
 
     def _take_turn(self, number: int) -> None:
         """Reduce a group at its turn, if there is anything to reduce, or if it takes part with zeros."""
-        unit, group = self._at(number)
-        if group is None:
+        found = self._at(number)
+        if found is None:
             return
+        unit, group = found
         gradients = group.gradients
         goal = self._goal(unit, group) if self.is_one_of_several else gradients.goal(unit.goal)
-        unused = unit.settings.reduces_unused and gradients.expected and goal is not Goal.UNREDUCED
+        unused = self._takes_part(unit) and gradients.expected and goal is not Goal.UNREDUCED
         if unused or gradients.waiting or (gradients.has_partial and goal is Goal.FINAL):
             self.launch(number, unit, group, goal)
 
@@ -167,8 +176,10 @@ class Reduces:
         while len(self.in_flight) >= self._most and self._may_land():
             self._land()
         gradients, pool = group.gradients, self.pool
-        if self._program.announces and goal is not Goal.UNREDUCED:
-            self._announcer.announce(gradients.what, unit, unit.numbers.index(number))
+        if goal is not Goal.UNREDUCED:
+            if self._program.announces:
+                self._announcer.announce(gradients.what, unit, unit.numbers.index(number))
+            self._program.has_launched = True
         if self._program.is_profiled:
             with torch.profiler.record_function(f"flatshard::reduce {unit.name}"):
                 self.in_flight.append(gradients.reduce(pool, goal, unit.name))
@@ -183,13 +194,26 @@ class Reduces:
         """Order the current stream after all reduces, if it ``joins`` them; else after those that somebody awaits."""
         while self.in_flight and (joins or any(reduction.then is not None for reduction in self.in_flight)):
             self._land()
-        if self.in_flight:
+        if joins:
+            self._ask()
+        elif self.in_flight or self._asking:
             _unjoined.add(self)
+            _torch.on_grad_read(join_reduces)
 
-    def join(self) -> None:
-        """Order the current stream after all reduces. For whoever reads gradients."""
+    def land(self) -> None:
+        """Order the current stream after all reduces."""
         while self.in_flight:
             self._land()
+
+    def join(self) -> None:
+        """The same, for whoever reads gradients: they are there on all ranks or on none."""
+        self.land()
+        self._ask()
+
+    def _ask(self) -> None:
+        asking, self._asking = self._asking, []
+        for ask in asking:
+            ask()
 
     def _may_land(self) -> bool:
         """Whether the oldest reduce can be waited for before anything else is launched.
@@ -208,7 +232,10 @@ class Reduces:
         else:
             with recording.around("reduce", reduction.name, self._scope()):
                 reduction.wait()
+        if reduction.asks is not None:
+            self._asking.append(reduction.asks)
         if reduction.then is not None:
+            self._ask()
             for other in self.in_flight:  # of the same group, it may still add to what `then` sees
                 other.ticket.wait()
             reduction.then()
@@ -218,7 +245,11 @@ _unjoined: weakref.WeakSet[Reduces] = weakref.WeakSet()  # of scopes that have l
 
 
 def join_reduces() -> None:
-    """Order the current stream after the reduces of all models: somebody is going to read gradients."""
+    """Order the current stream after the reduces of all models: somebody is going to read gradients.
+
+    Who reads a ``.grad`` need not call it.
+    """
+    _torch.on_grad_read(None)
     for reduces in list(_unjoined):
         reduces.join()
     _unjoined.clear()

@@ -42,6 +42,10 @@ class Reduction:
     ticket: Ticket = DONE
     then: Action = None  # called when it is over
     writes: MainGrads | None = None  # which are its result
+    # Which parameters ranks have used (`Uses`): what the next stage is given, and what the last has made of it.
+    uses: torch.Tensor | None = None
+    parameters: int = 0  # how many they are
+    asks: Action = None  # called when it is over, and the host may wait: this rank has not used all of them
 
     def wait(self) -> None:
         """Order the current stream after it. It is not on its way any more, also if that fails."""
@@ -63,6 +67,11 @@ class Stage:
         self._scatters = is_sharded(placements[axis])
         self._group: tuple[object, ProcessGroup] | None = None
 
+    @property
+    def copies(self) -> int:
+        """How many ranks get a piece of what it is given."""
+        return self._mesh.size(self._axis) if self._scatters else 1
+
     def launch(self, inputs: Tensors, out: DBuffer, of: Reduction, after: Tickets = (), then: Action = None) -> Ticket:
         """Reduce runs into ``out`` and do ``then``, inside the lane. What that reads besides the inputs is held."""
         if not inputs:  # only empty tensors
@@ -70,11 +79,34 @@ class Stage:
         lane, op, name = of.pool.lane, of.op, of.name
         group = self._among(lane)
         if self._scatters:
-            return lane.reduce_scatter(group, out.runs(), inputs, op, after=after, then=then, name=name, comm=of.comm)
+            outputs = out.runs()
+            if of.uses is not None:
+                inputs, outputs = self._with_uses(inputs, outputs, of, after)
+            return lane.reduce_scatter(group, outputs, inputs, op, after=after, then=then, name=name, comm=of.comm)
         with lane.entered(after):
             torch._foreach_copy_(out.runs(), list(inputs))
-        ticket = lane.all_reduce(group, [out.local], op, name=name)
+            reduced = [out.local]
+            if of.uses is not None:
+                of.uses = of.uses.to(out.local.dtype, copy=True)
+                of.held.append(of.uses)
+                reduced.append(of.uses)
+        ticket = lane.all_reduce(group, reduced, op, name=name)
         return ticket if then is None else lane.follow(ticket, then)
+
+    def _with_uses(
+        self, inputs: Tensors, outputs: Tensors, of: Reduction, after: Tickets
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Inputs and outputs of a reduce-scatter, which tells all ranks of uses besides."""
+        given, dtype = of.uses, inputs[0].dtype
+        assert given is not None
+        if given.numel() < self.copies * of.parameters or given.dtype != dtype:  # of the stage before
+            with of.pool.lane.entered(after):
+                given = given.to(dtype).repeat(self.copies)
+        elif of.pool.groups:  # what is sent lies in memory of theirs
+            given = of.pool.temporary(given.numel(), dtype).copy_(given)
+        of.uses = of.pool.temporary(of.parameters, dtype)
+        of.held += (given, of.uses)
+        return [*inputs, given], [*outputs, of.uses]
 
     def _among(self, lane: Lane) -> ProcessGroup:
         now = lane, lane.own_groups, lane.beside
@@ -91,6 +123,7 @@ class EncodedStage(Stage):
     """
 
     is_encoded = True
+    copies = 1
 
     def __init__(
         self, mesh: DeviceMesh, axis: int, placements: tuple[Placement, ...], coder: Coder, stochastic: bool
@@ -117,6 +150,7 @@ class EncodedStage(Stage):
                 coder.encode(inputs, self._from, sent, self._next_noise(sent.device))
             received = pool.temporary(ranks * piece * out.held.count, torch.uint8)
         of.held += (sent, received)
+        noted = self._note_uses(of, group)
         if self._scatters:
             ticket = lane.all_to_all(group, received, sent, [], [], name=of.name)
         else:
@@ -124,6 +158,7 @@ class EncodedStage(Stage):
         factor = 1.0 / ranks if of.op == "avg" else 1.0
 
         def add() -> None:
+            noted.wait()
             if self._is_padded:
                 out.local.zero_()
             coder.decode(received.view(ranks, -1), out.held, out.local, factor)
@@ -131,6 +166,16 @@ class EncodedStage(Stage):
                 then()
 
         return lane.follow(ticket, add)
+
+    def _note_uses(self, of: Reduction, group: ProcessGroup) -> Ticket:
+        """Tell all ranks of uses, by a few bytes of their own: what is encoded has no room for them."""
+        if of.uses is None:
+            return DONE
+        lane = of.pool.lane
+        with lane.entered():
+            of.uses = of.uses.clone()
+        of.held.append(of.uses)
+        return lane.all_reduce(group, [of.uses], "sum", name=f"uses {of.name}")
 
     def _next_noise(self, device: torch.device) -> torch.Tensor | None:
         if not self._is_stochastic:

@@ -60,7 +60,7 @@ def scope_of(unit: Unit, module: nn.Module) -> Scope:
         found.index = len(units)
         found.numbers = range(count, count + len(found.groups))
         count += len(found.groups)
-        found.nests, found.parent = False, None
+        found.nests, found.parent, found.is_optional = False, None, bool(units) and found.settings.is_optional
         units.append(found)
         above = name
         while above:
@@ -69,9 +69,7 @@ def scope_of(unit: Unit, module: nn.Module) -> Scope:
                 if found.parent is None:
                     found.parent = at[above].index
                 at[above].nests = True
-                if at[above].settings.is_optional:
-                    found.be_optional()
-    units[0].settings.is_optional = False  # whoever calls it uses it
+                found.is_optional = found.is_optional or at[above].is_optional
     policy = unit.schedule or SchedulePolicy()
     plan_kept(units, policy)
     scope = Scope(units, unit.device, policy)

@@ -52,7 +52,7 @@ class Scope:
         self.program.checks = checking is not None
         # What ranks compare, they compare over a lane of its own in check mode, whose groups do not wait for long.
         talk = self.gather_lane if checking is None else Lane("check", torch.device("cpu"), patience=checking)
-        has_optional = any(unit.settings.is_optional for unit in units)
+        has_optional = any(unit.is_optional for unit in units)
         self.announcer = Announcer(self.program, talk, has_optional)
         self._has_agreed = False  # the ranks have compared their models as they are now
         self.reduces = Reduces(self, units, Pool(Lane("reduce", device)))
@@ -289,7 +289,7 @@ class Scope:
 
     def arrive(self, unit: Unit, gather: bool) -> None:
         """The running pass has come to a unit: launch its gather, if there is to be one, and those of the next."""
-        if not (unit.settings.is_optional and self.program.has_needed(unit.index)):  # again is nobody else's affair
+        if not (unit.is_optional and self.program.has_needed(unit.index)):  # again is nobody else's affair
             self.program.need(unit.index, self._comes_later)
         self._ahead.discard(unit.index)
         if self._retained == unit.index:
@@ -298,7 +298,7 @@ class Scope:
             self.gather(unit)
         self._gather_next(unit, self.policy.max_gathered - 1)
         if self.reduces.in_flight and self.program.running is not Pass.BACKWARD and self.program.is_halfway:
-            self.reduces.join()  # of the last micro-batch, whose gradients should not lie beside all activations
+            self.reduces.land()  # of the last micro-batch, whose gradients should not lie beside all activations
 
     def gather_ahead(self, unit: Unit) -> None:
         """Start gathering what comes next, in the place of ``unit``, which is done and released."""
@@ -312,7 +312,7 @@ class Scope:
 
     def gather(self, unit: Unit) -> None:
         """Start gathering a unit. No effect on what has been gathered."""
-        if self.program.announces and not unit.is_gathered:
+        if self.program.announces and any(group.launches for group in unit.needs):
             self.announcer.announce("gather", unit)
         if torch.is_inference_mode_enabled() or self.program.is_profiled:
             # What is made here outlives the pass; made under inference mode, training could never write it again.
@@ -341,6 +341,8 @@ class Scope:
 
     def _launch_gather(self, unit: Unit) -> None:
         self.program.gather(unit.index)
+        if not self.program.has_launched:
+            self.program.has_launched = any(group.launches for group in unit.needs)
         lasting = self.program.running is Pass.BACKWARD and unit.is_kept_for_next
         absent = [group for group in unit.needs if group.ticket is None]
         if len(absent) < 2:
@@ -525,6 +527,8 @@ class Scope:
 
     def _end_pass(self) -> None:
         """The running pass is over."""
+        if self.rows_lane is not self.gather_lane:
+            self.program.has_launched = True  # a look-up
         self.announcer.end_pass(self.units[0], self.gather_lane, self.reduces.pool.lane)
         self.program.end()
         if self._is_parallel:

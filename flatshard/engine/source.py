@@ -68,6 +68,11 @@ class Source:
         """The backward is over."""
 
     @property
+    def launches(self) -> bool:
+        """Whether the next gather communicates."""
+        return True
+
+    @property
     def decodes(self) -> bool:
         """Whether the next gather brings bytes of a format, of which `open` makes full weights in the pool's memory."""
         return False
@@ -75,6 +80,7 @@ class Source:
 
 class OfMain(Source):
     is_resident = True
+    launches = False
 
     def __init__(self, main: DBuffer) -> None:
         self.buffer = self._main = main
@@ -187,6 +193,11 @@ class Compute:
             self.is_stale = False
             return buffer, self.done
 
+    @property
+    def launches(self) -> bool:
+        """Whether the next refresh communicates."""
+        return self.is_stale and self._placement != self._main.placements
+
     def read(self) -> None:
         """The last refresh has been waited for."""
         self._in_use = []
@@ -205,6 +216,10 @@ class OfCompute(_Buffered):
             return refreshed
         self._turned.allocate(pool)
         return self._turned.fill_after(refreshed, self.buffer)
+
+    @property
+    def launches(self) -> bool:
+        return self._weights.launches
 
     def open(self) -> None:
         self._weights.read()
@@ -245,6 +260,10 @@ class Gathered(_Buffered):
             else:
                 ticket = self._from_main(buffer, pool, name, comm)
         return ticket if self._turned is None else self._turned.fill_after(ticket, buffer)
+
+    @property
+    def launches(self) -> bool:
+        return self.compute is not None or self._is_sharded
 
     def _allocated(self, pool: Pool, lasting: bool, here: bool = False) -> DBuffer:
         """The buffer of full weights, with storage. ``here``: the current stream is to write it, and not the lane."""

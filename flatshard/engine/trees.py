@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from flatshard import _torch
 
@@ -50,6 +51,31 @@ def _find(value: Any, found: list[torch.Tensor]) -> None:
             _find(getattr(value, field.name), found)
     else:
         found.extend(leaf for leaf in _torch.pytree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def tensors_in_objects(value: Any) -> list[torch.Tensor]:
+    """Every tensor in ``value`` and in the attributes of objects in it, of any class but modules, in a fixed order."""
+    found: list[torch.Tensor] = []
+    seen: dict[int, Any] = {}
+    left = [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        elif id(each) not in seen and not isinstance(each, (*_ATOMS, type, nn.Module)):
+            seen[id(each)] = each
+            left += reversed(_held(each))
+    return found
+
+
+def _held(value: Any) -> list[Any]:
+    """What a container holds, and the attributes of an object."""
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    if dataclasses.is_dataclass(value):  # which may have slots
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    items = list(value.values()) if isinstance(value, Mapping) else []
+    return items + list(getattr(value, "__dict__", {}).values())
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

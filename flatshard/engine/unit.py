@@ -79,6 +79,7 @@ class Unit:
         self.numbers = range(0)  # of its groups in the program
         self.nests = False  # there are units below
         self.parent: int | None = None  # the unit that it is in, by index
+        self.is_optional = False  # it was said to be, or one around it; not of the root, which whoever calls it uses
         self.parks = False  # between forward and backward its weights stay, sharded over a smaller mesh
         self.phase = Phase.RESTING
         self.scope: Scope | None = None
@@ -120,7 +121,7 @@ class Unit:
         self.borrowed.append((group, member, site))
         self.settings.unshard_in_backward = True
         if group not in self.needs:
-            group.users = group.users or set()
+            group.users = group.users or {}
             group.borrowers.append(self._me)
             self.needs.append(group)
         if site.look() is not member.sharded:  # else two units share the module itself
@@ -153,7 +154,7 @@ class Unit:
         Other ranks may, and gather and reduce at those moments.
         """
         settings = self.settings
-        if not settings.reduces_unused or settings.is_optional:
+        if not settings.reduces_unused or self.is_optional:
             return False
         return any(group.gradients.expected for group in self.groups)
 
@@ -314,7 +315,7 @@ class Unit:
             grads = self._unseen = True  # under reentrant checkpointing gradients come in spite of no_grad
         if not grads and settings.reshard_after_forward is None:
             keep = False  # no backward will need it, and nothing tells of weights that are written through `.data`
-        if settings.is_optional and not (keep or outermost or self.nests or self.holders):
+        if self.is_optional and not (keep or outermost or self.nests or self.holders):
             assert scope.optional is not None
             scope.optional.linger(self, grads)
         else:
@@ -370,12 +371,6 @@ class Unit:
         gradients.padding = module.padding_idx
         self.rows = Rows(self.groups[0], even)
         self.settings.unshard_in_forward = self.settings.unshard_in_backward = False
-
-    def be_optional(self) -> None:
-        """A batch may use nothing of it: gradients that are missing are zero, on the wire and afterwards."""
-        self.settings.is_optional = self.settings.reduces_unused = True
-        for group in self.groups:
-            group.gradients.counts_unused = True
 
     def forward_over(self, grads: bool) -> None:
         """The forward of the outermost unit is over, and with it this one's, even if a module of it has not run.
@@ -613,7 +608,7 @@ class Unit:
         for group in self.needs:
             group.swap_in()
             if group.users is not None:
-                group.users.add(id(self))
+                group.users[id(self)] = True
 
     def release(self, always: bool = False) -> None:
         """Give the gathered weights back, unless another unit needs them still.
@@ -626,14 +621,18 @@ class Unit:
         self.kept, self._differentiated = None, False
         for group in self.needs:
             if group.users is not None:
-                group.users.discard(id(self))
+                group.users.pop(id(self), None)
             if not group.users:
                 group.release()
+            elif True not in group.users.values():
+                group.swap_out()
 
     def hide(self) -> None:
-        """Show sharded parameters, and keep the full ones."""
+        """Show sharded parameters, unless another unit needs full ones, and keep the full ones."""
         for group in self.needs:
-            if not group.users:
+            if group.users and id(self) in group.users:
+                group.users[id(self)] = False
+            if not group.users or True not in group.users.values():
                 group.swap_out()
 
     def reshard(self) -> None:

@@ -67,7 +67,8 @@ class Group:
         self.is_full = False  # the modules hold full parameters
         self.unit: weakref.ref[Unit] | None = None  # that owns it
         self.borrowers: list[weakref.ref[Unit]] = []  # whose modules share some of the parameters
-        self.users: set[int] | None = None  # units that need it full now, where more than its own may
+        # Units that have it gathered, where more than its own may, and whether their modules are to show it.
+        self.users: dict[int, bool] | None = None
         self.park_mesh: DeviceMesh | None = None  # between forward and backward, shard over this smaller mesh
         self._watched = False
         self.ticket: Ticket | None  # of the gather, from its start to the release
@@ -196,6 +197,11 @@ class Group:
     def opening_bytes(self) -> int:
         """What their use will take on top of that: full weights that are still to be decoded."""
         return self.gathered_bytes if self.source.decodes and not self.is_full else 0
+
+    @property
+    def launches(self) -> bool:
+        """Whether `gather` would communicate now."""
+        return self.ticket is None and self.source.launches
 
     def mark_stale(self) -> None:
         """Main may have changed: derive compute weights from it anew, the next time they are needed."""

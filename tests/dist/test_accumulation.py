@@ -381,3 +381,24 @@ def _divide_factor(rank, world):
 
 def test_the_divide_factor_takes_the_place_of_the_mean(ranks):
     assert ranks(2, _divide_factor) == [None] * 2
+
+
+def _read_between(rank, world, reads):
+    """Whoever reads `.grad` after a micro-batch that is not the last sees what has been accumulated."""
+    model, reference = chain(STRATEGIES[0], world, strategy=3), chain()
+    for number in range(3):
+        rows = torch.randn(8, DIM, generator=torch.Generator().manual_seed(number))
+        with microbatch(model, is_first=number == 0, is_last=False):
+            model(rows.chunk(world)[rank]).square().mean().backward()
+        reference(rows).square().mean().backward()
+        if number not in reads:
+            continue
+        for ours, theirs in zip(model.parameters(), reference.parameters()):
+            assert_rows(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+        norms = [torch.nn.utils.get_total_norm([p.grad for p in net.parameters()]) for net in (model, reference)]
+        torch.testing.assert_close(norms[0].full_tensor(), norms[1])
+
+
+@pytest.mark.parametrize("reads", [(0, 1, 2), (1,), (2,)])
+def test_gradients_are_read_between_micro_batches(ranks, reads):
+    ranks(2, _read_between, reads)

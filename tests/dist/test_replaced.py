@@ -98,3 +98,29 @@ def _copied(rank, world, layout):
 @pytest.mark.parametrize("layout", ["tensor", "flat"])
 def test_a_state_dict_can_be_copied(ranks, layout):
     assert ranks(2, _copied, layout) == [None] * 2
+
+
+def _other_blocks(rank, world, change):
+    """After a first step, a block is left out, or another takes its place, which is a unit or is not."""
+    plain, model = make_net(), make_net()
+    shard_net(model)
+    for number in range(2):
+        if number:
+            for net in (plain, model):
+                del net.blocks[1]
+                if change != "deleted":
+                    net.blocks.insert(1, make_net(seed=5).blocks[0])
+                if change == "unit" and net is model:
+                    fully_shard(net.blocks[1])
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, plain)]
+        train(model, optimizers[0], STEPS, ROWS, rank, world)
+        train(plain, optimizers[1], STEPS, ROWS, 0, 1)
+    if change == "plain":
+        return  # nothing averages the gradients of what is no unit
+    for sharded, value in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(sharded), value.data, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("change", ["deleted", "plain", "unit"])
+def test_blocks_that_leave_the_model_after_a_step(ranks, change):
+    ranks(2, _other_blocks, change)

@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -155,3 +156,44 @@ def _rolled(rank, world, reshard):
 @pytest.mark.parametrize("reshard", [None, True])
 def test_a_registered_method_may_run_forwards_of_its_module(ranks, reshard):
     ranks(2, _rolled, reshard)
+
+
+class Normal:
+    """A distribution: an object of a class of its own."""
+
+    def __init__(self, parameters):
+        self.mean, self.logvar = parameters.chunk(2, dim=-1)
+        self.me = self
+
+    def sample(self):
+        return self.mean + torch.exp(0.5 * self.logvar)
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 8)
+
+    def encode(self, x):
+        return OrderedDict(latent=Normal(self.second(torch.tanh(self.first(x)))))
+
+
+def _inside_an_object(rank, world):
+    torch.manual_seed(4)
+    reference = Encoder()
+    model = copy.deepcopy(reference)
+    fully_shard(model.first)
+    fully_shard(model)
+    register_fsdp_forward_method(model, "encode")
+    x = torch.randn(2 * world, 4, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        model.zero_grad()
+        reference.zero_grad()
+        reference.encode(x)["latent"].sample().square().mean().backward()
+        model.encode(x.chunk(world)[rank])["latent"].sample().square().mean().backward()
+        for found, wanted in zip(model.parameters(), reference.parameters()):
+            torch.testing.assert_close(found.grad.full_tensor(), wanted.grad)
+
+
+def test_outputs_inside_an_object(ranks):
+    ranks(2, _inside_an_object)

@@ -177,3 +177,25 @@ def _meta(rank, world):
 
 def test_materialize(ranks):
     ranks(2, _meta)
+
+
+def _kept_after_evaluation(rank, world):
+    reference, model = _language(), _language()
+    for name in ("embed", "body", "head"):
+        fully_shard(getattr(model, name), reshard_after_forward=False)
+    fully_shard(model, reshard_after_forward=False)
+    tokens = _tokens(0)
+    _loss(reference, tokens).backward()
+    _loss(model, tokens.chunk(world)[rank]).backward()
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), reference(tokens))
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    norms = [torch.nn.utils.clip_grad_norm_(net.parameters(), 1e9) for net in (model, reference)]
+    torch.testing.assert_close(norms[0].full_tensor(), norms[1])
+    with Launched(model) as launched:  # they have been kept
+        _loss(model, tokens)
+    return launched.gathers
+
+
+def test_weights_that_are_kept_are_hidden_after_an_evaluation(ranks):
+    assert ranks(2, _kept_after_evaluation) == [0, 0]

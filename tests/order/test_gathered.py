@@ -242,3 +242,46 @@ def _whole(rank, world, layout):
 @pytest.mark.parametrize("layout", ["tensor", "flat"])
 def test_whole_tensors_are_cut_where_they_are_put(interpreters, layout):
     interpreters(2, _whole, layout)
+
+
+def _evaluated_by_one(rank, world, strategy):
+    """What launches nothing waits for nobody, also if it is the first pass of its kind; and predicts nothing."""
+    model, reference = shard(make(), strategy=strategy), make()
+    optimizers = [optimizer_of(each.parameters()) for each in (model, reference)]
+    for number in range(3):
+        with gathered(model), torch.no_grad():
+            if rank == 0:
+                torch.testing.assert_close(model(rows(rank)), reference(rows(rank)))
+                model.blocks, blocks = model.blocks[1:], model.blocks  # a forward that does not use all
+                model(rows(rank))
+                model.blocks = blocks
+        if number == 1:
+            with torch.no_grad():
+                torch.testing.assert_close(model(rows(rank)), reference(rows(rank)))
+        model(rows(rank, number)).square().mean().backward()
+        backward_of_all([reference(rows(r, number)).square().mean() for r in range(world)])
+        compare(grads_of(model), grads_of(reference))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("strategy", [0, 1, 2, 3])
+def test_one_rank_alone_evaluates_what_is_gathered(interpreters, strategy):
+    interpreters(2, _evaluated_by_one, strategy)
+
+
+def _replicas(rank, world):
+    """Nothing is gathered where every rank has all weights."""
+    model, reference = shard(make(), strategy=0), make()
+    model(rows(rank)).square().mean().backward()
+    if rank == 0:
+        with torch.no_grad():
+            torch.testing.assert_close(model(rows(rank)), reference(rows(rank)))
+    torch.distributed.barrier()
+    with torch.no_grad():
+        torch.testing.assert_close(model(rows(rank)), reference(rows(rank)))
+
+
+def test_one_rank_alone_evaluates_its_replica(interpreters):
+    interpreters(2, _replicas)

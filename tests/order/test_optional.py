@@ -133,10 +133,14 @@ def _train(rank: int, world: int, case: Case, mesh: DeviceMesh | None) -> None:
             log.look(model, f"in micro-batch {number}")
         same_launches(log.take(), f"step {step}")
         for (name, ours), theirs in zip(model.named_parameters(), alone.parameters()):
+            users = torch.tensor(float(theirs.grad is not None))
+            dist.all_reduce(users)
+            assert (ours.grad is not None) == bool(users), f"step {step}: {name} has a gradient, or has none"
+            if not users:
+                continue
             theirs.grad = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
             dist.all_reduce(theirs.grad)
             theirs.grad /= world
-            assert ours.grad is not None, f"step {step}: {name} has no gradient"
             told = f"step {step}, gradient of {name}: "
             assert_rows(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=lambda text, told=told: told + text)
         for optimizer, each in zip(optimizers, (model, alone)):
@@ -258,3 +262,25 @@ def test_what_ranks_that_skip_a_unit_could_not_follow_is_refused(interpreters):
     for told in interpreters(2, _refused):
         for text, words in zip(told, wanted.split("|"), strict=True):
             assert words in text
+
+
+def _called_alone(rank, world):
+    """A unit that was called by itself, as to look at the shape of its output, is optional in its model."""
+    model = Net([Item([Item()]), Item()], None)
+    fully_shard(model.items[0].inner[0])
+    for item in model.items:
+        fully_shard(item, optional=True)
+        with torch.no_grad():
+            item(torch.ones(1, DIM))
+    fully_shard(model)
+    log = Log()
+    for step in range(3):
+        model.times = [int(rank == step % 2), 1]
+        model(torch.ones(ROWS, DIM).requires_grad_()).sum().backward()
+        log.look(model, "once")
+        same_launches(log.take(), f"step {step}")
+
+
+@pytest.mark.limit(60)
+def test_a_unit_that_was_called_alone_is_optional(interpreters):
+    interpreters(2, _called_alone)
