@@ -370,7 +370,7 @@ def watch_over(device: torch.device) -> bool:
     store = _torch.default_store()
     known = weakref.ref(store)
     watched = Watched(
-        store=lambda: _torch.own_store(known(), "flatshard"),
+        store=lambda prefix: _torch.own_store(known(), prefix),
         kept=_torch.kept_store(store) if dist.get_rank() == 0 else None,
         rank=dist.get_rank(),
         world=world.size(),

@@ -8,17 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeAlias
 
 import torch
 from torch.distributed import Work
 
 from flatshard import _torch
-from flatshard.trust.alarm import PATIENCE, alarm
+from flatshard.trust.alarm import alarm
 from flatshard.trust.record import PHASES, record
 
 Action: TypeAlias = Callable[[], None] | None  # what is to be done at the end of an operation, if anything
 Tickets: TypeAlias = "Sequence[Ticket]"
+
+
+_PATIENCE = timedelta(seconds=1)  # of one wait for work; then it is seen whether another rank has ended
+# Work that a process group written in Python has made of a future answers so to a limit of time: it knows none.
+_WITHOUT_LIMIT = "with finite timeout not implemented"
 
 
 @dataclass(slots=True)
@@ -55,10 +61,10 @@ class Ticket:
             self._event.wait(_torch.current_stream(self._device))
         for work in self._works:
             try:
-                work.wait(PATIENCE)
+                work.wait(_PATIENCE)
             except RuntimeError as error:
                 self._failed = True
-                alarm.outwait(work, self._told, error)
+                _outwait(work, self._told, error)
                 self._failed = False
         self._works = ()
         if self._then is not None:
@@ -131,6 +137,34 @@ class Pending(Ticket):
 
     def has_ended(self) -> bool:
         return self._real.has_ended()
+
+
+def _outwait(work: Work, what: Callable[[], str], error: RuntimeError) -> None:
+    """A wait for work has ended with an error. Goes on waiting if it was only impatient, else says why."""
+    if _WITHOUT_LIMIT in str(error):
+        work.wait()
+        return
+    has_ended = False
+    while True:
+        if _is_of_handler(error, work):
+            raise error
+        if has_ended:
+            raise alarm.explain(what(), error) from error
+        if alarm.raised is not None:
+            alarm.gave_up = True
+            raise alarm.error(what())
+        has_ended = work.is_completed()  # asked first: what ends while it is waited for may have ended well
+        try:
+            work.wait(_PATIENCE)
+            return
+        except RuntimeError as again:
+            error = again
+
+
+def _is_of_handler(error: RuntimeError, work: Any) -> bool:
+    """Whether it was not a wait that raised, but a handler of a signal that came meanwhile, as DataLoader's does."""
+    trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    return trace is not None and trace.tb_frame.f_code is not getattr(type(work).wait, "__code__", None)
 
 
 DONE = Ticket()  # has been waited for, and can be again and again

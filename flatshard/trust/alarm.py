@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import faulthandler
 import logging
 import math
 import os
-import selectors
-import signal
 import socket
 import sys
 import threading
@@ -27,15 +24,14 @@ import time
 import traceback
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing import util
 from types import TracebackType
 from typing import Any, NoReturn
 
 from flatshard.trust.links import Links, Message
+from flatshard.trust.loop import Loop
 from flatshard.trust.record import record, records_folder
 from flatshard.trust.uncaught import Uncaught
 
@@ -49,9 +45,6 @@ _FAREWELL = 5.0  # seconds that the rank which has the store waits for the other
 _LINGER = (
     1.0  # seconds for which a process that ends with an error keeps NCCL's threads, which have to send, and to log
 )
-# Work that a process group written in Python has made of a future answers so to a limit of time: it knows none.
-_WITHOUT_LIMIT = "with finite timeout not implemented"
-PATIENCE = timedelta(seconds=1)  # of one wait for work; then it is seen whether another rank has ended
 
 
 class PeerError(RuntimeError):
@@ -71,11 +64,11 @@ def grace() -> float:
 class Watched:
     """The process group that an alarm is for.
 
-    ``store``: makes a connection of its own to the store of the group. ``is_lost_peer``: whether an exception says that
-    another rank is gone. ``settle_in``: a thread that asks for CUDA events calls it once before.
+    ``store``: a connection of one's own to the store of the group, with a prefix. ``is_lost_peer``: whether an
+    exception says that another rank is gone. ``settle_in``: a thread that asks for CUDA events calls it once before.
     """
 
-    store: Callable[[], Any]
+    store: Callable[[str], Any]
     kept: Any  # what keeps the store of all ranks alive, on the rank whose process has it; else None
     rank: int
     world: int
@@ -101,14 +94,15 @@ class Alarm:
         self._left: set[int] = set()  # ranks that have ended well
         self._waits_for = ""  # of a wait on the CPU that has failed
         self._stuck, self._stuck_for = 0, 0.0  # the oldest launch that has not ended, and for how long it has been that
-        self._gave_up = False  # something is waited for no more, and has not ended
+        self.gave_up = False  # something is waited for no more, and has not ended
         self._pid = 0
         self._has_left = False  # Python is about to end
         self._explained = ""  # why a call of torch's has failed
-        self._selector = selectors.DefaultSelector()
-        self._todo: deque[Callable[[], None]] = deque()  # for the watch thread
-        self._wake: socket.socket | None = None
-        self._thread: threading.Thread | None = None
+        self._loop: Loop | None = None
+        self._haste = _HASTE
+        self._seen, self._idle = 0, 0  # launches, and ticks without one
+        self._has_settled_in = False
+        self._starts = 0
         self._uncaught = Uncaught(self._torch_gives_up)
 
     # Beginning and end
@@ -124,13 +118,14 @@ class Alarm:
         self._of = weakref.ref(of, self._group_is_gone)
         self._group, self._grace = group, grace()
         self._reset()
+        self._starts += 1
         if is_on and self._pid != os.getpid():  # the first time in this process
-            self._start_thread()
+            self._loop = Loop(self._tick, self._pause, self._dump)
+            self._loop.start()
             os.register_at_fork(after_in_child=self._drop_links)
             atexit.register(self._exit, os.getpid())
-            util.Finalize(
-                None, self._exit, (os.getpid(),), exitpriority=1
-            )  # processes of multiprocessing have no atexit
+            # Processes of multiprocessing end without atexit.
+            util.Finalize(None, self._exit, (os.getpid(),), exitpriority=1)
             if not isinstance(sys.excepthook, _Hook):
                 sys.excepthook = _Hook(self, sys.excepthook)
             self._uncaught.install()
@@ -150,29 +145,30 @@ class Alarm:
             self._open_links(group)
 
     def _reset(self) -> None:
-        self.raised, self._waits_for, self._explained, self._gave_up = None, "", "", False
+        self.raised, self._waits_for, self._explained, self.gave_up = None, "", "", False
         self._states, self._left = {}, set()
 
     def _open_links(self, group: Watched) -> None:
-        try:
-            links = Links(group.store(), group.rank, group.world, self._selector, self._hear)
-        except RuntimeError as error:
-            self._unlinked(error)
-            return
+        loop = self._loop
+        assert loop is not None
 
         def begin() -> None:
             self._close_links()
-            self._links = links
             try:
-                links.open()
-                links.seek()
+                self._links = Links(group.store(self._name), group.rank, group.world, loop.selector, self._hear)
+                self._links.open()
             except (OSError, RuntimeError) as error:
-                self._unlinked(error)
+                _log.warning("flatshard: ranks cannot tell each other what ends them, but by time-outs: %s", error)
 
-        self._do(begin)
+        loop.do(begin)
 
-    def _unlinked(self, error: BaseException) -> None:
-        _log.warning("flatshard: ranks cannot tell each other what ends them, and wait for the time-out: %s", error)
+    @property
+    def _name(self) -> str:
+        """In the store. torchrun keeps that when it starts ranks again: what those before them said is not for them.
+
+        Nodes count restarts each for itself. Where they differ, ranks are not connected, and find out by their waits.
+        """
+        return f"flatshard/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{self._starts}"
 
     def _group_is_gone(self, of: weakref.ref[Any]) -> None:
         """The process group is no more. If it was an error that ended it, the others are told."""
@@ -189,7 +185,7 @@ class Alarm:
             self._tell_others(f"{type(error).__name__}: {_line(error)}")
         self._ended_at = math.inf  # what comes now is up to the user
         self._of = self._group = None
-        self._do(self._close_links, waits=True)
+        self._do(self._close_links, wait=GRACE)
 
     def _await_others(self) -> None:
         """The store ends with this rank, and threads of others that ask it complain: let them end first."""
@@ -227,11 +223,11 @@ class Alarm:
                 if not self._links.are_complete():  # those who connect later find it there
                     self._leave_in_store(group, text)
 
-        self._do(tell, waits=True)
+        self._do(tell, wait=GRACE)
 
     def _leave_in_store(self, group: Watched, text: str) -> None:
         try:
-            group.store().compare_set(_key("raised"), "", f"{group.rank} {text}")
+            group.store(self._name).compare_set("raised", "", f"{group.rank} {text}")
         except RuntimeError as error:
             # The process is ending already, and its own error is what its user must see.
             _log.error("flatshard: the other ranks could not be told: %s", _line(error))
@@ -315,88 +311,29 @@ class Alarm:
             said.append(f"no answer from rank {_names(silent)}: stopped, or cut off")
         return "; ".join(said)
 
-    def outwait(self, work: Any, what: Callable[[], str], error: RuntimeError) -> None:
-        """A wait for work has ended with an error. Goes on waiting if it was only impatient, else says why."""
-        if _WITHOUT_LIMIT in str(error):
-            work.wait()
-            return
-        has_ended = False
-        while True:
-            if _is_of_handler(error, work):
-                raise error
-            if has_ended:
-                raise self.explain(what(), error) from error
-            if self.raised is not None:
-                self._gave_up = True
-                raise self.error(what())
-            has_ended = work.is_completed()  # asked first: what ends while it is waited for may have ended well
-            try:
-                work.wait(PATIENCE)
-                return
-            except RuntimeError as again:
-                error = again
+    # What the loop looks at
 
-    # The watch thread
+    def _do(self, action: Callable[[], None], wait: float = 0.0) -> None:
+        if self._loop is not None:
+            self._loop.do(action, wait)
 
-    def _do(self, action: Callable[[], None], waits: bool = False) -> None:
-        """Let the watch thread do it. ``waits``: return when it has, or does not come to it."""
-        wake, done = self._wake, threading.Event()
-        if wake is None or threading.current_thread() is self._thread:
-            action()
-            return
-        self._todo += (action, done.set)
-        with contextlib.suppress(OSError):  # it has been woken often enough, or is gone
-            wake.send(b"\1")
-        if waits:
-            done.wait(GRACE)
+    def _tick(self, seconds: float) -> None:
+        if record.is_on_device and not self._has_settled_in and self._group is not None:
+            self._group.settle_in()
+            self._has_settled_in = True
+        self._idle = self._idle + 1 if record.number == self._seen else 0
+        self._seen = record.number
+        if self._idle == _STALLED and self._seen:
+            record.settle()
+        # What was stopped meanwhile, this process or the machine, does not count as waiting.
+        self._look_for_time_outs(min(seconds, 2 * _TICK))
+        is_due = self.raised is not None and time.monotonic() - self._ended_at > self._grace
+        if is_due and (self._is_failure or record.oldest_open() is not None):
+            self._end()
 
-    def _start_thread(self) -> None:
-        inside, outside = socket.socketpair()
-        inside.setblocking(False)
-        outside.setblocking(False)
-        self._selector.close()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(inside, selectors.EVENT_READ, lambda: self._woken(inside.recv(4096)))
-        self._wake = outside
-        if threading.current_thread() is threading.main_thread() and _is_free(signal.SIGUSR1):
-            before = signal.set_wakeup_fd(outside.fileno(), warn_on_full_buffer=False)
-            if before == -1:
-                signal.signal(signal.SIGUSR1, _leave_to_watch)
-            else:  # somebody's event loop: then a dump waits until Python runs
-                signal.set_wakeup_fd(before)
-                signal.signal(signal.SIGUSR1, lambda *_: self._dump())
-        self._thread = threading.Thread(target=self._watch, name="flatshard-watch", daemon=True)
-        self._thread.start()
-
-    def _woken(self, by: bytes) -> None:
-        while self._todo:
-            self._todo.popleft()()
-        if bytes([signal.SIGUSR1]) in by and signal.getsignal(signal.SIGUSR1) is _leave_to_watch:
-            self._dump()
-
-    def _watch(self) -> None:
-        seen, idle, now, pause = 0, 0, time.monotonic(), _HASTE
-        has_settled_in = False
-        while self._wake is not None:
-            pause = _HASTE if self._find_others() else min(2 * pause, _TICK)
-            for key, _ in self._selector.select(_TICK if pause == _HASTE else pause):
-                key.data()
-            before, then = now, time.monotonic()
-            if then - before < _TICK:
-                continue
-            now = then
-            if record.is_on_device and not has_settled_in and self._group is not None:
-                self._group.settle_in()
-                has_settled_in = True
-            idle = idle + 1 if record.number == seen else 0
-            seen = record.number
-            if idle == _STALLED and seen:
-                record.settle()
-            # What was stopped meanwhile, this process or the machine, does not count as waiting.
-            self._look_for_time_outs(min(now - before, 2 * _TICK))
-            is_due = self.raised is not None and now - self._ended_at > self._grace
-            if is_due and (self._is_failure or record.oldest_open() is not None):
-                self._end()
+    def _pause(self) -> float:
+        self._haste = _HASTE if self._find_others() else min(2 * self._haste, _TICK)
+        return _TICK if self._haste == _HASTE else self._haste
 
     def _find_others(self) -> bool:
         """Whether there is nobody left to find. Until then, what those say who cannot wait for it is in the store."""
@@ -405,7 +342,7 @@ class Alarm:
             return True
         try:
             links.seek()
-            said = links.said(_key("raised"))
+            said = links.said("raised")
         except RuntimeError:
             links.forget_store()  # it went away with the rank that kept it
             return True
@@ -495,9 +432,12 @@ class Alarm:
         self._has_left = True
         if "error" not in record.header:
             self._await_others()
-        self._stop_thread()
+        if self._loop is not None:
+            if "error" not in record.header:  # else the others were told, or this rank was
+                self._do(self._close_links, wait=GRACE)
+            self._loop.stop()
         self._of = None  # a process group that nobody has destroyed goes with the modules
-        if "error" in record.header and (self._gave_up or record.is_on_device or record.is_pending()):
+        if "error" in record.header and (self.gave_up or record.is_on_device or record.is_pending()):
             # Its process groups would wait for what will never end, until their time-out, before it is gone.
             logging.shutdown()
             if record.is_on_device:
@@ -513,16 +453,6 @@ class Alarm:
         if folder is not None and "FLATSHARD_RECORD" not in os.environ:
             with contextlib.suppress(OSError):  # other ranks have records there, or have just removed it
                 folder.rmdir()
-
-    def _stop_thread(self) -> None:
-        """A thread that comes back to an interpreter that is gone would abort the process."""
-        if self._wake is not None and self._thread is not None:
-            if "error" not in record.header:  # else the others were told, or this rank was
-                self._do(self._close_links, waits=True)
-            wake, self._wake = self._wake, None
-            with contextlib.suppress(OSError):
-                wake.send(b"\1")
-            self._thread.join(_TICK)
 
 
 class _Hook:
@@ -554,14 +484,6 @@ class _Hook:
 alarm = Alarm()  # of this process
 
 
-def _key(name: str) -> str:
-    """A key in the store. torchrun keeps that when it starts ranks again: what those before them said is not for them.
-
-    Nodes count restarts each for itself. Where they differ, ranks of one are not told, and find out by their waits.
-    """
-    return f"flatshard/start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}"
-
-
 def _recorded(error: PeerError) -> PeerError:
     """An error that is in the record from now on, whoever catches it: processes that meet it do not end well."""
     record.tell(error=f"PeerError: {error}")
@@ -586,27 +508,6 @@ def _leave(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-def _leave_to_watch(number: int, frame: object) -> None:
-    """In the place of a handler: the watch has been woken already."""
-
-
-def _is_free(number: int) -> bool:
-    """Whether nobody handles a signal: no function of Python's, and none of C's, as `faulthandler` has."""
-    if signal.getsignal(number) is not signal.SIG_DFL:
-        return False
-    action = ctypes.create_string_buffer(256)  # a struct sigaction begins with its handler, and is smaller than this
-    sigaction = getattr(ctypes.CDLL(None), "sigaction", None)
-    if sigaction is None or sigaction(int(number), None, action) != 0:
-        return False
-    return not any(action.raw[: ctypes.sizeof(ctypes.c_void_p)])
-
-
-def _is_of_handler(error: RuntimeError, work: Any) -> bool:
-    """Whether it was not a wait that raised, but a handler of a signal that came meanwhile, as DataLoader's does."""
-    trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
-    return trace is not None and trace.tb_frame.f_code is not getattr(type(work).wait, "__code__", None)
 
 
 def _line(error: BaseException) -> str:

@@ -42,12 +42,13 @@ class Links:
         self._news: list[bytes] = []  # what those who connect later must hear
         self._missing = set(range(_FANOUT * rank + 1, min(_FANOUT * (rank + 1) + 1, world)))  # ranks to connect here
         self._seeks = rank > 0
+        self._above: _Link | None = None
         self._listener: socket.socket | None = None
         self._token = secrets.token_hex(16)
 
     def are_complete(self) -> bool:
         """Whether all ranks next to this one in the tree have connected."""
-        return not self._missing and not self._seeks
+        return not self._missing and not self._seeks and (self._above is None or self._above.rank is not None)
 
     def are_there(self) -> bool:
         """Whether there are connections."""
@@ -74,11 +75,8 @@ class Links:
             connected = socket.create_connection((name, port), _PATIENCE)
         except OSError:
             return  # and again with the next call
-        self._seeks = False
-        link = self._add(connected, above)
-        link.send(_line({"hello": self._rank, "token": token}))
-        for line in self._news:
-            link.send(line)
+        self._seeks, self._above = False, self._add(connected)
+        self._above.send(_line({"hello": self._rank, "token": token}))
 
     def said(self, key: str) -> str | None:
         """What the store holds under a key, for what was said before all were connected; None where it is gone."""
@@ -98,7 +96,7 @@ class Links:
         if not message.keys() & {"ask", "state"}:
             self._news.append(line)
         for link in list(self._links):
-            if link is not by:
+            if link is not by and link.rank is not None:
                 link.send(line)
 
     def close(self) -> None:
@@ -125,13 +123,13 @@ class Links:
             connected, _ = self._listener.accept()
         except OSError:  # it has gone again
             return
-        self._add(connected, None)
+        self._add(connected)
 
-    def _add(self, connected: socket.socket, rank: int | None) -> _Link:
+    def _add(self, connected: socket.socket) -> _Link:
         connected.setblocking(False)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        link = _Link(connected, rank, self._selector)
+        link = _Link(connected, self._selector)
         self._selector.register(connected, selectors.EVENT_READ, lambda: self._ready(link))
         self._links.append(link)
         return link
@@ -157,14 +155,7 @@ class Links:
         try:
             message = json.loads(line)
             if link.rank is None:
-                is_ours = message["hello"] in self._missing
-                if not is_ours or not hmac.compare_digest(str(message["token"]), self._token):
-                    return False
-                link.rank = message["hello"]
-                self._missing.discard(link.rank)
-                for told in self._news:
-                    link.send(told)
-                return True
+                return self._greeted(link, message)
             if message.get("left") == link.rank:
                 link.has_left = True
             self.tell(message, by=link)
@@ -173,7 +164,23 @@ class Links:
             return False
         return True
 
+    def _greeted(self, link: _Link, message: Message) -> bool:
+        """The first message: who connects says who it is, and is welcomed. Then either hears what was said before."""
+        if link is self._above:
+            link.rank = int(message["welcome"])
+        elif message["hello"] in self._missing and hmac.compare_digest(str(message["token"]), self._token):
+            link.rank = int(message["hello"])
+            self._missing.discard(link.rank)
+            link.send(_line({"welcome": self._rank}))
+        else:
+            return False
+        for told in self._news:
+            link.send(told)
+        return True
+
     def _remove(self, link: _Link) -> None:
+        if link is self._above and link.rank is None:  # it was an address of before, which somebody else has now
+            self._seeks, self._above = True, None
         self._links.remove(link)
         self._selector.unregister(link.socket)
         link.socket.close()
@@ -182,8 +189,9 @@ class Links:
 class _Link:
     """One connection. ``rank``: of its other end, once that is known to be a rank of this job."""
 
-    def __init__(self, connected: socket.socket, rank: int | None, selector: selectors.BaseSelector) -> None:
-        self.socket, self.rank, self.has_left = connected, rank, False
+    def __init__(self, connected: socket.socket, selector: selectors.BaseSelector) -> None:
+        self.socket, self.has_left = connected, False
+        self.rank: int | None = None
         self._selector = selector
         self._incoming, self._outgoing = b"", b""
 

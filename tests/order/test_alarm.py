@@ -344,7 +344,7 @@ def own_record(monkeypatch):
     """A record, and an alarm that looks at it, of a rank whose process group waits for 30 seconds."""
     record, alarm = Record(), Alarm()
     monkeypatch.setattr("flatshard.trust.alarm.record", record)
-    alarm._group = Watched(store=dist.HashStore, kept=None, rank=0, world=2)
+    alarm._group = Watched(store=lambda prefix: dist.HashStore(), kept=None, rank=0, world=2)
     return record, alarm
 
 
