@@ -28,7 +28,9 @@ from flatshard.train.settings import parse
 _ROOT = Path(__file__).parents[1]
 PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]
 _FILES = [
-    file for folder in ("flatshard", "tests", "benchmarks", "examples") for file in (_ROOT / folder).rglob("*.py")
+    file
+    for folder in ("flatshard", "tests", "benchmarks", "examples", "scripts")
+    for file in (_ROOT / folder).rglob("*.py")
 ]
 _BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```", re.S | re.M)
 
@@ -214,7 +216,9 @@ def test_links_lead_somewhere(page):
     "page", [*PAGES, *sorted((_ROOT / "docs" / "decisions").glob("*.md"))], ids=lambda page: page.name
 )
 def test_files_and_tests_that_a_page_names_are_there(page):
-    for file, test in re.findall(r"`((?:tests|benchmarks|flatshard|examples)/[\w/.-]+)(?:::(\w+))?`", page.read_text()):
+    for file, test in re.findall(
+        r"`((?:tests|benchmarks|flatshard|examples|scripts)/[\w/.-]+)(?:::(\w+))?`", page.read_text()
+    ):
         assert (_ROOT / file).exists(), file
         assert not test or f"\ndef {test}(" in (_ROOT / file).read_text(), test
     for name in re.findall(r"`(\w+/[\w/]+\.py)`", page.read_text()):  # or from the package on
