@@ -242,8 +242,8 @@ class FSDPModule(TorchFSDPModule):
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """On: a parameter that a backward did not use has a gradient of zero, and takes part in the reduce with it.
 
-        For ranks that use different parameters of one unit: each rank then sees the mean over all of them. Off, a
-        parameter without gradient on a rank keeps ``None`` there.
+        For ranks that use different parameters of a unit around other units, or none of a unit. Each rank sees the mean
+        over all of them, on or off; what no rank has used has a gradient of zero with it on, and ``None`` with it off.
         """
         on = _arguments.flag("reduce_scatter_unused_params", reduce_scatter_unused_params)
         for unit in _units(self, recurse):

@@ -152,6 +152,7 @@ class Compute:
     """Persistent compute weights: less sharded than main, and brought up to date with it when they are stale.
 
     Where a codec encodes them they are the bytes that travel, unless this rank has all of them: then it decodes them.
+    And brings those that are cut on another dim than 0 into their own order, where they lie.
     """
 
     def __init__(self, main: DBuffer, codec: Cast | Blocks, home: Home, placements: Placements) -> None:
@@ -161,6 +162,9 @@ class Compute:
         self._in_use: list[DBuffer] = []  # by the refresh on its way
         self.done = DONE  # when they are up to date
         self.has_read = DONE  # when main may be written again
+        layout, shards = main.layout, main.layout.num_shards
+        turned = [index for index in range(len(layout.slots)) if layout.is_turned(index, shards)]
+        self._turned = turned if _everywhere(self._placement) else []
 
     def refresh(self, pool: Pool, name: str) -> tuple[DBuffer, Ticket]:
         """The weights, and when they are up to date."""
@@ -190,8 +194,30 @@ class Compute:
                 self.done = wire.gather_in_place(main.placements, lane=lane, name=f"refresh {name}")
             if isinstance(codec, Blocks) and decodes:
                 self.done = lane.follow(self.done, functools.partial(codec.decode, wire, buffer))
+            if self._turned:
+                self.done = lane.follow(self.done, self._turn)
             self.is_stale = False
             return buffer, self.done
+
+    def whole(self, index: int) -> torch.Tensor:
+        """A weight, where this rank has all of them."""
+        assert self.buffer is not None
+        if index not in self._turned:
+            return self.buffer.local_view(index)
+        slot = self._main.layout.slots[index]
+        return self._run(index)[: slot.numel].view(slot.shape)
+
+    def _run(self, index: int) -> torch.Tensor:
+        """The segment of a weight that is cut on another dim than 0, which has one of its own."""
+        assert self.buffer is not None
+        layout, number = self._main.layout, self._main.layout.slots[index].segment
+        size = layout.segments[number].piece * layout.num_shards
+        return self.buffer.local.narrow(0, layout.run_starts(layout.num_shards)[number], size)
+
+    def _turn(self) -> None:
+        for index in self._turned:
+            for part, whole in turns(self._main.layout, index, self._run(index).clone(), self.whole(index)):
+                whole.copy_(part)
 
     @property
     def launches(self) -> bool:
@@ -203,19 +229,18 @@ class Compute:
         self._in_use = []
 
 
-class OfCompute(_Buffered):
+class OfCompute(Source):
     is_resident = True
 
-    def __init__(self, compute: Compute, layout: Layout, dtype: torch.dtype) -> None:
-        super().__init__(layout, dtype)
+    def __init__(self, compute: Compute) -> None:
         self.compute = self._weights = compute
 
     def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
         self.buffer, refreshed = self._weights.refresh(pool, name)
-        if self._turned is None:
-            return refreshed
-        self._turned.allocate(pool)
-        return self._turned.fill_after(refreshed, self.buffer)
+        return refreshed
+
+    def full(self, index: int) -> torch.Tensor:
+        return self._weights.whole(index).data
 
     @property
     def launches(self) -> bool:
@@ -441,10 +466,10 @@ def source_for(
     everywhere = _everywhere(placements.parameter)
     if isinstance(codec, Blocks):
         encoded = Compute(main, codec, home, placements)
-        return OfCompute(encoded, main.layout, codec.dtype) if everywhere else FromBytes(main, codec, home, encoded)
+        return OfCompute(encoded) if everywhere else FromBytes(main, codec, home, encoded)
     if is_held or placements.parameter != placements.optimizer:
         compute = Compute(main, codec, home, placements)
-        return OfCompute(compute, main.layout, codec.dtype) if everywhere else Gathered(main, codec, home, compute)
+        return OfCompute(compute) if everywhere else Gathered(main, codec, home, compute)
     if everywhere and codec.sends_main and not home.host:
         return OfMain(main)
     return Gathered(main, codec, home, None)

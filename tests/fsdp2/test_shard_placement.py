@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import flatshard
 from flatshard import _torch, fully_shard, fully_shard_optimizer
 from flatshard._torch import SUBCLASSES_DISPATCH
+from flatshard.engine.unit import unit_of
 
 pytestmark = pytest.mark.sampled(2)
 
@@ -296,3 +297,27 @@ def _refused(rank, world):
 
 def test_impossible_placements_are_refused(ranks):
     ranks(1, _refused)
+
+
+def _resident_bytes(rank, world, strategy, choose):
+    """What compute weights take that rest on every rank."""
+    torch.manual_seed(0)
+    model, reference = nn.Linear(64, 96, bias=False), nn.Linear(64, 96, bias=False)
+    reference.load_state_dict(model.state_dict())
+    policy = flatshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(model, strategy=strategy, shard_placement_fn=choose, mp_policy=policy)
+    x, optimizer = torch.ones(2, 64), torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        wanted = x.bfloat16() @ model.weight.full_tensor().bfloat16().T
+        torch.testing.assert_close(model(x), wanted)
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    group = unit_of(model).groups[0]
+    storages = [group.source.buffer.local.untyped_storage(), *(m.full.untyped_storage() for m in group.members)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@pytest.mark.parametrize("strategy", [1, 2])
+def test_weights_cut_on_dim_1_rest_once(ranks, strategy):
+    assert ranks(2, _resident_bytes, strategy, last_dim) == [2 * 64 * 96] * 2

@@ -7,9 +7,20 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import distribute_tensor
 
-from flatshard import MixedPrecisionPolicy, SchedulePolicy, _torch, direct_wgrads
+from flatshard import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    SchedulePolicy,
+    _torch,
+    capture,
+    direct_wgrads,
+    fully_shard,
+    fully_shard_optimizer,
+)
 from flatshard.rehearsal import rehearse
 from tests.dist.models import batches, loss_of, make_net, train
 from tests.dist.test_engine import ROWS, STEPS, shard_net
@@ -118,3 +129,75 @@ def _in_backward(rank, world):
 def test_an_optimizer_in_backward(gpu_ranks):
     for found, wanted in gpu_ranks(2, _in_backward):
         assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def _host_to_empty(rank, world):
+    """A meta model whose weights rest in host memory gets them there, as FSDP2's users write it."""
+    plain = make_net()
+    with torch.device("meta"):
+        model = make_net()
+    shard_net(model, offload_policy=CPUOffloadPolicy())
+    model.to_empty(device="cpu")
+    for sharded, value in zip(model.parameters(), plain.parameters()):
+        assert sharded.device.type == "cpu"
+        part = distribute_tensor(value.data.cuda(), sharded.device_mesh, sharded.placements)
+        sharded.to_local().detach().copy_(part.to_local())
+    wanted = shard_net(plain, offload_policy=CPUOffloadPolicy())
+    return [train(each, sgd(each), STEPS, ROWS, rank, world, device="cuda") for each in (model, wanted)]
+
+
+def test_a_meta_model_in_host_memory(gpu_ranks):
+    for found, wanted in gpu_ranks(2, _host_to_empty):
+        assert found == pytest.approx(wanted, rel=1e-5)
+
+
+class Uneven(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, used: bool) -> torch.Tensor:
+        return x + self.other(self.one(x)) if used else x + self.one(x)
+
+
+def _uneven(rank, world):
+    """Which parameters have gradients, per step."""
+    torch.manual_seed(0)
+    model = fully_shard(Uneven())
+    found = []
+    for users in ((0,), (0, 1), (), (1,)):
+        model(torch.ones(2, 8, device="cuda"), rank in users).sum().backward()
+        found.append([parameter.grad is not None for parameter in model.parameters()])
+        model.zero_grad()
+    return found
+
+
+def test_gradients_are_on_all_ranks_or_on_none(gpu_ranks):
+    some, none = [True] * 4, [True, True, False, False]
+    assert gpu_ranks(2, _uneven) == [[some, some, none, some]] * 2
+
+
+def test_a_captured_step_with_a_parameter_that_is_not_used():
+    """No answer can be waited for in a capture; that of the steps before it counts."""
+    device = torch.device("cuda", 0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    try:
+        torch.manual_seed(0)
+        model = fully_shard(Uneven())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5, capturable=True)
+        fully_shard_optimizer(optimizer)
+        before = model.other.weight.full_tensor().clone()
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x, False).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        captured = capture(step)
+        losses = [captured(torch.ones(2, 8, device=device)).item() for _ in range(8)]
+        assert sorted(losses, reverse=True) == losses
+        assert torch.equal(model.other.weight.full_tensor(), before)
+    finally:
+        dist.destroy_process_group()
