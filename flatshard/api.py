@@ -112,7 +112,7 @@ def fully_shard(
     ``schedule``: how far communication runs ahead; that of the root counts.
     ``optional``: the batches of some ranks may not use this unit, or units below it (a vision encoder, an adapter).
     Those ranks take part in its gathers and reduces with zeros, at the place where it is registered: after the units
-    before it, and before those after it, which is the order to call them in. Gradients that no rank has are zero. One
+    before it, and before those after it, which is the order to call them in. What no rank has used has no gradient. One
     backward goes through one forward of such a model, and its parameters are not tied to others (decision 020).
     ``rows``: of an embedding that is not tied to a head, exchange the rows that batches read, and their gradients,
     instead of gathering and reducing the table (docs/rows.md). All ranks look up at the same time. ``"even"``: and as

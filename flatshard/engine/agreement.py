@@ -147,7 +147,9 @@ class Announcer:
         told = self.agreement.check([said], f"before {what} {unit.name}")
         if told is not None:
             raise RuntimeError(
-                f"ranks differ in what they do next: {told}. All ranks must run the same units in the same order"
+                f"ranks differ in what they do next: {told}. All ranks must run the same units in the same order. If "
+                "their batches use different parameters, call set_reduce_scatter_unused_params(True) on the model; if "
+                "some do not use a unit, call fully_shard on it with optional=True"
             )
 
 

@@ -95,10 +95,10 @@ class Formats:
 
     def reduce_coder(self, axis: int, dtype: torch.dtype) -> Coder:
         """For gradients; ``dtype`` is of those that stay as they are."""
-        if self.reduces[axis] == "int8":
-            return _coder(wire_of(self.layout, self.encoded, self.block, dtype.itemsize), "int8", dtype)
-        none = tuple(False for _ in self.encoded)
-        return _coder(wire_of(self.layout, none, self.block, torch.bfloat16.itemsize), "int8", torch.bfloat16)
+        encoded, tells = self.encoded, len(self.encoded) > 1  # which of them ranks have used
+        if self.reduces[axis] != "int8":
+            encoded, dtype = tuple(False for _ in encoded), torch.bfloat16
+        return _coder(wire_of(self.layout, encoded, self.block, dtype.itemsize, tells), "int8", dtype)
 
 
 @lru_cache(maxsize=1024)

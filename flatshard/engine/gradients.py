@@ -349,10 +349,11 @@ class Gradients:
     # Which members ranks have used
 
     def _tell_uses(self, reduction: Reduction) -> None:
-        """Let all ranks know, unless they do anyway: of one member there is a reduce only if all have used it."""
-        if not self.layout.payload:
-            self._used.update(range(len(self.members)))
-        elif not self.counts_unused and (len(self.members) > 1 or self.takes_part):
+        """Let all ranks know, unless they do anyway: of one member there is a reduce only if all have used it.
+
+        Members without elements are not communicated at all.
+        """
+        if self.layout.payload and not self.counts_unused and (len(self.members) > 1 or self.takes_part):
             stage, device = self._stages[0], self.home.device
             reduction.uses = self._uses.given(self._used, stage.copies, self.reduce_dtype, device)
             reduction.parameters = len(self.members)

@@ -144,13 +144,18 @@ class EncodedStage(Stage):
         group = self._among(lane)
         ranks = group.size()
         with lane.entered(after):
+            if of.uses is not None:
+                of.uses = of.uses.clone()  # the next stage, or whoever asks, is given another
+                of.held.append(of.uses)
             sent = coder.as_they_are(inputs)
             if sent is None:
                 sent = pool.temporary(piece * self._from.count, torch.uint8)
                 coder.encode(inputs, self._from, sent, self._next_noise(sent.device))
+                if of.uses is not None and coder.wire.told is not None:
+                    self._told(sent, of).copy_((of.uses > 0).expand(self._from.count, -1))
             received = pool.temporary(ranks * piece * out.held.count, torch.uint8)
         of.held += (sent, received)
-        noted = self._note_uses(of, group)
+        noted = self._note_alone(of, group) if coder.wire.told is None else DONE
         if self._scatters:
             ticket = lane.all_to_all(group, received, sent, [], [], name=of.name)
         else:
@@ -159,6 +164,8 @@ class EncodedStage(Stage):
 
         def add() -> None:
             noted.wait()
+            if of.uses is not None and coder.wire.told is not None:
+                of.uses.copy_(self._told(received, of).amax(0))
             if self._is_padded:
                 out.local.zero_()
             coder.decode(received.view(ranks, -1), out.held, out.local, factor)
@@ -167,15 +174,17 @@ class EncodedStage(Stage):
 
         return lane.follow(ticket, add)
 
-    def _note_uses(self, of: Reduction, group: ProcessGroup) -> Ticket:
-        """Tell all ranks of uses, by a few bytes of their own: what is encoded has no room for them."""
+    def _told(self, pieces: torch.Tensor, of: Reduction) -> torch.Tensor:
+        """What pieces tell of uses."""
+        first = self._coder.wire.told
+        assert first is not None
+        return pieces.view(-1, self._coder.wire.piece)[:, first : first + of.parameters]
+
+    def _note_alone(self, of: Reduction, group: ProcessGroup) -> Ticket:
+        """Tell all ranks whether the one tensor was used, which is sent from where it is: its bytes have no room."""
         if of.uses is None:
             return DONE
-        lane = of.pool.lane
-        with lane.entered():
-            of.uses = of.uses.clone()
-        of.held.append(of.uses)
-        return lane.all_reduce(group, [of.uses], "sum", name=f"uses {of.name}")
+        return of.pool.lane.all_reduce(group, [of.uses], "sum", name=f"uses {of.name}")
 
     def _next_noise(self, device: torch.device) -> torch.Tensor | None:
         if not self._is_stochastic:

@@ -7,6 +7,8 @@ first is encoded:
 
     |codes of its piece, where its elements would lie|scales, row by row|piece of the other segment|
 
+At its end there may be room for a byte per tensor.
+
 Codes and scales are views into the one run of bytes, which is gathered, or exchanged, by one collective.
 """
 
@@ -51,6 +53,7 @@ class Wire:
     piece: int
     pieces: tuple[tuple[Rows, ...], ...]  # per shard, what of it is encoded
     kept: tuple[Kept, ...]
+    told: int | None = None  # first of the bytes per tensor, if there is room for them
 
     @cached_property
     def bytes(self) -> Layout:
@@ -72,8 +75,11 @@ def encodable(layout: Layout, chosen: Sequence[bool]) -> tuple[bool, ...]:
 
 
 @lru_cache(maxsize=1024)
-def wire_of(layout: Layout, encoded: tuple[bool, ...], block: int, itemsize: int) -> Wire:
-    """How tensors of a layout travel. ``encoded``: of `encodable`; ``itemsize``: bytes per element of the others."""
+def wire_of(layout: Layout, encoded: tuple[bool, ...], block: int, itemsize: int, tells: bool = False) -> Wire:
+    """How tensors of a layout travel. ``encoded``: of `encodable`; ``itemsize``: bytes per element of the others.
+
+    ``tells``: with room for a byte per tensor.
+    """
     codes: dict[int, int] = {}
     end = 0
     for slot, mark in zip(layout.slots, encoded):
@@ -98,7 +104,8 @@ def wire_of(layout: Layout, encoded: tuple[bool, ...], block: int, itemsize: int
         if number not in codes and segment.piece:
             kept.append(Kept(number, end))
             end = _aligned(end + itemsize * segment.piece)
-    return Wire(layout, encoded, block, itemsize, end, tuple(pieces), tuple(kept))
+    size = _aligned(end + len(layout.slots)) if tells else end
+    return Wire(layout, encoded, block, itemsize, size, tuple(pieces), tuple(kept), end if tells else None)
 
 
 def _aligned(count: int) -> int:

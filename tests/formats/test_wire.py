@@ -95,7 +95,8 @@ def _bytes(rank, world):
         assert len(bytes_of_ours) == len(bytes_of_bf16)  # a group is one launch, scales and all
         for few, many in zip(bytes_of_ours, bytes_of_bf16):
             assert few <= 0.52 * many
-    assert sum(in_float32[1]["all_to_all"]) == sum(plain[1]["reduce_scatter"])
+    told = sum(in_float32[1]["all_to_all"]) - sum(plain[1]["reduce_scatter"])
+    assert abs(told) < 2 * 2 * 16  # which parameters ranks have used, in two groups
 
 
 def test_bytes_and_launches(ranks):
