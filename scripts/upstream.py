@@ -124,6 +124,8 @@ def _run(arguments: argparse.Namespace, system: str, packages: str) -> None:
     environment["PYTHONPATH"] = os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "-p", "upstream_plugin"]
     command += ["-c", os.devnull, f"--rootdir={checkout}", "-W", "ignore", *_OPTIONS[arguments.suite]]
+    # Rank threads of torch 2.11 end with an error in its test harness, which is none of the test.
+    command += ["-p", "no:threadexception"]
     command += ["-k", arguments.k] if arguments.k else []
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
     subprocess.run([*command, *chosen], cwd=checkout, env=environment)

@@ -26,6 +26,7 @@ _FORK = multiprocessing.get_context("fork")
 
 def apply(device: str, backend: str, count: int) -> None:
     """Change what torch says of devices in this process and its forks. Before torch.testing is imported."""
+    sys.modules["numba"] = None  # torch.testing asks it for GPUs, which starts CUDA in the process that forks ranks
     known = _asked_of_device() if device == "cuda" else None  # as it is: torch looks at all devices when CUDA starts
     torch.cuda.device_count = lambda: count
     torch.accelerator.device_count = lambda: count

@@ -193,7 +193,7 @@ def _write(test: str, outcome: str, took: float, error: str, log: Path | None = 
     line = {"test": test, "outcome": outcome, "seconds": round(took, 1), "error": first_error(error)}
     if outcome not in ("passed", "skipped"):
         output = log.read_text(errors="replace") if log is not None and log.exists() else ""
-        line |= {"text": error[-6000:], "output": output[-12000 if outcome == "timed out" else -3000 :]}
+        line |= {"text": error[-6000:], "output": output[-12000:]}
     with Path(_SETTINGS["results"]).open("a") as results:
         results.write(json.dumps(line) + "\n")
     mark = {"passed": "", "skipped": ""}.get(outcome, f": {line['error'][:160]}")

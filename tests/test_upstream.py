@@ -14,6 +14,7 @@ _CPU = ("--device", "cpu", "--devices", 3)
 _SCRIPT = Path(__file__).parents[1] / "scripts" / "upstream.py"
 
 _FSDP2 = """
+import sys
 import time
 import torch
 import torch.distributed as dist
@@ -42,6 +43,9 @@ class TestRanks(FSDPTest):
 class TestThreads(FSDPTestMultiThread):
     def test_threads(self):
         assert dist.get_world_size() == 3
+        fully_shard(torch.nn.Linear(4, 4))(torch.ones(2, 4)).sum().backward()
+        alarm = sys.modules.get("flatshard.trust.alarm")
+        assert alarm is None or alarm.alarm._of is None  # threads share a process, which has one
 
     def test_skipped(self):
         self.skipTest("not here")
