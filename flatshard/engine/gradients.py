@@ -74,7 +74,7 @@ class Gradients:
         self.on_first: Callable[[], None] | None = None  # called when one arrives and none has, if watched
         self._arrived: set[int] = set()  # of those watched
         self._sole = sole_owners(main.layout)
-        self._stages = self._plan(formats)
+        self._set_stages(formats)
         # As many of them as there are axes that gradients rest reduced over.
         self._rests_after = sum(is_sharded(placement) for placement in placements.gradient)
         self._unreduced: DBuffer | None = None
@@ -82,7 +82,7 @@ class Gradients:
         self._rested = DONE  # when the last reduce into it is over
         self._used: set[int] = set()  # members that have had a gradient in backwards that stopped short of final
         self._uses = Uses(len(members))
-        self.main_grads = MainGrads(members, main, self.grad_dtype, home)
+        self.main_grads = MainGrads(members, main, self.grad_dtype, home, self._room)
         self.direct: Direct | None = None  # set: kernels may write gradients themselves
 
     def take_settings(self, other: Gradients) -> None:
@@ -96,10 +96,16 @@ class Gradients:
         """Reduce, and keep gradients, in what another policy says; ``compute`` is the dtype of full parameters."""
         before, self.grad_dtype = self.grad_dtype, policy.grad_of(self.main.dtype, compute)
         self.reduce_dtype = policy.reduce_of(compute, self.grad_dtype)
-        self._stages = self._plan(formats)
+        self._set_stages(formats)
         if self.grad_dtype != before:
-            known, self.main_grads = self.main_grads, MainGrads(self.members, self.main, self.grad_dtype, self.home)
+            known = self.main_grads
+            self.main_grads = MainGrads(self.members, self.main, self.grad_dtype, self.home, self._room)
             self.main_grads.is_decoupled = known.is_decoupled
+
+    def _set_stages(self, formats: Formats) -> None:
+        self._stages = self._plan(formats)
+        # Elements behind reduced gradients, for what is told of uses.
+        self._room = len(self.members) * max(stage.room for stage in self._stages)
 
     def _plan(self, formats: Formats) -> list[Stage]:
         return stages_to(self.main.mesh, self.placements.optimizer, formats, self.reduce_dtype)
@@ -314,6 +320,10 @@ class Gradients:
             target = main_grad if in_place else self._buffer(self.main.placements, result, pool.temporary)
             # What is done to the result, in the order of the lane.
             then: list[Callable[[], None]] = []
+            noted: torch.Tensor | None = None
+            if asked:
+                noted = self._empty(len(self.members), result)
+                then.append(lambda: _note(noted, reduction.uses))
             if self.hook is not None:
                 then.append(functools.partial(_call_hook, *self.hook, target.local))
             if changed:
@@ -321,7 +331,7 @@ class Gradients:
                     functools.partial(
                         change_gradients,
                         self.members,
-                        lambda: self._used_of(changed, used, asked, reduction.uses),
+                        functools.partial(self._used_of, changed, used, asked, noted),
                         target,
                         factor,
                     )
@@ -336,11 +346,11 @@ class Gradients:
         if own is not None:
             self.main_grads.uncouple(own)
         if finished:
-            mine = functools.partial(self._used_of, finished, used, asked, reduction.uses)
+            mine = functools.partial(self._used_of, finished, used, asked, noted)
             reduction.then = call_finished(self.members, mine)
-        if asked:
+        if noted is not None:
             self.main_grads.open.update(asked)
-            reduction.asks = functools.partial(self._learn, asked, reduction.uses)  # and not all that it holds
+            reduction.asks = functools.partial(self._learn, asked, noted)
         self._used.clear()
         self.main_grads.in_flight += 1
         reduction.held.append(target.local)
@@ -381,9 +391,8 @@ class Gradients:
             known.update(self._uses.answer(noted, asked))
         return [index for index in hooked if index in known]
 
-    def _learn(self, asked: Sequence[int], noted: torch.Tensor | None) -> None:
+    def _learn(self, asked: Sequence[int], noted: torch.Tensor) -> None:
         """The reduce has been waited for: show the gradients of members that other ranks have used."""
-        assert noted is not None
         self.main_grads.close(asked, self._uses.answer(noted, asked))
 
     def _through(
@@ -462,11 +471,11 @@ class Gradients:
         self, placements: tuple[Placement, ...], dtype: torch.dtype, empty: Callable[[int, torch.dtype], torch.Tensor]
     ) -> DBuffer:
         """A buffer for reduced gradients. What lies between its runs is never written by a reduce, so it is zeroed."""
-        main = self.main
+        main, room = self.main, self._room
         if placements == main.placements:
-            made = main.like(empty(main.local.numel(), dtype))
+            made = main.like(empty(main.local.numel() + room, dtype)[: main.local.numel()])
         else:
-            made = DBuffer.made(self.layout, main.mesh, placements, lambda numel: empty(numel, dtype))
+            made = DBuffer.made(self.layout, main.mesh, placements, lambda numel: empty(numel + room, dtype)[:numel])
         zero_between(made)
         return made
 
@@ -501,6 +510,12 @@ def _call_hook(hook: Callable[[torch.Tensor], None], stream: torch.Stream | None
         with streams.stream(stream):
             hook(reduced)
         lane.wait_stream(stream)
+
+
+def _note(noted: torch.Tensor, uses: torch.Tensor | None) -> None:
+    """Keep what is told of uses apart from where the next reduce will tell of them."""
+    assert uses is not None
+    noted.copy_(uses)
 
 
 def _add_or_write(main_grad: DBuffer, reduced: DBuffer, fresh: bool, factor: float) -> None:

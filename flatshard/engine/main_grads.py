@@ -27,8 +27,9 @@ class MainGrads:
     Decoupled gradients are shown as ``decoupled_grad``, and are ``.grad`` for the time of a launch only.
     """
 
-    def __init__(self, members: Sequence[Member], main: DBuffer, dtype: torch.dtype, home: Home) -> None:
-        self.members, self.main, self.dtype, self.home = members, main, dtype, home
+    def __init__(self, members: Sequence[Member], main: DBuffer, dtype: torch.dtype, home: Home, room: int = 0) -> None:
+        """``room``: how many more elements there are behind them, for who reduces into the buffer."""
+        self.members, self.main, self.dtype, self.home, self._room = members, main, dtype, home, room
         self.buffer: DBuffer | None = None
         self.shown: list[DTensor] = []
         self.in_flight = 0  # reduces that write here
@@ -140,7 +141,8 @@ class MainGrads:
         return _torch.holders(self.shown) != self._holders
 
     def _make(self) -> DBuffer:
-        buffer = self.buffer = self.main.like(self.home.empty(self.main.local.numel(), self.dtype))
+        numel = self.main.local.numel()
+        buffer = self.buffer = self.main.like(self.home.empty(numel + self._room, self.dtype)[:numel])
         zero_between(buffer)
         self.shown = [_over(buffer, index, member) for index, member in enumerate(self.members)]
         buffer.runs()  # views that stay

@@ -72,6 +72,11 @@ class Stage:
         """How many ranks get a piece of what it is given."""
         return self._mesh.size(self._axis) if self._scatters else 1
 
+    @property
+    def room(self) -> int:
+        """Whether a result needs room behind it for a number per parameter, 1 or 0."""
+        return int(not self._scatters)
+
     def launch(self, inputs: Tensors, out: DBuffer, of: Reduction, after: Tickets = (), then: Action = None) -> Ticket:
         """Reduce runs into ``out`` and do ``then``, inside the lane. What that reads besides the inputs is held."""
         if not inputs:  # only empty tensors
@@ -85,12 +90,11 @@ class Stage:
             return lane.reduce_scatter(group, outputs, inputs, op, after=after, then=then, name=name, comm=of.comm)
         with lane.entered(after):
             torch._foreach_copy_(out.runs(), list(inputs))
-            reduced = [out.local]
-            if of.uses is not None:
-                of.uses = of.uses.to(out.local.dtype, copy=True)
-                of.held.append(of.uses)
-                reduced.append(of.uses)
-        ticket = lane.all_reduce(group, reduced, op, name=name)
+            reduced = out.local
+            if of.uses is not None:  # behind the gradients there is room for them
+                reduced = reduced.as_strided((reduced.numel() + of.parameters,), (1,))
+                of.uses = reduced[out.local.numel() :].copy_(of.uses)
+        ticket = lane.all_reduce(group, [reduced], op, name=name)
         return ticket if then is None else lane.follow(ticket, then)
 
     def _with_uses(
@@ -124,6 +128,7 @@ class EncodedStage(Stage):
 
     is_encoded = True
     copies = 1
+    room = 0
 
     def __init__(
         self, mesh: DeviceMesh, axis: int, placements: tuple[Placement, ...], coder: Coder, stochastic: bool

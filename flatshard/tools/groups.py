@@ -260,6 +260,11 @@ class GroupBytes:
                 moved += given + sent + launch.size
         return moved
 
+    @property
+    def _told(self) -> int:
+        """Elements of a reduce that say which parameters ranks have used."""
+        return len(self.tensors) if len(self.tensors) > 1 else 0
+
     def _stride(self, axis: int) -> int:
         return self.choice.stride * math.prod(self.choice.mesh[axis + 1 :])
 
@@ -291,7 +296,7 @@ class GroupBytes:
                 found.append(self._launch("reduce_scatter", axis, held, times))
                 held[axis] = final
             else:
-                size = self._numel(held) * self.reduce.itemsize
+                size = (self._numel(held) + self._told) * self.reduce.itemsize
                 found.append(Launch("all_reduce", axis, among, size, 1, times, True, self._stride(axis)))
         return found
 
@@ -311,6 +316,8 @@ class GroupBytes:
         size = self.layout.run_numel * self._pieces(full) * dtype.itemsize
         segments = sum(segment.piece > 0 for segment in self.layout.segments)
         reduces = kind == "reduce_scatter"
+        if reduces and self._told:
+            size, segments = size + self.choice.mesh[axis] * self._told * dtype.itemsize, segments + 1
         return Launch(kind, axis, among or self.choice.mesh[axis], size, segments, times, reduces, self._stride(axis))
 
 
