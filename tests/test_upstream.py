@@ -43,7 +43,8 @@ class TestRanks(FSDPTest):
 class TestThreads(FSDPTestMultiThread):
     def test_threads(self):
         assert dist.get_world_size() == 3
-        fully_shard(torch.nn.Linear(4, 4))(torch.ones(2, 4)).sum().backward()
+        model = fully_shard(torch.nn.Linear(4, 4))
+        model(torch.ones(2, 4)).sum().backward()
         alarm = sys.modules.get("flatshard.trust.alarm")
         assert alarm is None or alarm.alarm._of is None  # threads share a process, which has one
 
