@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("expecttest")  # torch's test cases import it
+pytestmark = pytest.mark.full  # each starts a dozen interpreters
 _CPU = ("--device", "cpu", "--devices", 3)
 _SCRIPT = Path(__file__).parents[1] / "scripts" / "upstream.py"
 
