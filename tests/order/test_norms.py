@@ -41,12 +41,16 @@ USED = [(0, 1), (0, 2), (0,), (0, 1, 2)]  # by rank; nobody uses the last branch
 
 
 def trained(rank, world):
-    """A model with gradients, and their local parts: None here where this rank has not used the parameter."""
+    """A model with gradients, and their local parts: None where this rank has given up what it has not used."""
     model, reference = make(Net), make(Net)
     fully_shard(model.choice)
     fully_shard(model)
     model(rows(rank), USED[rank]).square().mean().backward()
     backward_of_all([reference(rows(r), USED[r]).square().mean() for r in range(world)])
+    for ours, theirs in zip(model.parameters(), reference.parameters()):
+        assert (ours.grad is None) == (theirs.grad is None)  # as in one process, on all ranks
+    for branch in (each for number, each in enumerate(model.choice.branches) if number not in USED[rank]):
+        branch.zero_grad()
     local = {name: None if p.grad is None else p.grad.to_local().clone() for name, p in model.named_parameters()}
     assert (local["choice.branches.2.weight"] is None) == (2 not in USED[rank])  # else there is nothing to test
     return model, reference, local
