@@ -122,7 +122,7 @@ class Program:
         self.is_profiled = False  # a profiler looks on at it
         self._kind: tuple[Pass, int] = (Pass.FORWARD, 0)
         self.upcoming: list[int] = []  # units expected to be needed in the running pass, nearest first
-        self._entry = 0  # of the last forward with gradients
+        self._entry = self._entry_before = 0  # of the last forward with gradients, and of the one before it
         self._gathered: list[int] = []  # in the running pass
         self._needed: dict[int, None] = {}
         self._needs: list[int] = []  # the same in order, in a first pass
@@ -138,7 +138,7 @@ class Program:
         ``free``: if it is the first of its kind, its reduces have no order.
         """
         if kind is Pass.FORWARD and entry is not None:
-            self._entry = entry
+            self._entry, self._entry_before = entry, self._entry
         self.running, self._kind = kind, (kind, self._entry if entry is None else entry)
         self.is_first = self._kind not in self._recorded
         self.announces = self.is_first or self.checks
@@ -192,11 +192,13 @@ class Program:
                 return True
         return False
 
-    def end(self) -> None:
-        """The running pass is over, and predicts the next of its kind.
+    def end(self, is_held: bool) -> None:
+        """The running pass is over, and predicts the next of its kind. ``is_held``: the user holds full weights.
 
         One that has communicated nothing does not: this rank may have run it alone, and the others predict as before.
         """
+        if is_held and not self.has_launched and self.running is Pass.FORWARD:
+            self._entry = self._entry_before  # nor does it say where the next backward ends
         if self.running is not None and self._needed and self.has_launched:
             before = self._orders.get(self._kind, ())
             if self._needed.keys() != set(before):

@@ -530,7 +530,7 @@ class Scope:
         if self.rows_lane is not self.gather_lane:
             self.program.has_launched = True  # a look-up
         self.announcer.end_pass(self.units[0], self.gather_lane, self.reduces.pool.lane)
-        self.program.end()
+        self.program.end(is_held=any(unit.holders for unit in self.units))
         if self._is_parallel:
             outside.pass_ends(self)
         record.phase = 0

@@ -2,8 +2,9 @@
 
 A rank with an uncaught exception says so to all others (`links`), and a rank whose process is gone is missed by those
 that are connected to it. A rank that was told raises `PeerError` at its next launch or wait. If its main thread does
-not come to one, because it sits in a call of CUDA, NCCL or the operating system, the watch thread ends the process
-after a grace period, with the same words.
+not come to one, because it sits in a call of CUDA, NCCL or the operating system, or if it has caught that error and
+is still there, the watch thread ends the process after a grace period, with the same words. Of a process that is gone
+without a word only those are told who wait for it: it may have done all it had to.
 
 The watch thread also ends a rank whose collective on a GPU has not ended after the time-out of its process group, and
 writes the flight record to disk and to stderr on SIGUSR1.
@@ -32,7 +33,7 @@ from typing import Any, NoReturn
 
 from flatshard.trust.links import Links, Message
 from flatshard.trust.loop import Loop
-from flatshard.trust.record import record, records_folder
+from flatshard.trust.record import in_range, record, records_folder
 from flatshard.trust.uncaught import Uncaught
 
 _log = logging.getLogger("flatshard")
@@ -84,7 +85,8 @@ class Alarm:
 
     def __init__(self) -> None:
         self.raised: str | None = None  # what has ended another rank, or is to end this one
-        self._is_failure = False  # and that is certain: a process that is gone may have done all it had to
+        self.is_failure = False  # and the job is over: a process that is gone may have done all it had to
+        self._lost = -1  # a rank that is gone; those who wait for it are to end
         self._group: Watched | None = None
         self._of: weakref.ref[Any] | None = None
         self._links: Links | None = None
@@ -146,6 +148,7 @@ class Alarm:
 
     def _reset(self) -> None:
         self.raised, self._waits_for, self._explained, self.gave_up = None, "", "", False
+        self.is_failure, self._lost = False, -1
         self._states, self._left = {}, set()
 
     def _open_links(self, group: Watched) -> None:
@@ -237,6 +240,8 @@ class Alarm:
         if "raised" in message:
             self._is_over(f"rank {message['rank']} raised {message['raised']}")
         elif "lost" in message:
+            if self.raised is None:
+                self._lost = int(message["lost"])
             lost = f"rank {message['lost']} has ended without a word: it was killed, or has crashed"
             self._is_over(lost, is_failure=False)
         elif "left" in message:
@@ -250,8 +255,8 @@ class Alarm:
     def _is_over(self, why: str, is_failure: bool = True) -> None:
         """The job cannot go on. The first reason counts: others follow from it."""
         if self.raised is None:
-            self._ended_at, self._is_failure = time.monotonic(), is_failure
-            self.raised = why
+            self._ended_at, self.raised = time.monotonic(), why
+        self.is_failure = self.is_failure or is_failure
 
     def _state(self) -> str:
         """What this rank does, as others are told who ask."""
@@ -328,8 +333,13 @@ class Alarm:
         # What was stopped meanwhile, this process or the machine, does not count as waiting.
         self._look_for_time_outs(min(seconds, 2 * _TICK))
         is_due = self.raised is not None and time.monotonic() - self._ended_at > self._grace
-        if is_due and (self._is_failure or record.oldest_open() is not None):
+        if is_due and (self.is_failure or self._waits_for_lost()):
             self._end()
+
+    def _waits_for_lost(self) -> bool:
+        """Whether the oldest launch that has not ended, on a GPU, is among ranks of which one is gone."""
+        entry = record.oldest_open() if record.is_on_device else None
+        return entry is not None and self._lost in in_range(entry.group.split()[-1])
 
     def _pause(self) -> float:
         self._haste = _HASTE if self._find_others() else min(2 * self._haste, _TICK)
@@ -387,7 +397,7 @@ class Alarm:
         if self.raised is None and not is_distributed:
             return
         self._is_over("NCCL reports an error, which torch has logged above")
-        self._is_failure = True
+        self.is_failure = True
         self._ended_at = min(self._ended_at, time.monotonic())
         while True:
             time.sleep(60)  # the main thread ends the process, or the watch does
@@ -412,6 +422,13 @@ class Alarm:
         print(f"flatshard: rank {rank} ends: {self.raised}. {waited}{where}.", file=sys.stderr)
         _leave(1)
 
+    def _tell_of(self, error: BaseException | None) -> None:
+        """Processes of multiprocessing catch the error that ends them: it is in flight when they exit."""
+        if isinstance(error, SystemExit):
+            error = error.__context__ if error.code else None
+        if isinstance(error, Exception) and "error" not in record.header:
+            self.post(f"{type(error).__name__}: {_line(error)}")
+
     def _print_record(self) -> None:
         if record.number:
             path = record.dump()
@@ -430,6 +447,7 @@ class Alarm:
         if self._has_left or pid != os.getpid():
             return
         self._has_left = True
+        self._tell_of(sys.exc_info()[1])
         if "error" not in record.header:
             self._await_others()
         if self._loop is not None:
@@ -512,5 +530,5 @@ def _leave(status: int) -> NoReturn:
 
 def _line(error: BaseException) -> str:
     """What an error says, on one line, and not at length."""
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()) or "(no message)"
     return text if len(text) <= 600 else f"{text[:600]}..."

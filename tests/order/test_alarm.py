@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 
+from flatshard import fully_shard
 from flatshard.buffer import Ticket
 from flatshard.cli import main
 from flatshard.trust.alarm import Alarm, Watched
@@ -128,6 +129,25 @@ def test_a_rank_that_raises_before_its_first_forward_ends_the_others_too(job):
         _, said = processes[rank].communicate(timeout=300)
         assert processes[rank].returncode == 1
         assert "PeerError: rank 1 raised ValueError: there is no data at all" in said
+
+
+def _spawned(rank, port):
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = fully_shard(torch.nn.Linear(4, 4))
+    for step in range(3):
+        if rank == 1 and step == 2:
+            raise ValueError("there is no more data")
+        model(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.full
+@pytest.mark.limit(120)
+def test_ranks_of_multiprocessing_say_what_ends_them():
+    """Which catches exceptions of its processes: none comes to a hook."""
+    with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="ValueError: there is no more data"):
+        torch.multiprocessing.spawn(_spawned, (free_port(),), nprocs=2)
 
 
 def _nothing(rank, world):

@@ -271,6 +271,29 @@ def test_one_rank_alone_evaluates_what_is_gathered(interpreters, strategy):
     interpreters(2, _evaluated_by_one, strategy)
 
 
+def _part_between(rank, world):
+    """One rank runs a part, and gives its graph up, between the forward and the backward of all."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
+    for layer in model[:3]:
+        fully_shard(layer)
+    fully_shard(model)
+    found = []
+    for _ in range(3):
+        loss = model(torch.full((2, 6), rank + 1.0)).square().mean()
+        with gathered(model):
+            assert rank or model[1](torch.ones(2, 6)).requires_grad
+        loss.backward()
+        found.append([parameter.grad.full_tensor() for parameter in model.parameters()])
+        model.zero_grad()
+    return found
+
+
+def test_one_rank_alone_runs_a_part_between_a_forward_and_its_backward(interpreters):
+    for first, *others in interpreters(2, _part_between):
+        assert all(torch.equal(a, b) for other in others for a, b in zip(first, other))
+
+
 def _replicas(rank, world):
     """Nothing is gathered where every rank has all weights."""
     model, reference = shard(make(), strategy=0), make()
