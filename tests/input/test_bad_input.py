@@ -168,6 +168,8 @@ def test_damaged_flight_records_are_read_as_far_as_they_go(tmp_path, capsys):
 
 
 class Ended:
+    is_on_device = False
+
     def has_ended(self) -> bool:
         return True
 
