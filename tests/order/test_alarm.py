@@ -409,6 +409,21 @@ def test_what_is_captured_is_not_waited_for(own_record):
     assert str(record.oldest_open()) == "replay step (0 bytes, step 0)"
 
 
+@pytest.mark.parametrize(("ranks", "ends"), [("0,2", False), ("0-2", True)])
+def test_a_rank_that_is_gone_ends_only_those_who_wait_for_it(own_record, ranks, ends):
+    record, alarm = own_record
+    record.append(record.wire(f"gather {ranks}", 30.0), 0, "a", 8, _Launched())
+    alarm._hear({"lost": 1})
+    assert alarm.raised == "rank 1 has ended without a word: it was killed, or has crashed"
+    alarm._ended_at -= 60
+    with mock.patch.object(alarm, "_end") as end:
+        alarm._tick(1.0)
+        assert end.called == ends
+        alarm._hear({"raised": "ValueError: no data", "rank": 2})
+        alarm._tick(1.0)
+        assert end.called
+
+
 def test_a_device_that_is_in_error_is_asked_in_vain(own_record):
     record, _ = own_record
 
