@@ -79,6 +79,7 @@ def _ten(rank, world):
     assert threads() < tasks[-1]
 
 
+@pytest.mark.full
 def test_models_that_come_and_go_leave_no_groups_and_threads(ranks):
     ranks(4, _ten)
 
@@ -136,6 +137,8 @@ def _all(rank, world):
     flatshard.destroy_groups()  # there are none
 
 
+@pytest.mark.full
+@pytest.mark.xdist_group("interpreters")
 def test_torch_destroys_them_with_the_default_group(interpreters):
     interpreters(4, _all)
 

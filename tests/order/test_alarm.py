@@ -457,6 +457,7 @@ thread.join()
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("thrown", "status", "said"),
     [("_ZTIN3c1016DistBackendErrorE", 7, "told on watchdog\n"), ("_ZTIi", -signal.SIGABRT, "told on watchdog\n")],

@@ -79,6 +79,7 @@ CHOICES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CHOICES.values(), ids=CHOICES.keys())
 def test_parameters_that_some_ranks_or_none_use(interpreters, case):
     world, choices, own = case
