@@ -18,15 +18,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+
+import mps
 
 _HERE = Path(__file__).resolve().parent
 _ROOT = _HERE.parent
@@ -87,7 +85,9 @@ def main() -> None:
         compare(arguments.folder, arguments.all)
         return
     arguments.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="upstream") as folder, _mps(arguments.mps, folder):
+    if arguments.mps and not mps.is_available():
+        raise SystemExit("--mps: there is no nvidia-cuda-mps-control here")
+    with tempfile.TemporaryDirectory(prefix="upstream") as folder:
         Path(folder, "flatshard").symlink_to(_ROOT / "flatshard")  # the package without the `tests` beside it
         for system in arguments.systems:
             _run(arguments, system, folder)
@@ -115,6 +115,7 @@ def _run(arguments: argparse.Namespace, system: str, packages: str) -> None:
         "jobs": arguments.jobs,
         "limit": arguments.limit,
         "total": arguments.total,
+        "mps": arguments.mps,
         "results": str(results),
         "logs": packages,
         "skipped": sorted(skipped),
@@ -131,29 +132,6 @@ def _run(arguments: argparse.Namespace, system: str, packages: str) -> None:
     subprocess.run([*command, *chosen], cwd=checkout, env=environment)
     outcomes = Counter(each["outcome"] for each in read(results).values())
     print(f"{arguments.suite}, {system}:", ", ".join(f"{n} {outcome}" for outcome, n in outcomes.most_common()))
-
-
-@contextmanager
-def _mps(wanted: bool, folder: str) -> Iterator[None]:
-    """NVIDIA's Multi-Process Service: kernels of ranks run beside each other, not in turns of milliseconds."""
-    if not wanted:
-        yield
-        return
-    control = shutil.which("nvidia-cuda-mps-control")
-    if control is None:
-        raise SystemExit("--mps: there is no nvidia-cuda-mps-control here")
-    os.environ.update(CUDA_MPS_PIPE_DIRECTORY=f"{folder}/mps", CUDA_MPS_LOG_DIRECTORY=f"{folder}/mps-log")
-    for name in ("mps", "mps-log"):
-        Path(folder, name).mkdir()
-    subprocess.run([control, "-d"], check=True)
-    try:
-        yield
-    finally:
-        try:
-            subprocess.run([control], input="quit -t 5\n", text=True, timeout=20)
-        except subprocess.TimeoutExpired:
-            for found in Path(folder, "mps").glob("*.pid"):
-                os.kill(int(found.read_text()), signal.SIGKILL)
 
 
 def read(path: Path) -> dict[str, dict[str, str]]:

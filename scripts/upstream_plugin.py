@@ -19,11 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import mps
 import pytest
 import upstream_devices
 from _pytest.runner import runtestprotocol
 
 _SETTINGS: dict[str, Any] = json.loads(os.environ["UPSTREAM"])
+_TRIES = 5  # of a test that failed beside another one, on the same Multi-Process Service
 _GRACE = 5.0  # seconds for the other ranks when one has failed
 _ERROR = re.compile(r"^(?:E\s+)?((?:\w+\.)*(?:\w*(?:Error|Exception|Warning|Exit|Interrupt|Unsupported)|Failed)\b.*)")
 _WRAPPER = re.compile(r"(?:Process|Thread) \d+ (?:exited|terminated)")
@@ -49,11 +51,16 @@ _place()
 
 @dataclass
 class _Running:
-    test: str
+    item: pytest.Item
     number: int
-    log: Path
+    tries: int
+    service: mps.Service | None
     begun: float = field(default_factory=time.monotonic)
     told: bool = False  # to show its stacks
+
+    @property
+    def log(self) -> Path:
+        return Path(_SETTINGS["logs"], f"{_SETTINGS['system']}-{self.number}-{self.tries}.log")
 
     @property
     def result(self) -> Path:
@@ -70,23 +77,55 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
     if session.config.option.collectonly:
         return True
     upstream_devices.map_devices_of(session.config.rootpath)
-    waiting, running = deque(enumerate(_interleaved(session.items))), dict[int, _Running]()
+    waiting = deque((item, number, 1) for number, item in enumerate(_interleaved(session.items)))
+    running: dict[int, _Running] = {}
+    services = _Services()
     begun, total = time.monotonic(), _SETTINGS["total"] or float("inf")
     while running or (waiting and time.monotonic() - begun < total):
         while waiting and len(running) < _SETTINGS["jobs"] and time.monotonic() - begun < total:
-            number, item = waiting.popleft()
-            one = _Running(item.nodeid, number, Path(_SETTINGS["logs"], f"{_SETTINGS['system']}-{number}.log"))
-            running[_start(item, one)] = one
+            one = _Running(*waiting.popleft(), services.whole())
+            running[_start(one)] = one
         for pid in list(running):
-            if _ended(pid, running[pid]):
-                del running[pid]
+            ended = _ended(pid, running[pid])
+            if ended is not None:
+                one = running.pop(pid)
+                if services.blames_another(one, ended[0]):
+                    waiting.appendleft((one.item, one.number, one.tries + 1))
+                else:
+                    _write(one.item.nodeid, *ended, one.log)
         time.sleep(0.02)
+    services.close()
     if waiting:
         print(f"{len(waiting)} tests not run: {total:.0f} s have passed", flush=True)
     return True
 
 
-def _start(item: pytest.Item, one: _Running) -> int:
+class _Services:
+    """The Multi-Process Services that tests run on, one after another: a test that fails may break it for others."""
+
+    def __init__(self) -> None:
+        self._all: list[mps.Service] = []
+
+    def whole(self) -> mps.Service | None:
+        if not _SETTINGS["mps"]:
+            return None
+        if not self._all or not self._all[-1].is_whole:
+            self._all.append(mps.Service())
+        return self._all[-1]
+
+    def blames_another(self, one: _Running, outcome: str) -> bool:
+        """Whether a test that has ended in this way is to run again, since another one had failed beside it."""
+        if one.service is None or outcome in ("passed", "skipped"):
+            return False
+        was_whole, one.service.is_whole = one.service.is_whole, False
+        return not was_whole and one.tries < _TRIES
+
+    def close(self) -> None:
+        for service in self._all:
+            service.close()
+
+
+def _start(one: _Running) -> int:
     sys.stdout.flush()
     pid = os.fork()
     if pid:
@@ -98,8 +137,10 @@ def _start(item: pytest.Item, one: _Running) -> int:
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     os.environ["MASTER_PORT"] = str(_free_port(one.number))
+    if one.service is not None:
+        os.environ.update(one.service.environment)
     try:
-        outcome, error = _on_ranks(item, one) if _SETTINGS["suite"] == "megatron" else _here(item)
+        outcome, error = _on_ranks(one) if _SETTINGS["suite"] == "megatron" else _here(one.item)
     except BaseException:
         outcome, error = "failed", traceback.format_exc()
     _leave(one.result, outcome, error)
@@ -123,7 +164,7 @@ def _here(item: pytest.Item) -> tuple[str, str]:
     return "passed", ""
 
 
-def _on_ranks(item: pytest.Item, one: _Running) -> tuple[str, str]:
+def _on_ranks(one: _Running) -> tuple[str, str]:
     """As torchrun would: the same test in several processes, of which the first error counts."""
     ranks: dict[int, Path] = {}
     for rank in range(_SETTINGS["devices"]):
@@ -132,7 +173,7 @@ def _on_ranks(item: pytest.Item, one: _Running) -> tuple[str, str]:
         if not pid:
             upstream_devices.be_rank(rank, _SETTINGS["devices"])
             try:
-                outcome, error = _here(item)
+                outcome, error = _here(one.item)
             except BaseException:
                 outcome, error = "failed", traceback.format_exc()
             _leave(result, outcome, error)
@@ -160,26 +201,24 @@ def _outcome(result: Path, status: int) -> tuple[str, str]:
     return outcome, error
 
 
-def _ended(pid: int, one: _Running) -> bool:
-    """Whether a test has ended; if so, its result is written and what is left of its processes killed."""
+def _ended(pid: int, one: _Running) -> tuple[str, float, str] | None:
+    """The outcome of a test that has ended, its seconds and its error; what is left of its processes is killed then."""
     took = time.monotonic() - one.begun
     found, status = os.waitpid(pid, os.WNOHANG)
     if not found and took < _SETTINGS["limit"]:
-        return False
+        return None
     if not found and not one.told:
         one.told = True
         _signal(pid, signal.SIGUSR1)
-        return False
+        return None
     if not found and took < _SETTINGS["limit"] + 1:  # for the stacks to be written
-        return False
+        return None
     _signal(pid, signal.SIGKILL)
     if found:
         outcome, error = _outcome(one.result, status)
-    else:
-        os.waitpid(pid, 0)
-        outcome, error = "timed out", f"TimeoutError: not done after {_SETTINGS['limit']:.0f} s"
-    _write(one.test, outcome, took, error, one.log)
-    return True
+        return outcome, took, error
+    os.waitpid(pid, 0)
+    return "timed out", took, f"TimeoutError: not done after {_SETTINGS['limit']:.0f} s"
 
 
 def _signal(group: int, number: int) -> None:

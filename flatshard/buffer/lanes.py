@@ -261,9 +261,9 @@ class Lane:
         for group in others:
             if self.backend_in(group) not in IMAGINED:
                 mine = torch.tensor([node_number(), device_number(self.device)], device=self.device)
-                all_of = mine.new_empty((group.size(), 2))
+                all_of = mine.new_empty(2 * group.size())  # Gloo compares the numbers of dims, too
                 self.all_gather(group, [all_of], [mine], after=(self.mark(),), name="nodes").wait()
-                nodes, devices = all_of.T.tolist()
+                nodes, devices = all_of.view(-1, 2).T.tolist()
                 if len(set(nodes)) == 1:
                     if len(set(devices)) < len(devices) and not may_share_devices():
                         raise ValueError(

@@ -30,6 +30,8 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from scripts import mps
+
 from . import report
 from .report import Cut, Died, RankError
 from .worker import Clean, Error, Finish, Job, Ready, Value, serve
@@ -162,6 +164,7 @@ class RankPool:
         self._started = 0
         self._kept: list[_Process] = []  # those whose process group is to serve the next call, too
         self._served = 0  # calls, by that group
+        self._service: mps.Service | None = None  # of NCCL ranks, where there is one
         self._store, self._port = _loopback_store()
         os.environ.setdefault("FLATSHARD_RECORD", "off")  # inherited by the ranks, which are killed in the end
         self._context = multiprocessing.get_context("spawn" if interpreters else "forkserver")
@@ -261,6 +264,9 @@ class RankPool:
         own = self.environment | ({"PYTHONHASHSEED": str(rank + 1)} if self.interpreters else {})
         if self.backend == "nccl":
             own |= _nccl_environment(rank)
+            if self._service is None and mps.is_available():
+                self._service = mps.Service()
+            own |= self._service.environment if self._service is not None else {}
         with mock.patch.dict(os.environ, own):
             process.start()
         theirs.close()  # with the only other end in the child, its death is seen as the end of the pipe
@@ -269,11 +275,16 @@ class RankPool:
         return entry
 
     def _discard(self, processes: list[_Process]) -> None:
+        if self._service is not None:
+            processes = list(self._processes.values())  # a client that is killed may take the others along
         for entry in processes:
             entry.kill()
             self._processes.pop(entry.rank, None)
         if any(entry in self._kept for entry in processes):
             self._kept, self._served = [], 0
+        if self._service is not None:
+            self._service.close()
+            self._service = None
 
 
 def _import_and_serve(*args: Any) -> None:

@@ -177,27 +177,35 @@ def test_gradients_are_on_all_ranks_or_on_none(gpu_ranks):
     assert gpu_ranks(2, _uneven) == [[some, some, none, some]] * 2
 
 
+def _unused(device, run):
+    """Losses of steps that leave a layer out, and that layer's weight before and after them."""
+    torch.manual_seed(0)
+    model = fully_shard(Uneven())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5, capturable=True)
+    fully_shard_optimizer(optimizer)
+    before = model.other.weight.full_tensor().clone()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x, False).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    call = run(step)
+    losses = [call(torch.ones(2, 8, device=device)).item() for _ in range(8)]
+    return losses, before, model.other.weight.full_tensor()
+
+
 def test_a_captured_step_with_a_parameter_that_is_not_used():
     """No answer can be waited for in a capture; that of the steps before it counts."""
     device = torch.device("cuda", 0)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
     try:
-        torch.manual_seed(0)
-        model = fully_shard(Uneven())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5, capturable=True)
-        fully_shard_optimizer(optimizer)
-        before = model.other.weight.full_tensor().clone()
-
-        def step(x: torch.Tensor) -> torch.Tensor:
-            loss = model(x, False).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        captured = capture(step)
-        losses = [captured(torch.ones(2, 8, device=device)).item() for _ in range(8)]
-        assert sorted(losses, reverse=True) == losses
-        assert torch.equal(model.other.weight.full_tensor(), before)
+        losses, before, after = _unused(device, capture)
+        assert torch.equal(before, after)
+        expected, *_ = _unused(device, lambda step: step)
+        assert losses == expected
+        assert len(set(losses)) == 8
     finally:
         dist.destroy_process_group()

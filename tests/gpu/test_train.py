@@ -16,7 +16,7 @@ _TINY = "--processes 1 --batch 4 --context 64 --width 64 --layers 3 --heads 4 --
 
 def _train(flags: str, losses: Path) -> tuple[str, list[dict[str, float]]]:
     command = [sys.executable, "-m", "flatshard", "train", *_TINY.split(), *flags.split(), "--losses", str(losses)]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0", "PYTHONPATH": str(_ROOT)}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
     done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert not done.stderr
@@ -65,7 +65,7 @@ def test_a_model_of_transformers_is_captured_with_recompute(tmp_path):
 @pytest.mark.limit(300)
 def test_every_process_needs_a_gpu():
     command = [sys.executable, "-m", "flatshard", "train", *_TINY.replace("--processes 1", "--processes 2").split()]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0", "PYTHONPATH": str(_ROOT)}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
     done = subprocess.run([*command, "--capture"], cwd=_ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [

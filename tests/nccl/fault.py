@@ -15,7 +15,7 @@ from torch import nn
 import flatshard
 
 TIMEOUT = 20  # seconds, of the process groups
-PAUSE = 45  # seconds for which a rank is stopped in a job whose time-out is longer than that
+PAUSE = float(os.environ.get("PAUSE", "45"))  # seconds for which a rank is stopped, in a job that waits longer
 
 
 class Net(nn.Module):

@@ -26,7 +26,7 @@ _ROOT = Path(__file__).parents[2]
 _TINY = ["train", "--batch", "4", "--context", "16", "--width", "16", "--layers", "2", "--ffn", "32", "--sample", "0"]
 
 
-def _flags(folder, steps):
+def flags(folder, steps):
     saved = ["--checkpoint", str(folder / "saved"), "--save-every", "2", "--losses", str(folder / "log")]
     return [*_TINY, "--steps", str(steps), *saved, "--timeout", "60"]
 
@@ -40,19 +40,19 @@ def _check(ranks, folder, plan, steps):
     kills = [json.loads(line) for line in Path(plan.record).read_text().splitlines()]
     assert [kill["incarnation"] for kill in kills] == list(range(plan.kills))
     ranks(plan.world, _uninterrupted, free_port(), folder / "whole", steps)
-    whole = _told(folder / "whole")
+    whole = losses(folder / "whole")
     assert len(whole) == steps
-    assert _told(folder / "log") == whole  # to the last bit, each step once
+    assert losses(folder / "log") == whole  # to the last bit, each step once
     left = {path.name for path in (folder / "saved").iterdir()}
     assert left == {f"step-{steps}", f"step-{steps - 2}", "settings.yaml"}
     for attempt, kill in enumerate(kills):
         (said,) = folder.glob(f"agent/*/attempt_{attempt}/{1 - kill['rank']}/stderr.log")
         assert "Traceback" not in said.read_text()
-    assert not _mentioning(str(folder))
+    assert not mentioning(str(folder))
     return kills
 
 
-def _told(log):
+def losses(log):
     """The lines of a log, but for the speed."""
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     return [{name: value for name, value in line.items() if name != "tokens_per_second"} for line in lines]
@@ -71,7 +71,7 @@ def _in_session(number):
     return found
 
 
-def _mentioning(text):
+def mentioning(text):
     """Processes that were started with this word."""
     found = []
     for each in Path("/proc").glob("[0-9]*/cmdline"):
@@ -92,7 +92,7 @@ def test_a_killed_rank_costs_a_restart_and_nothing_else(ranks, tmp_path):
     ranks(1, _nothing)  # the server that ranks are forked from has imported torch
     context = multiprocessing.get_context("forkserver")
     result = context.Queue()
-    arguments = (plan, _flags(tmp_path, steps), 3, tmp_path / "agent", result)
+    arguments = (plan, flags(tmp_path, steps), 3, tmp_path / "agent", result)
     agent = context.Process(target=crash.agent, args=arguments)
     agent.start()
     assert result.get(timeout=400) == ""
@@ -123,7 +123,7 @@ def test_25_kills_under_torchrun(ranks, tmp_path):
     ]
     environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
     done = subprocess.run(
-        [*command, *_flags(tmp_path, steps)], cwd=_ROOT, env=environment, text=True, capture_output=True, timeout=1400
+        [*command, *flags(tmp_path, steps)], cwd=_ROOT, env=environment, text=True, capture_output=True, timeout=1400
     )
     assert done.returncode == 0, done.stderr[-3000:]
     kills = _check(ranks, tmp_path, plan, steps)
@@ -136,9 +136,9 @@ def test_a_rank_whose_peer_is_gone_says_so_and_ends(ranks, tmp_path, number):
     ranks(1, _nothing)
     context = multiprocessing.get_context("forkserver")
     plan, port = crash.Plan(str(tmp_path / "kills"), kills=1, seed=1, signal=number), free_port()
-    flags = [*_flags(tmp_path, 10000)[:-1], "3"]
+    hurried = [*flags(tmp_path, 10000)[:-1], "3"]
     processes = [
-        context.Process(target=crash.rank_alone, args=(plan, flags, (rank, 2), port, tmp_path)) for rank in range(2)
+        context.Process(target=crash.rank_alone, args=(plan, hurried, (rank, 2), port, tmp_path)) for rank in range(2)
     ]
     for process in processes:
         process.start()
