@@ -45,7 +45,6 @@ _ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "MASTER_ADDR": "127.0.0.1",
     "NCCL_IB_DISABLE": "1",
-    "NCCL_MAX_NCHANNELS": "1",  # every channel is a block that spins on the one device
     "NCCL_NVLS_ENABLE": "0",
     "NCCL_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "1",

@@ -2,7 +2,8 @@
 
 A group is known by its ranks and what it is for, so models that come and go on one mesh after another use the same.
 Destroying one is collective (NCCL waits for the other ranks), so it does not happen when Python frees something, but
-where all of its ranks come by: before the first forward of another model, and in `destroy_groups` (decision 002).
+where all of its ranks come by: before the first forward of a model on another mesh, and in `destroy_groups` (decision
+002).
 """
 
 from __future__ import annotations
@@ -127,14 +128,19 @@ def destroy_groups() -> None:
 
 
 def destroy_unused_within(mesh: DeviceMesh) -> None:
-    """Destroy those that have no other ranks than a mesh and that nobody uses. All ranks of the mesh call it."""
-    _destroy_unused(set(mesh.mesh.flatten().tolist()))
+    """Destroy those within a mesh that nobody uses and that no model on it could use. All ranks of the mesh call it.
+
+    A model on it could use those that have the ranks of one of its axes. Making a group anew takes half a second.
+    """
+    useful = [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in range(mesh.ndim)]
+    _destroy_unused(set(mesh.mesh.flatten().tolist()), useful)
 
 
-def _destroy_unused(within: set[int] | None) -> None:
+def _destroy_unused(within: set[int] | None, useful: Sequence[Sequence[int]] = ()) -> None:
     registry = _registries.get(dist.group.WORLD) if dist.is_initialized() and dist.group.WORLD is not None else None
     for name, made in sorted(registry.made.items()) if registry is not None else ():  # in one order on all ranks
-        if (within is None or within.issuperset(dist.get_process_group_ranks(made.group))) and _all_let_go(made):
+        ranks = dist.get_process_group_ranks(made.group)
+        if (within is None or within.issuperset(ranks)) and ranks not in useful and _all_let_go(made):
             assert registry is not None
             del registry.made[name]
             registry.destroyed[name] += 1

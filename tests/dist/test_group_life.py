@@ -94,7 +94,11 @@ def _shared(rank, world):
     flatshard.destroy_groups()  # the second model is left
     assert ours() == Counter(flatshard_reduce=1)
     second(torch.ones(2, 8)).sum().backward()
+    group = unit_of(second).scope.reduce_lane.group(mesh, 1)
     del second
+    third = trained(again := init_device_mesh("cpu", (2, 2)), SEPARATE)
+    assert unit_of(third).scope.reduce_lane.group(again, 1) is group  # it was left for whoever can use it
+    del third, group
     flatshard.destroy_groups()
     assert not ours()
     assert trained(mesh, SEPARATE) is not None  # under the same name ranks meet again
@@ -116,13 +120,16 @@ def _next(rank, world):
     left = ours()
     kept.clear()
     trained(init_device_mesh("cpu", (4,)), SHARED)
-    assert not ours()
-    return left["flatshard_reduce"], left["flatshard_test"] + left["flatshard_joint"]
+    assert ours() == Counter(flatshard_test=1)
+    return left["flatshard_reduce"], left["flatshard_test"], left["flatshard_joint"]
 
 
 def test_the_next_model_destroys_what_no_rank_uses(ranks):
-    """A group stays as long as one of its ranks has a use for it: rank 0 is in one with rank 1."""
-    assert ranks(4, _next) == [(1, 0), (1, 0), (0, 0), (0, 0)]
+    """A group stays as long as one of its ranks has a use for it: rank 0 is in one with rank 1.
+
+    One that has the ranks of the next model's mesh is left for that.
+    """
+    assert ranks(4, _next) == [(1, 1, 0), (1, 1, 0), (0, 1, 0), (0, 1, 0)]
 
 
 def _all(rank, world):
