@@ -31,7 +31,7 @@ from flatshard.train.progress import run_with_display
 from flatshard.train.settings import Mistake, Settings
 from flatshard.train.stop import Stop
 from flatshard.train.trainer import Trainer
-from flatshard.trust.alarm import PeerError
+from flatshard.trust.alarm import PeerError, leave
 
 
 def run(settings: Settings) -> int:
@@ -108,7 +108,7 @@ def _end_alone(settings: Settings, trainer: Trainer | None, error: Exception) ->
         file=sys.stderr,
         flush=True,
     )
-    sys.exit(1)
+    leave(1)  # an orderly end would wait for process groups, and NCCL may abort it meanwhile
 
 
 def _start(settings: Settings, processes: int) -> int:

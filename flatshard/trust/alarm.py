@@ -420,7 +420,7 @@ class Alarm:
             print("".join(traceback.format_stack(frame)[-4:]), end="", file=sys.stderr)
         where = f"; `flatshard blame {record.folder}` compares the ranks' records" if record.folder else ""
         print(f"flatshard: rank {rank} ends: {self.raised}. {waited}{where}.", file=sys.stderr)
-        _leave(1)
+        leave(1)
 
     def _tell_of(self, error: BaseException | None) -> None:
         """Processes of multiprocessing catch the error that ends them: it is in flight when they exit."""
@@ -462,7 +462,7 @@ class Alarm:
                 time.sleep(_LINGER)
                 why = self._explained or record.header["error"]
                 print(f"flatshard: rank {record.header['rank']} ends: {why}", file=sys.stderr)
-            _leave(1)
+            leave(1)
         self._uncaught.remove()
         if "error" in record.header:
             return
@@ -521,7 +521,7 @@ def _names(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
-def _leave(status: int) -> NoReturn:
+def leave(status: int) -> NoReturn:
     """End the process now: an orderly end would wait for process groups that wait for what will not come."""
     sys.stdout.flush()
     sys.stderr.flush()
