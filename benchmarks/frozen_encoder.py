@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.table import NETWORK
-from flatshard.engine.roots import unit_of
+from flatshard.engine.unit import unit_of
 from flatshard.megatron import MixedPrecisionPolicy, fsdp_no_shard, fully_shard_model, fully_shard_optimizer
 from flatshard.rehearsal import rehearse
 from flatshard.rehearsal.ledger import difference

@@ -321,7 +321,7 @@ def _check_capturable(scope: Scope) -> None:
     """ValueError if a graph cannot hold a step of this model, and what to change."""
     if scope.device.type != "cuda":
         raise ValueError(f"a step on {scope.device} cannot be captured: CUDA graphs are for NVIDIA GPUs")
-    if any(unit.settings.is_optional for unit in scope.units):
+    if any(unit.intent.is_optional for unit in scope.units):
         raise ValueError("a step with optional units cannot be captured: what a rank launches depends on its data")
     if scope.program.checks:
         raise ValueError("a step cannot be captured in check mode, in which ranks talk before every launch")

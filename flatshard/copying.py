@@ -17,7 +17,7 @@ from flatshard.checkpoint.converted import of_their_own_classes
 from flatshard.engine.build import Choices, owned_modules, units_below
 from flatshard.engine.homes import OWNER, SUCCESSOR, group_of, successor_of
 from flatshard.engine.parameters import attributes_of
-from flatshard.engine.unit import Unit
+from flatshard.engine.unit import Unit, unit_of, unit_with
 from flatshard.engine.unit_changes import absorb
 from flatshard.engine.weights import Group
 from flatshard.policy import Sharding
@@ -83,7 +83,7 @@ def _check(module: nn.Module, units: Sequence[Unit], memo: dict[int, Any]) -> No
         reason = None
         if not inside.issuperset(unit.modules):
             reason = "it is sharded together with modules that are not in the copy; copy the model that has all of them"
-        elif any(group.unit is None or group.unit() not in units for group in unit.needs):
+        elif any(unit_with(group) not in units for group in unit.needs):
             reason = "it has parameters of units that are not in the copy; copy the model that has all of them"
         elif any(id(member.sharded) in memo for group in unit.groups for member in group.members):
             reason = "what has its parameters, such as an optimizer, was copied before it; copy it after the model"
@@ -173,16 +173,13 @@ def _fill(group: Group, index: int, blank: nn.Parameter) -> None:
 
 def _take_settings(unit: Unit, new: dict[int, Unit]) -> None:
     """Tell the copy of a unit what this one has been told."""
-    settings, made = unit.settings, new[id(unit)]
-    ahead = [
-        None
-        if refs is None
-        else [weakref.ref(new[id(each)]) for ref in refs if (each := ref()) is not None and id(each) in new]
-        for refs in (settings.prefetch_in_forward, settings.prefetch_in_backward)
-    ]
-    # A body of `microbatch` that may be running is over for the other alone.
-    alone = replace(settings, is_first=True, is_last=True)
-    made.settings = replace(alone, prefetch_in_forward=ahead[0], prefetch_in_backward=ahead[1])
+    intent, made = unit.intent, new[id(unit)]
+    told = dict(vars(intent))
+    for name in ("prefetch_in_forward", "prefetch_in_backward"):
+        if told[name] is not None:
+            others = [unit_of(module) for ref in told[name] if (module := ref()) is not None]
+            told[name] = tuple(weakref.ref(new[id(each)].modules[0]) for each in others if id(each) in new)
+    made.ask(**told)
     made.policy = unit.policy
     for mine, theirs in zip(made.groups, unit.groups, strict=True):
         mine.set_policy(theirs.policy)

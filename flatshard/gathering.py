@@ -11,7 +11,8 @@ from torch import nn
 from flatshard.engine.build import units_below
 from flatshard.engine.homes import group_of
 from flatshard.engine.roots import scope_of
-from flatshard.engine.unit import Unit
+from flatshard.engine.scope import root_of
+from flatshard.engine.unit import Unit, unit_with
 from flatshard.engine.unit_changes import written
 
 
@@ -55,9 +56,10 @@ def gathered(module: nn.Module, *, recurse: bool = True, write: bool = False) ->
 
 
 def _hold(unit: Unit) -> None:
-    assert unit.scope is not None
+    scope = root_of(unit)
+    assert scope is not None
     if not unit.shows_full:
-        unit.scope.gather_apart([unit])
+        scope.gather_apart([unit])
         unit.swap_in()
     for group in unit.groups if torch.is_grad_enabled() else ():
         group.watch()  # of what is called without a forward, nothing else would tell that it has gradients
@@ -69,7 +71,7 @@ def _units(module: nn.Module, recurse: bool) -> list[Unit]:
         raise TypeError(f"gathered takes a module, not {type(module).__name__}")
     below = [unit for _, unit in units_below(module)]
     groups = [group_of(parameter) for parameter in module.parameters()]
-    around = [group.unit() for group in groups if group is not None and group.unit is not None]
+    around = [unit_with(group) for group in groups if group is not None]
     found = list(dict.fromkeys(unit for unit in (*around, *below) if unit is not None))
     if not recurse:
         inside = {unit for child in module.children() for _, unit in units_below(child)}

@@ -23,10 +23,10 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from flatshard import _arguments, _torch
 from flatshard.engine.build import units_below
 from flatshard.engine.reduces import join_reduces
-from flatshard.engine.roots import scope_of, unit_of
-from flatshard.engine.rows import RowEmbedding, class_before
-from flatshard.engine.scope import Scope
-from flatshard.engine.unit import Unit
+from flatshard.engine.roots import scope_of
+from flatshard.engine.row_embedding import RowEmbedding, class_before
+from flatshard.engine.scope import Scope, root_of
+from flatshard.engine.unit import Unit, unit_of
 from flatshard.engine.unit_changes import applying, check_change
 from flatshard.engine.weights import Group
 from flatshard.policy import MixedPrecisionPolicy, own_policy
@@ -127,7 +127,7 @@ class FSDPModule(TorchFSDPModule):
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
         for unit in _units(self, recurse):
-            unit.settings.reshard_after_forward = reshard_after_forward
+            unit.ask(reshard_after_forward=reshard_after_forward)
             unit.parks = False
             for group in unit.groups:
                 group.park_mesh = None
@@ -140,19 +140,19 @@ class FSDPModule(TorchFSDPModule):
         """
         on = _arguments.flag("reshard_after_backward", reshard_after_backward)
         for unit in _units(self, recurse):
-            unit.settings.reshard_after_backward = on
+            unit.ask(reshard_after_backward=on)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Off: backward does not gather this unit, whose weights no gradient needs (an embedding's, for example)."""
-        _unit(self).settings.unshard_in_backward = _arguments.flag("unshard_in_backward", unshard_in_backward)
+        _unit(self).ask(unshard_in_backward=_arguments.flag("unshard_in_backward", unshard_in_backward))
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Gather these units when this one's forward starts, instead of those that the recorded order says."""
-        _unit(self).settings.prefetch_in_forward = _refs("set_modules_to_forward_prefetch", modules)
+        _unit(self).ask(prefetch_in_forward=_refs("set_modules_to_forward_prefetch", modules))
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Gather these units when this one's backward starts, instead of those that the recorded order says."""
-        _unit(self).settings.prefetch_in_backward = _refs("set_modules_to_backward_prefetch", modules)
+        _unit(self).ask(prefetch_in_backward=_refs("set_modules_to_backward_prefetch", modules))
 
     # Gradients
 
@@ -174,7 +174,7 @@ class FSDPModule(TorchFSDPModule):
                     parameter.grad = None
                 elif parameter.grad is not None:
                     parameter.grad.zero_()
-        for scope in dict.fromkeys(unit.scope for unit in _units(self, True)):
+        for scope in dict.fromkeys(map(root_of, _units(self, True))):
             if scope is not None and set_to_none:
                 scope.rest_gradients()
 
@@ -202,13 +202,13 @@ class FSDPModule(TorchFSDPModule):
         """Off: gradients stay on their rank, whole and unreduced, until a backward with it on reduces them all."""
         on = _arguments.flag("requires_gradient_sync", requires_gradient_sync)
         for unit in _units(self, recurse):
-            unit.settings.reduces = unit.settings.all_reduces = on
+            unit.ask(reduces=on, all_reduces=on)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Off: gradients go no further than they rest between micro-batches; under HSDP, the outer axis waits."""
         on = _arguments.flag("requires_all_reduce", requires_all_reduce)
         for unit in _units(self, recurse):
-            unit.settings.all_reduces = on
+            unit.ask(all_reduces=on)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Off: a backward ends without waiting for its reduces, so they overlap the next forward.
@@ -247,7 +247,7 @@ class FSDPModule(TorchFSDPModule):
         """
         on = _arguments.flag("reduce_scatter_unused_params", reduce_scatter_unused_params)
         for unit in _units(self, recurse):
-            unit.settings.reduces_unused = on
+            unit.ask(reduces_unused=on)
             for group in unit.groups:
                 group.gradients.counts_unused = on
 
@@ -375,17 +375,15 @@ class FSDPModule(TorchFSDPModule):
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
         for unit in _units(self, recurse):
-            unit.settings.max_reducing = max_input_buffers
-            if unit.scope is not None:
-                unit.scope.reduces.resolve(unit.scope.units)
+            unit.ask(max_reducing=max_input_buffers)
+            _resolve_reduces(unit)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """`SchedulePolicy.separate_groups`: whether reduces have process groups of their own. One choice per model."""
         enable = _arguments.flag("enable", enable)
         for unit in _units(self, recurse):
-            unit.settings.separate_groups = enable
-            if unit.scope is not None:
-                unit.scope.reduces.resolve(unit.scope.units)
+            unit.ask(separate_groups=enable)
+            _resolve_reduces(unit)
 
     def _get_fsdp_state(self) -> FSDPState:  # type: ignore[override]  # not PyTorch's, and so not all of it
         assert isinstance(self, nn.Module)
@@ -479,8 +477,14 @@ def share_comm_ctx(modules: Iterable[TorchFSDPModule]) -> None:
         scope.share(scopes[0])
 
 
-def _refs(method: str, modules: Iterable[Any]) -> list[weakref.ref[Unit]]:
-    return [weakref.ref(unit) for unit in _units_of(method, modules)]
+def _resolve_reduces(unit: Unit) -> None:
+    scope = root_of(unit)
+    if scope is not None:
+        scope.reduces.resolve(scope.units)
+
+
+def _refs(method: str, modules: Iterable[Any]) -> tuple[weakref.ref[nn.Module], ...]:
+    return tuple(weakref.ref(unit.modules[0]) for unit in _units_of(method, modules))
 
 
 def _units_of(function: str, modules: Iterable[Any]) -> list[Unit]:

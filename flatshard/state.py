@@ -11,8 +11,9 @@ from torch import nn
 
 from flatshard import _torch
 from flatshard.engine.names import Names
-from flatshard.engine.roots import scope_of, unit_of
-from flatshard.engine.unit import Unit
+from flatshard.engine.roots import scope_of
+from flatshard.engine.scope import root_of
+from flatshard.engine.unit import Unit, unit_of
 from flatshard.layout import is_sharded
 
 _STATE = "_flatshard_state"
@@ -133,7 +134,7 @@ class FSDPState:
 
     def _root_post_backward_final_callback(self) -> None:
         self._lazy_init()
-        scope = self.unit.scope
+        scope = root_of(self.unit)
         assert scope is not None
         scope.reduce_accumulated()
 
@@ -145,7 +146,8 @@ class FSDPState:
 
 
 def _streams(unit: Unit) -> types.SimpleNamespace:
-    gathers, reduces = (None, None) if unit.scope is None else (unit.scope.gather_lane, unit.scope.reduce_lane)
+    scope = root_of(unit)
+    gathers, reduces = (None, None) if scope is None else (scope.gather_lane, scope.reduce_lane)
     gather, reduce = (None if lane is None else lane.stream for lane in (gathers, reduces))
     return types.SimpleNamespace(
         all_gather_copy_in_stream=gather,

@@ -9,29 +9,26 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.buffer import Lane
+from flatshard.engine.parameters import Member
 from flatshard.engine.program import Program
+from flatshard.engine.unit import Unit
+from flatshard.engine.values import Held, spread
+from flatshard.engine.weights import Group
+from flatshard.policy import SchedulePolicy
 from flatshard.trust.alarm import GRACE
 from flatshard.trust.record import record
 
-if TYPE_CHECKING:
-    from flatshard.engine.parameters import Member
-    from flatshard.engine.scope import Scope
-    from flatshard.engine.unit import Unit
-    from flatshard.engine.weights import Group
-
 _WORDS = 768  # bytes of one text
 _NONE = -(1 << 62)
-_BLOCK = 512  # bytes that are summed, before their place counts
-_SPREAD = 0x1E3779B97F4A7C15  # odd: the product with it differs in its highest bits, too
 
 
 def patience() -> timedelta | None:
@@ -111,23 +108,25 @@ class Announcer:
     and a launch must not wait: their order is that of the program from the start.
     """
 
-    def __init__(self, program: Program, lane: Lane, has_optional: bool) -> None:
+    def __init__(self, program: Program, lane: Lane, has_optional: bool, root: weakref.ref[Unit]) -> None:
         self.agreement: Agreement | None = None  # once the ranks have compared their models
         self.lane = lane
-        self._program, self._has_optional = program, has_optional
+        self._program, self._has_optional, self._root = program, has_optional, root
 
     def announce(self, what: str, unit: Unit, group: int = 0) -> None:
         """See that all ranks are about to do this, or raise on all. Only where the program ``announces``."""
         if not self._has_optional:
             self._compare(what, unit, f" (group {group})" if group else "", "")
 
-    def end_pass(self, root: Unit, gathers: Lane, reduces: Lane) -> None:
+    def end_pass(self, gathers: Lane, reduces: Lane) -> None:
         """The first pass of its kind that communicates says how those to come will go, if all ranks agree."""
         program = self._program
         if not (program.has_launched or program.checks):
             return
         if program.announces:
             after = f", after {gathers.launched} gathers and {reduces.launched} reduces" if program.checks else ""
+            root = self._root()
+            assert root is not None
             self._compare("end the pass of", root, "", after)
         if program.is_first and self.agreement is not None:
             proposal = program.proposal()
@@ -140,8 +139,9 @@ class Announcer:
         running = self._program.running
         place = "" if running is None else f" in a {running.value}"
         if self._program.checks:
-            assert unit.scope is not None
-            mode = "training" if unit.scope.units[0].modules[0].training else "evaluation"
+            root = self._root()
+            assert root is not None
+            mode = "training" if root.modules[0].training else "evaluation"
             place += f" of step {record.step}, in {mode} mode"
         said = f"about to {what} unit '{unit.name}'{of}{place}{after}"
         told = self.agreement.check([said], f"before {what} {unit.name}")
@@ -158,14 +158,15 @@ def digest(said: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(said).encode()).digest()[:7], "big")
 
 
-def check_model(scope: Scope, lane: Lane, meshes: Sequence[DeviceMesh]) -> None:
+def check_model(units: Sequence[Unit], policy: SchedulePolicy, lane: Lane, meshes: Sequence[DeviceMesh]) -> None:
     """Before the first launch of a root: raise on all ranks if their models differ, in structure or in values.
 
     Ranks of a mesh are asked about what is sharded over it: experts may differ between those of different meshes.
     """
-    told = _difference(scope, lane, meshes[0], first=True) if meshes else None
+    described = f"meshes {[tuple(mesh.shape) for mesh in meshes]}, {policy}"
+    told = _difference(units, lane, meshes[0], [described]) if meshes else None
     if told is None:  # else the ranks may not even have the same meshes to go on with; all of the first know by now
-        found = [_difference(scope, lane, mesh, first=False) for mesh in meshes[1:]]
+        found = [_difference(units, lane, mesh, []) for mesh in meshes[1:]]
         told = next((difference for difference in found if difference is not None), None)
     else:
         meshes = meshes[:1]
@@ -175,10 +176,9 @@ def check_model(scope: Scope, lane: Lane, meshes: Sequence[DeviceMesh]) -> None:
         raise RuntimeError(f"ranks differ in their models. {told}")
 
 
-def _difference(scope: Scope, lane: Lane, mesh: DeviceMesh, first: bool) -> str | None:
+def _difference(units: Sequence[Unit], lane: Lane, mesh: DeviceMesh, said: Sequence[str]) -> str | None:
     agreement, about = Agreement(lane, [mesh]), "the comparison of models, before the first launch"
-    units = scope.units
-    told = agreement.check(_described(scope, units, mesh, first), about)
+    told = agreement.check([*said, *_described(units, mesh)], about)
     if told is not None:
         return f"The first difference is, {told}"
     groups = [(unit, group) for unit in units for group in unit.groups if group.mesh == mesh]
@@ -201,15 +201,14 @@ def _difference(scope: Scope, lane: Lane, mesh: DeviceMesh, first: bool) -> str 
     return None if warns else told
 
 
-def _described(scope: Scope, units: Sequence[Unit], mesh: DeviceMesh, first: bool) -> list[str]:
+def _described(units: Sequence[Unit], mesh: DeviceMesh) -> list[str]:
     """What is the same on all ranks of a mesh, in the order of registration."""
-    said = [f"meshes {[tuple(mesh.shape) for mesh in scope.meshes]}, {scope.policy}"] if first else []
+    said: list[str] = []
     for unit in units:
         groups = [group for group in unit.groups if group.mesh == mesh]
         if unit.mesh == mesh or groups:
-            told = unit.settings
             said.append(
-                f"unit '{unit.name}', {unit.policy}, reshard_after_forward={told.reshard_after_forward}, "
+                f"unit '{unit.name}', {unit.policy}, reshard_after_forward={unit.reshard_after_forward}, "
                 f"optional={unit.is_optional}, rows={unit.rows is not None}"
             )
         for group in groups:
@@ -229,53 +228,13 @@ def _full_name(unit: Unit, member: Member) -> str:
     return f"{unit.name}.{member.name}" if unit.index else member.name
 
 
-# Values
-
-
-class Initial:
-    """Sums over the values of a group when it was sharded: of its full parameters, and of this rank's parts."""
-
-    def __init__(self, full: Sequence[torch.Tensor], warns: bool) -> None:
-        """``warns``: a difference is no error."""
-        self.warns = warns
-        self.full = [checksum(tensor) for tensor in full]
-        self.parts: list[torch.Tensor] = []
-
-    def of_parts(self, group: Group) -> list[torch.Tensor]:
-        return [checksum(group.main.local_view(index)) for index in range(len(group.members))]
-
-
-@torch.no_grad()
-def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """A number over all bytes that changes with any of them, and with the order of blocks of them. Needs few more."""
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    data = data.clone() if data.storage_offset() % 8 else data  # words must be where words can be
-    whole = len(data) // _BLOCK * _BLOCK
-    blocks = data[:whole].view(torch.int64).view(-1, _BLOCK // 8).sum(1)
-    words = torch.cat([blocks, data[whole:].to(torch.int64)])
-    return (words * torch.arange(1, 2 * len(words) + 1, 2, device=words.device)).sum()
-
-
-def spread(sums: torch.Tensor) -> torch.Tensor:
-    """Numbers that differ where these do, and leave room: they come to be negated, and the lowest stands for none."""
-    return (sums * _SPREAD) >> 2
-
-
-class Held(NamedTuple):
-    """What a rank knows of the values of a parameter. Ranks without a part of it do not matter, nor do changed ones."""
-
-    sum: int  # of what it was sharded with
-    has_part: bool
-    is_changed: bool  # this rank's part has been written since, or was not there
-
-
 def _held(group: Group) -> list[Held]:
     """Per parameter. ``initial`` is given up: what is written from now on was not sharded."""
     initial, group.initial = group.initial, None
     if initial is None:  # on this rank; others may have had values
         return [Held(0, False, True)] * len(group.members)
     device = initial.full[0].device
-    sums = [*initial.full, *initial.parts, *initial.of_parts(group)]
+    sums = [*initial.full, *initial.parts, *initial.of_parts(group.main)]
     full, before, now = torch.stack([each.to(device) for each in sums]).view(3, -1)
     has_part = [group.main.local_view(index).numel() > 0 for index in range(len(group.members))]
     return [Held(*each) for each in zip(spread(full).tolist(), has_part, (before != now).tolist())]

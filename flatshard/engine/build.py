@@ -17,18 +17,20 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from flatshard import _torch
 from flatshard.buffer import DBuffer, from_first, watch_over
 from flatshard.buffer.groups import group_among
-from flatshard.engine.agreement import Initial
 from flatshard.engine.codec import is_extended, unfilled
-from flatshard.engine.composed import Structure
 from flatshard.engine.formats import chosen
 from flatshard.engine.gradients import GradientScale
 from flatshard.engine.homes import OWNER, owner_of, register
 from flatshard.engine.host import Home
+from flatshard.engine.intent import Intent
 from flatshard.engine.outside import watch_use
 from flatshard.engine.parameters import Member, Plain, Site, make_members
 from flatshard.engine.parts import Parts
-from flatshard.engine.roots import own, unit_of
-from flatshard.engine.unit import Unit
+from flatshard.engine.row_embedding import look_up_rows
+from flatshard.engine.structure import Structure
+from flatshard.engine.unit import RootOfUnits, Unit, own, unit_of
+from flatshard.engine.unit_changes import hook_state_dicts
+from flatshard.engine.values import Initial
 from flatshard.engine.weights import Group
 from flatshard.layout import Layout, is_sharded, least_padded_dim, plan
 from flatshard.layout.planner import LayoutName
@@ -272,8 +274,10 @@ def _check_extended(named: Named, dim: int, placements: Placements) -> None:
         )
 
 
-def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
-    """Shard the parameters below ``modules`` and hook them up."""
+def build_unit(
+    modules: Sequence[nn.Module], choices: Choices, find_root: Callable[[Unit, nn.Module], RootOfUnits]
+) -> Unit:
+    """Shard the parameters below ``modules`` and hook them up. ``find_root``: as of a `Unit`."""
     watch_over(choices.device)  # ranks that raise before the first forward leave the others waiting there
     borrowed, by_kind, plain, dims = sort_parameters(modules, choices)
     by_rows = _checked_rows(modules, borrowed, by_kind, dims, choices) if choices.rows else None
@@ -291,7 +295,11 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     # A unit of nothing but frozen weights that rest whole has nothing to do, unless it is the root of other units.
     nests = any(units_below(module) for module in modules)
     hooked = bool(groups or borrowed) or not plain or nests
-    unit = Unit(modules, groups, choices.mesh, choices.device, choices.precision, reshard, choices.schedule, hooked)
+    intent = Intent(reshard_after_forward=reshard, is_optional=choices.optional)
+    mesh, device, precision = choices.mesh, choices.device, choices.precision
+    unit = Unit(modules, groups, mesh, device, precision, intent, find_root, choices.schedule, hooked)
+    for module in modules if hooked else ():
+        hook_state_dicts(unit, module)
     # Without what could keep parameters, or the model, alive.
     unit.choices = replace(choices, ignored=frozenset(), where=replace(choices.where, choose=None))
     for group, member, site in borrowed:
@@ -303,9 +311,8 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     for group in groups:
         if park is not None and group.mesh == choices.mesh and not group.is_extended:
             group.park_mesh, unit.parks = park, True  # the others are gathered again from all
-    unit.settings.is_optional = choices.optional
     if by_rows is not None:
-        unit.look_up_rows(by_rows, even=choices.rows == "even")
+        look_up_rows(unit, by_rows, even=choices.rows == "even")
     if nests and len(modules) == 1:
         holders = {id(site.module()) for group in unit.needs for member in group.members for site in member.sites}
         owned = [module for _, module in owned_modules(modules) if module not in modules]
@@ -443,7 +450,7 @@ def _build_plain(
     own, by_rows = members[0][1].dtype, bool(choices.rows)
     group = Group(sharded, main, placements, precision, home, own=own, owner=owner, by_rows=by_rows, marks=marks)
     if initial is not None:
-        initial.parts, group.initial = initial.of_parts(group), initial
+        initial.parts, group.initial = initial.of_parts(main), initial
     for _, parameter, _ in members:
         # Whoever still holds the original (a tied module, an optimizer) holds no memory.
         if kind.parallel is None:

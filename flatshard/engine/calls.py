@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -14,8 +14,15 @@ from flatshard import _torch
 from flatshard.engine.gradients import refuse_orphan
 from flatshard.engine.trees import map_tensors, tensors_in, tensors_in_objects
 
-if TYPE_CHECKING:
-    from flatshard.engine.unit import Unit
+
+class Watcher(Protocol):
+    """Who is told where a backward stands: a unit."""
+
+    def gradient_at_output(self, call: Call) -> None:
+        """A gradient has reached an output of a call."""
+
+    def inputs_passed(self) -> None:
+        """The gradients of one call's inputs are complete."""
 
 
 class Call:
@@ -37,7 +44,12 @@ class Call:
     )
 
     def __init__(
-        self, unit: weakref.ref[Unit], modules: frozenset[int], forward: int, before: Call | None, recompute: bool
+        self,
+        unit: Callable[[], Watcher | None],
+        modules: frozenset[int],
+        forward: int,
+        before: Call | None,
+        recompute: bool,
     ) -> None:
         """``modules``: of the unit, by id. ``before``: the call that was the last to begin."""
         self.unit = unit
@@ -217,7 +229,7 @@ class _InputsPassed(torch.autograd.Function):
 
 @_torch.uncompiled
 def _inputs_passed(
-    unit: weakref.ref[Unit], call: weakref.ref[Call], number: int, grad: torch.Tensor | None = None
+    unit: Callable[[], Watcher | None], call: weakref.ref[Call], number: int, grad: torch.Tensor | None = None
 ) -> None:
     found, of = unit(), call()
     if found is None:

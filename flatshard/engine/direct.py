@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence, Set
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from flatshard.buffer import DBuffer
-
-if TYPE_CHECKING:
-    from flatshard.engine.gradients import Gradients
 
 _PLACE = "_flatshard_main_grad_of"
 
@@ -75,6 +72,17 @@ def fill(staging: DBuffer, gradients: Sequence[torch.Tensor | None], turned: Set
         torch._foreach_copy_(places, sources)
 
 
+class Destination(Protocol):
+    """The gradients of a group, as kernels see them."""
+
+    @property
+    def kernels(self) -> Direct: ...
+
+    def place(self, index: int, clear: bool = False) -> torch.Tensor: ...
+
+    def is_vacant(self, index: int) -> bool: ...
+
+
 class Destined(nn.Parameter):
     """A full parameter whose gradient has a place before it exists. The names are those of Megatron's convention."""
 
@@ -106,16 +114,16 @@ class Destined(nn.Parameter):
             gradients.kernels.wrote(index, alone=True)
 
 
-def destine(full: nn.Parameter, gradients: Gradients, index: int) -> None:
+def destine(full: nn.Parameter, gradients: Destination, index: int) -> None:
     """Give a full parameter the attributes of `Destined`."""
     full.__class__ = Destined
     full.__dict__[_PLACE] = (weakref.ref(gradients), index)
 
 
-def destination(full: torch.Tensor) -> tuple[Gradients, int]:
+def destination(full: torch.Tensor) -> tuple[Destination, int]:
     """Whose gradient a kernel is about to write."""
     ref, index = full.__dict__[_PLACE]
-    found: Gradients | None = ref()
+    found: Destination | None = ref()
     if found is None:
         raise RuntimeError(
             "the gradient of a sharded parameter is written that has been moved, cast or deleted since its forward; "

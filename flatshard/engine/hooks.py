@@ -8,15 +8,12 @@ stream, or on CPU complete. Both once per backward that reduces all the way, and
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from flatshard import _torch
 from flatshard.buffer import DBuffer
-
-if TYPE_CHECKING:
-    from flatshard.engine.parameters import Member
+from flatshard.engine.parameters import Member
 
 
 def change_gradients(

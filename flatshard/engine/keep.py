@@ -9,12 +9,9 @@ taken that are kept for the shortest time: the last of a forward, which backward
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from flatshard.engine.unit import Unit
 from flatshard.policy import SchedulePolicy
-
-if TYPE_CHECKING:
-    from flatshard.engine.unit import Unit
 
 
 def gathered_bytes(unit: Unit) -> int:
@@ -32,25 +29,20 @@ def opening_bytes(unit: Unit) -> int:
     return sum(group.opening_bytes for group in unit.groups)
 
 
-def plan_kept(units: Sequence[Unit], policy: SchedulePolicy) -> None:
-    """Choose, for units in the order of their forwards."""
-    for unit in units:
-        if unit.settings.is_auto:
-            unit.settings.reshard_after_forward = True
-        unit.settings.keeps_for_next = False
-    in_backward = [unit for unit in units if unit.settings.unshard_in_backward]
-    for unit in _chosen([unit for unit in reversed(in_backward) if unit.settings.is_auto], policy.keep_for_backward):
-        unit.settings.reshard_after_forward = False
-    in_forward = [unit for unit in units if unit.settings.unshard_in_forward]
-    for unit in _chosen(in_forward, policy.keep_for_next):  # those that backward does not gather are, at its end
-        unit.settings.keeps_for_next = True
+def plan_kept(units: Sequence[Unit], policy: SchedulePolicy) -> tuple[set[Unit], set[Unit]]:
+    """Choose, for units in the order of their forwards: those that stay for backward, and for the next micro-batch."""
+    in_backward = [unit for unit in units if unit.unshard_in_backward]
+    auto = [unit for unit in reversed(in_backward) if unit.intent.reshard_after_forward == "auto"]
+    in_forward = [unit for unit in units if unit.unshard_in_forward]
+    # Of the latter, those that backward does not gather are gathered at its end.
+    return _chosen(auto, policy.keep_for_backward), _chosen(in_forward, policy.keep_for_next)
 
 
-def _chosen(candidates: Sequence[Unit], budget: int) -> list[Unit]:
-    chosen = []
+def _chosen(candidates: Sequence[Unit], budget: int) -> set[Unit]:
+    chosen = set()
     for unit in sorted(candidates, key=gathered_bytes):
         size = gathered_bytes(unit)
         if 0 < size <= budget:
-            chosen.append(unit)
+            chosen.add(unit)
             budget -= size
     return chosen

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from flatshard import _torch
-
-if TYPE_CHECKING:
-    from flatshard.engine.parameters import Member, Site
+from flatshard.engine.parameters import Member, Site
 
 Slots = dict[str, nn.Parameter | None]
 

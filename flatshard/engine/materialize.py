@@ -14,8 +14,7 @@ from flatshard.engine.build import owned_modules, units_below
 from flatshard.engine.changes import check_given, fill, given
 from flatshard.engine.names import Names
 from flatshard.engine.parameters import Member
-from flatshard.engine.roots import unit_of
-from flatshard.engine.unit import Unit
+from flatshard.engine.unit import Unit, unit_of
 
 InitFn: TypeAlias = Callable[[nn.Module], object]
 

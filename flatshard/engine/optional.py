@@ -9,25 +9,36 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from flatshard.engine.program import Pass
+from flatshard.engine.unit import RootOfUnits, Unit, unit_with
 
-if TYPE_CHECKING:
-    from flatshard.engine.scope import Scope
-    from flatshard.engine.unit import Unit
 
-_scopes: weakref.WeakSet[Scope] = weakref.WeakSet()  # that have optional units
+class RootWithOptional(RootOfUnits, Protocol):
+    """What optional units ask of their root besides."""
+
+    task: int  # of autograd, of which the running backward is
+
+    def unit_at(self, index: int) -> Unit | None: ...
+
+    def gather_early(self, unit: Unit) -> None: ...
+
+    def is_amid(self, task: int) -> bool: ...
+
+
+_scopes: weakref.WeakSet[RootWithOptional] = weakref.WeakSet()  # that have optional units
 
 
 class OptionalUnits:
     """Where the running pass of a scope stands among its optional units. The scope owns it, and is given to it."""
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: RootWithOptional, own_groups: bool) -> None:
+        """``own_groups``: reduces have process groups of their own."""
         self._passed_over: set[int] = set()  # units that the running pass came to nothing of
         self._lingering: tuple[int, bool] | None = None  # a unit after its forward, which may be run again
         self._forward: int | None = None  # that the running backward belongs to
-        _check(scope)
+        _check(scope, own_groups)
         for group in [group for unit in scope.units for group in unit.groups]:
             group.gradients.takes_part = True
         _scopes.add(scope)
@@ -52,14 +63,14 @@ class OptionalUnits:
             )
         self._forward = forward
 
-    def come_to(self, scope: Scope, unit: Unit) -> None:
+    def come_to(self, scope: RootWithOptional, unit: Unit) -> None:
         """The running pass is about to use a unit."""
         self._check_place(scope, unit)
         if self._lingering is not None and self._lingering[0] != unit.index:
             self.end_lingering(scope)
         self.pass_over(scope, scope.program.before(unit.index))
 
-    def _check_place(self, scope: Scope, unit: Unit) -> None:
+    def _check_place(self, scope: RootWithOptional, unit: Unit) -> None:
         if not unit.is_optional or unit.is_gathered or unit.index in scope.program.upcoming:
             return
         if unit.index in self._passed_over or not scope.program.is_first:
@@ -69,7 +80,7 @@ class OptionalUnits:
                 "one place"
             )
 
-    def pass_over(self, scope: Scope, indices: Sequence[int], over: bool = False) -> None:
+    def pass_over(self, scope: RootWithOptional, indices: Sequence[int], over: bool = False) -> None:
         """The pass is going beyond these units. ``over``: it is at its end, or theirs, and will not come back.
 
         What is launched for those that it came to nothing of, gathers and reduces, is launched in the order of a rank
@@ -82,7 +93,7 @@ class OptionalUnits:
             if unit is None or not unit.is_optional or index in self._passed_over:
                 continue
             if not over and program.running is Pass.BACKWARD and unit.is_ahead:
-                if not unit.is_gathered and unit.settings.unshard_in_backward:
+                if not unit.is_gathered and unit.unshard_in_backward:
                     scope.gather_early(unit)
                 continue
             while within and not program.is_inside(index, within[-1].index):
@@ -93,7 +104,7 @@ class OptionalUnits:
         while within:
             within.pop().passed_over()
 
-    def pass_over_inside(self, scope: Scope, unit: Unit) -> None:
+    def pass_over_inside(self, scope: RootWithOptional, unit: Unit) -> None:
         """The backward has left a unit, and with it those inside."""
         program = scope.program
         inside = [index for index in program.upcoming if program.is_inside(index, unit.index)]
@@ -103,7 +114,7 @@ class OptionalUnits:
         """Its forward is over, and may be called again before that of another unit: the others gather it once."""
         self._lingering = unit.index, grads
 
-    def end_lingering(self, scope: Scope) -> None:
+    def end_lingering(self, scope: RootWithOptional) -> None:
         """Another unit is used, or the forward is over."""
         lingering, self._lingering = self._lingering, None
         unit = None if lingering is None else scope.unit_at(lingering[0])
@@ -111,7 +122,7 @@ class OptionalUnits:
             unit.leave(keep=False, grads=lingering[1])
 
 
-def refuse_forward_within(scope: Scope) -> None:
+def refuse_forward_within(scope: RootWithOptional) -> None:
     """Raise if a forward that begins is called within that of another model that has optional units."""
     for other in _scopes:
         if other is not scope and other.entry is not None:
@@ -121,7 +132,7 @@ def refuse_forward_within(scope: Scope) -> None:
             )
 
 
-def refuse_backward_of_two(scope: Scope) -> None:
+def refuse_backward_of_two(scope: RootWithOptional) -> None:
     """Raise if a backward that begins goes through another model too, which has optional units that it may skip."""
     for other in _scopes:
         if other is not scope and other.is_amid(scope.task):
@@ -132,11 +143,11 @@ def refuse_backward_of_two(scope: Scope) -> None:
             )
 
 
-def _check(scope: Scope) -> None:
+def _check(scope: RootWithOptional, own_groups: bool) -> None:
     """ValueError if a model cannot have optional units."""
     for unit in scope.units:
         for group, member, _ in unit.borrowed:
-            owner = None if group.unit is None else group.unit()
+            owner = unit_with(group)
             if owner is not None and (unit.is_optional or owner.is_optional):
                 raise ValueError(
                     f"units '{unit.name}' and '{owner.name}' share parameter '{member.name}', and one of them is "
@@ -145,7 +156,7 @@ def _check(scope: Scope) -> None:
                 )
     if any(unit.rows is not None for unit in scope.units):
         raise ValueError("rows=True is not for models with optional units: ranks that skip one ask for no rows")
-    if not scope.reduce_lane.own_groups:
+    if not own_groups:
         raise ValueError(
             "optional units need reduces with process groups of their own, not SchedulePolicy(separate_groups=False): "
             "ranks that use one and ranks that do not come to its reduce at different places among the gathers"

@@ -17,6 +17,7 @@ import torch
 from flatshard import _torch
 from flatshard.buffer import ragged
 from flatshard.engine.homes import groups
+from flatshard.engine.unit import unit_with
 
 _passing: weakref.WeakSet[Any] = weakref.WeakSet()  # what has a pass running that computes with DTensors
 
@@ -57,7 +58,7 @@ def _refuse(op: Any, kind: str, sharded: Sequence[torch.Tensor]) -> None:
 
 def _owner(tensor: torch.Tensor) -> str | None:
     """Of a sharded parameter or a view of one: its name and its unit's."""
-    known = [(member, group.unit()) for group in groups() if group.unit is not None for member in group.members]
+    known = [(member, unit_with(group)) for group in groups() for member in group.members]
     exact = [pair for pair in known if pair[0].sharded is tensor]
     for member, unit in exact or [pair for pair in known if _shows(tensor, pair[0].sharded)]:
         if unit is not None:

@@ -6,7 +6,6 @@ import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -15,9 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatshard import _torch
 from flatshard.buffer import DBuffer
 from flatshard.buffer.dtensor import as_dtensor
-
-if TYPE_CHECKING:
-    from flatshard.engine.composed import Structure
+from flatshard.engine.structure import Structure
 
 PLAIN = "_flatshard_plain"  # on a parameter that is a DTensor, of which its module wants the local part
 

@@ -8,13 +8,12 @@ layers within a block one by one unshards the block, and hooks on all of them wo
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from flatshard.engine.unit import Unit
+from flatshard.engine.unit import Unit
 
 
 class Parts:

@@ -5,26 +5,32 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from flatshard import _recording, _torch
 from flatshard.buffer import Pool
+from flatshard.engine.agreement import Announcer
+from flatshard.engine.program import Program
 from flatshard.engine.reduction import Goal, Reduction
+from flatshard.engine.unit import RootOfUnits, Unit
 from flatshard.engine.weights import Group
 from flatshard.layout import is_sharded
-from flatshard.policy import SEPARATE_GROUPS
-
-if TYPE_CHECKING:
-    from flatshard.engine.scope import Scope
-    from flatshard.engine.unit import Unit
+from flatshard.policy import SEPARATE_GROUPS, SchedulePolicy
 
 
 class Reduces:
     """Groups are numbers, in the order of registration, as in `Turns`. The scope owns it; its links are weak."""
 
-    def __init__(self, scope: Scope, units: Sequence[Unit], pool: Pool) -> None:
+    def __init__(
+        self,
+        scope: RootOfUnits,
+        units: Sequence[Unit],
+        pool: Pool,
+        policy: SchedulePolicy,
+        program: Program,
+        announcer: Announcer,
+    ) -> None:
         self.pool = pool
         self.in_flight: deque[Reduction] = deque()
         self._asking: list[Callable[[], None]] = []  # those that are over, to be asked which parameters ranks have used
@@ -32,7 +38,7 @@ class Reduces:
         self.is_alike = True  # all ranks use the same parameters
         self.is_one_of_several = False  # roots that are asked to reduce what they have accumulated, one after another
         self._scope = weakref.ref(scope)
-        self._policy, self._program, self._announcer = scope.policy, scope.program, scope.announcer
+        self._policy, self._program, self._announcer = policy, program, announcer
         self._groups = [(weakref.ref(unit), weakref.ref(group)) for unit in units for group in unit.groups]
         self._had: set[int] = set()  # groups that the running backward has reduced
         self._has_optional = any(unit.is_optional for unit in units)
@@ -50,10 +56,10 @@ class Reduces:
 
     def resolve(self, units: Sequence[Unit]) -> None:
         """Let what units were told about all reduces count: the highest number, the last word on process groups."""
-        settings = [unit.settings for unit in units]
-        highest = max((told.max_reducing for told in settings if told.max_reducing is not None), default=None)
+        intents = [unit.intent for unit in units]
+        highest = max((asked.max_reducing for asked in intents if asked.max_reducing is not None), default=None)
         self._most = self._policy.max_reducing if highest is None else highest
-        told = [told.separate_groups for told in settings if told.separate_groups is not None]
+        told = [asked.separate_groups for asked in intents if asked.separate_groups is not None]
         chosen, lane = any(told) if told else self._policy.separate_groups, self.pool.lane
         lane.own_groups = SEPARATE_GROUPS or self._has_optional if chosen is None else chosen
         self.tell_lane()
@@ -124,9 +130,9 @@ class Reduces:
 
     def is_awaited_elsewhere(self, group: Group) -> bool:
         """Whether a unit of another root that uses a group has backwards to come, or has not asked to reduce them."""
-        for ref in (group.unit, *group.borrowers) if group.borrowers else ():
-            unit = None if ref is None else ref()
-            if unit is not None and unit.scope is not self._scope() and (unit.is_awaited or not unit.settings.reduces):
+        for ref in (group.owner, *group.borrowers) if group.borrowers else ():
+            unit: Unit | None = None if ref is None else ref()
+            if unit is not None and unit.scope is not self._scope() and (unit.is_awaited or not unit.intent.reduces):
                 return True
         return False
 
@@ -141,7 +147,7 @@ class Reduces:
 
         Where some units are optional the others are, too: nothing tells ranks of one of which only some use parameters.
         """
-        return self._has_optional or unit.settings.reduces_unused
+        return self._has_optional or unit.intent.reduces_unused
 
     def _is_to_come(self, number: int) -> bool:
         found = self._at(number)

@@ -1,44 +1,27 @@
-"""From a module to its unit, and from a unit to its scope."""
+"""From a unit to its root: who is under it, at which place."""
 
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from torch import nn
 
+from flatshard.engine.intent import Place
 from flatshard.engine.keep import plan_kept
-from flatshard.engine.scope import Scope
+from flatshard.engine.materialize import materialize, refuse_meta
+from flatshard.engine.scope import Scope, root_of
+from flatshard.engine.unit import Unit, unit_of
 from flatshard.policy import SchedulePolicy
-
-if TYPE_CHECKING:
-    from flatshard.engine.unit import Unit
-
-_UNIT = "_flatshard_unit"
-
-
-def unit_of(module: nn.Module) -> Unit | None:
-    """The unit that `fully_shard` made of this module, if it did."""
-    found: Unit | None = module.__dict__.get(_UNIT)
-    return found
-
-
-def own(module: nn.Module, unit: Unit) -> None:
-    """Let `unit_of` find it."""
-    module.__dict__[_UNIT] = unit
 
 
 def scope_of(unit: Unit, module: nn.Module) -> Scope:
-    """The scope of a unit. Where it has none, ``module`` is the root of one, and all units below it share it."""
-    if unit.scope is not None:
-        return unit.scope
-    units: list[Unit] = []
-    at: dict[str, Unit] = {}
-    count = 0
+    """The root of a unit. Where it has none, ``module`` is the root, and all units below it are under it."""
+    known = root_of(unit)
+    if known is not None:
+        return known
     if any(parameter.is_meta for parameter in module.parameters()):
-        from flatshard.engine.materialize import materialize, refuse_meta  # they build on units
-
-        if unit.settings.refuses_meta:
+        if unit.intent.refuses_meta:
             refuse_meta(module)
         warnings.warn(
             f"{type(module).__name__} has parameters on the meta device, which its first use initialises; if a "
@@ -46,33 +29,44 @@ def scope_of(unit: Unit, module: nn.Module) -> Scope:
             stacklevel=2,
         )
         materialize(module)
-    for name, child in module.named_modules():
-        found = unit_of(child)
-        if found is None:
-            continue
-        at[name] = found
-        if found in units:
-            continue
-        if found.scope is not None and found.scope.program.running is not None:
-            raise RuntimeError(f"unit '{name}' is in a pass of its own; finish that before running its parent")
+    places = _places(module)
+    units, policy = list(places), unit.schedule or SchedulePolicy()
+    for found in units:
         found.release()
-        found.name = name or type(child).__name__
-        found.index = len(units)
-        found.numbers = range(count, count + len(found.groups))
-        count += len(found.groups)
-        found.nests, found.parent, found.is_optional = False, None, bool(units) and found.settings.is_optional
-        units.append(found)
-        above = name
-        while above:
-            above = above.rpartition(".")[0]
-            if above in at:
-                if found.parent is None:
-                    found.parent = at[above].index
-                at[above].nests = True
-                found.is_optional = found.is_optional or at[above].is_optional
-    policy = unit.schedule or SchedulePolicy()
-    plan_kept(units, policy)
+    for_backward, for_next = plan_kept(units, policy)
+    for found, place in places.items():
+        found.take_place(replace(place, stays_for_backward=found in for_backward, keeps_for_next=found in for_next))
     scope = Scope(units, unit.device, policy)
     for found in units:
         found.scope = scope
     return scope
+
+
+def _places(module: nn.Module) -> dict[Unit, Place]:
+    """Of all units at and below a module, in the order of registration."""
+    places: dict[Unit, Place] = {}
+    at: dict[str, Unit] = {}
+    count = 0
+    for name, child in module.named_modules():
+        unit = unit_of(child)
+        if unit is None:
+            continue
+        at[name] = unit
+        if unit in places:
+            continue
+        if unit.scope is not None and unit.scope.program.running is not None:
+            raise RuntimeError(f"unit '{name}' is in a pass of its own; finish that before running its parent")
+        above = [name[:end] for end in range(len(name) - 1, -1, -1) if name[end] == "."] + [""] * bool(name)
+        around = [at[outer] for outer in above if outer in at]
+        for outer in around:
+            places[outer] = replace(places[outer], nests=True)
+        places[unit] = Place(
+            name=name or type(child).__name__,
+            index=len(places),
+            numbers=range(count, count + len(unit.groups)),
+            parent=places[around[0]].index if around else None,
+            is_optional=bool(places)
+            and (unit.intent.is_optional or any(places[outer].is_optional for outer in around)),
+        )
+        count += len(unit.groups)
+    return places

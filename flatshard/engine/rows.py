@@ -18,39 +18,19 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule
 
 from flatshard import _torch
-from flatshard.buffer import DONE, DBuffer, Lane, Pool, Ticket
-from flatshard.buffer.tickets import Action, Tickets
-from flatshard.buffer.ways import Tensors
-from flatshard.engine.formats import Formats
-from flatshard.engine.gradients import Gradients, refuse_orphan
-from flatshard.engine.reduction import Goal, Reduction, Stage, sum_dtype
-
-if TYPE_CHECKING:
-    from flatshard.engine.scope import Scope
-    from flatshard.engine.unit import Unit
-    from flatshard.engine.weights import Group
-
-
-@dataclass(frozen=True)
-class LookUp:
-    """Which rows went where. Counts are of rows, per rank."""
-
-    tokens: torch.Tensor
-    seats: torch.Tensor  # for each token, the place of its row among those that this rank asked for
-    asked: list[int]
-    wanted: torch.Tensor  # the rows of this rank that all ranks asked for, in the order of ranks
-    served: list[int]
+from flatshard.buffer import Lane
+from flatshard.engine.gradients import refuse_orphan
+from flatshard.engine.row_gradients import LookUp
+from flatshard.engine.weights import Group
 
 
 class Rows:
@@ -71,30 +51,29 @@ class Rows:
         self._anchor = nn.Parameter(torch.empty(0, device=group.home.device))
         self._anchor.register_post_accumulate_grad_hook(functools.partial(_complete, weakref.ref(group)))
 
-    def look_up(self, tokens: torch.Tensor, scope: Scope, unit: Unit) -> torch.Tensor:
-        """The rows of ``tokens``, in the compute dtype."""
+    def look_up(self, tokens: torch.Tensor, lane: Lane, name: str, announce: Callable[[str], None]) -> torch.Tensor:
+        """The rows of ``tokens``, in the compute dtype. ``announce``: is told what all ranks are about to do."""
         group = self._group()
         assert group is not None
         if _torch.transforming():
             raise RuntimeError(
-                f"unit '{unit.name}' is an embedding by rows, which functional transforms do not know: "
+                f"unit '{name}' is an embedding by rows, which functional transforms do not know: "
                 "call fully_shard on it without rows=True"
             )
         if tokens.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"unit '{unit.name}': tokens must be int32 or int64, not {tokens.dtype}")
+            raise TypeError(f"unit '{name}': tokens must be int32 or int64, not {tokens.dtype}")
         even = self._even or (tokens.is_cuda and torch.cuda.is_current_stream_capturing())
         if even and not self._least:
             raise ValueError(
-                f"unit '{unit.name}' has {self._number} rows over {len(self._first)} ranks, some of which hold none: "
+                f"unit '{name}' has {self._number} rows over {len(self._first)} ranks, some of which hold none: "
                 "its look-ups cannot be even, or captured; call fully_shard on it without rows=True"
             )
-        if scope.program.announces:
-            scope.announcer.announce(f"look up {tokens.numel()} rows of" if even else "look up rows of", unit)
+        announce(f"look up {tokens.numel()} rows of" if even else "look up rows of")
         trains = group.members[0].sharded.requires_grad
         if self._anchor.requires_grad != trains:
             self._anchor.requires_grad = trains
         group.gradients.expected = int(trains)
-        found: torch.Tensor = _LookUp.apply(self._anchor, tokens, self, even, scope.rows_lane, unit.name)  # type: ignore[no-untyped-call]
+        found: torch.Tensor = _LookUp.apply(self._anchor, tokens, self, even, lane, name)  # type: ignore[no-untyped-call]
         return found
 
     def exchange(self, tokens: torch.Tensor, even: bool, lane: Lane, name: str) -> tuple[torch.Tensor, LookUp]:
@@ -204,173 +183,6 @@ def _complete(group: weakref.ref[Group], anchor: torch.Tensor) -> None:
         found.gradients.arrived(0)
 
 
-class RowGradients(Gradients):
-    """Gradients of look-ups wait, and travel, as the rows that they are of."""
-
-    padding: int | None = None  # a row that is not trained
-
-    def __init__(self, *given: Any) -> None:
-        self.came: list[tuple[torch.Tensor, LookUp]] = []  # by the running backward
-        self._kept: list[tuple[torch.Tensor, LookUp]] = []  # by earlier ones, which stopped short, too
-        super().__init__(*given)
-
-    def take_settings(self, other: Gradients) -> None:
-        super().take_settings(other)
-        assert isinstance(other, RowGradients)
-        self.padding = other.padding
-
-    def _plan(self, formats: Formats) -> list[Stage]:
-        first, *others = super()._plan(formats)
-        axis = self.main.mesh.ndim - 1
-        self._by_rows = RowStage(self.main.mesh, axis, first.placements)
-        return [self._by_rows, *others]
-
-    @property
-    def what(self) -> str:
-        return "reduce" if self.counts_unused else f"reduce {len(self._kept) + len(self.came)} look-ups of"
-
-    @property
-    def has_partial(self) -> bool:
-        return bool(self._kept) or super().has_partial
-
-    @property
-    def waiting(self) -> bool:
-        return bool(self.came) or super().waiting
-
-    def take(self) -> list[torch.Tensor | None]:
-        if self.came:
-            self._used.add(0)
-        self._kept += self.came
-        self.came = []
-        return super().take()
-
-    def drop(self) -> None:
-        self.came = []
-        super().drop()
-
-    def drop_partial(self) -> None:
-        super().drop_partial()
-        self._kept = []
-
-    def _add_unreduced(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """They are kept as they are."""
-
-    def reduce(self, pool: Pool, goal: Goal, name: str) -> Reduction:
-        if super().waiting:
-            raise RuntimeError(
-                f"parameter '{self.members[0].name}' is looked up by rows, and has a gradient from elsewhere: a tied "
-                "layer, or a use of the whole table. Call fully_shard without rows=True"
-            )
-        self._by_rows.is_encoded = not self.counts_unused
-        return super().reduce(pool, goal, name)
-
-    def _inputs(
-        self, gradients: Sequence[torch.Tensor | None], pool: Pool
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        kept, self._kept = self._kept, []
-        if self.counts_unused:  # ranks may have used other look-ups, or none: all of the table is reduced
-            whole = self._whole(kept) if kept else None
-            runs, held = super()._inputs([whole], pool)
-            return runs, [*held, *(tensor for grad, look_up in kept for tensor in (grad, look_up.tokens))]
-        self._by_rows.waiting = [(grad.to(self.reduce_dtype), look_up) for grad, look_up in kept]
-        self._by_rows.padding, self._by_rows.before = self.padding, self._before
-        return [], [grad for grad, _ in [*kept, *self._by_rows.waiting]]
-
-    def _whole(self, kept: Sequence[tuple[torch.Tensor, LookUp]]) -> torch.Tensor:
-        """The gradient of the table."""
-        grads = torch.cat([grad.to(self.reduce_dtype) for grad, _ in kept])
-        tokens = torch.cat([look_up.tokens for _, look_up in kept])
-        padding = -1 if self.padding is None else self.padding
-        return _added(grads, tokens, self.layout.slots[0].shape[0], padding)
-
-
-class RowStage(Stage):
-    """The reduce over the axis that the table is sharded on. Rows travel in the reduce dtype, sums are in float32.
-
-    With inputs, which are of all rows, it is as that of any table.
-    """
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.is_encoded = True
-        self.waiting: list[tuple[torch.Tensor, LookUp]] = []
-        self.padding: int | None = None
-        self.before = 1.0  # what sums, which are in float32, are multiplied by before another stage rounds them
-
-    def launch(self, inputs: Tensors, out: DBuffer, of: Reduction, after: Tickets = (), then: Action = None) -> Ticket:
-        if inputs:
-            return super().launch(inputs, out, of, after, then)
-        lane = of.pool.lane
-        group = self._among(lane)
-        waiting, self.waiting = self.waiting, []
-        width = out.layout.slots[0].shape[1]
-        tickets: list[Ticket] = []
-        received: list[torch.Tensor] = []
-        with lane.entered(after):
-            for grad, look_up in waiting:
-                sent = _added(grad, look_up.seats, sum(look_up.asked))
-                got = sent.new_empty(sum(look_up.served), width)
-                splits = [count * width for count in look_up.served], [count * width for count in look_up.asked]
-                tickets.append(lane.all_to_all(group, got.view(-1), sent.view(-1), *splits, name=of.name))
-                received.append(got)
-                of.held += (sent, got, look_up.seats, look_up.wanted)  # these two are of another stream
-        factor = self.before / group.size() if of.op == "avg" else self.before
-
-        def add() -> None:
-            for ticket in tickets:
-                ticket.wait()
-            rows = out.local_view(0)
-            if rows.numel() != out.local.numel() or not waiting:
-                out.local.zero_()
-            if waiting and len(rows):
-                wanted = torch.cat([look_up.wanted for _, look_up in waiting])
-                terms = torch.cat(received).to(sum_dtype(received[0].dtype))
-                torch.mul(_added(terms, wanted, len(rows)), factor, out=rows)
-            self._leave_padding(out, rows)
-            if then is not None:
-                then()
-
-        return lane.follow(tickets[-1] if tickets else DONE, add)
-
-    def _leave_padding(self, out: DBuffer, rows: torch.Tensor) -> None:
-        if self.padding is None:
-            return
-        first = out.layout.rows(out.layout.slots[0], out.held.first, out.held.count)[0]
-        if first <= self.padding < first + len(rows):
-            rows[self.padding - first].zero_()
-
-
 def _ends(ids: torch.Tensor) -> torch.Tensor:
     """The smallest and the largest of sorted tokens."""
     return torch.stack((ids[0], ids[-1])) if len(ids) else ids.new_zeros(2)
-
-
-def _added(grads: torch.Tensor, places: torch.Tensor, count: int, left_out: int = -1) -> torch.Tensor:
-    """Rows of gradients added to ``count`` places, but for one, always in the order in which they are given."""
-    if not len(grads):
-        return grads.new_zeros(count, grads.shape[-1])
-    added: torch.Tensor = torch.ops.aten.embedding_dense_backward(grads, places, count, left_out, False)
-    return added
-
-
-def class_before(cls: type) -> type:
-    """The class that a module was of before it became a unit."""
-    return next(base for base in cls.__mro__ if not issubclass(base, (FSDPModule, RowEmbedding)))
-
-
-class RowEmbedding(nn.Embedding):
-    """The class that stands before `nn.Embedding` in that of a unit by rows."""
-
-    @_torch.uncompiled
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        from flatshard.engine.roots import unit_of  # which builds on units
-
-        unit = unit_of(self)
-        assert unit is not None
-        assert unit.rows is not None
-        if unit.call is None or unit.scope is None:
-            raise RuntimeError(
-                f"unit '{unit.name}' is an embedding by rows, and its forward was called by itself, without the hooks "
-                "of the module: call the module"
-            )
-        return unit.rows.look_up(input, unit.scope, unit)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,13 +21,11 @@ from flatshard.engine.optional import OptionalUnits, refuse_backward_of_two, ref
 from flatshard.engine.program import Pass, Program
 from flatshard.engine.reduces import Reduces
 from flatshard.engine.reduction import Goal
+from flatshard.engine.unit import Unit, unit_of, unit_with
 from flatshard.engine.unit_changes import absorb_moved
 from flatshard.engine.weights import Group
 from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy
 from flatshard.trust.record import PHASES, record
-
-if TYPE_CHECKING:
-    from flatshard.engine.unit import Unit
 
 
 class Scope:
@@ -43,7 +42,7 @@ class Scope:
         own_rows = policy.separate_groups is not False
         self.rows_lane = Lane("rows", device, own_groups=own_rows) if looks_up else self.gather_lane
         self.gather_pool = Pool(self.gather_lane, Planner() if policy.planned_pool else None)
-        self.program = Program([len(unit.groups) for unit in units], [unit.parent for unit in units])
+        self.program = Program([len(unit.groups) for unit in units], [unit.place.parent for unit in units])
         self.forwards = self.backwards = 0
         self._units = [weakref.ref(unit) for unit in units]
         of_units = [mesh for unit in units for mesh in (unit.mesh, *(group.mesh for group in unit.groups))]
@@ -53,9 +52,10 @@ class Scope:
         # What ranks compare, they compare over a lane of its own in check mode, whose groups do not wait for long.
         talk = self.gather_lane if checking is None else Lane("check", torch.device("cpu"), patience=checking)
         has_optional = any(unit.is_optional for unit in units)
-        self.announcer = Announcer(self.program, talk, has_optional)
+        self.announcer = Announcer(self.program, talk, has_optional, self._units[0])
         self._has_agreed = False  # the ranks have compared their models as they are now
-        self.reduces = Reduces(self, units, Pool(Lane("reduce", device)))
+        pool = Pool(Lane("reduce", device))
+        self.reduces = Reduces(self, units, pool, policy, self.program, self.announcer)
         self.entry: int | None = None  # the outermost unit whose forward is running
         self._retained: int | None = None  # a unit gathered by a recompute, its backward to come
         self._ahead: set[int] = set()  # gathered by prefetch and not needed yet
@@ -66,7 +66,7 @@ class Scope:
         self._is_parallel = any(group.members[0].is_parallel for unit in units for group in unit.groups)
         self.task = -1  # of autograd, of which the running backward is
         self._end: weakref.ref[_End] | None = None  # what is to happen at the end of the running backward
-        self.optional = OptionalUnits(self) if has_optional else None
+        self.optional = OptionalUnits(self, self.reduce_lane.own_groups) if has_optional else None
         if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             warnings.warn(
                 "CUDA_DEVICE_MAX_CONNECTIONS=1 puts communication and compute into one hardware queue, so gathers and "
@@ -82,6 +82,10 @@ class Scope:
     def unit_at(self, index: int) -> Unit | None:
         """A unit by its number, if it still exists."""
         return self._units[index]()
+
+    @property
+    def has_optional(self) -> bool:
+        return self.optional is not None
 
     @property
     def reduce_pool(self) -> Pool:
@@ -122,7 +126,7 @@ class Scope:
                 continue
             unit.release(always=True)
             absorb_moved(unit)
-            if unit.settings.is_first:
+            if unit.is_first:
                 for group in unit.groups:
                     group.renew()
         self._ahead.clear()
@@ -219,7 +223,7 @@ class Scope:
                 unit.backward_over()
         self._release_ahead()
         self._retained = None
-        self.reduces.end_backward(joins=self.joins and any(unit.settings.is_last for unit in self.units))
+        self.reduces.end_backward(joins=self.joins and any(unit.is_last for unit in self.units))
         self._end_pass()
 
     def reduce_accumulated(self) -> None:
@@ -236,13 +240,14 @@ class Scope:
             self.reduces.is_one_of_several = False
         for unit in self.units:
             for group in unit.needs:
-                owner = None if group.unit is None else group.unit()
-                if owner is None or owner.scope is None or owner.scope is self:
+                owner = unit_with(group)
+                other = None if owner is None else root_of(owner)
+                if other is None or other is self:
                     continue
                 if group.gradients.waiting:  # whoever asked is going to scale the gradients of this root's parameters
                     group.gradients.reduce(self.reduces.pool, Goal.UNREDUCED, unit.name)
                 if group.gradients.has_partial and not self.reduces.is_awaited_elsewhere(group):
-                    owner.scope.reduce_accumulated()
+                    other.reduce_accumulated()
 
     def recover(self) -> None:
         """Give up the running pass, which an exception broke off. What earlier micro-batches left is kept."""
@@ -302,7 +307,7 @@ class Scope:
 
     def gather_ahead(self, unit: Unit) -> None:
         """Start gathering what comes next, in the place of ``unit``, which is done and released."""
-        if unit.settings.prefetch_in_backward is None:
+        if unit.intent.prefetch_in_backward is None:
             self._gather_next(unit, self.policy.max_gathered - (unit.index in self._apart))
 
     def gather_early(self, unit: Unit) -> None:
@@ -330,7 +335,7 @@ class Scope:
         self.refresh_order()
         for unit in units:
             for group in unit.groups:
-                if unit.settings.is_first and not group.is_full:
+                if unit.is_first and not group.is_full:
                     group.renew()
             self.gather(unit)
             unit.keep()
@@ -422,9 +427,10 @@ class Scope:
         if not self.policy.prefetch:
             return
         backward, ahead = self.program.running is Pass.BACKWARD, self._ahead
-        explicit = unit.settings.prefetch_in_backward if backward else unit.settings.prefetch_in_forward
+        explicit = unit.intent.prefetch_in_backward if backward else unit.intent.prefetch_in_forward
         if explicit is not None:
-            for other in (ref() for ref in explicit):
+            for module in (ref() for ref in explicit):
+                other = None if module is None else unit_of(module)
                 if other is not None and not other.is_gathered and other.rows is None:
                     self.gather_early(other)
             return
@@ -437,7 +443,7 @@ class Scope:
                 continue
             if other.is_gathered:
                 return  # the next one is there; what comes after it is gathered when that is needed
-            if not (other.settings.unshard_in_backward if backward else other.settings.unshard_in_forward):
+            if not (other.unshard_in_backward if backward else other.unshard_in_forward):
                 continue
             if backward and index in self._done:
                 continue  # a recompute passed through it, or it needs none: nothing of this backward will need it
@@ -450,7 +456,7 @@ class Scope:
         if backward and self.policy.keep_for_next and self.optional is None:
             # On the way to the next micro-batch, which begins with units that this backward does not gather.
             for other in self.units:
-                if other.is_kept_for_next and not other.settings.unshard_in_backward and not other.is_gathered:
+                if other.is_kept_for_next and not other.unshard_in_backward and not other.is_gathered:
                     self.gather(other)
 
     def _bytes_with(self, unit: Unit, other: Unit) -> int:
@@ -485,6 +491,31 @@ class Scope:
             self.program.turns.mark(number)
         self.reduces.take_due()
 
+    def group_complete(self, number: int) -> None:
+        """All gradients of a group have arrived."""
+        self.reduces.group_complete(number)
+
+    # Features that most models do not use
+
+    def linger(self, unit: Unit, grads: bool) -> None:
+        """The forward of an optional unit is over, and may be called again before that of another unit."""
+        assert self.optional is not None
+        self.optional.linger(unit, grads)
+
+    def goes_through(self, forward: int) -> None:
+        """The running backward has come to a unit's call in this forward."""
+        if self.optional is not None:
+            self.optional.goes_through(forward)
+
+    def look_up(self, unit: Unit, tokens: torch.Tensor) -> torch.Tensor:
+        """The rows of ``tokens`` in a unit that is an embedding by rows."""
+        assert unit.rows is not None
+        return unit.rows.look_up(tokens, self.rows_lane, unit.name, functools.partial(self._announce, unit))
+
+    def _announce(self, unit: Unit, what: str) -> None:
+        if self.program.announces:
+            self.announcer.announce(what, unit)
+
     # Agreement
 
     def agree(self) -> None:
@@ -495,7 +526,7 @@ class Scope:
         if watch_over(lane.device):
             for unit in self.units:
                 absorb_moved(unit)  # what was put in the place of parameters counts as written
-            check_model(self, lane, [mesh for mesh in self.meshes if mesh.ndim])
+            check_model(self.units, self.policy, lane, [mesh for mesh in self.meshes if mesh.ndim])
         self._has_agreed = True
         if self.announcer.agreement is not None:
             return
@@ -529,11 +560,17 @@ class Scope:
         """The running pass is over."""
         if self.rows_lane is not self.gather_lane:
             self.program.has_launched = True  # a look-up
-        self.announcer.end_pass(self.units[0], self.gather_lane, self.reduces.pool.lane)
+        self.announcer.end_pass(self.gather_lane, self.reduces.pool.lane)
         self.program.end(is_held=any(unit.holders for unit in self.units))
         if self._is_parallel:
             outside.pass_ends(self)
         record.phase = 0
+
+
+def root_of(unit: Unit) -> Scope | None:
+    """The root of a unit, if it has one by now."""
+    assert unit.scope is None or isinstance(unit.scope, Scope)
+    return unit.scope
 
 
 _ran: set[Scope] | None = None  # scopes whose forwards somebody wants to know of

@@ -15,6 +15,7 @@ from flatshard import _arguments, _torch
 from flatshard.buffer import PoolStatistics
 from flatshard.engine.build import units_below
 from flatshard.engine.formats import Formats
+from flatshard.engine.scope import root_of
 from flatshard.engine.unit import Unit
 from flatshard.engine.weights import Group
 from flatshard.layout import is_sharded
@@ -120,9 +121,10 @@ def summary(model: nn.Module, optimizer: Optimizer | None = None) -> Summary:
     rows = []
     pool = None
     for name, unit in units_below(model):
-        if pool is None and unit.scope is not None and unit.scope.gather_pool.planner is not None:
-            pool = unit.scope.gather_pool.planner.statistics
-        keeps = name == "" if unit.settings.reshard_after_forward is None else not unit.settings.reshard_after_forward
+        scope = root_of(unit)
+        if pool is None and scope is not None and scope.gather_pool.planner is not None:
+            pool = scope.gather_pool.planner.statistics
+        keeps = name == "" if unit.reshard_after_forward is None else not unit.reshard_after_forward
         for group in unit.groups:
             main = group.main
             rows.append(
@@ -170,7 +172,7 @@ def _kept(unit: Unit, group: Group, keeps: bool) -> str:
         return "always"
     if unit.rows is not None:
         return "by rows"
-    moments = ["until backward"] * keeps + ["between micro-batches"] * unit.settings.keeps_for_next
+    moments = ["until backward"] * keeps + ["between micro-batches"] * unit.place.keeps_for_next
     return ", ".join(moments) or "no"
 
 

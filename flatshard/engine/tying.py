@@ -8,17 +8,14 @@ is gathered in vain. A group all of whose places are empty is given up.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from flatshard import _torch
 from flatshard.engine.homes import group_of, owner_of, retire
 from flatshard.engine.parameters import Member, Site
+from flatshard.engine.unit import Unit
 from flatshard.engine.weights import Group
-
-if TYPE_CHECKING:
-    from flatshard.engine.unit import Unit
 
 
 def tie(unit: Unit, group: Group, take_over: Callable[[Unit], None]) -> None:

@@ -6,8 +6,9 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -15,17 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import _torch
 from flatshard.engine.calls import Call, LeftBehind, anchored
+from flatshard.engine.intent import Intent, Place
 from flatshard.engine.parameters import Member, Plain, Site
-from flatshard.engine.program import Pass
+from flatshard.engine.program import Pass, Program
 from flatshard.engine.reduction import Goal
-from flatshard.engine.roots import scope_of
-from flatshard.engine.roots import unit_of as unit_of
-from flatshard.engine.rows import RowGradients, Rows
-from flatshard.engine.scope import Scope
-from flatshard.engine.settings import Settings
+from flatshard.engine.rows import Rows
 from flatshard.engine.transforms import watch_transformed
 from flatshard.engine.trees import cast_floating, to_device
-from flatshard.engine.unit_changes import hook_state_dicts
 from flatshard.engine.weights import Group
 from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy
 
@@ -41,7 +38,53 @@ class Phase(Enum):
 # A recompute is not a forward: it happens on the way to, or in, BACKWARD and does not change the phase by itself.
 
 
+_UNIT = "_flatshard_unit"
 _numbers = itertools.count()
+
+
+class RootOfUnits(Protocol):
+    """What a unit asks of its root: where the current pass stands, and the gathers and reduces around it."""
+
+    program: Program
+    entry: int | None  # the outermost unit whose forward is running
+    forwards: int  # how many there have been
+    backwards: int
+    joins: bool  # a backward ends with all its reduces done
+
+    @property
+    def units(self) -> list[Unit]: ...
+
+    @property
+    def has_optional(self) -> bool: ...
+
+    @property
+    def is_nested(self) -> bool: ...
+
+    def begin_forward(self, entry: Unit) -> None: ...
+
+    def end_forward(self, grads: bool) -> None: ...
+
+    def begin_backward(self) -> None: ...
+
+    def need(self, unit: Unit, gather: bool = True) -> None: ...
+
+    def arrive(self, unit: Unit, gather: bool) -> None: ...
+
+    def linger(self, unit: Unit, grads: bool) -> None: ...
+
+    def retain(self, unit: Unit) -> None: ...
+
+    def gather_ahead(self, unit: Unit) -> None: ...
+
+    def goes_through(self, forward: int) -> None: ...
+
+    def unit_left(self, unit: Unit) -> None: ...
+
+    def group_complete(self, number: int) -> None: ...
+
+    def look_up(self, unit: Unit, tokens: torch.Tensor) -> torch.Tensor: ...
+
+    def reset(self) -> None: ...
 
 
 class Unit:
@@ -54,35 +97,31 @@ class Unit:
         mesh: DeviceMesh,
         device: torch.device,
         policy: MixedPrecisionPolicy,
-        reshard_after_forward: bool | Literal["auto"] | None,
+        intent: Intent,
+        find_root: Callable[[Unit, nn.Module], RootOfUnits],
         schedule: SchedulePolicy | None = None,
         hooked: bool = True,
     ) -> None:
+        """``find_root``: makes the root of a unit that has none, with this module on top."""
         self.groups = list(groups)
         self.needs = list(groups)  # and those of other units, whose parameters are tied to its own
         self.borrowed: list[tuple[Group, Member, Site]] = []  # those parameters, and where it has them
         self.mesh = mesh
         self.device = device
         self.policy = policy
-        is_auto = reshard_after_forward == "auto"  # under the budget of the root
-        self.settings = Settings(True if reshard_after_forward == "auto" else reshard_after_forward, is_auto)
+        self.intent = intent
+        self.is_first = self.is_last = True  # of the micro-batches of an optimizer step
         # The backward of an embedding reads the tokens, not the weights: gathering those again would be in vain. A
         # module that contains one may multiply with its weights, too.
         self.tables = frozenset(id(module) for module in modules if type(module) is nn.Embedding)
-        self.settings.unshard_in_backward = len(self.tables) < len(modules)
+        self._find_root = find_root
         self.schedule = schedule
         self.choices: Any = None  # of the call, for copies
         self.copier: Callable[[nn.Module, dict[int, Any]], nn.Module] | None = None  # makes those
         self.number = next(_numbers)  # of the call in this process
-        self.name = type(modules[0]).__name__
-        self.index = 0
-        self.numbers = range(0)  # of its groups in the program
-        self.nests = False  # there are units below
-        self.parent: int | None = None  # the unit that it is in, by index
-        self.is_optional = False  # it was said to be, or one around it; not of the root, which whoever calls it uses
         self.parks = False  # between forward and backward its weights stay, sharded over a smaller mesh
         self.phase = Phase.RESTING
-        self.scope: Scope | None = None
+        self.scope: RootOfUnits | None = None
         self.call: Call | None = None  # the forward that is running
         # Gathered on purpose, with weights of this state: the next forward uses them as they are.
         self.kept: list[tuple[int, ...]] | None = None
@@ -98,14 +137,35 @@ class Unit:
         self._differentiated = False  # a backward has made a graph that another will go through, reading the weights
         self._left_behind = LeftBehind()
         for index, group in enumerate(self.groups):
-            group.unit = self._me
+            group.owner = self._me
             group.gradients.on_complete = functools.partial(_group_complete, self._me, index)
             group.gradients.on_first = functools.partial(_gradient_arrives, self._me)
         for module in modules if hooked else ():
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward)
             module.register_forward_hook(self._after_exception, always_call=True)
-            hook_state_dicts(self, module)
+        self.take_place(Place(type(modules[0]).__name__))
+
+    def ask(self, **changes: Any) -> None:
+        """Replace what was asked of this unit, in these fields of its `Intent`."""
+        self.intent = replace(self.intent, **changes)
+        self._derive()
+
+    def take_place(self, place: Place) -> None:
+        """Be at this place under a root."""
+        self.place = place
+        self.name, self.index, self.numbers = place.name, place.index, place.numbers
+        self.nests, self.is_optional = place.nests, place.is_optional
+        self._derive()
+
+    def _derive(self) -> None:
+        """What follows from what was asked, and from the place; looked at in every pass."""
+        intent, place = self.intent, self.place
+        asked = intent.reshard_after_forward
+        self.reshard_after_forward = not place.stays_for_backward if asked == "auto" else asked
+        self.unshard_in_forward = self.rows is None
+        reads = self.rows is None and (bool(self.borrowed) or len(self.tables) < len(self._ids))
+        self.unshard_in_backward = reads if intent.unshard_in_backward is None else intent.unshard_in_backward
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -119,7 +179,7 @@ class Unit:
                 "embedding without rows=True"
             )
         self.borrowed.append((group, member, site))
-        self.settings.unshard_in_backward = True
+        self._derive()
         if group not in self.needs:
             group.users = group.users or {}
             group.borrowers.append(self._me)
@@ -153,8 +213,7 @@ class Unit:
 
         Other ranks may, and gather and reduce at those moments.
         """
-        settings = self.settings
-        if not settings.reduces_unused or self.is_optional:
+        if not self.intent.reduces_unused or self.is_optional:
             return False
         return any(group.gradients.expected for group in self.groups)
 
@@ -187,7 +246,7 @@ class Unit:
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward is to run; what it is to be called with."""
-        scope = scope_of(self, module) if self.scope is None else self.scope
+        scope = self._find_root(self, module) if self.scope is None else self.scope
         recompute = _torch.in_backward()
         call = self.call
         if call is not None and call.inner is not None and id(module) in call.running:  # `generate` runs its forward
@@ -209,7 +268,7 @@ class Unit:
             if self.phase is Phase.BACKWARD:
                 self._refuse(Phase.FORWARD)
             self.phase = Phase.FORWARD
-        scope.need(self, gather=self.settings.unshard_in_forward)
+        scope.need(self, gather=self.unshard_in_forward)
         if self.policy.param_dtype is not None:
             args, kwargs = self._cast_inputs(args, kwargs)
         if call.watches:
@@ -307,17 +366,16 @@ class Unit:
         finally:
             self._after_exception(module, args, None)
 
-    def _after_forward(self, scope: Scope, grads: bool) -> None:
+    def _after_forward(self, scope: RootOfUnits, grads: bool) -> None:
         self.phase = Phase.RESTING
-        settings, outermost = self.settings, scope.entry == self.index
-        keep = outermost if settings.reshard_after_forward is None else not settings.reshard_after_forward
+        outermost = scope.entry == self.index
+        keep = outermost if self.reshard_after_forward is None else not self.reshard_after_forward
         if not grads and not outermost and scope.program.running is Pass.FORWARD:
             grads = self._unseen = True  # under reentrant checkpointing gradients come in spite of no_grad
-        if not grads and settings.reshard_after_forward is None:
+        if not grads and self.reshard_after_forward is None:
             keep = False  # no backward will need it, and nothing tells of weights that are written through `.data`
         if self.is_optional and not (keep or outermost or self.nests or self.holders):
-            assert scope.optional is not None
-            scope.optional.linger(self, grads)
+            scope.linger(self, grads)
         else:
             self.leave(keep, grads)
         if outermost:
@@ -337,14 +395,14 @@ class Unit:
 
     def pass_over(self) -> None:
         """The running pass uses nothing of this unit, which is optional. Other ranks may: do as if it did."""
-        scope, settings = self.scope, self.settings
+        scope = self.scope
         assert scope is not None
         backward = scope.program.running is Pass.BACKWARD
-        scope.arrive(self, gather=settings.unshard_in_backward or not backward)
+        scope.arrive(self, gather=self.unshard_in_backward or not backward)
 
     def passed_over(self) -> None:
         """And so it has done with the units inside this one."""
-        scope, settings = self.scope, self.settings
+        scope = self.scope
         assert scope is not None
         for group in self.needs:
             group.wait()
@@ -357,20 +415,14 @@ class Unit:
         else:
             for group in self.groups:
                 group.heed_requires_grad()  # as the ranks do that use it
-            self.leave(keep=settings.reshard_after_forward is False, grads=scope.program.running is Pass.FORWARD)
+            self.leave(keep=self.reshard_after_forward is False, grads=scope.program.running is Pass.FORWARD)
             if not self.holders:
                 self.hide()
 
-    def look_up_rows(self, module: nn.Embedding, even: bool) -> None:
-        """Ask other ranks for the rows that a batch reads, and gather the table only when it is asked for by hand.
-
-        ``even``: all ranks read as many.
-        """
-        gradients = self.groups[0].gradients
-        assert isinstance(gradients, RowGradients)
-        gradients.padding = module.padding_idx
-        self.rows = Rows(self.groups[0], even)
-        self.settings.unshard_in_forward = self.settings.unshard_in_backward = False
+    def look_rows_up(self, rows: Rows) -> None:
+        """Ask other ranks for the rows that a batch reads, and gather the table only when it is asked for by hand."""
+        self.rows = rows
+        self._derive()
 
     def forward_over(self, grads: bool) -> None:
         """The forward of the outermost unit is over, and with it this one's, even if a module of it has not run.
@@ -434,8 +486,8 @@ class Unit:
         assert scope is not None
         scope.begin_backward()
         if call.backward != scope.backwards:
-            if scope.optional is not None and not call.in_recompute:
-                scope.optional.goes_through(call.forward)
+            if not call.in_recompute:
+                scope.goes_through(call.forward)
             call.backward = scope.backwards
             if call.passed or not call.watches:
                 call.await_again()
@@ -448,9 +500,9 @@ class Unit:
         self._unseen = False
         if torch.is_grad_enabled():
             self._prepare_second_backward()
-        if not (scope.joins or self.settings.reduces or self.settings.reshard_after_backward or self.shows_full):
+        if not (scope.joins or self.intent.reduces or self.intent.reshard_after_backward or self.shows_full):
             self._refuse_split_backward()
-        scope.need(self, gather=self.settings.unshard_in_backward)
+        scope.need(self, gather=self.unshard_in_backward)
 
     def _refuse_split_backward(self) -> None:
         """Raise if a pipeline computes the gradients of weights in a backward of their own, and has lost sight of them.
@@ -468,7 +520,7 @@ class Unit:
     def _prepare_second_backward(self) -> None:
         """This backward makes a graph. What goes through that reads the weights, and comes to no output of ours."""
         assert self.scope is not None
-        if self.scope.optional is not None:
+        if self.scope.has_optional:
             raise RuntimeError(
                 "a backward with create_graph=True goes through a model with optional units: weights stay for the next "
                 "backward on ranks that have used them, and the others would gather them. Make no unit optional"
@@ -500,10 +552,9 @@ class Unit:
     @property
     def goal(self) -> Goal:
         """How far gradients are reduced now."""
-        settings = self.settings
-        if not settings.reduces:
+        if not self.intent.reduces:
             return Goal.UNREDUCED
-        return Goal.FINAL if settings.is_last and settings.all_reduces else Goal.REST
+        return Goal.FINAL if self.is_last and self.intent.all_reduces else Goal.REST
 
     def backward_over(self) -> None:
         """The backward is over, here and everywhere."""
@@ -524,7 +575,7 @@ class Unit:
             self.release()
         elif self.is_gathered:
             self.keep()
-            if self.settings.reshard_after_backward and not self.holders:
+            if self.intent.reshard_after_backward and not self.holders:
                 self.hide()  # kept for the next micro-batch: whoever looks in between sees what he would without
         self.call = None  # a recompute that stopped early, or of a part of a list
         self.phase = Phase.RESTING
@@ -535,9 +586,8 @@ class Unit:
     @property
     def _reshards_now(self) -> bool:
         """Whether the weights are released after the backward that is running."""
-        settings = self.settings
         return (
-            settings.reshard_after_backward
+            self.intent.reshard_after_backward
             and not self.is_kept_for_next
             and not self._differentiated
             and not self.holders
@@ -549,12 +599,12 @@ class Unit:
         assert self.scope is not None
         if self.scope.program.running is Pass.BACKWARD:
             return not self._reshards_now
-        return self.settings.reshard_after_forward is False or bool(self.holders)
+        return self.reshard_after_forward is False or bool(self.holders)
 
     @property
     def is_kept_for_next(self) -> bool:
         """Whether the running micro-batch leaves its weights to the next one."""
-        return self.settings.keeps_for_next and not self.settings.is_last
+        return self.place.keeps_for_next and not self.is_last
 
     def recover(self, broken_backward: bool) -> None:
         """An exception broke a pass off: release. What a broken backward has left here is of no use."""
@@ -588,8 +638,7 @@ class Unit:
 
     def keeps(self) -> bool:
         """Whether a forward that begins uses the gathered weights as they are."""
-        settings = self.settings
-        if self.kept is None or (settings.keeps_for_next and settings.is_first and not self._differentiated):
+        if self.kept is None or (self.place.keeps_for_next and self.is_first and not self._differentiated):
             return False
         if self.kept != [group.state for group in self.needs]:
             return False
@@ -664,4 +713,21 @@ def _group_complete(unit: weakref.ref[Unit], index: int) -> None:
     if found is not None:
         assert found.scope is not None
         found.scope.begin_backward()
-        found.scope.reduces.group_complete(found.numbers[index])
+        found.scope.group_complete(found.numbers[index])
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that `fully_shard` made of this module, if it did."""
+    found: Unit | None = module.__dict__.get(_UNIT)
+    return found
+
+
+def own(module: nn.Module, unit: Unit) -> None:
+    """Let `unit_of` find it."""
+    module.__dict__[_UNIT] = unit
+
+
+def unit_with(group: Group) -> Unit | None:
+    """The unit that owns a group, while it exists."""
+    found: Unit | None = None if group.owner is None else group.owner()
+    return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,9 +19,7 @@ from flatshard.engine import changes
 from flatshard.engine.changes import Change
 from flatshard.engine.names import Names
 from flatshard.engine.tying import tie
-
-if TYPE_CHECKING:
-    from flatshard.engine.unit import Unit
+from flatshard.engine.unit import Unit
 
 
 def absorb(unit: Unit, ours: bool = False) -> None:

@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.buffer import DBuffer, Pool, Ticket
 from flatshard.engine import steps
-from flatshard.engine.agreement import Initial
 from flatshard.engine.codec import Blocks, Cast, DecodingCodec, Extension, Together, is_extended
 from flatshard.engine.composed import Composed
 from flatshard.engine.direct import Direct, destine
@@ -23,13 +22,11 @@ from flatshard.engine.gradients import Gradients, gradient_arrived
 from flatshard.engine.host import Home
 from flatshard.engine.look import Look
 from flatshard.engine.parameters import Member
-from flatshard.engine.rows import RowGradients
+from flatshard.engine.row_gradients import RowGradients
 from flatshard.engine.source import Source, source_for
+from flatshard.engine.values import Initial
 from flatshard.layout import Layout
 from flatshard.policy import MixedPrecisionPolicy, Placements
-
-if TYPE_CHECKING:
-    from flatshard.engine.unit import Unit
 
 
 class Group:
@@ -65,8 +62,9 @@ class Group:
         self.home = Home(main.device) if home is None else home
         self.look = Look(members)  # at the sharded parameters in their modules
         self.is_full = False  # the modules hold full parameters
-        self.unit: weakref.ref[Unit] | None = None  # that owns it
-        self.borrowers: list[weakref.ref[Unit]] = []  # whose modules share some of the parameters
+        # The unit that owns it (`owner_of` in unit.py), and those whose modules share some of the parameters.
+        self.owner: weakref.ref[Any] | None = None
+        self.borrowers: list[weakref.ref[Any]] = []
         # Units that have it gathered, where more than its own may, and whether their modules are to show it.
         self.users: dict[int, bool] | None = None
         self.park_mesh: DeviceMesh | None = None  # between forward and backward, shard over this smaller mesh

@@ -15,12 +15,13 @@ from torch import nn
 
 from flatshard.buffer import Pool, Ticket
 from flatshard.engine.gradients import Gradients
+from flatshard.engine.intent import Intent
 from flatshard.engine.parameters import Member
 from flatshard.engine.program import Pass
 from flatshard.engine.reduction import Goal, Reduction
-from flatshard.engine.roots import own
+from flatshard.engine.roots import scope_of
 from flatshard.engine.source import Source
-from flatshard.engine.unit import Unit
+from flatshard.engine.unit import Unit, own
 from flatshard.engine.weights import Group
 from flatshard.policy import MixedPrecisionPolicy
 from flatshard.tools.groups import Choice, GroupBytes
@@ -46,10 +47,11 @@ class DryRun:
         self._root = self._module(model.root)
         self._units = []
         for number, modules in self._modules.items():
-            reshards, schedule = choice.reshards, choice.schedule
-            unit = Unit(modules, self._groups[number], _NO_MESH, _CPU, MixedPrecisionPolicy(), reshards, schedule)
-            unit.tables = frozenset(id(module) for module in modules if module.is_table)
-            unit.settings.unshard_in_backward = len(unit.tables) < len(modules)
+            tables = frozenset(id(module) for module in modules if module.is_table)
+            intent = Intent(choice.reshards, unshard_in_backward=len(tables) < len(modules))
+            mine, precision = self._groups[number], MixedPrecisionPolicy()
+            unit = Unit(modules, mine, _NO_MESH, _CPU, precision, intent, scope_of, choice.schedule)
+            unit.tables = tables
             unit.parks = any(group.sizes.parked for group in self._groups[number])
             for module in modules:
                 own(module, unit)
@@ -62,7 +64,7 @@ class DryRun:
         passes = [(False, True), *[(True, False)] * self._accumulates, (True, True)]
         for self.is_noting, is_last in passes:
             for unit in self._units:
-                unit.settings.is_last = is_last
+                unit.is_last = is_last
             for group in (group for unit in self._groups for group in unit):
                 group.gathers = [0, 0]
             self._root(torch.zeros(1)).sum().backward()
@@ -75,7 +77,7 @@ class DryRun:
         for number in range(passes):
             self.is_last = number == passes - 1
             for unit in self._units:
-                unit.settings.is_first, unit.settings.is_last = number == 0, self.is_last
+                unit.is_first, unit.is_last = number == 0, self.is_last
             began = clock.marks
             self._root(torch.zeros(1)).sum().backward()
             if number == 1:

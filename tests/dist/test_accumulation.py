@@ -225,7 +225,7 @@ def _scopes(rank, world):
     units = [unit for _, unit in units_below(model)]
 
     def flags():
-        return [(unit.settings.is_first, unit.settings.is_last) for unit in units]
+        return [(unit.is_first, unit.is_last) for unit in units]
 
     counts = []
     for step in range(3):

@@ -75,7 +75,7 @@ def train(model, rank, world, interrupted=None, reset=False):
                     del caught  # its traceback holds a graph, and that graph might still have its backward
                     handle.remove()
             if not redone:
-                assert all(unit.settings.is_first and unit.settings.is_last for _, unit in units_below(model))
+                assert all(unit.is_first and unit.is_last for _, unit in units_below(model))
                 if reset:
                     model.reset()
                 model.zero_grad()

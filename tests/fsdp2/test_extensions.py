@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 import flatshard
 from flatshard import _torch, fully_shard, fully_shard_optimizer
-from flatshard.engine.unit import scope_of, unit_of
+from flatshard.engine.roots import scope_of
+from flatshard.engine.unit import unit_of
 
 
 def encode(rows):

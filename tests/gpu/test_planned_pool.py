@@ -11,7 +11,8 @@ from torch import nn
 
 from flatshard import SchedulePolicy, fully_shard
 from flatshard.buffer import Pool
-from flatshard.engine.unit import scope_of, unit_of
+from flatshard.engine.roots import scope_of
+from flatshard.engine.unit import unit_of
 from flatshard.rehearsal import rehearse
 from tests.dist.models import make_net, train
 from tests.dist.test_engine import ROWS, STEPS, shard_net

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import flatshard
 import flatshard.megatron as megatron
-from flatshard.engine.roots import unit_of
+from flatshard.engine.unit import unit_of
 from flatshard.megatron import (
     DistributedDataParallelConfig,
     FSDPDistributedIndex,

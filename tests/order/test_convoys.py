@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 
 from flatshard import MixedPrecisionPolicy, fully_shard, microbatch
 from flatshard.buffer import Pool, ways
-from flatshard.engine.roots import unit_of
+from flatshard.engine.unit import unit_of
 from tests.order.cases import compare, grads_of, rows
 
 DIM = 16

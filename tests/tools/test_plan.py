@@ -87,7 +87,7 @@ def test_units_and_groups_are_those_that_shard_model_makes(units):
     for name, unit in found:
         members = [(tuple(m.sharded.shape), m.sharded.requires_grad) for group in unit.groups for m in group.members]
         assert sorted(members) == sorted((t.shape, t.trainable) for t in by_name[name].tensors)
-        assert unit.settings.unshard_in_backward != by_name[name].is_embedding
+        assert unit.unshard_in_backward != by_name[name].is_embedding
 
 
 def net():

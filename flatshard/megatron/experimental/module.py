@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatshard.engine.roots import scope_of, unit_of
-from flatshard.engine.unit import Phase, Unit
+from flatshard.engine.roots import scope_of
+from flatshard.engine.unit import Phase, Unit, unit_of
 from flatshard.engine.weights import Group
 from flatshard.module import FSDPModule, share_comm_ctx
 
