@@ -97,7 +97,7 @@ class Lane:
         # By which what serves tensors of its device in a group is called; and by which the flight record knows a group.
         self.backend_in = functools.cache(lambda group: _torch.backend_name(group, device))
         self._wire = functools.cache(lambda group: _wire(name, group))
-        self._peers: dict[ProcessGroup, Peers] = {}
+        self.peers: dict[ProcessGroup, Peers] = {}
 
     def group(self, mesh: DeviceMesh, axis: int) -> ProcessGroup:
         """The process group in which this lane communicates along one axis of a mesh.
@@ -182,7 +182,7 @@ class Lane:
             if comm is None:
                 return Gather(self, group, outputs, inputs).launch(name)
             works, unpack = gather_by(comm, group, outputs, inputs, self.stream is None)
-            return self._finish(group, "all_gather", name, ways.nbytes(outputs), works, unpack)
+            return self.finish(group, "all_gather", name, ways.nbytes(outputs), works, unpack)
 
     def reduce_scatter(
         self,
@@ -209,7 +209,7 @@ class Lane:
             with self.entered(after):
                 works, unpack = reduce_by(comm, group, outputs, inputs, op, self.stream is None)
                 after_all = ways.one_after_other(unpack, then)
-                return self._finish(group, "reduce_scatter", name, ways.nbytes(inputs), works, after_all)
+                return self.finish(group, "reduce_scatter", name, ways.nbytes(inputs), works, after_all)
         if self.inside.depth and not after:
             return self._reduce_scatter(group, outputs, inputs, op, then, name)
         with self.entered(after):
@@ -222,8 +222,8 @@ class Lane:
         options = _torch.REDUCE_SCATTER[op]
         if group.size() == 1 or not inputs:
             works = ways.copied(outputs, inputs)
-        elif group in self._peers:
-            self._peers[group].reduce(outputs, inputs, ways.REDUCTIONS[op])
+        elif group in self.peers:
+            self.peers[group].reduce(outputs, inputs, ways.REDUCTIONS[op])
             works = []
         elif self.backend_in(group) != "gloo":
             works = [_torch.reduce_scatter_coalesced(group, list(outputs), list(inputs), options)]
@@ -232,7 +232,7 @@ class Lane:
             then = ways.one_after_other(reduce, then)
         else:
             works = [_torch.reduce_scatter_one(group, out, inp, options) for out, inp in zip(outputs, inputs)]
-        return self._finish(group, "reduce_scatter", name, ways.nbytes(inputs), works, then)
+        return self.finish(group, "reduce_scatter", name, ways.nbytes(inputs), works, then)
 
     def all_reduce(
         self, group: ProcessGroup, tensors: Tensors, op: Op = "sum", *, after: Tickets = (), name: str = ""
@@ -243,7 +243,7 @@ class Lane:
         options = _torch.ALL_REDUCE[op]
         with self.entered(after):
             works = [group.allreduce([tensor], options) for tensor in tensors] if group.size() > 1 else []
-            return self._finish(group, "all_reduce", name, ways.nbytes(tensors), works, then)
+            return self.finish(group, "all_reduce", name, ways.nbytes(tensors), works, then)
 
     def greet(self, groups: Sequence[ProcessGroup]) -> None:
         """Communicate once in each group, also in one of this rank alone: NCCL makes communicators at first use."""
@@ -270,8 +270,8 @@ class Lane:
                             f'SchedulePolicy(wire="peers"): several ranks of {dist.get_process_group_ranks(group)} use '
                             "one GPU, and each needs one of its own: torch.cuda.set_device(LOCAL_RANK) before sharding"
                         )
-                    self._peers[group] = Peers(group, self.stream)
-        return bool(self._peers) or not others
+                    self.peers[group] = Peers(group, self.stream)
+        return bool(self.peers) or not others
 
     def all_to_all(
         self,
@@ -297,7 +297,7 @@ class Lane:
                 works = ways.copied([out], [back])
             else:
                 works = [_torch.all_to_all_one(group, out, inp, *sizes, _torch.ALL_TO_ALL)]
-            return self._finish(group, "all_to_all", name, input.nbytes, works)
+            return self.finish(group, "all_to_all", name, input.nbytes, works)
 
     def most(self, meshes: Sequence[DeviceMesh], numbers: Sequence[int], about: str) -> list[int]:
         """The highest of the ranks' numbers, in every place, over all ranks of these meshes, on each of them.
@@ -327,7 +327,7 @@ class Lane:
             return op, None
         return "sum", lambda: torch._foreach_div_(list(outputs), group.size())
 
-    def _finish(
+    def finish(
         self, group: ProcessGroup, kind: str, name: str, numbytes: int, works: Sequence[Work], then: Action = None
     ) -> Ticket:
         if self.stream is None:

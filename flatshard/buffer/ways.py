@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch.distributed import ProcessGroup, Work
 
 from flatshard import _torch
 from flatshard.buffer.custom import gather_by
-from flatshard.buffer.peers import PeerGather
-from flatshard.buffer.tickets import DONE, Action, Pending, Ticket
-
-if TYPE_CHECKING:
-    from flatshard.buffer.lanes import Lane
+from flatshard.buffer.peers import PeerGather, Peers
+from flatshard.buffer.tickets import DONE, Action, Pending, Ticket, Tickets
 
 Op: TypeAlias = Literal["sum", "avg", "max"]
 Tensors: TypeAlias = Sequence[torch.Tensor]
@@ -32,6 +29,25 @@ REDUCTIONS: dict[Op, Callable[[torch.Tensor, int], torch.Tensor]] = {
 }
 
 
+class LaneProtocol(Protocol):
+    """What a gather asks of the lane that it is launched on."""
+
+    stream: torch.cuda.Stream | None
+    convoy: Convoy | None
+    peers: dict[ProcessGroup, Peers]
+
+    @property
+    def backend_in(self) -> Callable[[ProcessGroup], str]: ...
+
+    def entered(self, after: Tickets = ()) -> Any: ...
+
+    def mark(self) -> Ticket: ...
+
+    def finish(
+        self, group: ProcessGroup, kind: str, name: str, numbytes: int, works: Sequence[Work], then: Action = None
+    ) -> Ticket: ...
+
+
 class Gather:
     """An all-gather that can be launched again and again: what is the same every time is looked up once."""
 
@@ -40,7 +56,7 @@ class Gather:
     _call: Callable[[], _Started]
 
     def __init__(
-        self, lane: Lane, group: ProcessGroup, outputs: Tensors, inputs: Tensors, is_kept: bool = False
+        self, lane: LaneProtocol, group: ProcessGroup, outputs: Tensors, inputs: Tensors, is_kept: bool = False
     ) -> None:
         """``is_kept``: it will be launched again, so its tensors stay anyway."""
         self._lane, self.group, self.is_kept = lane, group, is_kept
@@ -51,8 +67,8 @@ class Gather:
         # What to wait for, and what to do then.
         if group.size() == 1:
             self._call = lambda: (copied(outputs, inputs), None)
-        elif group in lane._peers:
-            self._call = functools.partial(_by_copies, lane._peers[group].gather(outputs, inputs))
+        elif group in lane.peers:
+            self._call = functools.partial(_by_copies, lane.peers[group].gather(outputs, inputs))
         elif lane.backend_in(group) != "gloo":
             self._call = lambda: ([_torch.all_gather_coalesced(group, outputs, inputs, _torch.ALL_GATHER)], None)
         elif lane.stream is None and len(inputs) > 1:
@@ -69,7 +85,7 @@ class Gather:
     def launch_now(self, name: str) -> Ticket:
         """Inside `Lane.entered`."""
         works, then = self._call()
-        return self._lane._finish(self.group, "all_gather", name, self._numbytes, works, then)
+        return self._lane.finish(self.group, "all_gather", name, self._numbytes, works, then)
 
     def joined(self, others: Sequence[Gather]) -> Gather:
         """This one and others, of the same process group, as one."""
@@ -91,7 +107,7 @@ class Convoy:
     raises, what is held back is not launched: other ranks launch more at once, and sizes would not match.
     """
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, lane: LaneProtocol) -> None:
         self._lane = lane
         self._waiting: list[Gather] = []
         self._then: list[Callable[[], None]] = []  # what the lane is to do once they have gone

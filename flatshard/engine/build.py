@@ -19,7 +19,7 @@ from flatshard.buffer import DBuffer, from_first, watch_over
 from flatshard.buffer.groups import group_among
 from flatshard.engine.codec import is_extended, unfilled
 from flatshard.engine.formats import chosen
-from flatshard.engine.gradients import GradientScale
+from flatshard.engine.gradients import Gradients, GradientScale
 from flatshard.engine.homes import OWNER, owner_of, register
 from flatshard.engine.host import Home
 from flatshard.engine.intent import Intent
@@ -27,6 +27,7 @@ from flatshard.engine.outside import watch_use
 from flatshard.engine.parameters import Member, Plain, Site, make_members
 from flatshard.engine.parts import Parts
 from flatshard.engine.row_embedding import look_up_rows
+from flatshard.engine.row_gradients import RowGradients
 from flatshard.engine.structure import Structure
 from flatshard.engine.unit import RootOfUnits, Unit, own, unit_of
 from flatshard.engine.unit_changes import hook_state_dicts
@@ -447,8 +448,8 @@ def _build_plain(
         main = main.cast(main_dtype)
     main = home.take(main)
     sharded = make_members(main, members, choices.where.axes, apart=kind.apart)
-    own, by_rows = members[0][1].dtype, bool(choices.rows)
-    group = Group(sharded, main, placements, precision, home, own=own, owner=owner, by_rows=by_rows, marks=marks)
+    own, of_rows = members[0][1].dtype, RowGradients if choices.rows else Gradients
+    group = Group(sharded, main, placements, precision, home, own=own, owner=owner, kind=of_rows, marks=marks)
     if initial is not None:
         initial.parts, group.initial = initial.of_parts(main), initial
     for _, parameter, _ in members:

@@ -22,7 +22,6 @@ from flatshard.engine.gradients import Gradients, gradient_arrived
 from flatshard.engine.host import Home
 from flatshard.engine.look import Look
 from flatshard.engine.parameters import Member
-from flatshard.engine.row_gradients import RowGradients
 from flatshard.engine.source import Source, source_for
 from flatshard.engine.values import Initial
 from flatshard.layout import Layout
@@ -47,13 +46,14 @@ class Group:
         is_extended: bool = False,
         own: torch.dtype | None = None,
         owner: str = "",
-        by_rows: bool = False,
+        kind: type[Gradients] = Gradients,
         marks: Sequence[bool] = (),
     ) -> None:
         """``own``: the dtype of the parameters before they were sharded, if it is not main's.
 
-        ``owner``: the class of the unit's module. ``by_rows``: forwards use `Rows`, and not full weights. ``marks``:
-        which parameters were `chosen` to be encoded, before they were sharded.
+        ``owner``: the class of the unit's module. ``kind``: of its gradients; with another one than `Gradients`,
+        forwards look rows up, and use no full weights. ``marks``: which parameters were `chosen` to be encoded, before
+        they were sharded.
         """
         self.members = members
         self.is_extended = is_extended  # parameters of a tensor subclass: ``main`` has a layout, and no memory
@@ -75,7 +75,7 @@ class Group:
         self.initial: Initial | None = None  # for the ranks to compare before the first launch
         self.main, self.own = main, main.dtype if own is None else own
         self.made_for = self.own, members[0].sharded.requires_grad  # of each parameter, whatever has changed since
-        self._owner, self.by_rows = owner, by_rows
+        self._owner, self._kind, self.by_rows = owner, kind, kind is not Gradients
         self._marks = list(marks) or [False] * len(members)
         self.set_main(main)
 
@@ -85,8 +85,7 @@ class Group:
         self.own = self.own if main.dtype == self.main.dtype else main.dtype
         self.main = main
         self._set_codec()
-        kind = RowGradients if self.by_rows else Gradients
-        self.gradients = kind(
+        self.gradients = self._kind(
             self.members, main, self.placements, self.policy, self.codec.dtype, self.home, self.formats
         )
         if known is not None:
