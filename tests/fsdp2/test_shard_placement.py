@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import flatshard
 from flatshard import _torch, fully_shard, fully_shard_optimizer
 from flatshard._torch import SUBCLASSES_DISPATCH
-from flatshard.engine.unit import unit_of
+from flatshard.engine.units.unit import unit_of
 
 pytestmark = pytest.mark.sampled(2)
 
@@ -314,7 +314,7 @@ def _resident_bytes(rank, world, strategy, choose):
         optimizer.step()
         optimizer.zero_grad()
     group = unit_of(model).groups[0]
-    storages = [group.source.buffer.local.untyped_storage(), *(m.full.untyped_storage() for m in group.members)]
+    storages = [group.source.buffer.local.untyped_storage(), *(m.full.untyped_storage() for m in group.params)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
