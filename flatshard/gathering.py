@@ -13,6 +13,7 @@ from flatshard.engine.build.tree import find_root
 from flatshard.engine.groups.registry import group_of
 from flatshard.engine.schedule.root import root_of
 from flatshard.engine.units.changes import written
+from flatshard.engine.units.leases import Lease
 from flatshard.engine.units.unit import Unit, unit_with
 
 
@@ -39,15 +40,18 @@ def gathered(module: nn.Module, *, recurse: bool = True, write: bool = False) ->
         return
     before = [(unit.is_gathered, unit.shows_full) for unit in units]
     for unit in units:
-        unit.holders += 1
+        unit.leases[Lease.USER] = unit.leases.get(Lease.USER, 0) + 1
     try:
         for unit in units:
             _hold(unit)
         yield
     finally:
         for unit, (was_gathered, was_shown) in zip(units, before):
-            unit.holders -= 1
-            if unit.holders or unit.is_in_use:
+            unit.leases[Lease.USER] -= 1
+            if unit.leases[Lease.USER]:
+                continue
+            del unit.leases[Lease.USER]
+            if unit.is_in_use:
                 continue
             if not was_gathered or (not was_shown and unit.is_resident):
                 unit.release()

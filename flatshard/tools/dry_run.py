@@ -174,8 +174,9 @@ class _Group(ParamGroup):
         self.source, self.gathered_bytes = _Source(self), sizes.gathered
         self.gradients = _Gradients(self, choice)
         self.snapshot = self  # type: ignore[assignment]
-        self.is_full, self.users, self.ticket, self._watched = False, None, None, False
+        self.is_full, self.ticket, self._watched = False, None, False
         self.all_gather_comm = self._refreshed = None
+        self.borrowers = []
         self.is_held = False
         self.park_mesh = _NO_MESH if sizes.parked else None
 

@@ -65,8 +65,6 @@ class ParamGroup:
         # The unit that owns it (`owner_of` in unit.py), and those whose modules share some of the parameters.
         self.owner: weakref.ref[Any] | None = None
         self.borrowers: list[weakref.ref[Any]] = []
-        # Units that have it gathered, where more than its own may, and whether their modules are to show it.
-        self.users: dict[int, bool] | None = None
         self.park_mesh: DeviceMesh | None = None  # between forward and backward, shard over this smaller mesh
         self._watched = False
         self.ticket: Ticket | None  # of the gather, from its start to the release

@@ -24,6 +24,7 @@ from flatshard.engine.schedule.optional import OptionalUnits, refuse_backward_of
 from flatshard.engine.schedule.reduces import Reduces
 from flatshard.engine.units import stray_use
 from flatshard.engine.units.changes import absorb_moved
+from flatshard.engine.units.leases import Lease
 from flatshard.engine.units.unit import Unit, unit_of, unit_with
 from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy
 from flatshard.trust.record import PHASES, record
@@ -144,7 +145,7 @@ class Root:
         if self._is_parallel:
             stray_use.pass_begins(self)
         for unit in self.units:
-            if unit.holders and not unit.shows_full:
+            if Lease.USER in unit.leases and not unit.shows_full:
                 self.gather(unit)
                 unit.swap_in()
                 unit.keep()
@@ -183,7 +184,7 @@ class Root:
         if self._end is not None:
             if self._end() is not None:
                 return
-            self.recover()  # an exception broke the last backward off, and no forward has been since
+            self.give_up_broken()  # and no forward has been since
         self.backwards += 1
         self.task = _torch.graph_task()
         refuse_backward_of_two(self)
@@ -264,6 +265,12 @@ class Root:
         self.program.abandon()
         if self._is_parallel:
             stray_use.pass_ends(self)
+
+    def give_up_broken(self) -> None:
+        """Recover if an exception has broken the last pass off: nothing runs any more, and nobody has noticed."""
+        broken_backward = self._end is not None and self._end() is None
+        if broken_backward or (self._end is None and self.entry is None and self.program.running is not None):
+            self.recover()
 
     def reset(self) -> None:
         """Give up the running pass, whatever it was: nothing stays gathered, no unreduced gradient is kept."""
@@ -408,6 +415,7 @@ class Root:
         self._has_agreed = False
 
     def _check_rest(self, method: str) -> None:
+        self.give_up_broken()
         if self.program.running is not None:
             raise RuntimeError(
                 f"{method}: a {self.program.running.value} is running; call it between passes, or, if an exception "
@@ -420,7 +428,7 @@ class Root:
             return  # which one is the last depends on what a rank uses: all of a recomputed segment stay
         earlier, self._retained = self._retained, unit.index
         other = None if earlier is None or earlier == unit.index else self.unit_at(earlier)
-        if other is not None and not other.in_backward and not other.holders:
+        if other is not None and not other.in_backward and Lease.USER not in other.leases:
             other.release()
 
     def _gather_next(self, unit: Unit, most: int) -> None:
@@ -562,7 +570,7 @@ class Root:
         if self.rows_lane is not self.gather_lane:
             self.program.has_launched = True  # a look-up
         self.announcer.end_pass(self.gather_lane, self.reduces.pool.lane)
-        self.program.end(is_held=any(unit.holders for unit in self.units))
+        self.program.end(is_held=any(Lease.USER in unit.leases for unit in self.units))
         if self._is_parallel:
             stray_use.pass_ends(self)
         record.phase = 0

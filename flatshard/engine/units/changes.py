@@ -69,6 +69,8 @@ def written(unit: Unit) -> Iterator[None]:
 
     A collective call, when it begins.
     """
+    if unit.root is not None:
+        unit.root.give_up_broken()
     if unit.is_in_use or unit.is_awaited:
         raise RuntimeError(
             f"unit '{unit.name}' cannot be written between a forward and its backward, which needs the weights as they "

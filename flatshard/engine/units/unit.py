@@ -21,6 +21,7 @@ from flatshard.engine.parameters.sharded_param import Plain, ShardedParam, Site
 from flatshard.engine.program import Pass, Program
 from flatshard.engine.rows.lookup import Rows
 from flatshard.engine.units.intent import Intent, Place
+from flatshard.engine.units.leases import Lease
 from flatshard.engine.watch.calls import Call, LeftBehind, anchored
 from flatshard.engine.watch.transforms import watch_transformed
 from flatshard.engine.watch.trees import cast_floating, to_device
@@ -84,6 +85,8 @@ class RootProtocol(Protocol):
 
     def look_up(self, unit: Unit, tokens: torch.Tensor) -> torch.Tensor: ...
 
+    def give_up_broken(self) -> None: ...
+
     def reset(self) -> None: ...
 
 
@@ -123,9 +126,8 @@ class Unit:
         self.phase = Phase.RESTING
         self.root: RootProtocol | None = None
         self.call: Call | None = None  # the forward that is running
-        # Gathered on purpose, with weights of this state: the next forward uses them as they are.
-        self.kept: list[tuple[int, ...]] | None = None
-        self.holders = 0  # bodies of `gathered` that want the full weights to stay, whatever passes come and go
+        # Why its full weights stay. Of `USER`, how many bodies; of `NEXT`, the state of main that they were made of.
+        self.leases: dict[Lease, Any] = {}
         self.is_written = False  # the modules hold whole copies, for somebody to write to
         self.rows: Rows | None = None  # of an embedding that is looked up where its rows are
         self.plain: list[Plain] = []  # frozen parameters that stay whole
@@ -134,7 +136,6 @@ class Unit:
         self._me = weakref.ref(self)
         self._calls: list[weakref.ref[Call]] = []  # that await, or have had, their backward
         self._unseen = False  # a forward within one with gradients has been without: a recompute may follow
-        self._differentiated = False  # a backward has made a graph that another will go through, reading the weights
         self._left_behind = LeftBehind()
         for index, group in enumerate(self.groups):
             group.owner = self._me
@@ -181,7 +182,6 @@ class Unit:
         self.borrowed.append((group, param, site))
         self._derive()
         if group not in self.needs:
-            group.users = group.users or {}
             group.borrowers.append(self._me)
             self.needs.append(group)
         if site.look() is not param.sharded:  # else two units share the module itself
@@ -374,7 +374,7 @@ class Unit:
             grads = self._unseen = True  # under reentrant checkpointing gradients come in spite of no_grad
         if not grads and self.reshard_after_forward is None:
             keep = False  # no backward will need it, and nothing tells of weights that are written through `.data`
-        if self.is_optional and not (keep or outermost or self.nests or self.holders):
+        if self.is_optional and not (keep or outermost or self.nests or Lease.USER in self.leases):
             root.linger(self, grads)
         else:
             self.leave(keep, grads)
@@ -383,9 +383,9 @@ class Unit:
 
     def leave(self, keep: bool, grads: bool) -> None:
         """The forward has left this unit. ``keep``: for what comes next; ``grads``: that may be a backward."""
-        if keep or self.holders:
+        if keep or Lease.USER in self.leases:
             self.keep()
-            if not grads and not self.holders:
+            if not grads:
                 self.hide()  # whoever asks for parameters now, to build an optimizer, wants the sharded ones
             return
         if grads and self.parks:
@@ -416,8 +416,7 @@ class Unit:
             for group in self.groups:
                 group.heed_requires_grad()  # as the ranks do that use it
             self.leave(keep=self.reshard_after_forward is False, grads=root.program.running is Pass.FORWARD)
-            if not self.holders:
-                self.hide()
+            self.hide()
 
     def look_rows_up(self, rows: Rows) -> None:
         """Ask other ranks for the rows that a batch reads, and gather the table only when it is asked for by hand."""
@@ -435,8 +434,7 @@ class Unit:
             self._after_forward(self.root, self.is_awaited)
         if self._unseen and not grads:
             self._unseen = False
-            if not self.holders:
-                self.hide()
+            self.hide()
 
     # Backward
 
@@ -525,7 +523,7 @@ class Unit:
                 "a backward with create_graph=True goes through a model with optional units: weights stay for the next "
                 "backward on ranks that have used them, and the others would gather them. Make no unit optional"
             )
-        self._differentiated = True
+        self.leases[Lease.GRAPH] = True
         for group in self.groups:
             group.watch()
 
@@ -568,14 +566,14 @@ class Unit:
         """The backward has left this unit: release and forget."""
         if self.phase is Phase.FORWARD:
             return  # a gradient was computed inside this unit's forward
-        if self._differentiated:
+        if Lease.GRAPH in self.leases:
             self.keep()
             self.hide()
         elif self.is_gathered and self._reshards_now:
             self.release()
         elif self.is_gathered:
             self.keep()
-            if self.intent.reshard_after_backward and not self.holders:
+            if self.intent.reshard_after_backward:
                 self.hide()  # kept for the next micro-batch: whoever looks in between sees what he would without
         self.call = None  # a recompute that stopped early, or of a part of a list
         self.phase = Phase.RESTING
@@ -589,8 +587,8 @@ class Unit:
         return (
             self.intent.reshard_after_backward
             and not self.is_kept_for_next
-            and not self._differentiated
-            and not self.holders
+            and Lease.GRAPH not in self.leases
+            and Lease.USER not in self.leases
         )
 
     @property
@@ -599,7 +597,7 @@ class Unit:
         assert self.root is not None
         if self.root.program.running is Pass.BACKWARD:
             return not self._reshards_now
-        return self.reshard_after_forward is False or bool(self.holders)
+        return self.reshard_after_forward is False or Lease.USER in self.leases
 
     @property
     def is_kept_for_next(self) -> bool:
@@ -634,13 +632,14 @@ class Unit:
 
     def keep(self) -> None:
         """Leave the gathered weights to the next pass, should they still be those of main by then."""
-        self.kept = [group.state for group in self.needs]
+        self.leases[Lease.NEXT] = [group.state for group in self.needs]
 
     def keeps(self) -> bool:
         """Whether a forward that begins uses the gathered weights as they are."""
-        if self.kept is None or (self.place.keeps_for_next and self.is_first and not self._differentiated):
+        known = self.leases.get(Lease.NEXT)
+        if known is None or (self.place.keeps_for_next and self.is_first and Lease.GRAPH not in self.leases):
             return False
-        if self.kept != [group.state for group in self.needs]:
+        if known != [group.state for group in self.needs]:
             return False
         return not any(group.snapshot.has_changed() for group in self.groups if not group.is_full)
 
@@ -654,34 +653,35 @@ class Unit:
 
     def swap_in(self) -> None:
         """Wait for the gathers and show the full parameters to the modules."""
+        self.leases[Lease.PASS] = True
         for group in self.needs:
             group.swap_in()
-            if group.users is not None:
-                group.users[id(self)] = True
 
     def release(self, always: bool = False) -> None:
-        """Give the gathered weights back, unless another unit needs them still.
+        """Give the gathered weights back, unless another unit needs them still. A body of `gathered` gets them again.
 
         Those that a graph of second order reads are only hidden, until main has changed, or ``always`` is said.
         """
-        if self._differentiated and not always:
+        if Lease.GRAPH in self.leases and not always:
             self.hide()
             return
-        self.kept, self._differentiated = None, False
+        bodies = self.leases.get(Lease.USER)
+        self.leases = {} if bodies is None else {Lease.USER: bodies}
         for group in self.needs:
-            if group.users is not None:
-                group.users.pop(id(self), None)
-            if not group.users:
+            leases = _leases_of_others(self, group) if group.borrowers else ()
+            if not leases:
                 group.release()
-            elif True not in group.users.values():
+            elif Lease.PASS not in leases and Lease.USER not in leases:
                 group.swap_out()
 
     def hide(self) -> None:
-        """Show sharded parameters, unless another unit needs full ones, and keep the full ones."""
+        """The pass shows the full parameters no more; they are kept."""
+        self.leases.pop(Lease.PASS, None)
+        if Lease.USER in self.leases:
+            return
         for group in self.needs:
-            if group.users and id(self) in group.users:
-                group.users[id(self)] = False
-            if not group.users or True not in group.users.values():
+            leases = _leases_of_others(self, group) if group.borrowers else ()
+            if Lease.PASS not in leases and Lease.USER not in leases:
                 group.swap_out()
 
     def reshard(self) -> None:
@@ -694,10 +694,16 @@ class Unit:
                 f"unit '{self.name}' is in its backward, which reads its weights; reshard it, take its state dict or "
                 "save it when the backward has returned"
             )
-        for group in self.needs:
-            if group.users is not None:
-                group.users.clear()
+        has_graph = Lease.GRAPH in self.leases
         self.release()
+        for group in self.needs if not has_graph else ():
+            group.release()
+
+
+def _leases_of_others(unit: Unit, group: ParamGroup) -> set[Lease]:
+    """Of units that share a group with one."""
+    others = [ref() for ref in (group.owner, *group.borrowers) if ref is not None]
+    return {lease for other in others if other is not None and other is not unit for lease in other.leases}
 
 
 def _gradient_arrives(unit: weakref.ref[Unit]) -> None:
