@@ -1,8 +1,9 @@
 """Random programs: a training script of random statements, for a sharded model and for a whole one in one process.
 
-`Program(seed)` is the same on every rank. `run` executes its statements on both models and compares what each shows: losses,
-outputs, norms, gradients and weights. Statements: accumulation of several kinds, recomputation, clipping, evaluation, forwards
-that are dropped, exceptions in forward and backward, `gathered` to read and to write, `copy.deepcopy`, freezing, state dicts.
+`Program(seed)` is the same on every rank. `run` executes its statements on both models and compares what each shows:
+losses, outputs, norms, gradients and weights. Statements: accumulation of several kinds, recomputation, clipping,
+evaluation, forwards that are dropped, exceptions in forward and backward, `gathered` to read and to write,
+`copy.deepcopy`, freezing, state dicts.
 """
 
 from __future__ import annotations
@@ -168,8 +169,8 @@ class Run:
         is_last, kind = number == count - 1, self.program.sync
         if kind == "no_sync":
             self.model.set_requires_gradient_sync(is_last)
-        marked = microbatch(self.model, is_first=number == 0, is_last=is_last) if kind == "microbatch" else nullcontext()
-        with marked:
+        is_marked = kind == "microbatch"
+        with microbatch(self.model, is_first=number == 0, is_last=is_last) if is_marked else nullcontext():
             yield
 
     def evaluate(self) -> None:
