@@ -444,55 +444,6 @@ def _without_ours(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             handlers[op] = ours
 
 
-Refusal: TypeAlias = Callable[[Any, str, Sequence[torch.Tensor]], None]
-# What layers compute with their weights; under inference mode, before it is decomposed.
-_LAYERS = (
-    *("mm", "addmm", "mv", "addmv", "bmm", "baddbmm", "linear", "matmul", "mul.Tensor", "add.Tensor", "cat"),
-    *("convolution", "conv1d", "conv2d", "conv3d", "embedding", "embedding_bag", "_embedding_bag"),
-    *("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm", "group_norm", "native_group_norm"),
-    *("batch_norm", "native_batch_norm", "_native_batch_norm_legit"),
-)
-_mixed: dict[Any, Any] = {}  # operations of layers for which somebody is asked first; what DTensor had for each
-
-
-def on_mixed(refuse: Refusal) -> None:
-    """Let ``refuse`` raise, if it wants to, where a layer is given what DTensor cannot take together.
-
-    A plain tensor and a DTensor, or DTensors of different meshes.
-    """
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    for name in () if _mixed else _LAYERS:
-        packet, _, overload = name.partition(".")
-        op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
-        if op is not None:
-            _mixed[op] = handlers.get(op)
-            handlers[op] = functools.partial(_unmixed, refuse, _mixed[op])
-
-
-def leave_mixed() -> None:
-    """Ask nobody: a model computes with DTensors now, and asking would cost every operation."""
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    for op, known in _mixed.items():
-        handlers.pop(op, None)
-        if known is not None:
-            handlers[op] = known
-    _mixed.clear()
-
-
-def _unmixed(refuse: Refusal, known: Any, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensors: list[torch.Tensor] = []
-    for given in (*args, *kwargs.values()):
-        listed = given if isinstance(given, (list, tuple)) else (given,)
-        tensors += [each for each in listed if isinstance(each, torch.Tensor)]
-    sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
-    plain = any(not isinstance(tensor, DTensor) and tensor.numel() > 1 for tensor in tensors)
-    if plain and not DTensor._op_dispatcher._allow_implicit_replication:
-        refuse(op, "torch.Tensor and DTensor", sharded)
-    if len({tensor.device_mesh for tensor in sharded if tensor.numel() > 1}) > 1:
-        refuse(op, "meshes", sharded)
-    return _without_ours(op, args, kwargs) if known is None else known(op, args, kwargs)
-
-
 def _copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``sharded.copy_(whole)``: every rank takes its own rows of a plain tensor of the same shape."""
     target, source = args[:2]
@@ -578,12 +529,6 @@ def storage_of(tensor: torch.Tensor) -> object:
     """The storage of a tensor, of whatever class that is."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.untyped_storage()
-
-
-def begin_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the storages of two plain tensors begin at the same place."""
-    place = one.untyped_storage().data_ptr()
-    return place != 0 and place == other.untyped_storage().data_ptr()
 
 
 _GRAD: Any = torch.Tensor.grad

@@ -258,14 +258,14 @@ def _wrap(result: Any, args: Any, like: RaggedDTensor) -> Any:
     return [_torch.like_dtensor(template, part) for part, template in zip(result, first)]
 
 
-owner: list[Callable[[torch.Tensor], str | None]] = []  # who tells whose a tensor is, in words
+owner: Callable[[torch.Tensor], str | None] | None = None  # tells whose a tensor is; the engine sets it
 
 
 def _refusal(what: str, tensor: torch.Tensor | None = None) -> str:
-    whose = [told for told in (tell(tensor) for tell in owner if tensor is not None) if told is not None]
+    whose = None if owner is None or tensor is None else owner(tensor)
     remedy = "take full_tensor() first, or shard with layout='tensor'"
-    if whose:
-        remedy = f"this is {whose[0]}: do it within `with flatshard.gathered(module):` of that unit's module, {remedy}"
+    if whose is not None:
+        remedy = f"this is {whose}: do it within `with flatshard.gathered(module):` of that unit's module, {remedy}"
     return f"{what}: not defined for a ragged shard, whose rows are not those of torch.chunk; {remedy}"
 
 

@@ -24,7 +24,6 @@ from flatshard.engine.formats import chosen
 from flatshard.engine.gradients import GradientScale
 from flatshard.engine.homes import OWNER, owner_of, register
 from flatshard.engine.host import Home
-from flatshard.engine.outside import watch_use
 from flatshard.engine.parameters import Member, Plain, Site, make_members
 from flatshard.engine.parts import Parts
 from flatshard.engine.roots import own, unit_of
@@ -313,7 +312,6 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     for module in modules:
         own(module, unit)
         _torch.mark_sharded(module)
-    watch_use()
     return unit
 
 

@@ -1,16 +1,11 @@
 """Sharded parameters that are used outside of a forward of their unit, where nothing has gathered them.
 
 What concerns a parameter alone (`parameter.norm()`, an optimizer's arithmetic) is DTensor's to do. A layer that is
-given a plain tensor, or a DTensor of another mesh, is refused by DTensor too, in words that name neither the parameter
-nor the remedy; here are better ones. Passes of units pay nothing for it: their parameters are plain tensors. Under
-tensor parallelism they are DTensors, and nobody is asked while such a pass runs.
+given a plain tensor, or a DTensor of another mesh, is refused by DTensor. Where that error passes a forward of a unit,
+the remedy is added to it.
 """
 
 from __future__ import annotations
-
-import weakref
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -18,41 +13,20 @@ from flatshard import _torch
 from flatshard.buffer import ragged
 from flatshard.engine.homes import groups
 
-_passing: weakref.WeakSet[Any] = weakref.WeakSet()  # what has a pass running that computes with DTensors
+# What DTensor says then; versions of torch differ.
+_REFUSALS = ("mixed torch.Tensor and DTensor", "different mesh", "Cross device mesh")
+_REMEDY = (
+    "Parameters are sharded outside of a forward of their unit. If one was used there: call the unit itself, run this "
+    "within `with flatshard.gathered(module):` of the unit's module, or make the method that does it a forward by "
+    "register_fsdp_forward_method(module, name)"
+)
 
 
-def watch_use() -> None:
-    """Explain what goes wrong with sharded parameters."""
-    ragged.owner[:] = [_owner]
-    _watch()
-
-
-def pass_begins(scope: Any) -> None:
-    """A pass begins whose parameters are DTensors."""
-    _passing.add(scope)
-    _torch.leave_mixed()
-
-
-def pass_ends(scope: Any) -> None:
-    """It is over, or has been given up."""
-    _passing.discard(scope)
-    _watch()
-
-
-def _watch() -> None:
-    if not _passing:
-        _torch.on_mixed(_refuse)
-
-
-def _refuse(op: Any, kind: str, sharded: Sequence[torch.Tensor]) -> None:
-    """Raise if one of the tensors is a parameter of a unit, or a view of one."""
-    found = [owner for owner in map(_owner, sharded) if owner is not None]
-    if found:
-        raise RuntimeError(
-            f"{op}: got mixed {kind}, because {found[0]}, which is sharded, was used outside of a "
-            "forward of that unit. Call the unit itself, run this within `with flatshard.gathered(module):` of the "
-            "unit's module, or make the method that does it a forward by register_fsdp_forward_method(module, name)"
-        )
+def explain(error: BaseException | None) -> None:
+    """Add the remedy to an error that a forward raises, if DTensor has refused to compute with what it was given."""
+    text = str(error)
+    if isinstance(error, RuntimeError) and _REMEDY not in text and any(refusal in text for refusal in _REFUSALS):
+        error.args = (f"{text}\n{_REMEDY}",)
 
 
 def _owner(tensor: torch.Tensor) -> str | None:
@@ -69,6 +43,12 @@ def _owner(tensor: torch.Tensor) -> str | None:
 def _shows(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Whether a DTensor is a view of a sharded parameter. Where this rank holds nothing of that, all begin alike."""
     mine, other = _torch.local_of(tensor), _torch.local_of(parameter)
-    if _torch.is_wrapper(mine) or _torch.is_wrapper(other) or not _torch.begin_alike(mine, other):
+    if _torch.is_wrapper(mine) or _torch.is_wrapper(other):
+        return False
+    place = mine.untyped_storage().data_ptr()
+    if place == 0 or place != other.untyped_storage().data_ptr():
         return False
     return mine.numel() > 0 < other.numel() or sorted(tensor.shape) == sorted(parameter.shape)
+
+
+ragged.owner = _owner

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import _torch
 from flatshard.engine.calls import Call, LeftBehind, anchored
+from flatshard.engine.outside import explain
 from flatshard.engine.parameters import Member, Plain, Site
 from flatshard.engine.program import Pass
 from flatshard.engine.reduction import Goal
@@ -285,6 +287,7 @@ class Unit:
         if call.inner:
             call.inner -= 1
             return
+        explain(sys.exc_info()[1])
         # A recompute that stops early raises too, but enters nothing.
         call.close(module)
         call.running.discard(id(module))
