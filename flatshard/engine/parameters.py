@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from flatshard import _torch
 from flatshard.buffer import DBuffer
-from flatshard.buffer.dtensor import as_dtensor
+from flatshard.buffer.dtensor import Parallel, as_dtensor
 
 if TYPE_CHECKING:
     from flatshard.engine.composed import Structure
@@ -66,7 +67,7 @@ class Member:
     sites: list[Site]
     sharded: nn.Parameter  # a DTensor over main: what optimizers and checkpoints see
     full: nn.Parameter | None = None  # what the forward sees, once there has been one
-    inner: _torch.Parallel | None = None  # of the full parameter, where tensor parallelism made it a DTensor
+    inner: Parallel | None = None  # of the full parameter, where tensor parallelism made it a DTensor
     attributes: dict[str, object] = field(default_factory=dict)  # of `sharded`, should it be replaced
     made_of: tuple[Structure, list[bool]] | None = None  # a subclass that is gathered leaf by leaf, and which are cut
 
@@ -103,8 +104,8 @@ def make_members(
     members = []
     for index, (name, original, sites) in enumerate(named):
         hidden = bool(original.__dict__.get(PLAIN))
-        inner = _torch.Parallel(_torch.spec_of(original), *axes, hidden) if _torch.is_parallel(original) else None
-        inner = inner if apart is None else _torch.held_apart(original, apart)
+        inner = Parallel(_torch.spec_of(original), *axes, hidden) if isinstance(original, DTensor) else None
+        inner = inner if apart is None else Parallel.held_apart(original, apart)
         local = None if locals_ is None else locals_[index]
         sharded = _torch.as_parameter(as_dtensor(main, index, inner, local), original.requires_grad)
         sharded.__dict__.update(attributes_of(original))

@@ -460,8 +460,11 @@ class Unit:
 
         It asks the modules for their parameters before the first of the two, and found sharded ones.
         """
+        if "torch.distributed.pipelining" not in sys.modules:
+            return
         wanted = [m.full for group in self.groups for m in group.members if m.full is not None and m.full.requires_grad]
-        if any(map(_torch.leaves_weights_to_another, wanted)):
+        nodes = [torch.autograd.graph.get_gradient_edge(full).node for full in wanted]
+        if not all(map(_torch.will_be_executed, nodes)):
             raise RuntimeError(
                 f"unit '{self.name}' was released after its forward, and this pipeline schedule computes the gradients "
                 "of weights apart from those of inputs, which needs the weights to stay: call fully_shard with "
