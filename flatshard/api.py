@@ -26,6 +26,7 @@ from flatshard.engine.unit import Unit
 from flatshard.hf import methods_for
 from flatshard.layout.planner import LayoutName
 from flatshard.module import unit_class
+from flatshard.optim.step import watch_steps
 from flatshard.policy import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
@@ -151,6 +152,7 @@ def fully_shard(
 def make_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     """Make a unit of modules, and let them be of a class that knows of it."""
     add_rules()
+    watch_steps()
     unit = build_unit(modules, choices)
     unit.settings.refuses_meta = installed.refuses_meta
     unit.copier = functools.partial(copied, make_unit)

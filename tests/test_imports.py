@@ -59,7 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "captured": {"optim", "recomputed", *_ENGINE_AND_BELOW},
     "hf": {"gathering", "checkpoint", *_ENGINE_AND_BELOW},
     "copying": {"state", "checkpoint", *_ENGINE_AND_BELOW},
-    "api": {"copying", "module", "state", "hf", *_ENGINE_AND_BELOW},
+    "api": {"copying", "module", "state", "hf", "optim", *_ENGINE_AND_BELOW},
     "installing": _API_AND_BELOW,
     "optim": _ENGINE_AND_BELOW,
     "model": {"optim", "wrapping", *_API_AND_BELOW},
