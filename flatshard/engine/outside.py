@@ -20,13 +20,18 @@ _REMEDY = (
     "within `with flatshard.gathered(module):` of the unit's module, or make the method that does it a forward by "
     "register_fsdp_forward_method(module, name)"
 )
+_BY_ROWS = "The parameter is sharded by rows: only the forward of nn.Embedding reads it"
 
 
-def explain(error: BaseException | None) -> None:
-    """Add the remedy to an error that a forward raises, if DTensor has refused to compute with what it was given."""
+def explain(error: BaseException | None, by_rows: bool) -> None:
+    """Add the remedy to an error that a forward raises, if DTensor has refused to compute with what it was given.
+
+    ``by_rows``: the forward is that of a unit which is never gathered.
+    """
     text = str(error)
-    if isinstance(error, RuntimeError) and _REMEDY not in text and any(refusal in text for refusal in _REFUSALS):
-        error.args = (f"{text}\n{_REMEDY}",)
+    told = _REMEDY in text or _BY_ROWS in text  # on its way through a unit inside
+    if isinstance(error, RuntimeError) and not told and any(refusal in text for refusal in _REFUSALS):
+        error.args = (f"{text}\n{_BY_ROWS if by_rows else _REMEDY}",)
 
 
 def _owner(tensor: torch.Tensor) -> str | None:

@@ -287,7 +287,7 @@ class Unit:
         if call.inner:
             call.inner -= 1
             return
-        explain(sys.exc_info()[1])
+        explain(sys.exc_info()[1], self.rows is not None)
         # A recompute that stops early raises too, but enters nothing.
         call.close(module)
         call.running.discard(id(module))
