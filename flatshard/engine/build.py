@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from flatshard import _torch
 from flatshard.buffer import DBuffer, from_first, watch_over
+from flatshard.buffer.dtensor import largest_part
 from flatshard.buffer.groups import group_among
 from flatshard.engine.codec import is_extended, unfilled
 from flatshard.engine.formats import chosen
@@ -23,7 +24,6 @@ from flatshard.engine.gradients import Gradients, GradientScale
 from flatshard.engine.homes import OWNER, owner_of, register
 from flatshard.engine.host import Home
 from flatshard.engine.intent import Intent
-from flatshard.engine.outside import watch_use
 from flatshard.engine.parameters import Member, Plain, Site, make_members
 from flatshard.engine.parts import Parts
 from flatshard.engine.row_embedding import look_up_rows
@@ -129,11 +129,12 @@ class Where:
     def of(self, name: str, parameter: nn.Parameter) -> tuple[Sharding, bool]:
         """How it is sharded; and whether its gradient is the mean over its own mesh, whatever ranks have data."""
         self._check_mesh(name, parameter)
-        answer = None if self.choose is None else self.choose(parameter)
+        answer: Any = None if self.choose is None else self.choose(parameter)
         if isinstance(answer, Sharding):
             given, means_own = answer, False
         else:
-            placement, mesh = _torch.placement_result(answer)
+            info = getattr(answer, "mesh_info", None)  # of torch 2.13, where an answer may name a mesh
+            placement, mesh = (answer, None) if info is None else (answer.placement, info.mesh)
             if placement is not None and type(placement) is not Shard:
                 raise Refusal(
                     f"Invalid shard_placement_fn result: {answer!r} for parameter '{name}'; it must be Shard(dim), "
@@ -141,7 +142,8 @@ class Where:
                 )
             dim = placement.dim if placement is not None else None if self.by_waste else 0
             given, means_own = Sharding(dim, mesh), mesh is not None
-        if given.apart is not None and (_torch.is_parallel(parameter) or is_extended(parameter) or not parameter.dim()):
+        is_plain = not isinstance(parameter, DTensor) and not is_extended(parameter) and parameter.dim()
+        if given.apart is not None and not is_plain:
             raise ValueError(
                 f"parameter '{name}' cannot be held apart: that is for plain tensors with dims, of which each rank has "
                 "its own. A DTensor says by itself which part of it a rank has"
@@ -321,7 +323,6 @@ def build_unit(
     for module in modules:
         own(module, unit)
         _torch.mark_sharded(module)
-    watch_use()
     return unit
 
 
@@ -385,7 +386,7 @@ def _dim(name: str, parameter: nn.Parameter, given: int | None, mesh: DeviceMesh
     if given is None:
         placements = choices.placements_on(mesh).optimizer
         shards = math.prod(mesh.size(axis) for axis, placement in enumerate(placements) if is_sharded(placement))
-        return least_padded_dim(_torch.largest_part(parameter), shards) if any_dim and not is_extended(parameter) else 0
+        return least_padded_dim(largest_part(parameter), shards) if any_dim and not is_extended(parameter) else 0
     if given and not any_dim:
         raise ValueError(
             f"parameter '{name}' is to be cut on dim {given}, which needs layout='tensor'; cut it on dim 0"

@@ -23,17 +23,19 @@ from torch.distributed.tensor import DTensor
 from flatshard import _torch
 from flatshard.buffer import DBuffer
 from flatshard.buffer.dtensor import as_dtensor
+from flatshard.buffer.rules import is_cut_alike
 from flatshard.engine.codec import unfilled
 from flatshard.engine.homes import OWNER, adopt, group_of, supersede
 from flatshard.engine.look import Look
 from flatshard.engine.names import Names
 from flatshard.engine.parameters import Member
+from flatshard.engine.source import lasting_tensors
 from flatshard.engine.weights import Group
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
-@_torch.lasting()
+@lasting_tensors()
 def absorb(
     group: Group, awaited: bool, *, root: nn.Module | None = None, wait: bool = False, ours: bool = False
 ) -> None:
@@ -242,7 +244,7 @@ def _refuse_others(group: Group, found: Sequence[nn.Parameter], names: Names, ou
                 "torch.func.functional_call; a sharded model takes parameters only, and keeps them"
             )
         expected = member.sharded if group.is_extended else as_dtensor(group.main, index, member.inner)
-        if not isinstance(parameter, DTensor) or not _torch.is_cut_alike(parameter, expected):
+        if not isinstance(parameter, DTensor) or not is_cut_alike(parameter, expected):
             raise ValueError(
                 f"parameter '{names[index]}' was replaced by {_described(parameter)}; a sharded parameter can be "
                 f"replaced only by {_described(expected)}, cut like it over the same mesh"

@@ -9,17 +9,18 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from flatshard import _arguments, _torch
+from flatshard import _arguments
 from flatshard.engine.build import owned_modules, units_below
 from flatshard.engine.changes import check_given, fill, given
 from flatshard.engine.names import Names
 from flatshard.engine.parameters import Member
+from flatshard.engine.source import lasting_tensors
 from flatshard.engine.unit import Unit, unit_of
 
 InitFn: TypeAlias = Callable[[nn.Module], object]
 
 
-@_torch.lasting()
+@lasting_tensors()
 def materialize(model: nn.Module, init_fn: InitFn | None = None, *, seed: int = 0) -> None:
     """Initialise all parameters and buffers of ``model`` that are on the meta device.
 

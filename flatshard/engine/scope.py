@@ -14,7 +14,7 @@ import torch
 
 from flatshard import _recording, _torch
 from flatshard.buffer import Convoy, Lane, Planner, Pool, destroy_unused_within, watch_over
-from flatshard.engine import outside, steps
+from flatshard.engine import steps
 from flatshard.engine.agreement import Agreement, Announcer, check_model, patience
 from flatshard.engine.keep import arriving_bytes, opening_bytes
 from flatshard.engine.optional import OptionalUnits, refuse_backward_of_two, refuse_forward_within
@@ -63,7 +63,6 @@ class Scope:
         self._done: set[int] = set()  # units that the running backward has left
         # Ranks compare steps in check mode. Those of the process are more where a rank trains something of its own.
         self._step, self._taken = 1, steps.taken()
-        self._is_parallel = any(group.members[0].is_parallel for unit in units for group in unit.groups)
         self.task = -1  # of autograd, of which the running backward is
         self._end: weakref.ref[_End] | None = None  # what is to happen at the end of the running backward
         self.optional = OptionalUnits(self, self.reduce_lane.own_groups) if has_optional else None
@@ -140,8 +139,6 @@ class Scope:
         record.phase = _PHASE[kind]
         self.program.is_profiled = _torch.profiling()
         self.program.begin(kind, entry.index)
-        if self._is_parallel:
-            outside.pass_begins(self)
         for unit in self.units:
             if unit.holders and not unit.shows_full:
                 self.gather(unit)
@@ -193,8 +190,6 @@ class Scope:
         record.phase = _PHASE[Pass.BACKWARD]
         self.program.is_profiled = _torch.profiling()
         self.program.begin(Pass.BACKWARD, free=self.reduces.is_alike)
-        if self._is_parallel:
-            outside.pass_begins(self)
         end = _End(self)
         self._end = weakref.ref(end)
         _torch.at_end_of_backward(end)
@@ -261,8 +256,6 @@ class Scope:
             self.optional.give_up()
         self.gather_pool.forget()
         self.program.abandon()
-        if self._is_parallel:
-            outside.pass_ends(self)
 
     def reset(self) -> None:
         """Give up the running pass, whatever it was: nothing stays gathered, no unreduced gradient is kept."""
@@ -562,8 +555,6 @@ class Scope:
             self.program.has_launched = True  # a look-up
         self.announcer.end_pass(self.gather_lane, self.reduces.pool.lane)
         self.program.end(is_held=any(unit.holders for unit in self.units))
-        if self._is_parallel:
-            outside.pass_ends(self)
         record.phase = 0
 
 

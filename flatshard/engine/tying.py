@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
-from flatshard import _torch
+from flatshard.buffer.rules import is_cut_alike
 from flatshard.engine.homes import group_of, owner_of, retire
 from flatshard.engine.parameters import Member, Site
 from flatshard.engine.unit import Unit
@@ -44,7 +44,7 @@ def _tie(
             take_over(other)
             break
     owner = owner_of(found) if group_of(found) is not None else None
-    if owner is None or not _torch.is_cut_alike(found, member.sharded):
+    if owner is None or not is_cut_alike(found, member.sharded):
         return
     lender, lent = owner[0], owner[0].members[owner[1]]
     if not any(each is lent for other in unit.scope.units for each in _members(other)):

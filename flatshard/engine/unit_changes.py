@@ -81,7 +81,8 @@ def written(unit: Unit) -> Iterator[None]:
         if group.is_extended:
             raise TypeError(f"parameter '{Names(group, _root(unit))[0]}' is of a tensor subclass; write its local part")
     with torch.no_grad():
-        copies = [nn.Parameter(_torch.whole(member.sharded), requires_grad=False) for member in members]
+        sharded: list[Any] = [member.sharded for member in members]
+        copies = [nn.Parameter(each.full_tensor().detach().clone(), requires_grad=False) for each in sharded]
     for member, copied in zip(members, copies):
         copied.requires_grad_(member.sharded.requires_grad)
         for site in member.sites:
