@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2_shard
 from torch.distributed.tensor import DTensor
 
 import flatshard
-from flatshard.engine.build.build import units_below
+from flatshard.engine.tree.build import units_below
 from flatshard.engine.units.unit import unit_of
 from flatshard.policy import placements_for
 from flatshard.rehearsal import rehearse

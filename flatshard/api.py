@@ -16,16 +16,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flatshard import _arguments, _torch
+from flatshard.buffer.rules import add_rules
 from flatshard.copying import copied
-from flatshard.engine.build.build import NO_SHARD, Choices, Values, Where, build_unit, owned_modules, units_below
-from flatshard.engine.build.tree import find_root
 from flatshard.engine.gradients.gradients import GradientScale
 from flatshard.engine.groups.registry import OWNER
 from flatshard.engine.schedule.root import root_of
+from flatshard.engine.tree.build import NO_SHARD, Choices, Values, Where, build_unit, owned_modules, units_below
+from flatshard.engine.tree.roots import find_root
 from flatshard.engine.units.unit import Unit, unit_of
 from flatshard.hf import methods_for
 from flatshard.layout.planner import LayoutName
 from flatshard.module import unit_class
+from flatshard.optim.step import watch_steps
 from flatshard.policy import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
@@ -150,6 +152,8 @@ def fully_shard(
 
 def make_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     """Make a unit of modules, and let them be of a class that knows of it."""
+    add_rules()
+    watch_steps()
     unit = build_unit(modules, choices, find_root)
     unit.ask(refuses_meta=installed.refuses_meta)
     unit.copier = functools.partial(copied, make_unit)

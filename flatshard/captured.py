@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from flatshard import _torch
+from flatshard import _epochs, _torch
 from flatshard.buffer import record_replay
 from flatshard.engine import steps
 from flatshard.engine.gradients.main_grads import MainGrads
@@ -157,7 +157,8 @@ def _captured(
     half open.
     """
     graph, pool, stream = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-    random, generators = _torch.RandomState(), segments.of_graph(graph)
+    random: Any = torch.cuda.default_generators[torch.cuda.current_device()]
+    state, generators = random.clone_state(), segments.of_graph(graph)
     error: BaseException | None = None
     _torch.clear_workspaces()
     torch.cuda.empty_cache()
@@ -177,11 +178,11 @@ def _captured(
             graph.capture_end()
         except RuntimeError as raised:
             error = error or raised
-            _torch.abandon_capture(torch.cuda.current_device(), pool)
-            random.restore()
+            _torch.end_allocating(torch.cuda.current_device(), pool)
+            random.graphsafe_set_state(state)  # else torch's generator is left as if the capture went on
     if error is None:
         return graph, output, generators
-    _torch.epochs.begin()
+    _epochs.begin()
     for root in roots:
         root.reset()
     if not isinstance(error, RuntimeError):
@@ -402,7 +403,7 @@ def _quiet(roots: Sequence[Root]) -> Iterator[list[MainGrads]]:
     """
     lasting = [grads for root in roots for grads in _start_anew(root)]
     torch.cuda.synchronize()
-    _torch.epochs.begin()
+    _epochs.begin()
     record.captures = True
     try:
         yield lasting
@@ -410,4 +411,4 @@ def _quiet(roots: Sequence[Root]) -> Iterator[list[MainGrads]]:
         for root in roots:
             root.count_no_step()
         record.captures = False
-        _torch.epochs.begin()
+        _epochs.begin()

@@ -8,10 +8,10 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from flatshard.engine.build.build import units_below
-from flatshard.engine.build.tree import find_root
 from flatshard.engine.groups.registry import group_of
 from flatshard.engine.schedule.root import root_of
+from flatshard.engine.tree.build import units_below
+from flatshard.engine.tree.roots import find_root
 from flatshard.engine.units.changes import written
 from flatshard.engine.units.leases import Lease
 from flatshard.engine.units.unit import Unit, unit_with

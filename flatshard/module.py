@@ -21,12 +21,12 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from flatshard import _arguments, _torch
-from flatshard.engine.build.build import units_below
-from flatshard.engine.build.row_embedding import RowEmbedding, class_before
-from flatshard.engine.build.tree import find_root
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.schedule.reduces import join_reduces
 from flatshard.engine.schedule.root import Root, root_of
+from flatshard.engine.tree.build import units_below
+from flatshard.engine.tree.roots import find_root
+from flatshard.engine.tree.row_embedding import RowEmbedding, class_before
 from flatshard.engine.units.changes import applying, check_change
 from flatshard.engine.units.unit import Unit, unit_of
 from flatshard.policy import MixedPrecisionPolicy, own_policy
@@ -329,8 +329,8 @@ class FSDPModule(TorchFSDPModule):
 
         By torch's implementations of ``AllGather`` and ``ReduceScatter`` for it; not together with custom ones.
         """
-        make = _torch.allocating_comms if _arguments.flag("enable", enable) else None
-        self._set_comms("set_allocate_memory_from_process_group_for_comm", make)
+        kind = "ProcessGroupAlloc" if _arguments.flag("enable", enable) else None
+        self._set_comms("set_allocate_memory_from_process_group_for_comm", kind)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Let what this unit communicates lie in symmetric memory, for the faster collectives that NCCL has for it.
@@ -344,18 +344,20 @@ class FSDPModule(TorchFSDPModule):
             raise ValueError(
                 f"set_symm_mem_for_comm: symmetric memory is CUDA's, and this mesh is on {_unit(self).device}"
             )
-        self._set_comms("set_symm_mem_for_comm", _torch.symmetric_comms)
+        self._set_comms("set_symm_mem_for_comm", "SymmMem")
 
-    def _set_comms(self, method: str, make: Callable[[Any], tuple[Any, Any]] | None) -> None:
+    def _set_comms(self, method: str, kind: str | None) -> None:
         for group in _one_mesh(method, _unit(self)):
             custom = [c for c in (group.all_gather_comm, group.gradients.comm) if c is not None]
             if any(not _torch.is_shipped_comm(comm) for comm in custom):
                 raise HasCustomComm(
                     f"{method}: this unit has a custom all-gather or reduce-scatter, which allocates itself"
                 )
-            gather, reduce = make(group.mesh.get_group(group.mesh.ndim - 1)) if make is not None else (None, None)
-            group.all_gather_comm = gather
-            adds = make is not _torch.symmetric_comms or group.gradients.sums_only
+            comms = kind and _torch.shipped_comms(kind, group.mesh.get_group(group.mesh.ndim - 1))
+            if kind and not comms:
+                raise RuntimeError(f"{method}: this torch ({torch.__version__}) has no {kind}AllGather")
+            group.all_gather_comm, reduce = comms or (None, None)
+            adds = kind != "SymmMem" or group.gradients.sums_only
             if adds and not group.gradients.is_encoded:
                 group.gradients.comm = reduce
 

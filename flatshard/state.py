@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from flatshard import _torch
-from flatshard.engine.build.tree import find_root
 from flatshard.engine.groups.names import Names
 from flatshard.engine.schedule.root import root_of
+from flatshard.engine.tree.roots import find_root
 from flatshard.engine.units.unit import Unit, unit_of
 from flatshard.layout import is_sharded
 

@@ -1,4 +1,4 @@
-"""The rooms of flatshard import downward only, one file communicates, and one file touches what torch keeps private.
+"""The rooms of flatshard import downward only, one file communicates, and one room touches what torch keeps private.
 
 Read from the source with `ast`, nothing is imported; an import for type checking counts like any other.
 """
@@ -15,7 +15,7 @@ import pytest
 
 _ROOT = Path(__file__).parents[1]
 
-_ENGINE_AND_BELOW = {"engine", "buffer", "policy", "layout", "trust", "_arguments", "_torch", "_recording"}
+_ENGINE_AND_BELOW = {"engine", "buffer", "policy", "layout", "trust", "_arguments", "_epochs", "_torch", "_recording"}
 _API_AND_BELOW = {"api", "copying", "module", "state", "hf", *_ENGINE_AND_BELOW}
 _ANY = {
     "api",
@@ -43,6 +43,7 @@ _ANY = {
 # Room (a file or folder of flatshard/) -> the rooms it may import, besides itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "_arguments": set(),
+    "_epochs": set(),
     "_lazy": set(),
     "_torch": set(),
     "_recording": set(),
@@ -51,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "recomputed": set(),
     "policy": {"layout", "_arguments", "_torch"},
     "trust": set(),
-    "buffer": {"layout", "trust", "_recording", "_torch"},
+    "buffer": {"layout", "trust", "_epochs", "_recording", "_torch"},
     "engine": {"buffer", "policy", "layout", "trust", "_arguments", "_torch", "_recording"},
     "state": _ENGINE_AND_BELOW,
     "module": {"state", *_ENGINE_AND_BELOW},
@@ -59,7 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "captured": {"optim", "recomputed", *_ENGINE_AND_BELOW},
     "hf": {"gathering", "checkpoint", *_ENGINE_AND_BELOW},
     "copying": {"state", "checkpoint", *_ENGINE_AND_BELOW},
-    "api": {"copying", "module", "state", "hf", *_ENGINE_AND_BELOW},
+    "api": {"copying", "module", "state", "hf", "optim", *_ENGINE_AND_BELOW},
     "installing": _API_AND_BELOW,
     "optim": _ENGINE_AND_BELOW,
     "model": {"optim", "wrapping", *_API_AND_BELOW},
@@ -67,7 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"optim", *_ENGINE_AND_BELOW},
     "megatron": {"optim", "checkpoint", "wrapping", *_API_AND_BELOW},
     "train": {"optim", "checkpoint", "model", "wrapping", "captured", *_API_AND_BELOW},
-    "rehearsal": {"_lazy", "_torch", "_recording"},
+    "rehearsal": {"_epochs", "_lazy", "_torch", "_recording"},
     "tools": {"optim", "wrapping", "rehearsal", *_ENGINE_AND_BELOW},
     "cli": {"__init__", *_ANY},
     "__main__": _ANY,
@@ -78,7 +79,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 # that implements them.
 MAY_COMMUNICATE = ("buffer/lanes.py", "buffer/collectives.py", "buffer/control_plane.py", "rehearsal/")
 # Paths that may use what torch keeps private. The rehearsal backend plugs into torch below its public surface.
-MAY_USE_PRIVATE = ("_torch.py", "rehearsal/")
+MAY_USE_PRIVATE = ("_torch/", "rehearsal/")
 
 # A collective when taken from torch.distributed, or from _torch, which passes some on under a stable name ...
 _COLLECTIVE = re.compile(
@@ -169,7 +170,7 @@ def _communication(tree: ast.Module, uses: list[tuple[int, str, str]], path: str
             _GROUP_METHOD.match(method) or (_GROUP_NAME.match(owner.split(".")[-1]) and _COLLECTIVE.match(method))
         ):
             yield line, f"only {MAY_COMMUNICATE[0]} communicates ({name})"
-    if path == "_torch.py":
+    if path.startswith("_torch/"):
         return  # may name collectives to pass them on; calling one of a process group is caught above
     for line, name, _ in uses:
         module, _, last = name.rpartition(".")
@@ -183,7 +184,7 @@ def _private(uses: list[tuple[int, str, str]], path: str) -> Iterator[tuple[int,
     for line, name, _ in uses:
         parts = name.split(".")
         if parts[0] == "torch" and any(map(_PRIVATE.match, parts)):
-            yield line, f"private to torch, belongs in _torch.py ({name})"
+            yield line, f"private to torch, belongs in _torch/ ({name})"
 
 
 _FILES = sorted(file.relative_to(_ROOT / "flatshard").as_posix() for file in (_ROOT / "flatshard").rglob("*.py"))
@@ -227,7 +228,7 @@ ENGINE = (
     "watch",
     "units",
     "schedule",
-    "build",
+    "tree",
 )
 
 
@@ -242,12 +243,15 @@ def test_rooms_of_the_engine_import_one_way():
 
 
 def test_the_table_has_no_cycle():
-    below: dict[str, set[str]] = {}
-    remaining = dict(MAY_IMPORT)
-    while remaining:
-        lowest = {room for room, targets in remaining.items() if targets <= below.keys() | {room, "cli"}}
-        assert lowest, f"these rooms import each other: {sorted(remaining)}"
-        below.update({room: remaining.pop(room) for room in lowest})
+    TopologicalSorter({room: targets - {room, "cli"} for room, targets in MAY_IMPORT.items()}).prepare()
+
+
+def test_what_torch_passes_on_is_used():
+    source = (_ROOT / "flatshard/_torch/__init__.py").read_text()
+    passed_on = {name.rpartition(".")[2] for _, name, kind in _uses(ast.parse(source), "_torch/__init__.py")}
+    files = [_ROOT / "flatshard" / path for path in _FILES if not path.startswith("_torch/")]
+    used = {name for file in files for name in re.findall(r"\b_torch\.(\w+)", file.read_text())}
+    assert used == passed_on
 
 
 _PLANTED = [
@@ -259,7 +263,7 @@ _PLANTED = [
     ("buffer/dbuffer.py", "import flatshard.engine.units.unit", "buffer may not import engine"),
     ("engine/units/unit.py", "from flatshard import fully_shard", "engine may not import __init__"),
     ("engine/units/unit.py", "import flatshard", "engine may not import __init__"),
-    ("engine/units/unit.py", "from ..optim.step import f", "engine may not import optim"),
+    ("engine/units/unit.py", "from ...optim.step import f", "engine may not import optim"),
     ("rehearsal/backend.py", "from flatshard.engine import unit", "rehearsal may not import engine"),
     ("tools/plan.py", "from flatshard.checkpoint.files import read", "tools may not import checkpoint"),
     ("shelf/box.py", "", "room 'shelf' has no row"),
@@ -271,7 +275,7 @@ _PLANTED = [
     ("optim/clip.py", "mesh.get_group().broadcast([x])", "communicates"),
     ("optim/clip.py", "self.pg.allreduce([x])", "communicates"),
     ("optim/clip.py", "group._allgather_base(a, b)", "communicates"),
-    ("_torch.py", "group.allgather_into_tensor_coalesced(a, b)", "communicates"),
+    ("_torch/x.py", "group.allgather_into_tensor_coalesced(a, b)", "communicates"),
     ("engine/units/unit.py", "import torch\ntorch._C._current_graph_task_id()", "private to torch"),
     ("engine/units/unit.py", "import torch._dynamo", "private to torch"),
     ("engine/units/unit.py", "from torch.distributed._composable import contract", "private to torch"),
@@ -281,11 +285,11 @@ _PLANTED = [
 _INNOCENT = [
     (
         "engine/units/unit.py",
-        "from ..buffer.dbuffer import DBuffer\nbuffer.all_reduce()\ngroup.reduce()\nlane.gather(x)",
+        "from ...buffer.dbuffer import DBuffer\nbuffer.all_reduce()\ngroup.reduce()\nlane.gather(x)",
     ),
     ("engine/units/unit.py", "import torch\ntorch.__version__\ntorch.gather(x, 0, i)\ntorch._foreach_copy_(a, b)"),
     ("buffer/lanes.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
-    ("_torch.py", "import torch._C\nfrom torch.distributed import ProcessGroup\nf = ProcessGroup._allgather_base"),
+    ("_torch/x.py", "import torch._C\nfrom torch.distributed import ProcessGroup\nf = ProcessGroup._allgather_base"),
     ("__init__.py", "from .api import fully_shard\nfrom .optim.step import fully_shard_optimizer"),
     ("layout/planner.py", "import torch\nfrom . import placement\nfrom flatshard.layout.ranges import x"),
 ]

@@ -7,6 +7,7 @@ On CUDA a lane is a stream, on CPU the process group's own queue of asynchronous
 from __future__ import annotations
 
 import functools
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -371,10 +372,9 @@ def watch_over(device: torch.device) -> bool:
     if _torch.backend_name(world, device) == _IN_THREADS:
         return True  # a process has one alarm and one flight record: ranks of it would write over each other's
     store = _torch.default_store()
-    known = weakref.ref(store)
     watched = Watched(
-        store=lambda prefix: _torch.own_store(known(), prefix),
-        kept=_torch.kept_store(store) if dist.get_rank() == 0 else None,
+        store=functools.partial(_own_store, weakref.ref(store)),
+        kept=_kept_store(store) if dist.get_rank() == 0 else None,
         rank=dist.get_rank(),
         world=world.size(),
         is_lost_peer=_torch.lost_a_peer,
@@ -382,3 +382,20 @@ def watch_over(device: torch.device) -> bool:
     )
     alarm.start(store, watched)
     return True
+
+
+def _own_store(known: weakref.ref[Any], prefix: str) -> Any:
+    """A store with a connection of its own: who waits for a key holds up all others of the same connection."""
+    store = known()
+    if store is None:
+        raise RuntimeError("the process group is gone, and its store")
+    return _torch.PrefixStore(prefix, store.clone())
+
+
+def _kept_store(store: Any) -> Any:
+    """What keeps the server of a store alive that this process may have; None if torchrun has it."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true":
+        return None
+    while isinstance(store, _torch.PrefixStore):
+        store = store.underlying_store
+    return store if isinstance(store, _torch.TCPStore) else None

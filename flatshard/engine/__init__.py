@@ -9,7 +9,7 @@
     watch            where a backward stands
     units            one `fully_shard` call: its hooks and phases
     schedule         what the units of one root share, optional units among it
-    build            from modules to units and roots
+    tree             from modules to units and roots
 
 A training step of ZeRO 3 goes through units/unit.py, schedule/root.py, groups/param_group.py, weights/source.py,
 watch/calls.py, gradients/gradients.py and schedule/reduces.py, and needs nothing of rows, formats, optional units and

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from flatshard import _torch
 from flatshard.buffer import Lane
 from flatshard.buffer.groups import joint_group
-from flatshard.buffer.ragged import RaggedDTensor
+from flatshard.buffer.ragged import RaggedDTensor, chunk, write_item
 from flatshard.checkpoint.errors import CheckpointError
 
 _ANY = Callable[[Any], bool]
@@ -33,7 +33,7 @@ def gather_and_compute_chunk_metadata(dtensor: DTensor) -> Any:
     local = _torch.local_of(dtensor)
     if isinstance(dtensor, RaggedDTensor):
         boxes = dtensor.__create_chunk_list__()
-        return boxes[0] if boxes else _torch.chunk([0] * dtensor.dim(), tuple(local.shape))
+        return boxes[0] if boxes else chunk([0] * dtensor.dim(), local.shape)
     mesh = dtensor.device_mesh
     lane = Lane("uneven", torch.device(mesh.device_type))
     said = f"{tuple(dtensor.shape)} {dtensor.placements} {dtensor.dtype}"
@@ -47,15 +47,15 @@ def gather_and_compute_chunk_metadata(dtensor: DTensor) -> Any:
         sizes[placement.dim] = sum(held)
     whole = tuple(sizes) == tuple(dtensor.shape)
     _agree(lane, mesh, int(whole), f"the parts of a tensor do not compose its shape {tuple(dtensor.shape)}", wanted=1)
-    return _torch.chunk(offsets, tuple(local.shape))
+    return chunk(offsets, local.shape)
 
 
 def _inner_first(placements: Sequence[Any]) -> list[int]:
     """The sharded axes, from the one that cuts last. A strided shard is cut after those that follow it."""
     for placement in placements:
-        if not isinstance(placement, (Shard, Replicate)) and not _torch.is_strided(placement):
+        if not isinstance(placement, (Shard, Replicate, _torch.StridedShard)):
             raise ValueError(f"a tensor that is placed {placement} has no parts that make it up")
-    strided = [axis for axis, placement in enumerate(placements) if _torch.is_strided(placement)]
+    strided = [axis for axis, placement in enumerate(placements) if isinstance(placement, _torch.StridedShard)]
     plain = [axis for axis, p in enumerate(placements) if isinstance(p, Shard) and axis not in strided]
     return [*strided, *reversed(plain)]
 
@@ -90,7 +90,7 @@ def update_uneven_dtensor_chunk_metadata(dtensor: DTensor) -> None:
     box, local = gather_and_compute_chunk_metadata(dtensor), _torch.local_of(dtensor)
 
     def write_items(fqn: str, tensor: Any) -> list[Any]:
-        return [_torch.write_item(fqn, box, dtensor.shape, local)] if local.numel() else []
+        return [write_item(fqn, box, dtensor.shape, local)] if local.numel() else []
 
     described: Any = local
     described.__create_chunk_list__ = lambda: [box]

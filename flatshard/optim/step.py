@@ -458,7 +458,10 @@ def _wrap_scalars(optimizer: Optimizer) -> None:
                 state[key] = _torch.like_dtensor(parameter, value.to(_torch.local_of(parameter).device))
 
 
-register_optimizer_step_pre_hook(_before_step)
+@functools.cache
+def watch_steps() -> None:
+    """Snapshot at every optimizer of this process before it steps, from now on."""
+    register_optimizer_step_pre_hook(_before_step)
 
 
 def repoint(optimizer: Optimizer) -> None:

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from flatshard.buffer import Pool, Ticket
-from flatshard.engine.build.tree import find_root
 from flatshard.engine.gradients.gradients import Gradients
 from flatshard.engine.gradients.reduction import Goal, Reduction
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.parameters.sharded_param import ShardedParam
 from flatshard.engine.program import Pass
+from flatshard.engine.tree.roots import find_root
 from flatshard.engine.units.intent import Intent
 from flatshard.engine.units.unit import Unit, own
 from flatshard.engine.weights.source import Source

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from flatshard import fully_shard, fully_shard_optimizer, microbatch
-from flatshard.engine.build.build import units_below
+from flatshard.engine.tree.build import units_below
 from flatshard.engine.units.unit import unit_of
 from tests.dist.models import assert_rows, batches, make_net
 from tests.dist.test_counts import DIM, Chain

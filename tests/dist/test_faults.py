@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flatshard import MixedPrecisionPolicy, SchedulePolicy, fully_shard, fully_shard_optimizer, microbatch
-from flatshard.engine.build.build import units_below
+from flatshard.engine.tree.build import units_below
 from flatshard.engine.units.unit import unit_of
 from flatshard.engine.watch.calls import Call
 from tests.bench.script import free_port

@@ -9,7 +9,7 @@ from torch import nn
 
 import flatshard
 from flatshard import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer, microbatch, no_shard
-from flatshard.engine.build.build import units_below
+from flatshard.engine.tree.build import units_below
 from flatshard.engine.units.unit import unit_of
 from tests.bench.script import as_script, free_port
 from tests.dist.models import assert_rows

@@ -14,7 +14,7 @@ from flatshard import SchedulePolicy, fully_shard, microbatch, summary
 from flatshard.buffer import Lane, Planner, Pool, Ticket
 from flatshard.buffer.planned import make_plan
 from flatshard.buffer.pools import _Slot
-from flatshard.engine.build.tree import find_root
+from flatshard.engine.tree.roots import find_root
 from flatshard.engine.units.unit import unit_of
 from tests.dist.models import assert_rows, loss_of, make_net
 from tests.dist.test_counts import DEPTH, DIM, Chain, equal, sharded_chain

@@ -17,7 +17,7 @@ from torch import nn
 
 import flatshard
 from flatshard import fully_shard, fully_shard_optimizer, microbatch, no_shard
-from flatshard.engine.build.build import units_below
+from flatshard.engine.tree.build import units_below
 from flatshard.engine.units.unit import Phase
 from tests.dist.random_models import DIM, Case, Leaf, build, rows_of
 from tests.dist.test_random_models import compare, loss_of, optimizer_of

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flatshard import fully_shard_optimizer, microbatch
-from flatshard.engine.build.build import units_below
+from flatshard.engine.tree.build import units_below
 from flatshard.engine.units.unit import Phase, unit_of
 from tests.dist.models import batches, loss_of, make_net
 from tests.dist.test_errors import Bomb

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from flatshard import MixedPrecisionPolicy, Placements, fully_shard, fully_shard_optimizer, microbatch
-from flatshard.engine.build.build import units_below
+from flatshard.engine.tree.build import units_below
 from flatshard.engine.units.unit import unit_of
 from flatshard.layout import Flat, Partial, Replicate
 from tests.bench.pairs import pairwise

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import flatshard
 from flatshard import _torch, fully_shard, fully_shard_optimizer
-from flatshard.engine.build.tree import find_root
+from flatshard.engine.tree.roots import find_root
 from flatshard.engine.units.unit import unit_of
 
 

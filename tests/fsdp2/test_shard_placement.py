@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import flatshard
-from flatshard import _torch, fully_shard, fully_shard_optimizer
+from flatshard import fully_shard, fully_shard_optimizer
 from flatshard._torch import SUBCLASSES_DISPATCH
+from flatshard.buffer.rules import is_cut_alike
 from flatshard.engine.units.unit import unit_of
 
 pytestmark = pytest.mark.sampled(2)
@@ -177,7 +178,7 @@ def _checkpoint(rank, world, folder):
             assert torch.equal(ours.full_tensor(), theirs.full_tensor())
             for key in ("exp_avg", "exp_avg_sq"):
                 mine, loaded = optimizer.state[ours][key], its.state[theirs][key]
-                assert _torch.is_cut_alike(loaded, theirs)
+                assert is_cut_alike(loaded, theirs)
                 assert torch.equal(mine.full_tensor(), loaded.full_tensor())
         saved = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
         for name, whole in flatshard.checkpoint.iter_full_tensors(other, bucket_bytes=1):

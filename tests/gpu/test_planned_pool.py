@@ -11,7 +11,7 @@ from torch import nn
 
 from flatshard import SchedulePolicy, fully_shard
 from flatshard.buffer import Pool
-from flatshard.engine.build.tree import find_root
+from flatshard.engine.tree.roots import find_root
 from flatshard.engine.units.unit import unit_of
 from flatshard.rehearsal import rehearse
 from tests.dist.models import make_net, train

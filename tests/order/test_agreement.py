@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from flatshard import CPUOffloadPolicy, MixedPrecisionPolicy, SchedulePolicy, fully_shard, gathered
 from flatshard.buffer import Lane
 from flatshard.engine import steps
-from flatshard.engine.build.build import units_below
 from flatshard.engine.parameters.values import checksum, spread
 from flatshard.engine.schedule.agreement import patience
+from flatshard.engine.tree.build import units_below
 from tests.order.cases import DIM, Chain, make, rows, shard
 
 pytestmark = [pytest.mark.xdist_group("interpreters"), pytest.mark.limit(60)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flatshard import SchedulePolicy
-from flatshard.engine.build.build import units_below
+from flatshard.engine.tree.build import units_below
 from flatshard.engine.units.unit import unit_of
 from flatshard.layout import planner
 from flatshard.rehearsal import rehearse

@@ -17,7 +17,7 @@ from benchmarks.systems import SYSTEMS
 from benchmarks.table import CASES, NETWORK
 from flatshard import shard_model
 from flatshard.cli import main
-from flatshard.engine.build.build import units_below
+from flatshard.engine.tree.build import units_below
 from flatshard.rehearsal import rehearse
 from flatshard.rehearsal.ledger import difference
 from flatshard.rehearsal.network import get_network

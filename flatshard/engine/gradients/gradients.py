@@ -194,7 +194,7 @@ class Gradients:
             if full is not None and gradient is not None:
                 full.grad = None
                 if inner is not None:
-                    gradient = taken[index] = _torch.local_gradient(gradient, inner)
+                    gradient = taken[index] = inner.local_gradient(gradient)
                 if type(gradient) is not torch.Tensor:
                     taken[index] = as_plain(gradient)
         return taken

@@ -23,17 +23,19 @@ from torch.distributed.tensor import DTensor
 from flatshard import _torch
 from flatshard.buffer import DBuffer
 from flatshard.buffer.dtensor import as_dtensor
+from flatshard.buffer.rules import is_cut_alike
 from flatshard.engine.groups.names import Names
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.groups.registry import OWNER, adopt, group_of, supersede
 from flatshard.engine.parameters.sharded_param import ShardedParam
 from flatshard.engine.parameters.snapshot import Snapshot
 from flatshard.engine.weights.codec import unfilled
+from flatshard.engine.weights.source import lasting_tensors
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
-@_torch.lasting()
+@lasting_tensors()
 def absorb(
     group: ParamGroup, awaited: bool, *, root: nn.Module | None = None, wait: bool = False, ours: bool = False
 ) -> None:
@@ -242,7 +244,7 @@ def _refuse_others(group: ParamGroup, found: Sequence[nn.Parameter], names: Name
                 "torch.func.functional_call; a sharded model takes parameters only, and keeps them"
             )
         expected = param.sharded if group.is_extended else as_dtensor(group.main, index, param.inner)
-        if not isinstance(parameter, DTensor) or not _torch.is_cut_alike(parameter, expected):
+        if not isinstance(parameter, DTensor) or not is_cut_alike(parameter, expected):
             raise ValueError(
                 f"parameter '{names[index]}' was replaced by {_described(parameter)}; a sharded parameter can be "
                 f"replaced only by {_described(expected)}, cut like it over the same mesh"

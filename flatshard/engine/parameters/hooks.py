@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from flatshard import _torch
 from flatshard.buffer import DBuffer
+from flatshard.buffer.rules import is_cut_alike
 from flatshard.engine.parameters.sharded_param import ShardedParam
 
 
@@ -28,7 +30,7 @@ def change_gradients(
             changed = hook(_torch.like_dtensor(param.sharded, view))
             if changed is None:
                 continue
-            if not _torch.is_parallel(changed) or not _torch.is_cut_alike(changed, param.sharded):
+            if not isinstance(changed, DTensor) or not is_cut_alike(changed, param.sharded):
                 raise TypeError(
                     f"a hook on parameter '{param.name}' returned {type(changed).__name__} instead of a gradient that "
                     "is sharded as the parameter is; compute it from the gradient that the hook was given"

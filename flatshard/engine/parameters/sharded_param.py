@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from flatshard import _torch
 from flatshard.buffer import DBuffer
-from flatshard.buffer.dtensor import as_dtensor
+from flatshard.buffer.dtensor import Parallel, as_dtensor
 from flatshard.engine.parameters.structure import Structure
 
 PLAIN = "_flatshard_plain"  # on a parameter that is a DTensor, of which its module wants the local part
@@ -63,7 +64,7 @@ class ShardedParam:
     sites: list[Site]
     sharded: nn.Parameter  # a DTensor over main: what optimizers and checkpoints see
     full: nn.Parameter | None = None  # what the forward sees, once there has been one
-    inner: _torch.Parallel | None = None  # of the full parameter, where tensor parallelism made it a DTensor
+    inner: Parallel | None = None  # of the full parameter, where tensor parallelism made it a DTensor
     attributes: dict[str, object] = field(default_factory=dict)  # of `sharded`, should it be replaced
     made_of: tuple[Structure, list[bool]] | None = None  # a subclass that is gathered leaf by leaf, and which are cut
 
@@ -100,8 +101,8 @@ def make_params(
     params = []
     for index, (name, original, sites) in enumerate(named):
         hidden = bool(original.__dict__.get(PLAIN))
-        inner = _torch.Parallel(_torch.spec_of(original), *axes, hidden) if _torch.is_parallel(original) else None
-        inner = inner if apart is None else _torch.held_apart(original, apart)
+        inner = Parallel(_torch.spec_of(original), *axes, hidden) if isinstance(original, DTensor) else None
+        inner = inner if apart is None else Parallel.held_apart(original, apart)
         local = None if locals_ is None else locals_[index]
         sharded = _torch.as_parameter(as_dtensor(main, index, inner, local), original.requires_grad)
         sharded.__dict__.update(attributes_of(original))

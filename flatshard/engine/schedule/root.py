@@ -22,7 +22,6 @@ from flatshard.engine.schedule.agreement import Agreement, Announcer, check_mode
 from flatshard.engine.schedule.keep import arriving_bytes, opening_bytes
 from flatshard.engine.schedule.optional import OptionalUnits, refuse_backward_of_two, refuse_forward_within
 from flatshard.engine.schedule.reduces import Reduces
-from flatshard.engine.units import stray_use
 from flatshard.engine.units.changes import absorb_moved
 from flatshard.engine.units.leases import Lease
 from flatshard.engine.units.unit import Unit, unit_of, unit_with
@@ -65,7 +64,6 @@ class Root:
         self._done: set[int] = set()  # units that the running backward has left
         # Ranks compare steps in check mode. Those of the process are more where a rank trains something of its own.
         self._step, self._taken = 1, steps.taken()
-        self._is_parallel = any(group.params[0].is_parallel for unit in units for group in unit.groups)
         self.task = -1  # of autograd, of which the running backward is
         self._end: weakref.ref[_End] | None = None  # what is to happen at the end of the running backward
         self.optional = OptionalUnits(self, self.reduce_lane.own_groups) if has_optional else None
@@ -142,8 +140,6 @@ class Root:
         record.phase = _PHASE[kind]
         self.program.is_profiled = _torch.profiling()
         self.program.begin(kind, entry.index)
-        if self._is_parallel:
-            stray_use.pass_begins(self)
         for unit in self.units:
             if Lease.USER in unit.leases and not unit.shows_full:
                 self.gather(unit)
@@ -195,8 +191,6 @@ class Root:
         record.phase = _PHASE[Pass.BACKWARD]
         self.program.is_profiled = _torch.profiling()
         self.program.begin(Pass.BACKWARD, free=self.reduces.is_alike)
-        if self._is_parallel:
-            stray_use.pass_begins(self)
         end = _End(self)
         self._end = weakref.ref(end)
         _torch.at_end_of_backward(end)
@@ -263,8 +257,6 @@ class Root:
             self.optional.give_up()
         self.gather_pool.forget()
         self.program.abandon()
-        if self._is_parallel:
-            stray_use.pass_ends(self)
 
     def give_up_broken(self) -> None:
         """Recover if an exception has broken the last pass off: nothing runs any more, and nobody has noticed."""
@@ -571,8 +563,6 @@ class Root:
             self.program.has_launched = True  # a look-up
         self.announcer.end_pass(self.gather_lane, self.reduces.pool.lane)
         self.program.end(is_held=any(Lease.USER in unit.leases for unit in self.units))
-        if self._is_parallel:
-            stray_use.pass_ends(self)
         record.phase = 0
 
 

@@ -83,7 +83,8 @@ def written(unit: Unit) -> Iterator[None]:
         if group.is_extended:
             raise TypeError(f"parameter '{Names(group, _root(unit))[0]}' is of a tensor subclass; write its local part")
     with torch.no_grad():
-        copies = [nn.Parameter(_torch.whole(param.sharded), requires_grad=False) for param in params]
+        sharded: list[Any] = [param.sharded for param in params]
+        copies = [nn.Parameter(each.full_tensor().detach().clone(), requires_grad=False) for each in sharded]
     for param, copied in zip(params, copies):
         copied.requires_grad_(param.sharded.requires_grad)
         for site in param.sites:

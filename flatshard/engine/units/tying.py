@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
-from flatshard import _torch
+from flatshard.buffer.rules import is_cut_alike
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.groups.registry import group_of, owner_of, retire
 from flatshard.engine.parameters.sharded_param import ShardedParam, Site
@@ -44,7 +44,7 @@ def _tie(
             take_over(other)
             break
     owner = owner_of(found) if group_of(found) is not None else None
-    if owner is None or not _torch.is_cut_alike(found, param.sharded):
+    if owner is None or not is_cut_alike(found, param.sharded):
         return
     lender, lent = owner[0], owner[0].params[owner[1]]
     if not any(each is lent for other in unit.root.units for each in _params(other)):

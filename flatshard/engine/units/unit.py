@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from flatshard.engine.program import Pass, Program
 from flatshard.engine.rows.lookup import Rows
 from flatshard.engine.units.intent import Intent, Place
 from flatshard.engine.units.leases import Lease
+from flatshard.engine.units.stray_use import explain
 from flatshard.engine.watch.calls import Call, LeftBehind, anchored
 from flatshard.engine.watch.transforms import watch_transformed
 from flatshard.engine.watch.trees import cast_floating, to_device
@@ -344,6 +346,7 @@ class Unit:
         if call.inner:
             call.inner -= 1
             return
+        explain(sys.exc_info()[1], self.rows is not None)
         # A recompute that stops early raises too, but enters nothing.
         call.close(module)
         call.running.discard(id(module))
@@ -507,8 +510,11 @@ class Unit:
 
         It asks the modules for their parameters before the first of the two, and found sharded ones.
         """
+        if "torch.distributed.pipelining" not in sys.modules:
+            return
         wanted = [m.full for group in self.groups for m in group.params if m.full is not None and m.full.requires_grad]
-        if any(map(_torch.leaves_weights_to_another, wanted)):
+        nodes = [torch.autograd.graph.get_gradient_edge(full).node for full in wanted]
+        if not all(map(_torch.will_be_executed, nodes)):
             raise RuntimeError(
                 f"unit '{self.name}' was released after its forward, and this pipeline schedule computes the gradients "
                 "of weights apart from those of inputs, which needs the weights to stay: call fully_shard with "

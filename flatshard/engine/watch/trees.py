@@ -103,7 +103,9 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> A
         return result
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _map_dataclass(change, value)
-    return _torch.pytree_map(change, value)
+    leaves, spec = _torch.tree_flatten(value)
+    new = [change(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return value if all(a is b for a, b in zip(new, leaves)) else _torch.tree_unflatten(new, spec)
 
 
 def _map_dataclass(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

@@ -11,19 +11,28 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard import _torch
 from flatshard.buffer import DONE, DBuffer, Pool, Ticket, turns
 from flatshard.engine.weights.codec import Blocks, Cast, DecodingCodec
 from flatshard.engine.weights.offload import Home
 from flatshard.layout import Flat, Layout, Placement, Replicate
 from flatshard.policy import Placements
+
+
+@contextmanager
+def lasting_tensors() -> Iterator[None]:
+    """Where tensors are made that outlive the running pass: made under inference mode, training could never use them.
+
+    Gradients are off: nothing of it belongs to a graph.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class Source:
@@ -392,7 +401,7 @@ class FromBytes(Gathered):
         pool, wire = self._pool, self._wire
         assert pool is not None
         assert wire is not None
-        with _torch.lasting() if torch.is_inference_mode_enabled() else nullcontext():
+        with lasting_tensors() if torch.is_inference_mode_enabled() else nullcontext():
             buffer = self._allocated(pool, self._lasting, here=True)
             self._blocks.decode(wire, buffer)
             pool.release(wire.local)
@@ -424,7 +433,7 @@ class Decoded(Source):
         self._pool, self._is_open = pool, False
         lane, axis = pool.lane, self._mesh.ndim - 1
         group, ranks = lane.group(self._mesh, axis), self._mesh.size(axis)
-        with lane.entered(), _torch.lasting():
+        with lane.entered(), lasting_tensors():
             given = self._codec.encode()
             if not self.wire:
                 self.wire = [pool.empty(each.numel() * ranks, each.dtype) for each in given]
@@ -435,7 +444,7 @@ class Decoded(Source):
 
     def open(self) -> None:
         if not self._is_open:
-            with _torch.lasting():
+            with lasting_tensors():
                 self._codec.decode(self.wire)
             self._is_open = True
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatshard.engine.build.tree import find_root
 from flatshard.engine.groups.param_group import ParamGroup
+from flatshard.engine.tree.roots import find_root
 from flatshard.engine.units.unit import Phase, Unit, unit_of
 from flatshard.module import FSDPModule, share_comm_ctx
 
