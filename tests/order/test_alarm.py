@@ -28,6 +28,7 @@ from flatshard.cli import main
 from flatshard.trust.alarm import Alarm, Watched
 from flatshard.trust.blame import blame, read_records
 from flatshard.trust.record import CAPACITY, Record, decoded, in_range, ranges, records_folder
+from flatshard.trust.watch import Watch
 from tests.bench.script import as_interpreter, free_port
 
 _ROOT = Path(__file__).parents[2]
@@ -363,8 +364,10 @@ class _Launched:
 def own_record(monkeypatch):
     """A record, and an alarm that looks at it, of a rank whose process group waits for 30 seconds."""
     record, alarm = Record(), Alarm()
-    monkeypatch.setattr("flatshard.trust.alarm.record", record)
-    alarm._group = Watched(store=lambda prefix: dist.HashStore(), kept=None, rank=0, world=2)
+    for module in ("alarm", "errors", "survey", "timeouts", "verdict", "watch"):
+        monkeypatch.setattr(f"flatshard.trust.{module}.record", record)
+    group = Watched(store=lambda prefix: dist.HashStore(), kept=None, rank=0, world=2)
+    alarm._watch = Watch(group, "alarm", None, alarm._verdict)
     return record, alarm
 
 
@@ -382,17 +385,16 @@ def test_a_launch_that_does_not_end_times_out(own_record):
     launches = [_Launched(True), _Launched(), _Launched()]
     for name, launched in zip("abc", launches):
         record.append(wire, 0, name, 8, launched)
-    for _ in range(20):
-        alarm._look_for_time_outs(2.0)
-        if record.oldest_open().name == "b" and alarm._stuck_for > 20:
+    for look in range(20):
+        alarm._tick(2.0)
+        if look == 12:
             launches[1].ended = True  # late, and in time; the next one has waited behind it
-    assert alarm.raised is None
-    alarm._look_for_time_outs(2.0)
-    for _ in range(10):
-        alarm._look_for_time_outs(2.0)
-    _until(lambda: alarm.raised is not None)
-    assert "all_gather c (8 bytes, step 0) has not ended within 30 s" in alarm.raised
-    assert "No answer from rank 1" in alarm.raised
+    assert alarm._verdict.reason is None
+    for _ in range(11):
+        alarm._tick(2.0)
+    _until(lambda: alarm._verdict.reason is not None)
+    assert "all_gather c (8 bytes, step 0) has not ended within 30 s" in alarm._verdict.reason
+    assert "No answer from rank 1" in alarm._verdict.reason
     assert "timed out all_gather c" in record.told()
     assert "ended     all_gather b" in record.told()
 
@@ -413,13 +415,13 @@ def test_what_is_captured_is_not_waited_for(own_record):
 def test_a_rank_that_is_gone_ends_only_those_who_wait_for_it(own_record, ranks, ends):
     record, alarm = own_record
     record.append(record.wire(f"gather {ranks}", 30.0), 0, "a", 8, _Launched())
-    alarm._hear({"lost": 1})
-    assert alarm.raised == "rank 1 has ended without a word: it was killed, or has crashed"
-    alarm._ended_at -= 60
-    with mock.patch.object(alarm, "_end") as end:
+    alarm._watch._hear({"lost": 1})
+    assert alarm._verdict.reason == "rank 1 has ended without a word: it was killed, or has crashed"
+    alarm._verdict._since -= 60
+    with mock.patch("flatshard.trust.exits.end_stuck") as end:
         alarm._tick(1.0)
         assert end.called == ends
-        alarm._hear({"raised": "ValueError: no data", "rank": 2})
+        alarm._watch._hear({"raised": "ValueError: no data", "rank": 2})
         alarm._tick(1.0)
         assert end.called
 
@@ -439,14 +441,14 @@ def test_a_device_that_is_in_error_is_asked_in_vain(own_record):
 # Throws an exception of torch.distributed, or of somebody else, on a thread that catches nothing.
 _THROW = """
 import ctypes, os, sys, threading, torch
-from flatshard.trust.uncaught import Uncaught
+from flatshard.trust.terminate import TerminateHandler
 
 def ends(is_distributed):
     print("told on", threading.current_thread().name, flush=True)
     if is_distributed:
         os._exit(7)
 
-Uncaught(ends).install()
+TerminateHandler(ends).install()
 cpp, torch_cpu = ctypes.CDLL("libstdc++.so.6"), ctypes.CDLL(os.path.dirname(torch.__file__) + "/lib/libtorch_cpu.so")
 allocate, throw = cpp["__cxa_allocate_exception"], cpp["__cxa_throw"]
 allocate.restype, throw.argtypes = ctypes.c_void_p, [ctypes.c_void_p] * 3

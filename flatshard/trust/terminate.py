@@ -15,7 +15,7 @@ _OURS = re.compile(rb"N3c10\d+Dist\w*ErrorE")  # c10::DistBackendError and other
 _Handler = ctypes.CFUNCTYPE(None)
 
 
-class Uncaught:
+class TerminateHandler:
     """Calls a function when a C++ exception is about to end the process, on the thread that threw it.
 
     Its argument says whether the exception is one of torch.distributed's. Where NCCL fails twice at once, nobody can
