@@ -24,8 +24,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from flatshard import _torch
 from flatshard.checkpoint import CheckpointError
 from flatshard.train.build import build_mesh
-from flatshard.train.command import has_own_gpus, started_world
 from flatshard.train.data import load_text
+from flatshard.train.environment import has_own_gpus, started_world
 from flatshard.train.meeting import meet
 from flatshard.train.progress import run_with_display
 from flatshard.train.settings import Mistake, Settings

@@ -9,12 +9,10 @@ import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from flatshard.train.settings import Mistake
-
-if TYPE_CHECKING:
-    from flatshard.train.trainer import Step
+from flatshard.train.step import Step
 
 _BEGINNING = b'{"step": '  # of a line
 _SECONDS = 1.0  # between two writes: each waits for the device

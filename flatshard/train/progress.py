@@ -14,8 +14,9 @@ from typing import Any, Protocol
 import torch
 
 from flatshard.train.settings import FILE, Settings
+from flatshard.train.step import Step
 from flatshard.train.stop import named, reader_is_gone
-from flatshard.train.trainer import Step, Trainer
+from flatshard.train.trainer import Trainer
 
 _LINES = 12  # of a run that is not in a terminal
 _SILENCE = 60.0  # seconds: the longest between two of these

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,26 +24,11 @@ from flatshard.train.build import build_model, build_optimizer, set_capturable, 
 from flatshard.train.data import Text, batch_rows, held_rows
 from flatshard.train.log import Log
 from flatshard.train.settings import FILE, Mistake, Settings
+from flatshard.train.step import Step
 from flatshard.train.stop import Stop
 
 _LOOK = 16  # tokens of a sample from one look at whether it is to end to the next
 _RECORDED = (3, 5)  # steps of a run that --record takes; the first has no beginning
-
-
-@dataclass(frozen=True)
-class Step:
-    """One optimizer step. The tensors have no dims and are equal on all ranks; reading one waits for the device.
-
-    ``loss``: mean over the whole batch, before the update, in nats per token. ``grad_norm``: before clipping.
-    ``val_loss`` and ``sample``: of the model after the update, where it was time for them.
-    """
-
-    number: int
-    loss: Tensor
-    grad_norm: Tensor
-    lr: float
-    val_loss: Tensor | None = None
-    sample: str | None = None
 
 
 class Trainer:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from flatshard.cli import main
 from flatshard.train.log import Log, check
 from flatshard.train.meeting import own_part
-from flatshard.train.trainer import Step
+from flatshard.train.step import Step
 from tests.bench.script import as_command, free_port
 from tests.train import crash
 
