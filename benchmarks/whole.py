@@ -87,8 +87,10 @@ def newton_schulz(gradient: torch.Tensor) -> torch.Tensor:
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adamw": lambda model: flatshard.fully_shard_optimizer(adamw(list(model.parameters()))),
-    "muon": lambda model: flatshard.optim.Together([flatshard.whole_optimizer(muon, model, is_whole), rest(model)]),
-    "gathered": lambda model: flatshard.optim.Together(
+    "muon": lambda model: flatshard.optim.CombinedOptimizer(
+        [flatshard.whole_optimizer(muon, model, is_whole), rest(model)]
+    ),
+    "gathered": lambda model: flatshard.optim.CombinedOptimizer(
         [Gathered([p for n, p in model.named_parameters() if is_whole(n, p)]), rest(model)]
     ),
 }
@@ -141,8 +143,8 @@ def measure(case: str, row: str, steps: int, warmup: int = 3) -> dict[str, float
 def owned(together: Any) -> tuple[list[tuple[int, ...]], float]:
     """The shapes that this rank owns, and their cost to the mean of all ranks."""
     side = together.optimizers[0].__dict__["_flatshard_local"]
-    costs = {each.name: side.choice.cost(each.matrix.shape) for each in side.seen}
-    mine = [each for each in side.seen if each.is_mine]
+    costs = {each.name: side.options.cost(each.matrix.shape) for each in side.matrices}
+    mine = [each for each in side.matrices if each.is_mine]
     mean = sum(costs.values()) / mine[0].meeting.size
     return [each.matrix.shape for each in mine], sum(costs[each.name] for each in mine) / mean
 

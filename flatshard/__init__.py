@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from flatshard.model import shard_model
     from flatshard.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
     from flatshard.optim.clip import clip_grad_norm_, find_nonfinite, grad_norms, weight_norms
-    from flatshard.optim.shared import sum_shared_gradients
+    from flatshard.optim.pipeline import sum_shared_gradients
     from flatshard.optim.step import fully_shard_optimizer, whole_optimizer
     from flatshard.policy import (
         CPUOffloadPolicy,
@@ -51,7 +51,7 @@ _HOMES = {
     "model": ("shard_model",),
     "module": ("FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"),
     "optim.clip": ("clip_grad_norm_", "find_nonfinite", "grad_norms", "weight_norms"),
-    "optim.shared": ("sum_shared_gradients",),
+    "optim.pipeline": ("sum_shared_gradients",),
     "optim": (),
     "optim.step": ("fully_shard_optimizer", "whole_optimizer"),
     "policy": (

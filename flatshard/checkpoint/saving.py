@@ -19,7 +19,7 @@ from flatshard.checkpoint.errors import CheckpointError, together
 from flatshard.checkpoint.files import FORMAT, MANIFEST, Manifest, sync_folder, write_boxes, write_manifest
 from flatshard.checkpoint.progress import bar
 from flatshard.checkpoint.state import Snapshot, take
-from flatshard.optim.step import shown_state
+from flatshard.optim.step import saved_state
 
 _LOG = logging.getLogger("flatshard")
 _SAVING, _DELETING = ".saving-", ".deleting-"
@@ -94,7 +94,7 @@ def save(
     if previous is not None:
         previous.wait_unless_told()
     ranks = Exchange("checkpoint_save")
-    state = {} if optimizer is None else shown_state(optimizer)
+    state = {} if optimizer is None else saved_state(optimizer)
     taken: list[Snapshot] = []
 
     def prepare() -> tuple[str, Any]:

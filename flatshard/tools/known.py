@@ -8,7 +8,7 @@ from typing import Any
 
 
 def _eight_bits(shape: tuple[int, ...], size: int) -> float:
-    from flatshard.optim.eight import state_bytes
+    from flatshard.optim.adamw8bit import state_bytes
 
     return state_bytes(shape)
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flatshard.api import fully_shard
+from flatshard.optim.combined import CombinedOptimizer
 from flatshard.optim.step import fully_shard_optimizer, whole_optimizer
-from flatshard.optim.together import Together
 from flatshard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from flatshard.train.model import Llama, mean_loss
 from flatshard.train.settings import Mistake, Settings
@@ -147,7 +147,7 @@ def build_optimizer(model: nn.Module, blocks: list[nn.Module], settings: Setting
         options: Any = {"lr": settings.lr, "weight_decay": settings.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
         return torch.optim.Muon(matrices, **options)
 
-    return Together([whole_optimizer(make, model, lambda name, parameter: parameter in inside), adamw])
+    return CombinedOptimizer([whole_optimizer(make, model, lambda name, parameter: parameter in inside), adamw])
 
 
 def set_capturable(optimizer: torch.optim.Optimizer, lr: Tensor | None) -> None:

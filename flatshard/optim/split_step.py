@@ -1,4 +1,4 @@
-"""Several calls of an optimizer's step that count as one."""
+"""One step of an optimizer, made of several calls with some of the parameters each."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 _NUMBERS = (int, float, bool)  # what optimizers count with, on themselves
 
 
-class Calls:
-    """Of one step: each begins with the same options and numbers."""
+class SplitStep:
+    """The calls of one step. Each begins with the same options and numbers."""
 
     def __init__(self, optimizer: Optimizer, base: Callable[[], Any]) -> None:
-        self.groups, self.seen = optimizer.param_groups, set[int]()
+        self.groups, self.stepped = optimizer.param_groups, set[int]()
         self.result: Any = None
         self._optimizer, self._base = optimizer, base
         self._options = [{k: v for k, v in group.items() if k != "params"} for group in self.groups]
@@ -24,7 +24,9 @@ class Calls:
         self._numbers = {k: v for k, v in optimizer.__dict__.items() if type(v) in _NUMBERS}
 
     @contextmanager
-    def lent(self, params: Sequence[Sequence[torch.Tensor]], empty: Sequence[int] = ()) -> Iterator[Callable[[], Any]]:
+    def with_params(
+        self, params: Sequence[Sequence[torch.Tensor]], empty: Sequence[int] = ()
+    ) -> Iterator[Callable[[], Any]]:
         """In it, the optimizer has these parameters. Groups without any are left out, but for those in ``empty``."""
         numbers = [number for number, mine in enumerate(params) if mine or number in empty]
         # Of tensors, copies: some optimizers count in them, too.
@@ -41,7 +43,7 @@ class Calls:
             for key, value in copies[number].items():
                 if group.get(key) is value and value._version == 0:  # has not been written to
                     group[key] = self._options[number][key]
-            self.seen.add(number)
+            self.stepped.add(number)
             before = self._after.setdefault(number, group)
             both = before.keys() & group.keys()
             odd = next((k for k in {**before, **group} if k not in both or not _same(before[k], group[k])), None)

@@ -1,8 +1,8 @@
 """Pieces of matrices on their way between the ranks that hold them and the ranks that own them.
 
-The ranks among which a matrix is cut meet: for each bucket of matrices there is one all-to-all in, of gradients and
-weights to the owners, and one out, of new weights to all who hold them. What goes from one rank to another is packed
-into one run of bytes, in the order of the matrices, so that both ends know where each piece lies.
+For each bucket of matrices the ranks that share them have one all-to-all in, of gradients and weights to the owners,
+and one out, of new weights to all who hold them. What goes from one rank to another is packed into one byte string, in
+the order of the matrices, so that both ends know where each piece is.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from flatshard.buffer import DONE, Lane, Ticket
 from flatshard.buffer.groups import joint_group
 from flatshard.buffer.ragged import RaggedDTensor
 from flatshard.layout import holding
-from flatshard.optim.owners import Box, Holders, Load
+from flatshard.optim.assignment import Box, Holders, MatrixTransfer
 
 Role: TypeAlias = Literal["gradient", "weight"]
 _ALIGN = 16  # bytes: a piece begins where vectorised copies can
 
 
-class Meeting:
-    """The ranks among which parameters are cut, and which own them: those along some axes of a mesh, or this one alone.
+class OwnerGroup:
+    """The ranks that share matrices, each of which one of them owns: those along some axes of a mesh, or one alone.
 
-    Of matrices that are not sharded, ``mesh`` is None: every rank has them, and owns them.
+    ``mesh`` is None for matrices that are not sharded: every rank has them, and owns them.
     """
 
     def __init__(self, mesh: DeviceMesh | None, axes: tuple[int, ...], device: torch.device) -> None:
@@ -89,11 +89,6 @@ class Meeting:
         return [parts[i * longest : i * longest + int(count)] for i, count in enumerate(lengths.tolist())]
 
 
-def held_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor: all of a plain one."""
-    return (_torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor).detach()
-
-
 def cut_axes(parameter: DTensor) -> tuple[int, ...]:
     """The axes of its mesh that cut a tensor."""
     mesh = parameter.device_mesh
@@ -116,10 +111,10 @@ def _box_at(parameter: DTensor, place: tuple[int, ...]) -> Box:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of matrix ``number`` in a run of bytes, and where it lies in the tensor it is taken from or put into.
+    """A box of matrix ``number`` in packed bytes, and where it lies in the tensor it is taken from or put into.
 
-    ``where`` is None for all of that tensor. Equal boxes of consecutive rows that lie in the run at equal distances, as
-    those of all ranks do where rows divide evenly, are one piece: ``times`` of them, each ``every`` elements.
+    ``where`` is None for all of that tensor. Equal boxes of consecutive rows that lie at equal distances, as those of
+    all ranks do where rows divide evenly, are one piece: ``times`` of them, each ``every`` elements.
     """
 
     number: int
@@ -140,7 +135,7 @@ class Piece:
         object.__setattr__(self, "_view", ((*stacked[0], *self.sizes), (*stacked[1], *strides), self.start))
 
     def of(self, packed: torch.Tensor) -> torch.Tensor:
-        """In the run, seen as elements of its dtype."""
+        """In the packed bytes, seen as elements of its dtype."""
         return packed.as_strided(*self._view)  # type: ignore[attr-defined]
 
     def within(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -152,7 +147,7 @@ class Piece:
 Tensors: TypeAlias = Mapping[Role, Mapping[int, torch.Tensor | None]]
 
 
-class _Run:
+class _Packing:
     """Pieces between this rank and each other one, and where they lie when packed."""
 
     def __init__(self) -> None:
@@ -201,12 +196,12 @@ def _stacks(boxes: Sequence[tuple[Box, int]], within: Box) -> list[tuple[int, in
 
 
 class _Packed:
-    """A run of bytes that comes and goes: its storage does, the views of its pieces stay."""
+    """Packed bytes. Their storage is allocated for each use; the views of the pieces stay."""
 
-    def __init__(self, run: _Run, like: torch.Tensor) -> None:
+    def __init__(self, packing: _Packing, like: torch.Tensor) -> None:
         """``like``: the bytes, or an empty tensor where they are to be."""
-        self.pieces, self.splits = run.pieces(), run.splits
-        self.bytes = like if like.numel() else like.new_empty(run.bytes)
+        self.pieces, self.splits = packing.pieces(), packing.splits
+        self.bytes = like if like.numel() else like.new_empty(packing.bytes)
         self._storage = self.bytes.untyped_storage()
         typed = {dtype: self.bytes.view(dtype) for dtype in dict.fromkeys(piece.dtype for piece in self.pieces)}
         self.places = [piece.of(typed[piece.dtype]) for piece in self.pieces]
@@ -218,28 +213,28 @@ class _Packed:
         self._storage.resize_(0)
 
 
-class Route:
+class AllToAll:
     """One all-to-all of a bucket, again and again. ``name`` tells it from others in records of what was launched."""
 
-    def __init__(self, meeting: Meeting, sent: _Run, received: _Run, name: str) -> None:
-        self._meeting, self._name = meeting, name
-        self._runs = sent, received
+    def __init__(self, owner_group: OwnerGroup, sent: _Packing, received: _Packing, name: str) -> None:
+        self._owner_group, self._name = owner_group, name
+        self._packings = sent, received
         self._packed: tuple[_Packed, _Packed] | None = None
         self._ticket: Ticket | None = None
 
     @property
     def bytes(self) -> int:
         """Of the packed pieces, sent and received."""
-        sent, received = self._runs
-        return sent.bytes + (received.bytes if self._meeting.size > 1 else 0)
+        sent, received = self._packings
+        return sent.bytes + (received.bytes if self._owner_group.size > 1 else 0)
 
     def launch(self, lane: Lane, tensors: Tensors) -> None:
         """Pack and send pieces of tensors, by role and number; None counts as zeros."""
-        is_alone = self._meeting.size == 1
+        is_alone = self._owner_group.size == 1
         if self._packed is None:
-            nothing = torch.empty(0, dtype=torch.uint8, device=self._meeting.device)
-            sent = _Packed(self._runs[0], nothing)
-            self._packed = sent, _Packed(self._runs[1], sent.bytes if is_alone else nothing)
+            nothing = torch.empty(0, dtype=torch.uint8, device=self._owner_group.device)
+            sent = _Packed(self._packings[0], nothing)
+            self._packed = sent, _Packed(self._packings[1], sent.bytes if is_alone else nothing)
         sent, received = self._packed
         sent.allocate()
         targets, sources = [], []
@@ -256,7 +251,7 @@ class Route:
             return
         received.allocate()
         self._ticket = lane.all_to_all(
-            self._meeting.group,
+            self._owner_group.group,
             received.bytes,
             sent.bytes,
             received.splits,
@@ -265,7 +260,7 @@ class Route:
             name=self._name,
         )
 
-    def land(self, tensors: Tensors) -> None:
+    def receive(self, tensors: Tensors) -> None:
         """Put what has come into tensors, by role and number, and free the bytes."""
         assert self._packed is not None
         assert self._ticket is not None
@@ -299,34 +294,37 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
         targets[number].copy_(sources[number])
 
 
-def routes(
-    meeting: Meeting, bucket: Sequence[tuple[int, Load]], dtypes: Sequence[tuple[torch.dtype, torch.dtype]], name: str
-) -> tuple[Route, Route]:
+def make_all_to_alls(
+    owner_group: OwnerGroup,
+    bucket: Sequence[tuple[int, MatrixTransfer]],
+    dtypes: Sequence[tuple[torch.dtype, torch.dtype]],
+    name: str,
+) -> tuple[AllToAll, AllToAll]:
     """The way in and the way out of a bucket of numbered matrices, whose gradients and weights have these dtypes."""
-    me = meeting.rank
-    runs = [_Run() for _ in range(4)]
-    to_owner, at_owner, from_owner, at_holder = runs
-    for rank in range(meeting.size):
-        for (number, load), (gradient, weight) in zip(bucket, dtypes):
-            whole, held = load.matrix.box, load.holders.boxes
-            copies = load.holders.copies
-            if load.owner == rank:
-                mine = whole.meet(held[me]) if whole.sizes else whole
+    me = owner_group.rank
+    packings = [_Packing() for _ in range(4)]
+    to_owner, at_owner, from_owner, at_holder = packings
+    for rank in range(owner_group.size):
+        for (number, transfer), (gradient, weight) in zip(bucket, dtypes):
+            whole, held = transfer.matrix.box, transfer.holders.boxes
+            copies = transfer.holders.copies
+            if transfer.owner == rank:
+                mine = whole.intersect(held[me]) if whole.sizes else whole
                 if mine is not None:
                     if copies[me] == copies[rank]:
                         to_owner.add(number, "gradient", mine, held[me], gradient)
                         to_owner.add(number, "weight", mine, held[me], weight)
                     at_holder.add(number, "weight", mine, held[me], weight)
-            if load.owner == me:
-                theirs = whole.meet(held[rank]) if whole.sizes else whole
+            if transfer.owner == me:
+                theirs = whole.intersect(held[rank]) if whole.sizes else whole
                 if theirs is not None:
                     if copies[me] == copies[rank]:
                         at_owner.add(number, "gradient", theirs, whole, gradient)
                         at_owner.add(number, "weight", theirs, whole, weight)
                     from_owner.add(number, "weight", theirs, whole, weight)
-        for run in runs:
-            run.close()
+        for packing in packings:
+            packing.close()
     return (
-        Route(meeting, to_owner, at_owner, f"{name} in"),
-        Route(meeting, from_owner, at_holder, f"{name} out"),
+        AllToAll(owner_group, to_owner, at_owner, f"{name} in"),
+        AllToAll(owner_group, from_owner, at_holder, f"{name} out"),
     )

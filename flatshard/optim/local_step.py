@@ -1,4 +1,4 @@
-"""The local side of an optimizer: its step on runs, and the state that others see."""
+"""The step of an optimizer on the local shards of its parameters, and its state as others see it."""
 
 from __future__ import annotations
 
@@ -12,165 +12,169 @@ from torch.optim import Optimizer
 
 from flatshard import _torch
 from flatshard.engine.homes import OWNER, generation, is_replaced
-from flatshard.optim.runs import Run, State, cut, cut_of
+from flatshard.optim.flat_params import FlatParam, State, make_flat_params, sharding_of
 
 
-class Local:
-    """The local side of one optimizer: what its step sees, and how that becomes the state that others see.
+class LocalStep:
+    """Steps one optimizer on flat local tensors, and keeps the state that others see up to date.
 
-    The state that others see is the optimizer's own dict. It is older than ours after a step, until somebody looks;
-    what somebody did to it is noticed at the next step, and ours is then made anew from it.
+    That state is the optimizer's own dict, by parameter. After a step it is outdated until somebody reads it. Changes
+    that somebody has made to it are found at the next step, which makes the state of the flat tensors anew from it.
     """
 
     def __init__(self, flat: bool, uncast: bool) -> None:
         self.flat = flat
         self.uncast = uncast
-        self._runs: list[Run] | None = None
-        self._generation = 0  # when the runs were cut
+        self._flat_params: list[FlatParam] | None = None
+        self._generation = 0  # when the flat parameters were made
         self._absent: Sequence[torch.Tensor] = []
         self._others: list[list[torch.Tensor]] = []
         self._ids: list[list[int]] = []
         self._state: defaultdict[Any, State] = defaultdict(dict)
         self._outer: Any = None  # the optimizer's dict as we know it
         self._outdated = False
-        self._looked = True
-        self._lent = False
+        self._was_read = True
+        self._is_stepping = False
 
     @property
-    def is_lent(self) -> bool:
+    def is_stepping(self) -> bool:
         """Whether the optimizer's step is running, and has our state."""
-        return self._lent
+        return self._is_stepping
 
     def step(self, optimizer: Optimizer, base: Callable[[], Any]) -> Any:
-        """Run the step of the optimizer's class on the runs."""
+        """Run the step of the optimizer's class on the flat parameters."""
         groups = optimizer.param_groups
         if not self._is_prepared(optimizer):
             self._prepare(optimizer)
-        assert self._runs is not None
+        assert self._flat_params is not None
         tensors = [[each for each in others if not isinstance(each, DTensor)] for others in self._others]
-        for run in self._runs:
-            tensors[run.number].append(run.tensor)
+        for each in self._flat_params:
+            tensors[each.number].append(each.tensor)
         # Parameters of tensor subclasses are stepped as they are, and fused kernels take no DTensors beside others.
-        apart = [[each for each in others if isinstance(each, DTensor)] for others in self._others]
-        lent = [{**group, "params": mine or others} for group, mine, others in zip(groups, tensors, apart)]
-        both = [(group, others) for group, mine, others in zip(groups, tensors, apart) if mine and others]
+        dtensors = [[each for each in others if isinstance(each, DTensor)] for others in self._others]
+        lent = [{**group, "params": mine or others} for group, mine, others in zip(groups, tensors, dtensors)]
+        both = [(group, others) for group, mine, others in zip(groups, tensors, dtensors) if mine and others]
         more = [{**group, "params": others} for group, others in both]
-        optimizer.param_groups, self._lent = [*lent, *more], True
-        self._outdated, self._looked = True, False
+        optimizer.param_groups, self._is_stepping = [*lent, *more], True
+        self._outdated, self._was_read = True, False
         try:
             return base()
         finally:
-            optimizer.param_groups, self._lent = groups, False
+            optimizer.param_groups, self._is_stepping = groups, False
             for group, mine in zip(groups, lent):
                 mine["params"] = group["params"]
                 group.update(mine)  # some optimizers count in their parameter groups
-            for run in self._runs:
-                run.tensor.grad = None  # so that `zero_grad` frees the gradients at once
+            for each in self._flat_params:
+                each.tensor.grad = None  # so that `zero_grad` frees the gradients at once
 
-    def rest_gradients(self) -> None:
+    def free_gradients(self) -> None:
         """Free the memory of gradients that have been set to None."""
         with _torch.PlainAttributes():
-            for group in dict.fromkeys(run.group for run in self._runs or ()):
+            for group in dict.fromkeys(each.group for each in self._flat_params or ()):
                 if group is not None:
                     group.gradients.main_grads.rest()
 
-    def look(self, optimizer: Optimizer) -> Any:
+    def public_state(self, optimizer: Optimizer) -> Any:
         """The state as others see it, up to date; during the step, ours."""
-        if self._lent:
+        if self._is_stepping:
             return self._state
         outer = optimizer.__dict__["state"]
         if outer is not self._outer:
             self._forget()
             self._outer = outer
-        self._looked = True
-        if self._outdated and self._runs is not None:
+        self._was_read = True
+        if self._outdated and self._flat_params is not None:
             kinds, known = self._kinds(), len(outer)
-            for run in self._runs:
-                if run.tensor in self._state:
-                    run.show(self._state[run.tensor], kinds, outer)
-            ours = {id(run.tensor) for run in self._runs}
+            for each in self._flat_params:
+                if each.tensor in self._state:
+                    each.write_state(self._state[each.tensor], kinds, outer)
+            ours = {id(each.tensor) for each in self._flat_params}
             for key, value in self._state.items():  # parameters that are not sharded, and what is of none
                 if id(key) not in ours:
                     outer[key] = value
             if len(outer) != known:
-                # Runs lie in another order on each rank, and whoever gathers the state goes by the order of its keys.
+                # Flat parameters lie in another order on each rank, and the state is gathered in the order of its keys.
                 order = [p for group in optimizer.param_groups for p in group["params"] if p in outer]
                 entries = {key: outer.pop(key) for key in [*order, *(key for key in outer if key not in set(order))]}
                 outer.update(entries)
             self._outdated = False
         return outer
 
-    def tensors(self) -> list[torch.Tensor]:
-        """Those of the state. Does not count as a look."""
+    def state_tensors(self) -> list[torch.Tensor]:
+        """The tensors of the state. Does not count as reading it."""
         values = [value for state in self._state.values() for value in state.values()]
         return [value for value in values if isinstance(value, torch.Tensor)]
 
     def settle(self) -> bool:
         """See now what others have done to the state, since a step that is captured cannot. Whether it is nothing."""
-        if self._looked and self._runs is not None and self._agrees():
-            self._looked = False
-        return not self._looked
+        if self._was_read and self._flat_params is not None and self._agrees():
+            self._was_read = False
+        return not self._was_read
 
     def _is_prepared(self, optimizer: Optimizer) -> bool:
-        """Whether the runs are still right; if so they have their gradients."""
-        if self._runs is None or optimizer.__dict__["state"] is not self._outer or self._generation != generation():
+        """Whether the flat parameters are still right; if so they have their gradients."""
+        if (
+            self._flat_params is None
+            or optimizer.__dict__["state"] is not self._outer
+            or self._generation != generation()
+        ):
             return False
         if [list(map(id, group["params"])) for group in optimizer.param_groups] != self._ids:
             return False
         if any(parameter.grad is not None for parameter in self._absent):
             return False
-        if not all(run.is_current and run.attach(self.uncast) for run in self._runs):
+        if not all(each.is_current and each.attach_gradient(self.uncast) for each in self._flat_params):
             return False
-        return not self._looked or self._agrees()
+        return not self._was_read or self._agrees()
 
     def _agrees(self) -> bool:
         """Whether those who have looked at the state have left it as it was."""
-        assert self._runs is not None
+        assert self._flat_params is not None
         kinds, known = self._kinds(), {id(parameter) for parameter in self._absent}
-        for run in self._runs:
-            if not run.agrees(self._state.get(run.tensor, {}), kinds, self._outer):
+        for each in self._flat_params:
+            if not each.matches_state(self._state.get(each.tensor, {}), kinds, self._outer):
                 return False
-            known.update(map(id, run.parameters))
+            known.update(map(id, each.parameters))
         rest = {id(key): key for key in self._outer if id(key) not in known}
-        ours = {id(run.tensor) for run in self._runs}
+        ours = {id(each.tensor) for each in self._flat_params}
         mine = {id(key) for key in self._state if id(key) not in ours}
         return rest.keys() == mine and all(self._outer[key] is self._state[key] for key in rest.values())
 
     def _kinds(self) -> dict[Any, bool]:
         """Per name in the state, whether it has a number for each element. One parameter alone cannot always tell."""
-        assert self._runs is not None
+        assert self._flat_params is not None
         kinds: dict[Any, bool] = {}
-        for run in self._runs:
-            for key, value in self._state.get(run.tensor, {}).items():
-                same = isinstance(value, torch.Tensor) and value.shape == run.tensor.shape and key != "step"
+        for each in self._flat_params:
+            for key, value in self._state.get(each.tensor, {}).items():
+                same = isinstance(value, torch.Tensor) and value.shape == each.tensor.shape and key != "step"
                 kinds[key] = kinds.get(key, True) and same
         return kinds
 
     def _prepare(self, optimizer: Optimizer) -> None:
-        """Cut runs, and fill our state from the one that others see."""
-        outer = self.look(optimizer)
+        """Make flat parameters, and fill their state from the one that others see."""
+        outer = self.public_state(optimizer)
         groups = optimizer.param_groups
         _cut_as_parameters(groups, outer)
         refuse_replaced(optimizer)
-        self._runs, self._absent, self._others = cut(groups, outer, self.flat)
+        self._flat_params, self._absent, self._others = make_flat_params(groups, outer, self.flat)
         self._generation = generation()
         self._ids = [list(map(id, group["params"])) for group in groups]
         self._state = defaultdict(dict)
         sharded = set(map(id, self._absent))
-        for run in self._runs:
-            taken, kinds = run.take(outer)
+        for each in self._flat_params:
+            taken, kinds = each.join_state(outer)
             if taken:
-                self._state[run.tensor] = taken
-                run.show(taken, kinds, outer)  # views take the place of what was joined, which is freed
-            sharded.update(map(id, run.parameters))
-            if not run.attach(self.uncast):
-                raise AssertionError("a run was cut that does not fit its gradients")
+                self._state[each.tensor] = taken
+                each.write_state(taken, kinds, outer)  # views take the place of what was joined, which is freed
+            sharded.update(map(id, each.parameters))
+            if not each.attach_gradient(self.uncast):
+                raise AssertionError("a flat parameter was made that does not fit its gradients")
         for key, value in outer.items():
             if id(key) not in sharded:
                 self._state[key] = value
 
     def _forget(self) -> None:
-        self._runs, self._outdated, self._state = None, False, defaultdict(dict)
+        self._flat_params, self._outdated, self._state = None, False, defaultdict(dict)
 
 
 # Of one number per parameter, whatever its shape: names in the state of torch's optimizers.
@@ -180,11 +184,11 @@ _PER_PARAMETER = {"step", "mu_product", "eta", "mu"}
 def _cut_as_parameters(groups: Sequence[dict[str, Any]], state: Any) -> None:
     """Cut state anew that was loaded in another form, as torch's full state dicts give it.
 
-    In the order of the parameters: runs lie in another order on each rank, and gathering is collective.
+    In the order of the parameters: flat parameters lie in another order on each rank, and gathering is collective.
     """
     for parameter in (p for group in groups for p in group["params"] if isinstance(p, DTensor)):
         for key, value in list(state.get(parameter, {}).items()):
-            if isinstance(value, DTensor) and cut_of(value) != cut_of(parameter):
+            if isinstance(value, DTensor) and sharding_of(value) != sharding_of(parameter):
                 fresh = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
                 state[parameter][key] = fresh.copy_(value)
             elif type(value) is torch.Tensor and value.shape == parameter.shape == () and key not in _PER_PARAMETER:

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from flatshard.optim.owners import Cost, Split, newton_schulz
+from flatshard.optim.assignment import Cost, Split, newton_schulz
 
 Predicate: TypeAlias = Callable[[str, torch.Tensor], bool]
 Splits: TypeAlias = Mapping[str, Split] | Callable[[str, torch.Tensor], Split] | None
@@ -17,7 +17,7 @@ BUCKET = 64 << 20
 
 
 @dataclass(frozen=True)
-class Choice:
+class WholeOptions:
     """The arguments of `fully_shard_optimizer`."""
 
     whole: Predicate | bool = True

@@ -29,7 +29,7 @@ class Box:
     def numel(self) -> int:
         return math.prod(self.sizes)
 
-    def meet(self, other: Box) -> Box | None:
+    def intersect(self, other: Box) -> Box | None:
         """What two boxes have in common."""
         first = tuple(map(max, self.offsets, other.offsets))
         sizes = tuple(
@@ -135,8 +135,8 @@ def assign(
 
 @dataclass(frozen=True)
 class Holders:
-    """What each rank of a meeting holds of a parameter, and of which copy of it: there are several where an axis of the
-    meeting does not cut it."""
+    """What each rank of an `OwnerGroup` holds of a parameter, and of which copy: there are several where an axis of the
+    group does not shard it."""
 
     boxes: tuple[Box, ...]
     copies: tuple[int, ...]
@@ -153,7 +153,7 @@ class Holders:
 
 
 @dataclass(frozen=True)
-class Load:
+class MatrixTransfer:
     """One matrix on its way: the bytes of it and of its gradient per element, where it lies, and who owns it."""
 
     matrix: Matrix
@@ -166,25 +166,25 @@ class Load:
         return self.matrix.box.numel * self.width
 
 
-def in_buckets(loads: Sequence[Load], limit: int) -> list[list[int]]:
+def in_buckets(transfers: Sequence[MatrixTransfer], limit: int) -> list[list[int]]:
     """Cut a list of matrices into buckets, in its order.
 
     With B the larger of ``limit`` and the largest matrix, an owner has at most B bytes of a bucket, and no rank holds
     more than 2 B of it in pieces for each copy that there is: twice, because pieces are not all equal.
     """
-    if not loads:
+    if not transfers:
         return []
-    bound = max(limit, max(load.size for load in loads))
-    world = len(loads[0].holders.boxes)
+    bound = max(limit, max(each.size for each in transfers))
+    world = len(transfers[0].holders.boxes)
     buckets: list[list[int]] = []
     owned, held = torch.zeros(world, dtype=torch.int64), torch.zeros(world, dtype=torch.int64)
-    for number, load in enumerate(loads):
-        pieces = load.holders.counts(load.matrix.box) * load.width
-        most = 2 * bound * (max(load.holders.copies) + 1)
-        if not buckets or owned[load.owner] + load.size > bound or bool((held + pieces > most).any()):
+    for number, each in enumerate(transfers):
+        pieces = each.holders.counts(each.matrix.box) * each.width
+        most = 2 * bound * (max(each.holders.copies) + 1)
+        if not buckets or owned[each.owner] + each.size > bound or bool((held + pieces > most).any()):
             buckets.append([])
             owned, held = torch.zeros_like(owned), torch.zeros_like(held)
         buckets[-1].append(number)
-        owned[load.owner] += load.size
+        owned[each.owner] += each.size
         held += pieces
     return buckets

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 import flatshard
 from flatshard import fully_shard, fully_shard_optimizer
 from flatshard.optim import AdamW8bit
-from flatshard.optim.eight import is_quantized, state_bytes
+from flatshard.optim.adamw8bit import is_quantized, state_bytes
 from flatshard.rehearsal.network import get_network
 from flatshard.tools.known import OPTIMIZERS
 from flatshard.tools.plan import Machine, Training, make_plan

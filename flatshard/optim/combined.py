@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 
-class Together(Optimizer):
+class CombinedOptimizer(Optimizer):
     """Optimizers, each with parameters of its own, that step, are saved and are scheduled as one.
 
     ``param_groups`` are theirs, one after another, and the same dicts, so that a scheduler, or whoever changes an
@@ -23,7 +23,9 @@ class Together(Optimizer):
         listed = list(optimizers)
         odd = next((each for each in listed if not isinstance(each, Optimizer)), None)
         if odd is not None or not listed:
-            raise TypeError(f"Together takes optimizers, one or more; found {'none' if odd is None else repr(odd)}")
+            raise TypeError(
+                f"CombinedOptimizer takes optimizers, one or more; found {'none' if odd is None else repr(odd)}"
+            )
         taken: set[int] = set()
         for parameter in (p for each in listed for group in each.param_groups for p in group["params"]):
             if id(parameter) in taken:
@@ -92,7 +94,7 @@ class Together(Optimizer):
         return {"optimizers": self.optimizers, "defaults": self.defaults}
 
     def __repr__(self) -> str:
-        return f"Together({self.optimizers!r})"
+        return f"CombinedOptimizer({self.optimizers!r})"
 
     def _shares(self, groups: list[dict[str, Any]]) -> Iterable[tuple[Optimizer, list[dict[str, Any]]]]:
         """Each optimizer, and its part of a list of parameter groups."""

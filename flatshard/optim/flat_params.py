@@ -1,10 +1,10 @@
-"""What an optimizer steps in the place of sharded parameters: plain tensors over main weights, as few as possible.
+"""What an optimizer steps in place of sharded parameters: plain tensors over main weights, as few as possible.
 
-    main of a group   | wq      | wk      | norm | w1        |..| w2        |      .. padding
-    parameter group   | 0       | 0       | 1    | 0         |  | 0         |
-    runs              | run A             | B    | run C                    |
+    main weights              | wq      | wk      | norm | w1        |..| w2        |      .. padding
+    optimizer's param group   | 0       | 0       | 1    | 0         |  | 0         |
+    flat parameters           | A                 | B    | C                        |
 
-A run is stepped as one flat tensor. Its optimizer state has the same extent, so the state of each parameter is a view.
+Each is stepped as one flat tensor. Its optimizer state has the same extent, so the state of each parameter is a view.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flatshard.engine.weights import Group
 State = dict[Any, Any]  # of one parameter: name -> tensor or anything else
 
 
-class Run:
+class FlatParam:
     """Parameters of one group whose elements are stepped as one tensor.
 
     ``extent`` is where they lie in the group's buffers; None for a parameter that is stepped alone and in its shape.
@@ -65,8 +65,8 @@ class Run:
         group = self._group()
         return group is None or group.main is self.main
 
-    def attach(self, uncast: bool) -> bool:
-        """Give the tensor its gradient; False if the gradients are not what they were when the run was cut."""
+    def attach_gradient(self, uncast: bool) -> bool:
+        """Give the tensor its gradient; False if the gradients are not what they were when this was made."""
         group = self._group()
         if self._extent is not None and group is not None and self._has_gradients_of(group):
             buffer = group.gradients.main_grads.buffer
@@ -118,8 +118,8 @@ class Run:
 
     # State
 
-    def take(self, state: Mapping[Any, State]) -> tuple[State, dict[Any, bool]]:
-        """The state of the run's tensor, from that of its parameters, which agree in all that is not elementwise; and
+    def join_state(self, state: Mapping[Any, State]) -> tuple[State, dict[Any, bool]]:
+        """The state of the flat tensor, from that of its parameters, which agree in all that is not elementwise; and
         what is."""
         taken: State = {}
         kinds: dict[Any, bool] = {}
@@ -132,8 +132,8 @@ class Run:
                 taken[key] = _copied(value)
         return taken, kinds
 
-    def show(self, taken: State, elementwise: Mapping[Any, bool], state: dict[Any, State]) -> None:
-        """Bring the state of the parameters up to date with that of the run's tensor."""
+    def write_state(self, taken: State, elementwise: Mapping[Any, bool], state: dict[Any, State]) -> None:
+        """Bring the state of the parameters up to date with that of the flat tensor."""
         for place, parameter in enumerate(self.parameters):
             mine = state.setdefault(parameter, {})
             for key in [key for key in mine if key not in taken]:
@@ -141,8 +141,8 @@ class Run:
             for key, value in taken.items():
                 mine[key] = self._view(key, value, place) if elementwise[key] else _copied(value)
 
-    def agrees(self, taken: State, elementwise: Mapping[Any, bool], state: Mapping[Any, State]) -> bool:
-        """Whether the state of the parameters is what `show` made it: nobody has replaced or changed an entry."""
+    def matches_state(self, taken: State, elementwise: Mapping[Any, bool], state: Mapping[Any, State]) -> bool:
+        """Whether the state of the parameters is as `write_state` left it: nobody has replaced or changed an entry."""
         for place, parameter in enumerate(self.parameters):
             mine = state.get(parameter, {})
             if mine.keys() != taken.keys():
@@ -171,12 +171,12 @@ class Run:
         """This rank's part of an elementwise entry, whatever form it was given in."""
         parameter = self.parameters[place]
         assert isinstance(parameter, DTensor)
-        if isinstance(value, DTensor) and cut_of(value) == cut_of(parameter):
+        if isinstance(value, DTensor) and sharding_of(value) == sharding_of(parameter):
             return _torch.local_of(value)
         return local_part(parameter, value)
 
     def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One flat tensor of the run's extent with these parts. Where they lie in one already, nothing is copied."""
+        """One flat tensor with these parts. Where they lie in one already, nothing is copied."""
         assert self._extent is not None
         start, stop = self._extent
         filled = [(part, window(self.main, index)) for part, index in zip(parts, self._indices) if part.numel()]
@@ -207,7 +207,7 @@ def window(main: DBuffer, index: int) -> Any:
     return main.layout.windows(main.held.first, main.held.count)[index]
 
 
-def cut_of(tensor: DTensor) -> Any:
+def sharding_of(tensor: DTensor) -> Any:
     """What says which rows of a tensor a rank holds; ragged ones have more to say than mesh and placements."""
     return tensor.device_mesh, tensor.placements, getattr(tensor, "_cut", None)
 
@@ -230,13 +230,13 @@ def is_elementwise(value: Any, parameter: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape in shapes
 
 
-def cut(
+def make_flat_params(
     param_groups: Iterable[dict[str, Any]], state: Mapping[Any, State], flat: bool
-) -> tuple[list[Run], list[nn.Parameter], list[list[torch.Tensor]]]:
-    """Runs over the sharded parameters that have a gradient; those that have none; per parameter group, all others.
+) -> tuple[list[FlatParam], list[nn.Parameter], list[list[torch.Tensor]]]:
+    """Flat parameters over what has a gradient; sharded parameters that have none; per parameter group, all others.
 
-    With ``flat``, a run takes neighbours in the buffer as far as they are of one parameter group, have their gradients
-    in one buffer, and have equal state apart from what is elementwise. Without, each parameter is a run of its own.
+    With ``flat``, neighbours in the buffer are one as far as they are of one parameter group, have their gradients in
+    one buffer, and have equal state apart from what is elementwise. Without, each parameter is by itself.
     """
     absent: list[nn.Parameter] = []
     others: list[list[torch.Tensor]] = []
@@ -257,14 +257,14 @@ def cut(
                 joins = flat and suits(buffer, group.main)
                 mark = (number, id(buffer), _signature(state.get(parameter, {}), parameter)) if joins else None
                 found.setdefault(group, {})[places[group][id(parameter)]] = (number, mark)
-    runs = [run for group, members in found.items() for run in _cut_group(group, members, flat)]
-    return runs, absent, others
+    made = [each for group, members in found.items() for each in _flat_params_of(group, members, flat)]
+    return made, absent, others
 
 
-def _cut_group(group: Group, members: dict[int, tuple[int, Any]], flat: bool) -> list[Run]:
+def _flat_params_of(group: Group, members: dict[int, tuple[int, Any]], flat: bool) -> list[FlatParam]:
     main = group.main
     windows = main.layout.windows(main.held.first, main.held.count)
-    runs = []
+    made = []
     pieces: list[tuple[Any, list[int]]] = []
     lying = sorted((i for i in range(len(group.members)) if 0 not in windows[i].shape), key=lambda i: windows[i].offset)
     empty = [i for i in members if 0 in windows[i].shape]
@@ -292,8 +292,8 @@ def _cut_group(group: Group, members: dict[int, tuple[int, Any]], flat: bool) ->
             extent = (there[0].offset, last.offset + _numel(last.shape)) if last is not None else (0, 0)
             if len(there) == len(lying):
                 extent = (0, main.local.numel())  # padding included, so that no step has to cut the gradients
-        runs.append(Run(group, members[indices[0]][0], indices, extent, flat))
-    return runs
+        made.append(FlatParam(group, members[indices[0]][0], indices, extent, flat))
+    return made
 
 
 def _numel(shape: Sequence[int]) -> int:

@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 from flatshard import _arguments, _torch
 from flatshard.buffer.ragged import RaggedDTensor
-from flatshard.optim.routes import held_of
 
 BLOCK = 256
 _STEPS = {torch.int8: 127, torch.uint8: 255}
@@ -84,7 +83,7 @@ class AdamW8bit(Optimizer):
         state["step"] += 1
         step = float(state["step"])
         (one, two), lr = group["betas"], float(group["lr"])
-        weight, gradient = held_of(parameter), held_of(parameter.grad)  # type: ignore[arg-type]
+        weight, gradient = _torch.held_of(parameter), _torch.held_of(parameter.grad)  # type: ignore[arg-type]
         gradient = gradient.float()
         first = _read(parameter, state, "exp_avg", _square, torch.int8)
         first.mul_(one).add_(gradient * (1 - one))
@@ -123,7 +122,7 @@ def _require_rows(parameter: torch.Tensor) -> None:
 
 
 def _begin(parameter: torch.Tensor, state: dict[str, Any]) -> None:
-    local, quantized = held_of(parameter), is_quantized(parameter.shape)
+    local, quantized = _torch.held_of(parameter), is_quantized(parameter.shape)
     state["step"] = torch.tensor(0.0)
     for name, dtype in (("exp_avg", torch.int8), ("exp_avg_sq", torch.uint8)):
         codes = torch.zeros_like(local, dtype=dtype if quantized else torch.float32)
@@ -157,7 +156,7 @@ def _held(parameter: torch.Tensor, state: dict[str, Any], name: str, dtype: torc
     """What this rank holds of an entry, which lies as the parameter does. One that was loaded whole is cut."""
     value = state[name]
     if isinstance(parameter, DTensor) and not isinstance(value, DTensor):
-        local = held_of(parameter)
+        local = _torch.held_of(parameter)
         if value.shape == parameter.shape:
             part = _torch.part_of(value, parameter).to(local.device, copy=True)
             value = state[name] = _torch.like_dtensor(parameter, part)
@@ -167,7 +166,7 @@ def _held(parameter: torch.Tensor, state: dict[str, Any], name: str, dtype: torc
             value = state[name] = _with_rows_of(parameter, part)
     if value.dtype != dtype:
         value = state[name] = value.to(dtype)
-    return held_of(value)
+    return _torch.held_of(value)
 
 
 def _read(
@@ -193,13 +192,13 @@ def _write(
     values: torch.Tensor,
     root: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    codes = held_of(state[name])
+    codes = _torch.held_of(state[name])
     if f"{name}_scale" not in state:
         codes.copy_(values)
         return
     blocks = _blocks(values)
     scales = blocks.abs().amax(-1)
-    held_of(state[f"{name}_scale"]).copy_(scales)
+    _torch.held_of(state[f"{name}_scale"]).copy_(scales)
     parts = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
     steps = _STEPS[codes.dtype]
     coded = root(parts).mul_(steps).round_().clamp_(-steps, steps).flatten(1)

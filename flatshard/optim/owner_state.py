@@ -1,6 +1,6 @@
 """The state of whole matrices as others see it: by parameter, alike on all ranks, each tensor at its owner.
 
-A tensor of the state lives at one rank. In a state dict it is a DTensor of which that rank holds all rows and others
+One rank has a tensor of the state. In a state dict it is a DTensor of which that rank holds all rows and others
 none, so that it is saved, gathered and distributed like any other. The ranks learn from its owner what it is like.
 """
 
@@ -21,14 +21,14 @@ from flatshard import _torch
 from flatshard.buffer import Lane
 from flatshard.buffer.ragged import Cut, RaggedDTensor
 from flatshard.layout import Holding, Layout, Segment, Slot, Whole
-from flatshard.optim.routes import Meeting
-from flatshard.optim.runs import State
+from flatshard.optim.all_to_all import OwnerGroup
+from flatshard.optim.flat_params import State
 
 LABEL = re.compile(r"\[\d+(, \d+:\d+|:\d+)?\]$")  # of a part of a parameter, at the end of the name of an entry
 
 
 class OwnedCut(Cut):
-    """Of a tensor that one of the ranks along the sharded axes holds. The axes may be any of the mesh."""
+    """The cut of a tensor that one of the ranks along the sharded axes holds. These may be any axes of the mesh."""
 
     @property
     def held(self) -> Holding:
@@ -38,23 +38,23 @@ class OwnedCut(Cut):
 
 
 def _number(mesh: DeviceMesh, sharded: Iterable[bool], place: Iterable[int]) -> int:
-    """Of a rank among those along the sharded axes, the last of which counts most."""
+    """The number of a rank among those along the sharded axes, the last of which counts most."""
     number = 0
     for size, cut, at in reversed(list(zip(mesh.shape, sharded, place))):
         number = number * size + at if cut else number
     return number
 
 
-def owned(meeting: Meeting, owner: int, shape: torch.Size, local: torch.Tensor) -> torch.Tensor:
-    """A tensor of this shape, which rank ``owner`` of a meeting has. A plain tensor where every rank has its own."""
-    if meeting.size == 1:
+def owner_dtensor(owner_group: OwnerGroup, owner: int, shape: torch.Size, local: torch.Tensor) -> torch.Tensor:
+    """A tensor of this shape, which rank ``owner`` of a group has. A plain tensor where every rank has its own."""
+    if owner_group.size == 1:
         return local
-    mesh = meeting.mesh
+    mesh = owner_group.mesh
     assert mesh is not None
-    sharded = tuple(axis in meeting.axes for axis in range(mesh.ndim))
+    sharded = tuple(axis in owner_group.axes for axis in range(mesh.ndim))
     numel = math.prod(shape)
-    slot = Slot(0, _number(mesh, sharded, meeting.places[owner]) * numel, tuple(shape), numel // shape[0], numel)
-    layout = Layout((slot,), (Segment(numel),), meeting.size, Whole())
+    slot = Slot(0, _number(mesh, sharded, owner_group.places[owner]) * numel, tuple(shape), numel // shape[0], numel)
+    layout = Layout((slot,), (Segment(numel),), owner_group.size, Whole())
     like = torch.empty(shape, device="meta")
     placements = [Shard(0) if cut else Replicate() for cut in sharded]
     made = _torch.make_dtensor(local, mesh, placements, like.shape, like.stride())
@@ -75,8 +75,10 @@ def _is_shared(tensor: torch.Tensor) -> bool:
     return tensor.dim() == 0 or tensor.numel() == 0
 
 
-def shown(meeting: Meeting, lane: Lane, mine: Mapping[int, Any], owners: Mapping[int, int]) -> dict[int, Any]:
-    """The state of all numbered matrices of a meeting, from that of those which this rank owns. All ranks call it."""
+def state_on_all_ranks(
+    owner_group: OwnerGroup, lane: Lane, mine: Mapping[int, Any], owners: Mapping[int, int]
+) -> dict[int, Any]:
+    """The state of all numbered matrices, from that of those which this rank owns. All ranks of the group call it."""
 
     def told(value: Any) -> Any:
         if _is_shared(value):
@@ -85,36 +87,38 @@ def shown(meeting: Meeting, lane: Lane, mine: Mapping[int, Any], owners: Mapping
 
     message = {number: _torch.map_leaves(torch.Tensor, told, state) for number, state in mine.items()}
     everything: dict[int, Any] = {}
-    for found in meeting.messages(lane, pickle.dumps(message)):
+    for found in owner_group.messages(lane, pickle.dumps(message)):
         everything.update(pickle.loads(found))
 
     def own(number: int) -> Any:
         return _torch.map_leaves(
             torch.Tensor,
-            lambda value: value if _is_shared(value) else owned(meeting, owners[number], value.shape, value),
+            lambda value: (
+                value if _is_shared(value) else owner_dtensor(owner_group, owners[number], value.shape, value)
+            ),
             mine[number],
         )
 
     def others(number: int, state: Any) -> Any:
         def empty(leaf: _Leaf) -> torch.Tensor:
-            device = torch.device("cpu") if leaf.on_host else meeting.device
+            device = torch.device("cpu") if leaf.on_host else owner_group.device
             local = torch.empty((0, *leaf.shape[1:]), dtype=leaf.dtype, device=device)
-            return owned(meeting, owners[number], torch.Size(leaf.shape), local)
+            return owner_dtensor(owner_group, owners[number], torch.Size(leaf.shape), local)
 
         return _torch.map_leaves(_Leaf, empty, state)
 
     return {number: own(number) if number in mine else others(number, everything[number]) for number in everything}
 
 
-def taken(meeting: Meeting, owner: int, state: Any) -> Any:
+def state_of_owner(owner_group: OwnerGroup, owner: int, state: Any) -> Any:
     """State of a matrix that was loaded, as its owner is to have it. Collective where it is cut in another way."""
-    is_owner = owner == meeting.rank
+    is_owner = owner == owner_group.rank
 
     def take(value: torch.Tensor) -> torch.Tensor | None:
         if not isinstance(value, DTensor):
             # Where numbers belong, only the optimizer knows.
-            return value if _is_shared(value) or not is_owner else value.to(meeting.device)
-        like = owned(meeting, owner, value.shape, _torch.local_of(value))
+            return value if _is_shared(value) or not is_owner else value.to(owner_group.device)
+        like = owner_dtensor(owner_group, owner, value.shape, _torch.local_of(value))
         if isinstance(value, RaggedDTensor) and isinstance(like, RaggedDTensor) and value._cut == like._cut:
             return _torch.local_of(value)
         return value.full_tensor()
@@ -126,13 +130,13 @@ def taken(meeting: Meeting, owner: int, state: Any) -> Any:
 # Entries of the state of a parameter that is several matrices: key and label together.
 
 
-def joined(entries: Sequence[tuple[str, State]]) -> State:
+def join_entries(entries: Sequence[tuple[str, State]]) -> State:
     if len(entries) == 1 and not entries[0][0]:
         return entries[0][1]
     return {f"{key}{label}": value for label, state in entries for key, value in state.items()}
 
 
-def parts_of(entries: Mapping[Any, Any], label: str) -> State:
+def entries_of(entries: Mapping[Any, Any], label: str) -> State:
     """The entries of one matrix."""
     if not label:
         return dict(entries)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from flatshard.optim.owners import Box, Holders, Load, Matrix, assign, in_buckets, matrices_of, newton_schulz
+from flatshard.optim.assignment import (
+    Box,
+    Holders,
+    Matrix,
+    MatrixTransfer,
+    assign,
+    in_buckets,
+    matrices_of,
+    newton_schulz,
+)
 
 
 def llama(layers: int, width: int, ffn: int, kv: int) -> list[tuple[int, int]]:
@@ -58,7 +67,7 @@ def test_buckets_are_bounded():
     even = Holders(tuple(Box((2 * r, 0), (2, 4)) for r in range(world)), (0,) * world)
     at_one = Holders(tuple(Box((8 * (r != 2), 0), (8 * (r == 2), 4)) for r in range(world)), (0,) * world)
     for holders in (even, at_one):
-        loads = [Load(matrix, holders, 8, number % world) for number in range(24)]
+        loads = [MatrixTransfer(matrix, holders, 8, number % world) for number in range(24)]
         buckets = in_buckets(loads, 512)
         assert [number for bucket in buckets for number in bucket] == list(range(24))
         for bucket in buckets:
