@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from flatshard.api import fully_shard, microbatch, no_shard
     from flatshard.buffer.groups import destroy_groups
     from flatshard.captured import Captured, capture
-    from flatshard.checkpoint.sync import Synced, receive_weights, sync_weights
+    from flatshard.checkpoint.weight_sync import Synced, receive_weights, sync_weights
     from flatshard.engine.materialize import materialize
     from flatshard.engine.summary import Summary, check_buffers, summary
     from flatshard.gathering import gathered
@@ -43,7 +43,7 @@ _HOMES = {
     "api": ("fully_shard", "microbatch", "no_shard"),
     "buffer.groups": ("destroy_groups",),
     "captured": ("Captured", "capture"),
-    "checkpoint.sync": ("Synced", "receive_weights", "sync_weights"),
+    "checkpoint.weight_sync": ("Synced", "receive_weights", "sync_weights"),
     "engine.materialize": ("materialize",),
     "engine.summary": ("Summary", "check_buffers", "summary"),
     "gathering": ("gathered",),

@@ -198,11 +198,11 @@ class WholeStep:
         model = None if self.model is None else self.model()
         if model is not None:
             known = {parameter: name for name, parameter in model.named_parameters()}
-            return {p: known.get(p, name_of(p)) for group in optimizer.param_groups for p in group["params"]}
+            return {p: known.get(p, name_in_unit(p)) for group in optimizer.param_groups for p in group["params"]}
         return {
             parameter: name
             for group in optimizer.param_groups
-            for name, parameter in zip(group.get("param_names") or map(name_of, group["params"]), group["params"])
+            for name, parameter in zip(group.get("param_names") or map(name_in_unit, group["params"]), group["params"])
         }
 
     def _buckets(self, batch: Sequence[MatrixParam]) -> list[Bucket]:
@@ -462,7 +462,7 @@ class WholeStep:
             label = LABEL.search(str(key))
             if (label is not None or labels != [""]) and (label is None or label.group() not in labels):
                 raise ValueError(
-                    f"'{key}' is of a parameter that was split in another way than here, where its parts are "
+                    f"'{key}' is of a parameter that was split in another way; its parts in this optimizer: "
                     f"{', '.join(labels[:4]) or 'one'}{', ...' if len(labels) > 4 else ''}"
                 )
 
@@ -484,7 +484,7 @@ class WholeStep:
         raise NotImplementedError(_CAPTURED)
 
 
-def name_of(parameter: torch.Tensor) -> str:
+def name_in_unit(parameter: torch.Tensor) -> str:
     """The name of a sharded parameter, from its unit down."""
     known = parameter.__dict__.get(OWNER)
     return "" if known is None else str(known[0])

@@ -18,7 +18,7 @@ from flatshard._recording import Recording, recording
 from flatshard.api import microbatch
 from flatshard.buffer import Exchange
 from flatshard.captured import Captured, capture
-from flatshard.checkpoint.errors import CheckpointError, together
+from flatshard.checkpoint.errors import CheckpointError, on_all_ranks
 from flatshard.optim.clip import clip_grad_norm_
 from flatshard.train.build import build_model, build_optimizer, set_capturable, shard
 from flatshard.train.data import Text, batch_rows, held_rows
@@ -53,7 +53,7 @@ class Trainer:
         if settings.record is not None and settings.steps < self.done + _RECORDED[1]:
             raise Mistake(f"--record {settings.record}: takes step {_RECORDED[1]} of a run; give it more --steps")
         self._log: Log | None = None
-        together(Exchange("control"), lambda: self._open_log() if mesh.get_rank() == 0 else None)
+        on_all_ranks(Exchange("control"), lambda: self._open_log() if mesh.get_rank() == 0 else None)
 
     def _open_log(self) -> None:
         settings = self.settings
@@ -71,7 +71,7 @@ class Trainer:
         if folder is None:
             return 0
         ranks = Exchange("control")
-        newest = together(ranks, lambda: _newest(folder) if ranks.rank == 0 else None)[0]
+        newest = on_all_ranks(ranks, lambda: _newest(folder) if ranks.rank == 0 else None)[0]
         if newest is None:
             return 0
         found = folder / newest
@@ -89,7 +89,7 @@ class Trainer:
 
         It ends after the last step, or after one in which a rank was asked to; either is saved.
         """
-        saving: checkpoint.Pending | None = None
+        saving: checkpoint.PendingSave | None = None
         try:
             with _Recorder(self) as recorder:
                 for number in range(self.done + 1, self.settings.steps + 1):
@@ -123,7 +123,7 @@ class Trainer:
     def _is_saved(self, number: int) -> bool:
         return number == self.settings.steps or number % self.settings.save_every == 0
 
-    def _save(self, path: Path, number: int) -> checkpoint.Pending:
+    def _save(self, path: Path, number: int) -> checkpoint.PendingSave:
         if self._log is not None:
             self._log.write()
         extra = {"step": number, "recipe": self.settings.recipe}
@@ -160,7 +160,7 @@ class Trainer:
         """A step that becomes a graph. Mistake on all ranks where it cannot on one."""
         made: list[tuple[Tensor, Tensor]] = []
         try:
-            together(Exchange("control"), lambda: made.append(self._update(*batch)))
+            on_all_ranks(Exchange("control"), lambda: made.append(self._update(*batch)))
         except CheckpointError as error:
             raise Mistake(f"--capture: {error}") from error
         return made[0]

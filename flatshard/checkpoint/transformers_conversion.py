@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from flatshard.checkpoint.files import Entry, Source
+from flatshard.checkpoint.files import TensorEntry, TensorSource
 from flatshard.checkpoint.reader import Reader
 from flatshard.engine.rows import class_before
 
@@ -28,7 +28,7 @@ class _Recipe:
 
     target: str
     converter: Any
-    sources: list[tuple[str, Entry, str]]  # name in the files, where it is there, which pattern it has matched
+    sources: list[tuple[str, TensorEntry, str]]  # name in the files, where it is there, which pattern it has matched
 
     def make(self, model: Any, read: Any) -> dict[str, torch.Tensor]:
         converter = copy.deepcopy(self.converter)
@@ -39,13 +39,13 @@ class _Recipe:
 
 
 class ConvertingReader:
-    """A `Reader` of what `convert` has found."""
+    """A `Reader` of what `convert_tensors` has found."""
 
     def __init__(self, reader: Reader, model: nn.Module, recipes: dict[str, _Recipe]) -> None:
         self._reader, self._model, self._recipes = reader, model, recipes
         self._made: tuple[_Recipe | None, dict[str, torch.Tensor]] = None, {}
 
-    def read(self, name: str, entry: Entry, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    def read(self, name: str, entry: TensorEntry, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         recipe = self._recipes.get(name)
         if recipe is None:
             return self._reader.read(name, entry, offsets, sizes)
@@ -55,11 +55,11 @@ class ConvertingReader:
         whole = self._made[1][name]
         return whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes))].contiguous()
 
-    def _whole(self, name: str, entry: Entry) -> torch.Tensor:
+    def _whole(self, name: str, entry: TensorEntry) -> torch.Tensor:
         return self._reader.read(name, entry, (0,) * len(entry.shape), entry.shape)
 
 
-def convert(model: Any, found: Source) -> dict[str, _Recipe]:
+def convert_tensors(model: Any, found: TensorSource) -> dict[str, _Recipe]:
     """Let ``found`` say what the model calls its tensors; by name, how those are made that are made of several.
 
     Of a model that is not one of Transformers, or needs nothing of the kind, all stays as it is.
@@ -73,7 +73,7 @@ def convert(model: Any, found: Source) -> dict[str, _Recipe]:
     converters = [each for each in mapping if isinstance(each, theirs.WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     here = model.state_dict(keep_vars=True)
-    tensors: dict[str, Entry] = {}
+    tensors: dict[str, TensorEntry] = {}
     recipes: dict[str, _Recipe] = {}
     for name in sorted(found.tensors, key=theirs.dot_natural_key):
         target, pattern = theirs.rename_source_key(name, renamings, converters, model.base_model_prefix, here)
@@ -87,13 +87,13 @@ def convert(model: Any, found: Source) -> dict[str, _Recipe]:
     made = {}
     for recipe in recipes.values():
         for name, value in recipe.make(model, _on_meta).items():
-            tensors[name], made[name] = Entry(value.dtype, tuple(value.shape), ()), recipe
+            tensors[name], made[name] = TensorEntry(value.dtype, tuple(value.shape), ()), recipe
     found.tensors = tensors
     found.model = {"dict": [(name, {"tensor": name}) for name in tensors]}
     return made
 
 
-def _on_meta(name: str, entry: Entry) -> torch.Tensor:
+def _on_meta(name: str, entry: TensorEntry) -> torch.Tensor:
     return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
 
 
@@ -108,13 +108,13 @@ def _mapping(model: Any) -> list[Any]:
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError:  # before version 5 there was nothing to convert
         return []
-    with of_their_own_classes(model):
+    with original_classes(model):
         found: list[Any] = get_model_conversion_mapping(model)
     return found
 
 
 @contextmanager
-def of_their_own_classes(model: nn.Module) -> Iterator[None]:
+def original_classes(model: nn.Module) -> Iterator[None]:
     """Within, the units of a model are of the classes that they were of before: some go by the names of those."""
     units: list[tuple[Any, type]] = [(each, type(each)) for each in model.modules() if isinstance(each, FSDPModule)]
     for module, cls in units:

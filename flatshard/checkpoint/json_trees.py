@@ -12,7 +12,7 @@ import torch
 _PLAIN = (bool, int, str, type(None))
 
 
-def encode(value: Any, put: Callable[[str, torch.Tensor], str], path: str) -> Any:
+def encode_tree(value: Any, put: Callable[[str, torch.Tensor], str], path: str) -> Any:
     """A value as JSON. ``put(path, tensor)`` is given each tensor and says under which key it can be found."""
     if isinstance(value, torch.Tensor):
         return {"tensor": put(path, value)}
@@ -23,23 +23,23 @@ def encode(value: Any, put: Callable[[str, torch.Tensor], str], path: str) -> An
     if isinstance(value, bytes):
         return {"bytes": base64.b64encode(value).decode()}
     if isinstance(value, (list, tuple)):
-        items = [encode(item, put, f"{path}/{number}") for number, item in enumerate(value)]
+        items = [encode_tree(item, put, f"{path}/{number}") for number, item in enumerate(value)]
         return items if isinstance(value, list) else {"tuple": items}
     if isinstance(value, dict):
         wrong = next((key for key in value if not isinstance(key, (str, int))), None)
         if wrong is not None:
             raise TypeError(f"{path} has a key of type {type(wrong).__name__}; a checkpoint takes strings and integers")
-        return {"dict": [[key, encode(item, put, f"{path}/{key}")] for key, item in value.items()]}
+        return {"dict": [[key, encode_tree(item, put, f"{path}/{key}")] for key, item in value.items()]}
     raise TypeError(
         f"{path} is a {type(value).__name__}; a checkpoint takes tensors, numbers, strings, bytes, None, and lists, "
         "tuples and dicts of them"
     )
 
 
-def decode(tree: Any, get: Callable[[str], Any]) -> Any:
+def decode_tree(tree: Any, get: Callable[[str], Any]) -> Any:
     """The value of a tree; ``get(key)`` gives each tensor."""
     if isinstance(tree, list):
-        return [decode(item, get) for item in tree]
+        return [decode_tree(item, get) for item in tree]
     if not isinstance(tree, dict):
         return tree
     ((kind, content),) = tree.items()
@@ -50,7 +50,7 @@ def decode(tree: Any, get: Callable[[str], Any]) -> Any:
     if kind == "bytes":
         return base64.b64decode(content)
     if kind == "tuple":
-        return tuple(decode(item, get) for item in content)
+        return tuple(decode_tree(item, get) for item in content)
     if kind == "dict":
-        return {key: decode(item, get) for key, item in content}
+        return {key: decode_tree(item, get) for key, item in content}
     raise ValueError(f"unknown kind of value: {kind!r}")

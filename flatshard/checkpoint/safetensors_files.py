@@ -1,4 +1,4 @@
-"""The tensors in safetensors files, of whoever has written them: found, and where they are compared with what is there.
+"""Which tensors safetensors files hold, and where, whoever has written them: their headers, verified.
 
 Files that flatshard exports carry checksums in their metadata, where other readers pass over them: of every block of
 every tensor, and of the header. In other files damage to the values of a tensor cannot be seen.
@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from flatshard.checkpoint import checks
+from flatshard.checkpoint import manifest_checks
 from flatshard.checkpoint.errors import CheckpointError
-from flatshard.checkpoint.files import BLOCK, DTYPES, HEADER_LIMIT, Box, Entry, header_of, open_file
+from flatshard.checkpoint.files import BLOCK, DTYPES, HEADER_LIMIT, Chunk, TensorEntry, header_of, open_file
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Bytes of a tensor with one checksum: a rank reads the blocks around its rows, and a file has 16 digits for each.
@@ -37,22 +37,22 @@ def checked_header(entries: Sequence[tuple[str, torch.dtype, Sequence[int]]], su
 
 
 @dataclass
-class Found:
-    """The tensors in safetensors files, as a `Source`."""
+class SafetensorsFiles:
+    """A `TensorSource` of safetensors files."""
 
     folder: Path
     files: dict[str, Any] = field(default_factory=dict)
     model: Any = None
-    tensors: dict[str, Entry] = field(default_factory=dict)
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
 
 
-def find_tensors(folder: Path) -> Found:
+def find_tensors(folder: Path) -> SafetensorsFiles:
     """The tensors in the files of a folder, or in one file. CheckpointError names the file that cannot be right."""
     if folder.is_file():
         folder, names = folder.parent, [folder.name]
     else:
         names = [SINGLE]
-    found = Found(folder)
+    found = SafetensorsFiles(folder)
     homes: dict[str, str] = {}
     if names == [SINGLE] and (folder / INDEX).is_file():
         homes = _index(folder / INDEX)
@@ -60,7 +60,7 @@ def find_tensors(folder: Path) -> Found:
     for name in names:
         for key, entry in _tensors_of(found, name).items():
             if homes.get(key, name) != name or key in found.tensors:
-                where = homes.get(key, found.tensors[key].boxes[0].file if key in found.tensors else name)
+                where = homes.get(key, found.tensors[key].chunks[0].file if key in found.tensors else name)
                 raise CheckpointError(f"{folder / name} has '{key}', which is in {where}: files have been mixed up")
             found.tensors[key] = entry
     missing = next((key for key in homes if key not in found.tensors), None)
@@ -86,7 +86,7 @@ def _index(path: Path) -> dict[str, str]:
     return dict(homes)
 
 
-def _tensors_of(found: Found, name: str) -> dict[str, Entry]:
+def _tensors_of(found: SafetensorsFiles, name: str) -> dict[str, TensorEntry]:
     """What the header of one file says is in it, if that can be true."""
     path = found.folder / name
     try:
@@ -121,38 +121,40 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _entry(path: Path, key: str, described: dict[str, Any], name: str, begin: int) -> Entry:
-    shape = checks.shape(described["shape"], f"the shape of '{key}'")
-    first, last = checks.numbers(described["data_offsets"], f"the place of '{key}'")
+def _entry(path: Path, key: str, described: dict[str, Any], name: str, begin: int) -> TensorEntry:
+    shape = manifest_checks.shape(described["shape"], f"the shape of '{key}'")
+    first, last = manifest_checks.numbers(described["data_offsets"], f"the place of '{key}'")
     dtype = DTYPES.get(described["dtype"])
     if dtype is None:
         raise CheckpointError(f"{path}: '{key}' is of dtype {described['dtype']!r}, which is not supported")
-    box = Box(name, begin + first, (0,) * len(shape), shape, ())
+    chunk = Chunk(name, begin + first, (0,) * len(shape), shape, ())
     if last - first != torch.Size(shape).numel() * dtype.itemsize:
         raise CheckpointError(f"{path} is damaged: '{key}' does not lie in it")
-    return Entry(dtype, shape, (box,))
+    return TensorEntry(dtype, shape, (chunk,))
 
 
-def _check_places(path: Path, entries: dict[str, Entry], begin: int, size: int) -> None:
+def _check_places(path: Path, entries: dict[str, TensorEntry], begin: int, size: int) -> None:
     """Tensors lie one after another, from the end of the header to the end of the file."""
     place = begin
-    for key, entry in sorted(entries.items(), key=lambda item: (item[1].boxes[0].begin, _bytes(item[1]))):
-        if entry.boxes[0].begin != place or place + _bytes(entry) > size:
+    for key, entry in sorted(entries.items(), key=lambda item: (item[1].chunks[0].begin, _bytes(item[1]))):
+        if entry.chunks[0].begin != place or place + _bytes(entry) > size:
             raise CheckpointError(f"{path} is damaged: '{key}' does not lie in it")
         place += _bytes(entry)
     if place != size:
         raise CheckpointError(f"{path} is damaged: it has {size - place} bytes after its last tensor")
 
 
-def _bytes(entry: Entry) -> int:
+def _bytes(entry: TensorEntry) -> int:
     return torch.Size(entry.shape).numel() * entry.dtype.itemsize
 
 
-def _with_sums(path: Path, entries: dict[str, Entry], metadata: dict[str, Any], header: bytes) -> dict[str, Entry]:
+def _with_sums(
+    path: Path, entries: dict[str, TensorEntry], metadata: dict[str, Any], header: bytes
+) -> dict[str, TensorEntry]:
     """The tensors of a file of flatshard's with the checksums of their blocks."""
     check, sums = metadata[_CHECK], metadata[_SUMS]
     blank = header.replace(b'"%s":"%s"' % (_CHECK.encode(), check.encode()), b'"%s":"%08x"' % (_CHECK.encode(), 0), 1)
-    block = checks.number(int(metadata[_BLOCK]), "the block", BLOCK)
+    block = manifest_checks.number(int(metadata[_BLOCK]), "the block", BLOCK)
     counts = {key: -(-_bytes(entry) // block) for key, entry in entries.items()}
     if int(check, 16) != zlib.crc32(blank) or len(sums) != 16 * sum(counts.values()):
         raise CheckpointError(
@@ -161,8 +163,8 @@ def _with_sums(path: Path, entries: dict[str, Entry], metadata: dict[str, Any], 
         )
     blocks = iter([int(sums[place : place + 16], 16) for place in range(0, len(sums), 16)])
     made = {}
-    for key, entry in sorted(entries.items(), key=lambda item: (item[1].boxes[0].begin, _bytes(item[1]))):
-        (box,) = entry.boxes
+    for key, entry in sorted(entries.items(), key=lambda item: (item[1].chunks[0].begin, _bytes(item[1]))):
+        (chunk,) = entry.chunks
         own = tuple(next(blocks) for _ in range(counts[key]))
-        made[key] = replace(entry, boxes=(replace(box, sums=own, block=block),))
+        made[key] = replace(entry, chunks=(replace(chunk, sums=own, block=block),))
     return {key: made[key] for key in entries}

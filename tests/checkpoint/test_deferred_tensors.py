@@ -1,4 +1,4 @@
-"""Promised tensors: what is done with them shows at once, and is done when their values come."""
+"""Deferred tensors: what is done with them shows at once, and is done when their values come."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from flatshard.checkpoint.promised import PromisedFile, promise
+from flatshard.checkpoint.deferred_tensors import DeferredFile, defer
 
 
 def _state():
@@ -30,13 +30,13 @@ def _prepared(state):
 
 def test_a_file_is_what_it_would_be_with_values(tmp_path):
     state = _state()
-    promised = promise(state)
-    assert promised["halves"] == [None]
-    wanted, found = _prepared(state), _prepared(promised)
+    deferred = defer(state)
+    assert deferred["halves"] == [None]
+    wanted, found = _prepared(state), _prepared(deferred)
     for name, value in wanted.items():
         assert (found[name].shape, found[name].dtype, found[name].device) == (value.shape, value.dtype, value.device)
     save_file(wanted, tmp_path / "wanted", {"format": "pö"})
-    file = PromisedFile(tmp_path / "found", found, {"format": "pö"})
+    file = DeferredFile(tmp_path / "found", found, {"format": "pö"})
     assert file.needs == {"fused", "bias", "gate", "scale"}
     file.write((name, state[name]) for name in sorted(file.needs))
     assert (tmp_path / "found").read_bytes() == (tmp_path / "wanted").read_bytes()
@@ -44,9 +44,9 @@ def test_a_file_is_what_it_would_be_with_values(tmp_path):
 
 
 def test_who_shares_memory_can_be_seen():
-    promised, others = promise(_state()), promise(_state())
-    fused = promised["fused"]
-    assert fused.data_ptr() == promised["tied"].data_ptr()
+    deferred, others = defer(_state()), defer(_state())
+    fused = deferred["fused"]
+    assert fused.data_ptr() == deferred["tied"].data_ptr()
     rows = fused.unbind(0)
     assert rows[1].untyped_storage().data_ptr() == fused.untyped_storage().data_ptr()
     assert rows[1].data_ptr() == fused.data_ptr() + 12 * 4
@@ -55,7 +55,7 @@ def test_who_shares_memory_can_be_seen():
 
 
 def test_what_needs_values_is_refused(tmp_path):
-    gate = promise(_state())["gate"]
+    gate = defer(_state())["gate"]
     for use in (lambda: gate.add_(1), lambda: torch.save(gate, tmp_path / "x"), gate.tolist, lambda: gate.to("meta")):
         with pytest.raises((NotImplementedError, TypeError, RuntimeError)):
             use()
@@ -63,7 +63,7 @@ def test_what_needs_values_is_refused(tmp_path):
 
 def test_a_file_that_lacks_something_is_not_there(tmp_path):
     state = _state()
-    file = PromisedFile(tmp_path / "found", {"a": promise(state)["gate"]}, None)
+    file = DeferredFile(tmp_path / "found", {"a": defer(state)["gate"]}, None)
     with pytest.raises(RuntimeError, match=r"\['a'\]"):
         file.write([])
     assert not list(tmp_path.iterdir())

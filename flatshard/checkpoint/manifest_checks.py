@@ -39,7 +39,7 @@ def shape(value: Any, what: str) -> tuple[int, ...]:
 
 
 def tree(value: Any, tensors: Collection[str], what: str) -> None:
-    """Raise unless this is what `trees.encode` makes, of tensors that are there."""
+    """Raise unless this is what `encode_tree` makes, of tensors that are there."""
     if isinstance(value, list):
         for each in value:
             tree(each, tensors, what)
@@ -58,7 +58,7 @@ def tree(value: Any, tensors: Collection[str], what: str) -> None:
         tree(each[1] if kind == "dict" else each, tensors, what)
 
 
-def apart(boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
+def are_disjoint(boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
     """Whether no two boxes, each of offsets and sizes, have an element in common."""
     if len(boxes) < 2:
         return True
@@ -80,7 +80,7 @@ def apart(boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
     return True
 
 
-def in_a_row(ranges: Sequence[tuple[int, int]]) -> bool:
+def do_not_overlap(ranges: Sequence[tuple[int, int]]) -> bool:
     """Whether no two ranges, each from a byte to another, overlap."""
     return all(before[1] <= after[0] for before, after in pairwise(sorted(ranges)))
 

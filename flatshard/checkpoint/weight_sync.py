@@ -23,12 +23,12 @@ from torch.distributed.tensor import DTensor
 
 from flatshard import _arguments
 from flatshard.buffer import spread
-from flatshard.checkpoint.found import find_tensors
 from flatshard.checkpoint.full import iter_full_tensors, named_tensors
 from flatshard.checkpoint.reader import Reader
-from flatshard.checkpoint.safetensors import Planned, Writer, check_names, planned
-from flatshard.checkpoint.state import Part, local_part
-from flatshard.checkpoint.stored import StoredAs, pieces_of
+from flatshard.checkpoint.safetensors import FilePlan, Writer, check_names, plan_files
+from flatshard.checkpoint.safetensors_files import find_tensors
+from flatshard.checkpoint.state import Part, held_part
+from flatshard.checkpoint.stored_as import StoredAs, pieces_of
 
 Bucket: TypeAlias = "list[tuple[str, torch.Tensor]]"
 Callback: TypeAlias = Callable[[Bucket], object]
@@ -87,7 +87,7 @@ def sync_weights(
     began = time.monotonic()
     if not isinstance(target, (str, Path)):
         bucket_bytes = min(bucket_bytes, _enough(model, dtype))
-    buckets = planned(named_tensors(model), bucket_bytes, dtype, names)
+    buckets = plan_files(named_tensors(model), bucket_bytes, dtype, names)
     pieces = _pieces(model, names, dtype, bucket_bytes)
     version = 0
     if isinstance(target, (str, Path)):
@@ -139,7 +139,7 @@ def receive_weights(
     return _synced(buckets, began, version)
 
 
-def _synced(buckets: Sequence[Planned], began: float, version: int) -> Synced:
+def _synced(buckets: Sequence[FilePlan], began: float, version: int) -> Synced:
     count = sum(len(bucket.tensors) for bucket in buckets)
     return Synced(count, sum(bucket.size for bucket in buckets), time.monotonic() - began, version)
 
@@ -171,7 +171,7 @@ def _pieces(
 class _Buffer:
     """The tensors of one bucket, one after another."""
 
-    def __init__(self, bucket: Planned, storage: torch.Tensor) -> None:
+    def __init__(self, bucket: FilePlan, storage: torch.Tensor) -> None:
         self.views: Bucket = []
         place = 0
         for name, dtype, shape in bucket.tensors:
@@ -185,7 +185,7 @@ def _aligned(count: int) -> int:
     return -(-count // _ALIGN) * _ALIGN
 
 
-def _storages(buckets: Sequence[Planned], device: torch.device) -> list[torch.Tensor]:
+def _storages(buckets: Sequence[FilePlan], device: torch.device) -> list[torch.Tensor]:
     """Two buffers that each bucket fits into."""
     sizes = (sum(_aligned(math.prod(shape) * dtype.itemsize) for _, dtype, shape in each.tensors) for each in buckets)
     most = max(sizes, default=0)
@@ -193,7 +193,7 @@ def _storages(buckets: Sequence[Planned], device: torch.device) -> list[torch.Te
 
 
 def _packed(
-    buckets: Sequence[Planned], pieces: Iterator[tuple[str, torch.Tensor]], device: torch.device
+    buckets: Sequence[FilePlan], pieces: Iterator[tuple[str, torch.Tensor]], device: torch.device
 ) -> Iterator[_Buffer]:
     storages = _storages(buckets, device)
     for number, bucket in enumerate(buckets):
@@ -208,7 +208,7 @@ def _packed(
 
 def _send(
     group: ProcessGroup,
-    buckets: Sequence[Planned],
+    buckets: Sequence[FilePlan],
     pieces: Iterator[tuple[str, torch.Tensor]],
     device: torch.device,
 ) -> None:
@@ -226,7 +226,7 @@ def _send(
         work.wait()
 
 
-def _receive(group: ProcessGroup, take: Callback, device: torch.device) -> list[Planned]:
+def _receive(group: ProcessGroup, take: Callback, device: torch.device) -> list[FilePlan]:
     size = torch.zeros(1, dtype=torch.int64, device=device)
     spread(group, size).wait()
     message = torch.empty(int(size), dtype=torch.uint8, device=device)
@@ -235,7 +235,7 @@ def _receive(group: ProcessGroup, take: Callback, device: torch.device) -> list[
     for tensors in json.loads(message.cpu().numpy().tobytes()):
         entries = [(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in tensors]
         size_of = sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in entries)
-        buckets.append(Planned("", size_of, entries))
+        buckets.append(FilePlan("", size_of, entries))
     storages = _storages(buckets, device)
     coming: tuple[Any, _Buffer] | None = None
     for number in range(len(buckets) + 1):
@@ -269,7 +269,7 @@ class _Put:
         if tuple(mine.shape) != tuple(shape):
             self._wrong.append(f"'{name}' came as {tuple(shape)}; the model has {tuple(mine.shape)}")
             return None
-        part = local_part(mine)
+        part = held_part(mine)
         return part if part.offsets is not None else None
 
     @torch.no_grad()
@@ -304,7 +304,7 @@ def _version(folder: Path) -> int:
         return 0
 
 
-def _write(folder: Path, model: nn.Module, buckets: list[Planned], pieces: Iterator[tuple[str, torch.Tensor]]) -> int:
+def _write(folder: Path, model: nn.Module, buckets: list[FilePlan], pieces: Iterator[tuple[str, torch.Tensor]]) -> int:
     version = _version(folder) + 1
     if not _is_first(model):
         for _ in pieces:
@@ -344,13 +344,13 @@ def _wait_for(folder: Path, after: int, timeout: float | None) -> int:
 
 
 @torch.no_grad()
-def _read(folder: Path, take: _Put | Callback, device: torch.device) -> list[Planned]:
+def _read(folder: Path, take: _Put | Callback, device: torch.device) -> list[FilePlan]:
     source = find_tensors(folder)
-    buckets: list[Planned] = []
+    buckets: list[FilePlan] = []
     with Reader(source, lambda count: None) as reader:
         for name, entry in source.tensors.items():
             buckets.append(
-                Planned("", math.prod(entry.shape) * entry.dtype.itemsize, [(name, entry.dtype, entry.shape)])
+                FilePlan("", math.prod(entry.shape) * entry.dtype.itemsize, [(name, entry.dtype, entry.shape)])
             )
             if not isinstance(take, _Put):
                 take([(name, reader.read(name, entry, (0,) * len(entry.shape), entry.shape).to(device))])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flatshard.checkpoint.errors import CheckpointError
-from flatshard.checkpoint.files import Entry
+from flatshard.checkpoint.files import TensorEntry
 
 _EXPERT = "{expert}"
 
@@ -50,7 +50,7 @@ class StoredAs:
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredPiece:
     """What one tensor in a file is of a tensor of a model: ``sizes`` elements from ``offsets``."""
 
     name: str
@@ -72,17 +72,17 @@ class Piece:
         return part.transpose(-1, -2) if self.transposed else part
 
 
-def pieces_of(name: str, shape: Sequence[int], rules: Sequence[StoredAs]) -> list[Piece]:
+def pieces_of(name: str, shape: Sequence[int], rules: Sequence[StoredAs]) -> list[StoredPiece]:
     """The tensors in files that make up one of a model, by the first rule that knows its name."""
     shape = tuple(shape)
     for rule in rules:
         match = re.fullmatch(re.escape(rule.name).replace(r"\*", r"([^.]+)"), name)
         if match is not None:
             return _pieces(name, shape, rule, match.groups())
-    return [Piece(name, (0,) * len(shape), shape)]
+    return [StoredPiece(name, (0,) * len(shape), shape)]
 
 
-def _pieces(name: str, shape: tuple[int, ...], rule: StoredAs, found: tuple[str, ...]) -> list[Piece]:
+def _pieces(name: str, shape: tuple[int, ...], rule: StoredAs, found: tuple[str, ...]) -> list[StoredPiece]:
     stacked, parts = _EXPERT in rule.files[0], len(rule.files)
     if len(shape) < stacked + 2 * rule.transposed or (
         parts > 1 and (len(shape) <= rule.dim or shape[rule.dim] % parts)
@@ -105,13 +105,13 @@ def _pieces(name: str, shape: tuple[int, ...], rule: StoredAs, found: tuple[str,
             first, *others = pattern.split("*")
             given = first + "".join(star + other for star, other in zip(found, others))
             given = given.replace(_EXPERT, str(expert))
-            made.append(Piece(given, tuple(offsets), tuple(sizes), stacked, rule.transposed))
+            made.append(StoredPiece(given, tuple(offsets), tuple(sizes), stacked, rule.transposed))
     return made
 
 
-def assembled(
-    tensors: Mapping[str, Entry], shapes: Mapping[str, tuple[int, ...]], rules: Sequence[StoredAs], where: object
-) -> dict[str, Entry]:
+def assemble(
+    tensors: Mapping[str, TensorEntry], shapes: Mapping[str, tuple[int, ...]], rules: Sequence[StoredAs], where: object
+) -> dict[str, TensorEntry]:
     """Tensors in files as those of a model, which has these shapes. What no rule knows stays as it is.
 
     CheckpointError names what a file lacks, or has in another shape or dtype than the rest.
@@ -121,7 +121,7 @@ def assembled(
         pieces = pieces_of(name, shape, rules)
         if len(pieces) == 1 and pieces[0].name == name:
             continue
-        boxes, dtypes = [], set()
+        chunks, dtypes = [], set()
         for piece in pieces:
             entry = found.pop(piece.name, None)
             if entry is None:
@@ -134,11 +134,11 @@ def assembled(
                     f"must have {piece.shape}"
                 )
             dtypes.add(entry.dtype)
-            (box,) = entry.boxes
-            boxes.append(replace(box, offsets=piece.offsets, sizes=piece.sizes, transposed=piece.transposed))
+            (chunk,) = entry.chunks
+            chunks.append(replace(chunk, offsets=piece.offsets, sizes=piece.sizes, transposed=piece.transposed))
         if len(dtypes) > 1:
             raise CheckpointError(f"{where}: the parts of '{name}' are of several dtypes: {sorted(map(str, dtypes))}")
-        found[name] = Entry(dtypes.pop(), shape, tuple(boxes))
+        found[name] = TensorEntry(dtypes.pop(), shape, tuple(chunks))
     return found
 
 
