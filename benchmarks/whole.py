@@ -33,7 +33,7 @@ from benchmarks.systems import Setup, accumulation, adamw, sharded_model
 from benchmarks.table import CASES as TABLE
 from benchmarks.table import NETWORK, timed
 from flatshard.rehearsal import rehearse
-from flatshard.rehearsal.ledger import difference
+from flatshard.rehearsal.traffic import difference
 
 CASES = {
     **{name: TABLE[name] for name in ("a", "b", "c", "tiny")},
@@ -120,10 +120,10 @@ def measure(case: str, row: str, steps: int, warmup: int = 3) -> dict[str, float
         whole = timed(step, steps, on_gpu)
         accumulate()
         synchronize()
-        before = rehearsal.medium.ledger.snapshot()
+        before = rehearsal.medium.traffic.snapshot()
         alone = timed(optimizer.step, steps, on_gpu)
         synchronize()
-        traffic = difference(rehearsal.medium.ledger.snapshot(), before)
+        traffic = difference(rehearsal.medium.traffic.snapshot(), before)
         peak = torch.cuda.max_memory_allocated() if on_gpu else 0
     found = {
         "step_ms": 1e3 * statistics.median(alone),

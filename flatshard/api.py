@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flatshard import _arguments, _torch
-from flatshard.copying import copied
+from flatshard.copying import copy_module
 from flatshard.engine.build import NO_SHARD, Choices, Values, Where, build_unit, owned_modules, units_below
 from flatshard.engine.gradients import GradientScale
 from flatshard.engine.homes import OWNER
@@ -125,7 +125,7 @@ def fully_shard(
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_modules(modules)
-    choices = chosen(
+    choices = checked_choices(
         mesh=mesh,
         reshard_after_forward=reshard_after_forward,
         shard_placement_fn=shard_placement_fn,
@@ -151,7 +151,7 @@ def make_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     """Make a unit of modules, and let them be of a class that knows of it."""
     unit = build_unit(modules, choices)
     unit.settings.refuses_meta = installed.refuses_meta
-    unit.copier = functools.partial(copied, make_unit)
+    unit.copier = functools.partial(copy_module, make_unit)
     for each in modules:
         each.__class__ = unit_class(type(each), methods_for, bool(choices.rows))
         show_state(each)
@@ -159,7 +159,7 @@ def make_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     return unit
 
 
-def chosen(
+def checked_choices(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | Literal["auto"] | None = None,

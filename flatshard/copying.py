@@ -30,7 +30,7 @@ class _NoCopy(TypeError, AssertionError):
     """PyTorch raises AssertionError."""
 
 
-def copied(make_unit: MakeUnit, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def copy_module(make_unit: MakeUnit, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """What `copy.deepcopy` makes of a module that is a unit.
 
     The modules are copied as ever, with parameters without values in the place of the sharded ones, and without what

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from flatshard import _torch
-from flatshard.checkpoint.files import memory_of
+from flatshard.checkpoint.files import bytes_view
 
 _ADDRESSES = itertools.count(1 << 12, 1 << 50)  # no two memories overlap
 
@@ -171,7 +171,7 @@ class DeferredFile:
                     known: dict[_Operation, list[Any]] = {}
                     for name in [each for each in todo[needed] if self._tensors[each].needs <= kept.keys()]:
                         file.seek(len(self._header) + self._places[name])
-                        file.write(memory_of(self._tensors[name].value(kept, known).contiguous()))
+                        file.write(bytes_view(self._tensors[name].value(kept, known).contiguous()))
                         for other in self._tensors[name].needs:
                             todo[other].remove(name)
                     kept = {each: kept[each] for each in kept if todo[each]}

@@ -105,7 +105,7 @@ def block_checksum(block: memoryview) -> int:
     return (total + rest * int(_WEIGHTS[len(words)]) if rest else total) % 2**64
 
 
-def memory_of(tensor: torch.Tensor) -> memoryview:
+def bytes_view(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
@@ -136,7 +136,7 @@ def write_chunks(
         _write(file, memoryview(header))
         place = len(header)
         for _, tensor in chunks:
-            content = memory_of(tensor.detach().cpu().contiguous())
+            content = bytes_view(tensor.detach().cpu().contiguous())
             sums = []
             for start in range(0, len(content), BLOCK):
                 block = content[start : start + BLOCK]

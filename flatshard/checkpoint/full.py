@@ -41,7 +41,7 @@ def iter_full_tensors(
     ``names``: of these only, the same on all ranks.
     """
     _arguments.module("iter_full_tensors", model)
-    _arguments.whole("bucket_bytes", bucket_bytes, 1)
+    _arguments.whole_number("bucket_bytes", bucket_bytes, 1)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype={dtype!r}: must be a floating-point torch.dtype or None")
     tensors = {name: value for name, value in named_tensors(model).items() if names is None or name in names}

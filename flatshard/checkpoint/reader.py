@@ -13,7 +13,7 @@ import torch
 
 from flatshard import _arguments
 from flatshard.checkpoint.errors import CheckpointError
-from flatshard.checkpoint.files import Chunk, Manifest, TensorEntry, TensorSource, block_checksum, memory_of, open_file
+from flatshard.checkpoint.files import Chunk, Manifest, TensorEntry, TensorSource, block_checksum, bytes_view, open_file
 
 
 class Reads(Protocol):
@@ -80,11 +80,11 @@ class Reader:
         whole_rows = into.is_contiguous() and into.numel() * result.element_size() == stop - start
         block = chunk.block if chunk.sums else 1  # what can be read and verified
         if whole_rows and start % block == 0 and (stop % block == 0 or stop == total):
-            self._read(name, chunk, start, memory_of(into))
+            self._read(name, chunk, start, bytes_view(into))
             return
         begin, end = start - start % block, min(total, -(-stop // block) * block)
         scratch = torch.empty(end - begin, dtype=torch.uint8)
-        self._read(name, chunk, begin, memory_of(scratch))
+        self._read(name, chunk, begin, bytes_view(scratch))
         part = scratch[start - begin : stop - begin].clone().view(result.dtype).view(last - first, *chunk.sizes[1:])
         inner = [slice(a - o, b - o) for a, b, o in zip(low[1:], high[1:], chunk.offsets[1:])]
         index = (slice(None), *inner)

@@ -18,7 +18,7 @@ from flatshard import _arguments
 from flatshard.buffer import Exchange
 from flatshard.checkpoint import safetensors_files
 from flatshard.checkpoint.errors import on_all_ranks
-from flatshard.checkpoint.files import CODES, block_checksum, memory_of, sync_folder
+from flatshard.checkpoint.files import CODES, block_checksum, bytes_view, sync_folder
 from flatshard.checkpoint.full import iter_full_tensors, named_tensors
 from flatshard.checkpoint.loading import put_weights, stage_model
 from flatshard.checkpoint.progress import bar
@@ -59,7 +59,7 @@ def export_safetensors(
     """
     _arguments.module("export_safetensors", model)
     folder, limit = _arguments.path("folder", folder), _bytes(max_shard_size)
-    _arguments.whole("bucket_bytes", bucket_bytes, 1)
+    _arguments.whole_number("bucket_bytes", bucket_bytes, 1)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype={dtype!r}: must be a floating-point torch.dtype or None")
     check_names(names)
@@ -160,7 +160,7 @@ class Writer:
             self._open = open(self._temporary(file.name), "wb")  # noqa: SIM115 - stays open between tensors
             self._current = file
             self._open.write(checked_header(file.tensors, None))
-        content = memory_of(tensor.to(file.tensors[number][1]).cpu().contiguous())
+        content = bytes_view(tensor.to(file.tensors[number][1]).cpu().contiguous())
         for start in range(0, len(content), safetensors_files.SUMMED):
             block = content[start : start + safetensors_files.SUMMED]
             self._sums.append(block_checksum(block))

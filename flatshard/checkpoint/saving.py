@@ -89,7 +89,7 @@ def save(
     _arguments.module("save", model)
     _arguments.optimizer(optimizer)
     if keep_last is not None:
-        _arguments.whole("keep_last", keep_last, 1)
+        _arguments.whole_number("keep_last", keep_last, 1)
     previous, _last = _last, None
     if previous is not None:
         previous.wait_unless_told()

@@ -77,7 +77,7 @@ def sync_weights(
     floating-point tensors before they travel. Two buffers of at most ``bucket_bytes`` are used, and one to gather into.
     """
     _arguments.module("sync_weights", model)
-    _arguments.whole("bucket_bytes", bucket_bytes, 1)
+    _arguments.whole_number("bucket_bytes", bucket_bytes, 1)
     check_names(names)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype={dtype!r}: must be a floating-point torch.dtype or None")

@@ -169,7 +169,7 @@ def _whole_options(whole: Any, split: Any, cost: Any, owners: Any, bucket_bytes:
         raise TypeError(f"cost={cost!r}: must be a function of the shape of a matrix")
     if owners not in ("shards", "all"):
         raise ValueError(f"owners={owners!r}: must be 'shards' or 'all'")
-    return WholeOptions(whole, split, cost, owners, _arguments.whole("bucket_bytes", bucket_bytes, 1))
+    return WholeOptions(whole, split, cost, owners, _arguments.whole_number("bucket_bytes", bucket_bytes, 1))
 
 
 def _install(optimizer: Opt, side: LocalStep | WholeStep) -> Opt:

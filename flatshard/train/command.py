@@ -8,16 +8,16 @@ import tempfile
 from pathlib import Path
 
 from flatshard.train import log
+from flatshard.train.bundled_text import bundled_text
 from flatshard.train.environment import started_world
-from flatshard.train.settings import FILE, Mistake, Settings, parse, read
-from flatshard.train.stories import stories
+from flatshard.train.settings import FILE, Mistake, TrainSettings, parse, read
 
 
 def train(arguments: list[str]) -> int:
     """Train as the arguments say; the exit status."""
     try:
         settings = parse(arguments)
-        check(settings)
+        check_settings(settings)
         from flatshard.train.launch import run
 
         return run(settings)
@@ -28,7 +28,7 @@ def train(arguments: list[str]) -> int:
         return 2
 
 
-def check(settings: Settings) -> None:
+def check_settings(settings: TrainSettings) -> None:
     """Mistake where these settings cannot be trained here, before any process is started."""
     world = started_world()
     if world and settings.processes not in (None, world):
@@ -37,7 +37,7 @@ def check(settings: Settings) -> None:
         settings.rows_per_rank(world or settings.processes or 1)
     check_data(settings)
     if settings.losses is not None:
-        log.check(settings.losses)
+        log.check_log(settings.losses)
     if settings.tensorboard is not None:
         log.check_board(settings.tensorboard)
     if settings.record is not None:
@@ -46,7 +46,7 @@ def check(settings: Settings) -> None:
         _check_folder(settings, settings.checkpoint)
 
 
-def check_data(settings: Settings) -> None:
+def check_data(settings: TrainSettings) -> None:
     """Mistake where a file is not there, or a text is too short. What is in the others is seen when they are read."""
     for flag, given in (("data", settings.data), ("tokenizer", settings.tokenizer), ("model", settings.model)):
         if given is not None and not given.exists():
@@ -56,7 +56,7 @@ def check_data(settings: Settings) -> None:
         raise Mistake(f"--data {path}: not a file, nor a dataset on disk")
     if settings.tokenizer is not None or (path is not None and (path.is_dir() or path.suffix == ".bin")):
         return
-    size = len(stories()) if path is None else path.stat().st_size
+    size = len(bundled_text()) if path is None else path.stat().st_size
     if size <= settings.context:
         source = path or "the bundled text"
         raise Mistake(f"{source} has {size} bytes; --context {settings.context} needs more than that")
@@ -70,7 +70,7 @@ def _check_written(path: Path) -> None:
         raise Mistake(f"--record {path}: {error.strerror}") from error
 
 
-def _check_folder(settings: Settings, folder: Path) -> None:
+def _check_folder(settings: TrainSettings, folder: Path) -> None:
     """Mistake where nothing can be saved in the folder, or where it has a run that these settings do not continue."""
     if folder.exists() and not folder.is_dir():
         raise Mistake(f"--checkpoint {folder}: not a folder")

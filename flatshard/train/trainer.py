@@ -23,7 +23,7 @@ from flatshard.optim.clip import clip_grad_norm_
 from flatshard.train.build import build_model, build_optimizer, set_capturable, shard
 from flatshard.train.data import Text, batch_rows, held_rows
 from flatshard.train.log import Log
-from flatshard.train.settings import FILE, Mistake, Settings
+from flatshard.train.settings import FILE, Mistake, TrainSettings
 from flatshard.train.step import Step
 from flatshard.train.stop import Stop
 
@@ -34,7 +34,7 @@ _RECORDED = (3, 5)  # steps of a run that --record takes; the first has no begin
 class Trainer:
     """A sharded model and its optimizer on a mesh of one axis, or of two."""
 
-    def __init__(self, settings: Settings, text: Text, mesh: DeviceMesh, stop: Stop | None = None) -> None:
+    def __init__(self, settings: TrainSettings, text: Text, mesh: DeviceMesh, stop: Stop | None = None) -> None:
         self.settings = settings
         self.text = text
         self.mesh = mesh

@@ -174,7 +174,7 @@ class Alarm:
                 _log.error("flatshard: %s", self._verdict.reason)
         path = record.dump() if record.number else None
         if path is not None:
-            _log.error("%s\nflatshard: written to %s", record.told(), path)
+            _log.error("%s\nflatshard: written to %s", record.last_entries(), path)
 
     def _explain_lost_peer(self, error: BaseException) -> None:
         """A call of torch's has raised because of another rank: find out why, for the last words of this one."""

@@ -9,7 +9,7 @@ class PeerError(RuntimeError):
     """A collective did not end, because of another rank or of the network. Says which launch, and who, if known."""
 
 
-def recorded(error: PeerError) -> PeerError:
+def record_error(error: PeerError) -> PeerError:
     """An error that is in the flight record from now on, whoever catches it: its process has not ended well."""
     record.tell(error=f"PeerError: {error}")
     return error

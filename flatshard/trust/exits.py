@@ -63,7 +63,7 @@ def print_record() -> None:
     """Write the flight record to its file, and its last entries to stderr."""
     if record.number:
         path = record.dump()
-        print(record.told(), file=sys.stderr)
+        print(record.last_entries(), file=sys.stderr)
         if path is not None:
             print(f"flatshard: written to {path}", file=sys.stderr)
         sys.stderr.flush()

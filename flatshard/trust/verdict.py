@@ -6,7 +6,7 @@ import math
 import os
 import time
 
-from flatshard.trust.errors import PeerError, recorded
+from flatshard.trust.errors import PeerError, record_error
 from flatshard.trust.record import in_range, record
 
 
@@ -61,4 +61,4 @@ class Verdict:
     def error(self, what: str) -> PeerError:
         """The error to raise at a launch or a wait. ``what``: that launch or wait."""
         oldest = record.oldest_open() if record.is_on_device else None
-        return recorded(PeerError(f"{self.reason}. Rank {record.header['rank']} was waiting for {oldest or what}"))
+        return record_error(PeerError(f"{self.reason}. Rank {record.header['rank']} was waiting for {oldest or what}"))

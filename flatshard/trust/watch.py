@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from flatshard.trust.errors import PeerError, one_line, recorded
+from flatshard.trust.errors import PeerError, one_line, record_error
 from flatshard.trust.links import Links, Message
 from flatshard.trust.loop import Loop
 from flatshard.trust.record import Entry, record
@@ -161,7 +161,9 @@ class Watch:
         if self.verdict.reason is not None:
             return self.verdict.error(what)
         where = f"; `flatshard blame {record.folder}` compares the ranks' records" if record.folder else ""
-        return recorded(PeerError(f"rank {self.group.rank} was waiting for {what}: {one_line(error)}. {others}{where}"))
+        return record_error(
+            PeerError(f"rank {self.group.rank} was waiting for {what}: {one_line(error)}. {others}{where}")
+        )
 
     def time_out(self, entry: Entry, limit: float) -> None:
         """A collective has timed out. Not on the thread of the loop, to which the answers of others come."""

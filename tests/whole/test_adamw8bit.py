@@ -16,9 +16,9 @@ from flatshard import fully_shard, fully_shard_optimizer
 from flatshard.optim import AdamW8bit
 from flatshard.optim.adamw8bit import is_quantized, state_bytes
 from flatshard.rehearsal.network import get_network
-from flatshard.tools.known import OPTIMIZERS
-from flatshard.tools.plan import Machine, Training, make_plan
-from flatshard.tools.shapes import load_model
+from flatshard.tools.model_shapes import load_model
+from flatshard.tools.plan import Machine, Training, compare_strategies
+from flatshard.tools.presets import OPTIMIZERS
 from tests.whole.cases import assert_equal_bits, bits, give, gradients
 
 
@@ -116,7 +116,7 @@ def test_bytes_per_parameter_in_a_plan():
     network = get_network("h100-nvlink")
     found = {}
     for name in ("adamw", "adamw-8bit", "muon"):
-        plan = make_plan(load_model("llama-1b"), Machine(8, 80e9, network), Training(state=OPTIMIZERS[name]))
+        plan = compare_strategies(load_model("llama-1b"), Machine(8, 80e9, network), Training(state=OPTIMIZERS[name]))
         found[name] = plan.state_per_parameter
         assert f"{found[name]:.2f} bytes per parameter" in plan.table()
     assert found["adamw"] == 8

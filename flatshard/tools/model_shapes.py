@@ -16,12 +16,12 @@ from torch import nn
 
 from flatshard.engine.formats import chosen
 from flatshard.policy import MixedPrecisionPolicy
-from flatshard.tools.known import NAMED, check_source
+from flatshard.tools.presets import NAMED, check_source
 from flatshard.wrapping import unit_modules
 
 
 @dataclass(frozen=True)
-class Tensor:
+class ParamShape:
     """A parameter. ``after``: so many of the units inside its own are registered before it, and run before it.
 
     ``used``: the part of it that a token is multiplied with; of stacked experts, those that it is sent to.
@@ -40,14 +40,14 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Unit:
+class UnitShape:
     """``is_embedding``: consists of embeddings only, whose backward does not read their weights.
 
     ``is_block``: neither that, nor a head, nor the root; it may be recomputed.
     """
 
     name: str
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[ParamShape, ...]
     is_embedding: bool = False
     is_block: bool = False
 
@@ -62,23 +62,23 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Call:
+class ModuleCall:
     """A forward of a module of unit number ``unit``, and those within it. ``is_table``: it is an embedding."""
 
     unit: int
-    inner: tuple[Call, ...] = ()
+    inner: tuple[ModuleCall, ...] = ()
     is_table: bool = False
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelShape:
     """Units, and the forward of the root, which is taken to run modules in the order of their registration.
 
     ``experts``: classes of the modules that hold experts, and nothing else, by their import paths.
     """
 
-    units: tuple[Unit, ...]
-    root: Call
+    units: tuple[UnitShape, ...]
+    root: ModuleCall
     experts: tuple[str, ...] = ()
 
     @property
@@ -101,7 +101,7 @@ def model_of(
     model: nn.Module,
     units: Literal["auto"] | Sequence[type[nn.Module] | str] = "auto",
     experts_per_token: int | None = None,
-) -> Model:
+) -> ModelShape:
     """The shapes of ``model`` with the units that `flatshard.shard_model` would make; it may be on the meta device.
 
     Modules whose class name ends with "Experts" hold experts, if all they hold are stacks of as many tensors.
@@ -116,7 +116,7 @@ def model_of(
     known: set[nn.Parameter] = set()
     shapes = []
     for modules in made:
-        found: dict[nn.Parameter, Tensor] = {}
+        found: dict[nn.Parameter, ParamShape] = {}
         passed = 0
         seen: set[nn.Module] = set()
         waiting = list(reversed(modules))
@@ -132,7 +132,7 @@ def model_of(
             owner = type(modules[0]).__name__
             for key, parameter in module._parameters.items():
                 if parameter is not None and parameter not in known:
-                    found[parameter] = Tensor(
+                    found[parameter] = ParamShape(
                         tuple(parameter.shape),
                         parameter.dtype,
                         parameter.requires_grad,
@@ -146,9 +146,9 @@ def model_of(
             waiting += reversed(list(module.children()))
         embedding = all(type(module) is nn.Embedding for module in modules)
         block = modules[0] is not model and not isinstance(modules[0], (nn.Embedding, nn.Linear))
-        shapes.append(Unit(names[modules[0]] or "(root)", tuple(found.values()), embedding, block))
+        shapes.append(UnitShape(names[modules[0]] or "(root)", tuple(found.values()), embedding, block))
     (root,) = _calls(model, number, set())
-    return Model(tuple(shapes), root, tuple(dict.fromkeys(_path(type(module)) for module in stacks)))
+    return ModelShape(tuple(shapes), root, tuple(dict.fromkeys(_path(type(module)) for module in stacks)))
 
 
 def _path(kind: type) -> str:
@@ -170,12 +170,12 @@ def _stacks(model: nn.Module) -> dict[nn.Module, None]:
     return dict.fromkeys(module for module in model.modules() if is_stack(module))
 
 
-def _calls(module: nn.Module, number: Mapping[nn.Module, int], seen: set[nn.Module]) -> tuple[Call, ...]:
+def _calls(module: nn.Module, number: Mapping[nn.Module, int], seen: set[nn.Module]) -> tuple[ModuleCall, ...]:
     if module in seen:
         return ()
     seen.add(module)
     inner = tuple(call for child in module.children() for call in _calls(child, number, seen))
-    return (Call(number[module], inner, type(module) is nn.Embedding),) if module in number else inner
+    return (ModuleCall(number[module], inner, type(module) is nn.Embedding),) if module in number else inner
 
 
 # Where models come from
@@ -197,7 +197,7 @@ _MIXTURES = {"mixtral": "intermediate_size", "qwen3_moe": "moe_intermediate_size
 
 def load_model(
     source: str, units: Literal["auto"] | Sequence[str] = "auto", experts_per_token: int | None = None
-) -> Model:
+) -> ModelShape:
     """A named shape, a Hugging Face ``config.json`` (or its folder), or ``module:callable`` that returns a module.
 
     The callable is called without arguments and under the meta device, so parameters take no memory.

@@ -8,7 +8,7 @@ from flatshard.rehearsal.network import Kind
 
 
 @dataclass
-class Entry:
+class TrafficTotal:
     """``size`` is the full message (what a gather writes, what a reduce-scatter reads), ``wire`` what a rank sends."""
 
     launches: int = 0
@@ -24,26 +24,26 @@ class Entry:
 
 
 @dataclass
-class Ledger:
+class Traffic:
     """Sums over every process group of a rehearsal since it began.  Launches from several threads must not race."""
 
-    entries: dict[Kind, Entry] = field(default_factory=dict)
+    entries: dict[Kind, TrafficTotal] = field(default_factory=dict)
 
-    def entry(self, kind: Kind) -> Entry:
+    def entry(self, kind: Kind) -> TrafficTotal:
         """The sums of one kind, for whoever launches it to add to."""
-        return self.entries.setdefault(kind, Entry())
+        return self.entries.setdefault(kind, TrafficTotal())
 
-    def snapshot(self) -> dict[Kind, Entry]:
+    def snapshot(self) -> dict[Kind, TrafficTotal]:
         return {kind: replace(entry) for kind, entry in self.entries.items()}
 
 
-def difference(late: dict[Kind, Entry], early: dict[Kind, Entry]) -> dict[Kind, Entry]:
+def difference(late: dict[Kind, TrafficTotal], early: dict[Kind, TrafficTotal]) -> dict[Kind, TrafficTotal]:
     """What was added between two snapshots; kinds without launches in between are left out."""
     result = {}
     for kind, now in late.items():
-        was = early.get(kind, Entry())
+        was = early.get(kind, TrafficTotal())
         if now.launches > was.launches:
-            result[kind] = Entry(
+            result[kind] = TrafficTotal(
                 now.launches - was.launches, now.size - was.size, now.wire - was.wire, now.seconds - was.seconds
             )
     return result

@@ -15,7 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 _PAUSE = 0.01  # seconds from one look to the next
 
 
-def meet(backend: str, patience: timedelta | None) -> None:
+def init_process_group(backend: str, patience: timedelta | None) -> None:
     """`init_process_group` for a rank of torchrun.
 
     torchrun starts ranks again with the store that it had, and in it are the addresses of ranks that are gone: those
@@ -25,10 +25,12 @@ def meet(backend: str, patience: timedelta | None) -> None:
         dist.init_process_group(backend, timeout=patience)
         return
     store, rank, world = next(rendezvous("env://", timeout=patience or default_pg_timeout))
-    dist.init_process_group(backend, store=own_part(store, rank, world), rank=rank, world_size=world, timeout=patience)
+    dist.init_process_group(
+        backend, store=fresh_store(store, rank, world), rank=rank, world_size=world, timeout=patience
+    )
 
 
-def own_part(store: Store, rank: int, world: int) -> Store:
+def fresh_store(store: Store, rank: int, world: int) -> Store:
     """A part of the store that the ranks that call this now have to themselves. All of them call it.
 
     A count of restarts would not do, since every node has its own. Every rank says a word that nobody has said before.

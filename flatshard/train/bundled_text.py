@@ -131,7 +131,7 @@ def _story(draw: random.Random) -> str:
 
 
 @cache
-def stories(size: int = 200_000, seed: int = 1) -> str:
+def bundled_text(size: int = 200_000, seed: int = 1) -> str:
     """At least ``size`` characters of stories, plain ASCII, separated by empty lines."""
     draw = random.Random(seed)
     told: list[str] = []

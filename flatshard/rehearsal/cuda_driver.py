@@ -15,7 +15,7 @@ _NO_TIMING = 2
 _NOT_READY = 600
 
 
-class Driver:
+class CudaDriver:
     """Handles are plain integers.  Every call raises RuntimeError when the driver reports an error."""
 
     def __init__(self) -> None:

@@ -15,13 +15,13 @@ from flatshard.layout import Layout, Placement, Replicate, is_sharded, least_pad
 from flatshard.layout.planner import LayoutName
 from flatshard.policy import MixedPrecisionPolicy, Placements, SchedulePolicy, replicated
 from flatshard.rehearsal.network import Level, Network
-from flatshard.tools.shapes import Tensor
+from flatshard.tools.model_shapes import ParamShape
 
 StateOf: TypeAlias = Callable[[tuple[int, ...], int], float]
 
 
 @dataclass(frozen=True)
-class Choice:
+class TrainingSetup:
     """How a model is to be trained.
 
     ``mesh``: the sizes of its axes, (shard) or (outer, inner).
@@ -49,7 +49,7 @@ class Choice:
         if any(size < 1 for size in self.mesh) or self.microbatches < 1 or self.state_of((1,), 1) < 0:
             raise ValueError("sizes of axes and micro-batches are at least 1, tensors of optimizer state at least 0")
 
-    def of_experts(self) -> Choice:
+    def of_experts(self) -> TrainingSetup:
         """How experts are sharded, of which this rank has one part."""
         *outer, last = self.mesh
         return replace(self, mesh=(*outer, last // self.expert_parts), stride=self.expert_parts)
@@ -72,7 +72,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Launch:
+class PlannedCollective:
     """``times`` collectives of a step on a full message of ``size`` bytes each, among ranks along one axis.
 
     ``among``: how many neighbours along that axis take part, ``stride`` ranks apart. ``reduces``: it brings gradients,
@@ -105,11 +105,11 @@ class GroupBytes:
     ``accumulated``: gradients that earlier micro-batches have left; ``ends``: they are gone after the last reduce.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], choice: Choice) -> None:
-        first, precision = tensors[0], choice.precision
-        self.tensors, self.choice = tensors, choice
-        axes = len(choice.mesh)
-        self.placements = choice.placements if first.shape else replicated(axes)
+    def __init__(self, tensors: Sequence[ParamShape], setup: TrainingSetup) -> None:
+        first, precision = tensors[0], setup.precision
+        self.tensors, self.setup = tensors, setup
+        axes = len(setup.mesh)
+        self.placements = setup.placements if first.shape else replicated(axes)
         shards = self._ranks_of(self.placements.optimizer)
         self.layout = self._planned(shards)
         floating = first.dtype.is_floating_point
@@ -118,7 +118,7 @@ class GroupBytes:
         self.wire = precision.compute_of(first.dtype)
         grad = precision.grad_of(main, self.wire)
         self.reduce = precision.reduce_of(self.wire, grad)
-        self.formats = Formats.of(self.layout, self._marks, precision, choice.mesh, self.placements.optimizer)
+        self.formats = Formats.of(self.layout, self._marks, precision, setup.mesh, self.placements.optimizer)
         encoded = self.formats.gather is not None
         self.piece = self.formats.gather_coder(self.wire).wire.piece if encoded else 0  # bytes of a shard on the wire
 
@@ -133,14 +133,12 @@ class GroupBytes:
             self.compute = self.piece * self._pieces(self.placements.parameter)
         self.passing = self.piece * shards if encoded and not everywhere else 0
         self.compute += turned * self.wire.itemsize if self.is_resident else 0
-        states = [choice.state_of(tensor.shape, main.itemsize) for tensor in tensors]
+        states = [setup.state_of(tensor.shape, main.itemsize) for tensor in tensors]
         share = sum(each * math.prod(t.shape) for each, t in zip(states, tensors)) / max(self.layout.payload, 1)
         self.state = round(share * held) if self.trainable else 0
         self.gathered = 0 if self.is_resident else (full + turned) * self.wire.itemsize
-        parks = choice.park is not None and not self.is_resident and shards % choice.park == 0
-        self.parked = (
-            self.layout.buffer_numel(shards // choice.park) * self.wire.itemsize if parks and choice.park else 0
-        )
+        parks = setup.park is not None and not self.is_resident and shards % setup.park == 0
+        self.parked = self.layout.buffer_numel(shards // setup.park) * self.wire.itemsize if parks and setup.park else 0
 
         if not self.trainable:
             self.arriving = self.main_grad = self.reducing = self.accumulated = 0
@@ -149,7 +147,7 @@ class GroupBytes:
         self.arriving = self.layout.payload * self.wire.itemsize
         self.main_grad = held * grad.itemsize
         self.ends = self.placements.gradient != self.placements.optimizer
-        several = choice.microbatches > 1
+        several = setup.microbatches > 1
         self.accumulated = self._resting(grad) if several else 0
         self.reducing = self._staged(several, grad) * self.reduce.itemsize
         inner, outer = self.formats.reduces[-1], self.formats.reduces[0]
@@ -168,7 +166,7 @@ class GroupBytes:
     def _planned(self, shards: int) -> Layout:
         """As `flatshard.shard_model` has it: cut on a dim that pads little, if the layout allows any."""
         shapes = [tensor.shape for tensor in self.tensors]
-        layout = self.choice.layout
+        layout = self.setup.layout
         if layout == "auto" and not _torch.SUBCLASSES_DISPATCH:
             layout = "tensor"  # as `fully_shard` does with this torch
         if layout == "flat":
@@ -178,7 +176,7 @@ class GroupBytes:
 
     @property
     def _marks(self) -> list[bool]:
-        return [self.choice.precision.has_formats and tensor.encoded for tensor in self.tensors]
+        return [self.setup.precision.has_formats and tensor.encoded for tensor in self.tensors]
 
     @property
     def _halfway(self) -> tuple[Placement, ...]:
@@ -187,7 +185,7 @@ class GroupBytes:
 
     def _ranks_of(self, placements: Sequence[Placement]) -> int:
         """Over how many ranks these cut a buffer."""
-        return math.prod(size for size, p in zip(self.choice.mesh, placements) if is_sharded(p))
+        return math.prod(size for size, p in zip(self.setup.mesh, placements) if is_sharded(p))
 
     def _pieces(self, placements: Sequence[Placement]) -> int:
         return self.layout.num_shards // self._ranks_of(placements)
@@ -223,36 +221,36 @@ class GroupBytes:
 
     # Collectives of a step
 
-    def launches(self, forward: int, backward: int) -> list[Launch]:
+    def launches(self, forward: int, backward: int) -> list[PlannedCollective]:
         """Of a step whose micro-batches gather the weights so many times each."""
-        rounds, parked = self.choice.microbatches, backward if self.parked else 0
+        rounds, parked = self.setup.microbatches, backward if self.parked else 0
         found = [*self.refreshes(), *self.gathers(rounds * (forward + backward - parked))]
         found += self.gathers(rounds * parked, parked=True)
         return [*found, *self.reduces()]
 
-    def refreshes(self) -> list[Launch]:
+    def refreshes(self) -> list[PlannedCollective]:
         """Once a step: compute weights that rest otherwise than main are derived from it."""
         parameter, main = self.placements.parameter, self.placements.optimizer
         return _real(self._gathers(main, parameter, 1)) if self.is_resident or parameter != main else []
 
-    def gathers(self, times: int = 1, parked: bool = False) -> list[Launch]:
+    def gathers(self, times: int = 1, parked: bool = False) -> list[PlannedCollective]:
         """Full weights for a pass; ``parked``: from a smaller group."""
         if self.is_resident:
             return []
-        everywhere = replicated(len(self.choice.mesh)).parameter
-        if parked and self.choice.park:
-            return _real([self._launch("all_gather", len(everywhere) - 1, everywhere, times, self.choice.park)])
+        everywhere = replicated(len(self.setup.mesh)).parameter
+        if parked and self.setup.park:
+            return _real([self._launch("all_gather", len(everywhere) - 1, everywhere, times, self.setup.park)])
         return _real(self._gathers(self.placements.parameter, everywhere, times))
 
-    def reduces(self, is_last: bool | None = None) -> list[Launch]:
+    def reduces(self, is_last: bool | None = None) -> list[PlannedCollective]:
         """Of all micro-batches; or of one, the last or another."""
-        rounds = self.choice.microbatches
+        rounds = self.setup.microbatches
         found = _real(self._reduces(rounds))
         return found if is_last is None else [x for x in found if is_last or x.times == rounds]
 
     def encoding(self, is_last: bool) -> int:
         """Bytes that are read and written in one reduce to encode what is sent, and to decode what is received."""
-        moved, inner = 0, len(self.choice.mesh) - 1
+        moved, inner = 0, len(self.setup.mesh) - 1
         for launch in self.reduces(is_last):
             if launch.kind in ("all_to_all", "all_gather"):
                 given = self.arriving if launch.axis == inner else self._numel(self._halfway) * self.reduce.itemsize
@@ -266,9 +264,9 @@ class GroupBytes:
         return len(self.tensors) if len(self.tensors) > 1 else 0
 
     def _stride(self, axis: int) -> int:
-        return self.choice.stride * math.prod(self.choice.mesh[axis + 1 :])
+        return self.setup.stride * math.prod(self.setup.mesh[axis + 1 :])
 
-    def _gathers(self, source: Sequence[Placement], target: Sequence[Placement], times: int) -> list[Launch]:
+    def _gathers(self, source: Sequence[Placement], target: Sequence[Placement], times: int) -> list[PlannedCollective]:
         found, current = [], list(source)
         for axis, placement in enumerate(target):
             if current[axis] != placement:
@@ -276,28 +274,30 @@ class GroupBytes:
                 found.append(self._launch("all_gather", axis, current, times))
         return found
 
-    def _reduces(self, rounds: int) -> list[Launch]:
+    def _reduces(self, rounds: int) -> list[PlannedCollective]:
         if not self.trainable:
             return []
-        found: list[Launch] = []
-        held: list[Placement] = list(replicated(len(self.choice.mesh)).parameter)
+        found: list[PlannedCollective] = []
+        held: list[Placement] = list(replicated(len(self.setup.mesh)).parameter)
         for axis in reversed(range(len(held))):
             final = self.placements.optimizer[axis]
             times = rounds if self.placements.gradient[axis] == final else 1
-            among = self.choice.mesh[axis]
+            among = self.setup.mesh[axis]
             if self.formats.reduces[axis] is not None:
                 size = self.formats.reduce_coder(axis, self.reduce).wire.piece * self._pieces(held)
                 if is_sharded(final):
-                    found.append(Launch("all_to_all", axis, among, size, 1, times, True, self._stride(axis)))
+                    found.append(PlannedCollective("all_to_all", axis, among, size, 1, times, True, self._stride(axis)))
                     held[axis] = final
                 else:
-                    found.append(Launch("all_gather", axis, among, among * size, 1, times, True, self._stride(axis)))
+                    found.append(
+                        PlannedCollective("all_gather", axis, among, among * size, 1, times, True, self._stride(axis))
+                    )
             elif is_sharded(final):
                 found.append(self._launch("reduce_scatter", axis, held, times))
                 held[axis] = final
             else:
                 size = (self._numel(held) + self._told) * self.reduce.itemsize
-                found.append(Launch("all_reduce", axis, among, size, 1, times, True, self._stride(axis)))
+                found.append(PlannedCollective("all_reduce", axis, among, size, 1, times, True, self._stride(axis)))
         return found
 
     def _launch(
@@ -307,32 +307,34 @@ class GroupBytes:
         full: Sequence[Placement],
         times: int,
         among: int | None = None,
-    ) -> Launch:
+    ) -> PlannedCollective:
         """``full``: what the full message of the collective holds. ``among``: of parked weights, which are decoded."""
         if kind == "all_gather" and self.piece and among is None:
             size = self.piece * self._pieces(full)
-            return Launch(kind, axis, self.choice.mesh[axis], size, 1, times, stride=self._stride(axis))
+            return PlannedCollective(kind, axis, self.setup.mesh[axis], size, 1, times, stride=self._stride(axis))
         dtype = self.wire if kind == "all_gather" else self.reduce
         size = self.layout.run_numel * self._pieces(full) * dtype.itemsize
         segments = sum(segment.piece > 0 for segment in self.layout.segments)
         reduces = kind == "reduce_scatter"
         if reduces and self._told:
-            size, segments = size + self.choice.mesh[axis] * self._told * dtype.itemsize, segments + 1
-        return Launch(kind, axis, among or self.choice.mesh[axis], size, segments, times, reduces, self._stride(axis))
+            size, segments = size + self.setup.mesh[axis] * self._told * dtype.itemsize, segments + 1
+        return PlannedCollective(
+            kind, axis, among or self.setup.mesh[axis], size, segments, times, reduces, self._stride(axis)
+        )
 
 
-def _real(launches: list[Launch]) -> list[Launch]:
+def _real(launches: list[PlannedCollective]) -> list[PlannedCollective]:
     return [launch for launch in launches if launch.times and launch.among > 1]
 
 
-def groups_of(unit: Sequence[Tensor], choice: Choice) -> list[GroupBytes]:
+def split_into_groups(unit: Sequence[ParamShape], setup: TrainingSetup) -> list[GroupBytes]:
     """The groups that tensors of a unit make: of the same dtype, need of a gradient and mesh, with and without dims."""
-    by_kind: dict[tuple[object, ...], list[Tensor]] = {}
-    parts = choice.expert_parts
+    by_kind: dict[tuple[object, ...], list[ParamShape]] = {}
+    parts = setup.expert_parts
     for tensor in unit:
         apart = parts > 1 and tensor.is_expert
         if apart:  # those of this rank, which get the tokens of all its neighbours
             count, *rest = tensor.shape
             tensor = replace(tensor, shape=(count // parts, *rest), used=tensor.used * parts)
         by_kind.setdefault((tensor.dtype, tensor.trainable, len(tensor.shape) > 0, apart), []).append(tensor)
-    return [GroupBytes(tensors, choice.of_experts() if kind[3] else choice) for kind, tensors in by_kind.items()]
+    return [GroupBytes(tensors, setup.of_experts() if kind[3] else setup) for kind, tensors in by_kind.items()]
