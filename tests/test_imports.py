@@ -229,6 +229,36 @@ def test_what_torch_passes_on_is_used():
     assert used == passed_on
 
 
+# Folders whose files import each other one way only.
+_ONE_WAY = ("checkpoint", "layout", "optim", "rehearsal", "tools", "train", "trust")
+
+
+def _circle(imports: dict[str, set[str]]) -> list[str]:
+    """Files that import each other in a circle, and what leads only to them; none where there is no circle."""
+    remaining = dict(imports)
+    while lowest := {name for name, targets in remaining.items() if not targets & remaining.keys() - {name}}:
+        remaining = {name: targets for name, targets in remaining.items() if name not in lowest}
+    return sorted(remaining)
+
+
+def _imports_within(folder: str) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for path in (path for path in _FILES if path.startswith(f"{folder}/")):
+        uses = _uses(ast.parse((_ROOT / "flatshard" / path).read_text()), path)
+        names = [name.split(".") for _, name, kind in uses if kind == "import"]
+        found[path] = {f"{folder}/{name[2]}.py" for name in names if name[:2] == ["flatshard", folder] and name[2:]}
+    return found
+
+
+@pytest.mark.parametrize("folder", _ONE_WAY)
+def test_files_of_a_folder_import_each_other_one_way(folder):
+    assert _circle(_imports_within(folder)) == []
+
+
+def test_a_planted_circle_is_found():
+    assert _circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
+
+
 _PLANTED = [
     ("layout/planner.py", "from flatshard.buffer import DBuffer", "layout may not import buffer"),
     ("layout/planner.py", "from .. import policy", "layout may not import policy"),
