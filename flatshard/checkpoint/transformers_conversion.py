@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from flatshard.checkpoint.files import TensorEntry, TensorSource
 from flatshard.checkpoint.reader import Reader
-from flatshard.engine.row_embedding import class_before
+from flatshard.engine.tree.row_embedding import class_before
 
 
 @dataclass

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from flatshard import _torch
 from flatshard.buffer import Lane
-from flatshard.engine.homes import group_of
-from flatshard.engine.main_grads import MAIN_GRAD
+from flatshard.engine.gradients.main_grads import MAIN_GRAD
+from flatshard.engine.groups.registry import group_of
 from flatshard.optim.all_to_all import AllToAll, OwnerGroup
 from flatshard.optim.assignment import Matrix
 from flatshard.optim.flat_params import sharding_of

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from flatshard import _torch
 from flatshard.buffer import Lane
-from flatshard.engine.homes import OWNER, generation, group_of
+from flatshard.engine.groups.registry import OWNER, generation, group_of
 from flatshard.optim.all_to_all import OwnerGroup, cut_axes, make_all_to_alls
 from flatshard.optim.assignment import MatrixTransfer, assign, in_buckets, matrices_of
 from flatshard.optim.flat_params import State
