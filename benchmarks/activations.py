@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from flatshard.tools.activations import activations_of
-from flatshard.tools.known import NAMED
+from flatshard.tools.presets import NAMED
 
 SHAPES = {
     **NAMED,

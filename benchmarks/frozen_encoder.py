@@ -17,7 +17,7 @@ from benchmarks.table import NETWORK
 from flatshard.engine.units.unit import unit_of
 from flatshard.megatron import MixedPrecisionPolicy, fsdp_no_shard, fully_shard_model, fully_shard_optimizer
 from flatshard.rehearsal import rehearse
-from flatshard.rehearsal.ledger import difference
+from flatshard.rehearsal.traffic import difference
 
 
 class VisionLanguage(nn.Module):
@@ -57,13 +57,13 @@ def measure(marked: bool, scale: int, world: int = 8) -> dict[str, float]:
         image = torch.randn(1, 16, 768 // scale).bfloat16()
         gathered = 0
         for _ in range(3):
-            before = rehearsal.medium.ledger.snapshot()
+            before = rehearsal.medium.traffic.snapshot()
             model(image).square().mean().backward()
             pool = unit_of(model.module).root.gather_pool
             gathered = max(gathered, pool.peak_bytes)
             optimizer.step()
             optimizer.zero_grad()
-        traffic = difference(rehearsal.medium.ledger.snapshot(), before)
+        traffic = difference(rehearsal.medium.traffic.snapshot(), before)
         tensors = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
         return {
             "launches": sum(entry.launches for entry in traffic.values()),

@@ -33,10 +33,10 @@ from flatshard.engine.tree.build import units_below
 from flatshard.engine.units.unit import unit_of
 from flatshard.policy import placements_for
 from flatshard.rehearsal import rehearse
-from flatshard.rehearsal.ledger import difference
-from flatshard.tools.groups import Choice
+from flatshard.rehearsal.traffic import difference
+from flatshard.tools.group_bytes import TrainingSetup
 from flatshard.tools.memory import memory_of
-from flatshard.tools.shapes import model_of
+from flatshard.tools.model_shapes import model_of
 
 UNITS, WORLDS = (8, 32, 128), (8, 64, 512, 4096)
 AT_WORLD, AT_UNITS = 8, 32
@@ -100,10 +100,10 @@ def measure(system: str, units: int, world: int, device: str, steps: int, warmup
             step()
         if on_gpu:
             torch.cuda.synchronize()
-        earlier = rehearsal.medium.ledger.snapshot()
+        earlier = rehearsal.medium.traffic.snapshot()
         gc.disable()  # a collection costs as much as there are objects, whoever made them
         seconds = [timed(step, on_gpu) for _ in range(steps)]
-        launched = difference(rehearsal.medium.ledger.snapshot(), earlier).values()
+        launched = difference(rehearsal.medium.traffic.snapshot(), earlier).values()
         row = {
             "host_us": 1e6 * min(seconds),
             "calls": calls(step),
@@ -112,7 +112,7 @@ def measure(system: str, units: int, world: int, device: str, steps: int, warmup
         gc.enable()
         if system == "flatshard":
             row |= bytes_of(model, step)
-            formula = memory_of(model_of(Chain(units), [Block]), Choice((world,), placements_for(3, None, 1)))
+            formula = memory_of(model_of(Chain(units), [Block]), TrainingSetup((world,), placements_for(3, None, 1)))
             row["formula_bytes"] = formula.resting.total + formula.most_gathered
     return row
 

@@ -41,8 +41,8 @@ from benchmarks.systems import SYSTEMS, Setup, flat
 from benchmarks.table import timed
 from benchmarks.validate import fit
 from flatshard.rehearsal import Link, Network, rehearse
-from flatshard.rehearsal.ledger import difference
 from flatshard.rehearsal.network import FREE, wire_bytes
+from flatshard.rehearsal.traffic import difference
 
 MODEL = LlamaConfig(1024, layers=4, heads=16, kv_heads=4, ffn=2816, vocab=4096, max_tokens=1024)  # 53M
 SIZES = [1 << power for power in range(10, 27, 2)]  # bytes of the full message: 1 KiB to 64 MiB
@@ -299,7 +299,7 @@ def rehearsed(setup: Setup, network: Network, rank: int, budget: float) -> dict[
     for name, make in EAGER.items():
         with rehearse(setup.world, network, rank=rank) as rehearsal:
             step = make(setup)
-            entries = rehearsal.medium.ledger
+            entries = rehearsal.medium.traffic
             for _ in range(WARMUP):
                 step()
             before = entries.snapshot()

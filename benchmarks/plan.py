@@ -23,9 +23,9 @@ from benchmarks.systems import BETWEEN_MICROBATCHES, Setup
 from benchmarks.table import CASES, NETWORK
 from flatshard import MixedPrecisionPolicy, SchedulePolicy
 from flatshard.policy import placements_for
-from flatshard.tools.groups import Choice
+from flatshard.tools.group_bytes import TrainingSetup
 from flatshard.tools.memory import time_of
-from flatshard.tools.shapes import Model, model_of
+from flatshard.tools.model_shapes import ModelShape, model_of
 from flatshard.tools.timing import Estimate, Speed
 
 RESULTS = Path(__file__).parent / "results"
@@ -33,21 +33,21 @@ BANDWIDTH = 4.8e12  # bytes per second, of an H200's memory
 RATE = 600e12  # FLOP per second: what (b) reaches
 
 
-def shapes_of(setup: Setup) -> Model:
+def shapes_of(setup: Setup) -> ModelShape:
     """The model of a case with the units that the benchmarks give it, all experts in one."""
     with torch.device("meta"):
         if isinstance(setup.model, MixtureConfig):
             model = mixture(dataclasses.replace(setup.model, ep=1))
         else:
             model = Llama(setup.model)
-    units = ["torch.nn.Embedding", "flatshard.train.model.Block", "flatshard.train.model.Head"]
+    units = ["torch.nn.Embedding", "flatshard.train.model.TransformerBlock", "flatshard.train.model.Head"]
     found = model_of(model, units, getattr(setup.model, "chosen", None))
     blocks = [dataclasses.replace(unit, is_block=unit.is_block and unit.name != "head") for unit in found.units]
     return dataclasses.replace(found, units=tuple(blocks))
 
 
-def choice_of(setup: Setup) -> Choice:
-    return Choice(
+def choice_of(setup: Setup) -> TrainingSetup:
+    return TrainingSetup(
         (setup.world,),
         placements_for("optim_grads_params", None, 1),
         MixedPrecisionPolicy(param_dtype=setup.dtype, reduce_dtype=setup.dtype),
@@ -57,7 +57,7 @@ def choice_of(setup: Setup) -> Choice:
     )
 
 
-def estimate(setup: Setup, flops: float, host: float = Speed.host, choice: Choice | None = None) -> Estimate:
+def estimate(setup: Setup, flops: float, host: float = Speed.host, choice: TrainingSetup | None = None) -> Estimate:
     model, choice = shapes_of(setup), choice or choice_of(setup)
     speed = Speed(flops, setup.batch * setup.seq, setup.seq, setup.model.recompute, BANDWIDTH, host)
     return time_of(model, choice, speed, NETWORK)

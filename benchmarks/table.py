@@ -30,7 +30,7 @@ from benchmarks.models import LLAMA_1B, LLAMA_8B, LLAMA_TINY
 from benchmarks.moe import MOE_TINY, QWEN_MOE
 from benchmarks.systems import SYSTEMS, Setup
 from flatshard.rehearsal import Link, Network, rehearse
-from flatshard.rehearsal.ledger import difference
+from flatshard.rehearsal.traffic import difference
 
 NVLINK = Link(360e9, 10e-6)
 INFINIBAND = Link(45e9, 25e-6)
@@ -64,9 +64,9 @@ def measure(case: str, row: str, steps: int, warmup: int = 5) -> dict[str, float
         synchronize()
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        before = rehearsal.medium.ledger.snapshot()
+        before = rehearsal.medium.traffic.snapshot()
         durations = timed(step, steps, on_gpu)
-        traffic = difference(rehearsal.medium.ledger.snapshot(), before)
+        traffic = difference(rehearsal.medium.traffic.snapshot(), before)
         memory = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()] if on_gpu else [0, 0]
         host = []
         for _ in range(3):

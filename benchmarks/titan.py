@@ -37,7 +37,7 @@ from torch import nn
 import flatshard
 from benchmarks.table import NETWORK, timed
 from flatshard.rehearsal import rehearse
-from flatshard.rehearsal.ledger import difference
+from flatshard.rehearsal.traffic import difference
 
 # Data, logging, quantisation, kernels of other models: each with the modules that are missing where it is.
 UNUSED = {
@@ -155,9 +155,9 @@ def measure(system: str, options: argparse.Namespace) -> dict[str, float]:
         synchronize()
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        before = rehearsal.medium.ledger.snapshot()
+        before = rehearsal.medium.traffic.snapshot()
         durations = timed(step, options.steps, on_gpu)
-        traffic = difference(rehearsal.medium.ledger.snapshot(), before)
+        traffic = difference(rehearsal.medium.traffic.snapshot(), before)
         memory = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()] if on_gpu else [0, 0]
         begin = time.perf_counter()
         loss = step()

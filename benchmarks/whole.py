@@ -33,7 +33,7 @@ from benchmarks.systems import Setup, accumulation, adamw, sharded_model
 from benchmarks.table import CASES as TABLE
 from benchmarks.table import NETWORK, timed
 from flatshard.rehearsal import rehearse
-from flatshard.rehearsal.ledger import difference
+from flatshard.rehearsal.traffic import difference
 
 CASES = {
     **{name: TABLE[name] for name in ("a", "b", "c", "tiny")},
@@ -87,8 +87,10 @@ def newton_schulz(gradient: torch.Tensor) -> torch.Tensor:
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adamw": lambda model: flatshard.fully_shard_optimizer(adamw(list(model.parameters()))),
-    "muon": lambda model: flatshard.optim.Together([flatshard.whole_optimizer(muon, model, is_whole), rest(model)]),
-    "gathered": lambda model: flatshard.optim.Together(
+    "muon": lambda model: flatshard.optim.CombinedOptimizer(
+        [flatshard.whole_optimizer(muon, model, is_whole), rest(model)]
+    ),
+    "gathered": lambda model: flatshard.optim.CombinedOptimizer(
         [Gathered([p for n, p in model.named_parameters() if is_whole(n, p)]), rest(model)]
     ),
 }
@@ -118,10 +120,10 @@ def measure(case: str, row: str, steps: int, warmup: int = 3) -> dict[str, float
         whole = timed(step, steps, on_gpu)
         accumulate()
         synchronize()
-        before = rehearsal.medium.ledger.snapshot()
+        before = rehearsal.medium.traffic.snapshot()
         alone = timed(optimizer.step, steps, on_gpu)
         synchronize()
-        traffic = difference(rehearsal.medium.ledger.snapshot(), before)
+        traffic = difference(rehearsal.medium.traffic.snapshot(), before)
         peak = torch.cuda.max_memory_allocated() if on_gpu else 0
     found = {
         "step_ms": 1e3 * statistics.median(alone),
@@ -141,8 +143,8 @@ def measure(case: str, row: str, steps: int, warmup: int = 3) -> dict[str, float
 def owned(together: Any) -> tuple[list[tuple[int, ...]], float]:
     """The shapes that this rank owns, and their cost to the mean of all ranks."""
     side = together.optimizers[0].__dict__["_flatshard_local"]
-    costs = {each.name: side.choice.cost(each.matrix.shape) for each in side.seen}
-    mine = [each for each in side.seen if each.is_mine]
+    costs = {each.name: side.options.cost(each.matrix.shape) for each in side.matrices}
+    mine = [each for each in side.matrices if each.is_mine]
     mean = sum(costs.values()) / mine[0].meeting.size
     return [each.matrix.shape for each in mine], sum(costs[each.name] for each in mine) / mean
 

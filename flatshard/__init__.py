@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from flatshard.api import fully_shard, microbatch, no_shard
     from flatshard.buffer.groups import destroy_groups
     from flatshard.captured import Captured, capture
-    from flatshard.checkpoint.sync import Synced, receive_weights, sync_weights
+    from flatshard.checkpoint.weight_sync import Synced, receive_weights, sync_weights
     from flatshard.engine.tree.materialize import materialize
     from flatshard.engine.tree.summary import Summary, check_buffers, summary
     from flatshard.gathering import gathered
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from flatshard.model import shard_model
     from flatshard.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
     from flatshard.optim.clip import clip_grad_norm_, find_nonfinite, grad_norms, weight_norms
-    from flatshard.optim.shared import sum_shared_gradients
+    from flatshard.optim.pipeline import sum_shared_gradients
     from flatshard.optim.step import fully_shard_optimizer, whole_optimizer
     from flatshard.policy import (
         CPUOffloadPolicy,
@@ -43,7 +43,7 @@ _HOMES = {
     "api": ("fully_shard", "microbatch", "no_shard"),
     "buffer.groups": ("destroy_groups",),
     "captured": ("Captured", "capture"),
-    "checkpoint.sync": ("Synced", "receive_weights", "sync_weights"),
+    "checkpoint.weight_sync": ("Synced", "receive_weights", "sync_weights"),
     "engine.tree.materialize": ("materialize",),
     "engine.tree.summary": ("Summary", "check_buffers", "summary"),
     "gathering": ("gathered",),
@@ -51,7 +51,7 @@ _HOMES = {
     "model": ("shard_model",),
     "module": ("FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"),
     "optim.clip": ("clip_grad_norm_", "find_nonfinite", "grad_norms", "weight_norms"),
-    "optim.shared": ("sum_shared_gradients",),
+    "optim.pipeline": ("sum_shared_gradients",),
     "optim": (),
     "optim.step": ("fully_shard_optimizer", "whole_optimizer"),
     "policy": (

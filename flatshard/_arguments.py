@@ -37,7 +37,7 @@ def flag(name: str, given: Any) -> bool:
     return bool(given)
 
 
-def whole(name: str, given: Any, least: int) -> int:
+def whole_number(name: str, given: Any, least: int) -> int:
     """``given``, if it is a whole number of at least ``least``."""
     if not isinstance(given, int) or isinstance(given, bool):
         raise TypeError(f"{name}={given!r}: must be a whole number")

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flatshard import _arguments, _torch
 from flatshard.buffer.rules import add_rules
-from flatshard.copying import copied
+from flatshard.copying import copy_module
 from flatshard.engine.gradients.gradients import GradientScale
 from flatshard.engine.groups.registry import OWNER
 from flatshard.engine.schedule.root import root_of
@@ -128,7 +128,7 @@ def fully_shard(
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_modules(modules)
-    choices = chosen(
+    choices = checked_choices(
         mesh=mesh,
         reshard_after_forward=reshard_after_forward,
         shard_placement_fn=shard_placement_fn,
@@ -156,7 +156,7 @@ def make_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     watch_steps()
     unit = build_unit(modules, choices, find_root)
     unit.ask(refuses_meta=installed.refuses_meta)
-    unit.copier = functools.partial(copied, make_unit)
+    unit.copier = functools.partial(copy_module, make_unit)
     for each in modules:
         each.__class__ = unit_class(type(each), methods_for, bool(choices.rows))
         show_state(each)
@@ -164,7 +164,7 @@ def make_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     return unit
 
 
-def chosen(
+def checked_choices(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | Literal["auto"] | None = None,

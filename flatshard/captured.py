@@ -18,8 +18,8 @@ from flatshard.buffer import record_replay
 from flatshard.engine import steps
 from flatshard.engine.gradients.main_grads import MainGrads
 from flatshard.engine.schedule.root import Root, roots_that_ran
-from flatshard.optim.step import is_settled, state_of, state_places
-from flatshard.optim.together import Together
+from flatshard.optim.combined import CombinedOptimizer
+from flatshard.optim.step import is_settled, state_places, state_tensors
 from flatshard.policy import MixedPrecisionPolicy
 from flatshard.recomputed import Generators, Segments
 from flatshard.trust.record import record
@@ -119,7 +119,7 @@ class Captured:
         args, kwargs = _torch.tree_unflatten(static, tree)
         movable = [optimizer for optimizer in self._optimizers if not _is_in_a_graph(optimizer)]
         with _quiet(roots) as lasting, _pools_of(roots) as memory:
-            _move_apart([tensor for optimizer in movable for tensor in state_of(optimizer)])
+            _move_apart([tensor for optimizer in movable for tensor in state_tensors(optimizer)])
             graph, output, generators = _captured(lambda: self._step(*args, **kwargs), roots, lasting, self._segments)
         if _gradients(roots) != before:
             raise RuntimeError(
@@ -385,7 +385,8 @@ def _shapes(kind: Any) -> str:
 @contextmanager
 def _optimizers_that_step(found: list[Optimizer]) -> Iterator[None]:
     def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not isinstance(optimizer, Together) and not any(optimizer is each for each in found):  # its parts step, too
+        # The parts of a combined one step, too.
+        if not isinstance(optimizer, CombinedOptimizer) and not any(optimizer is each for each in found):
             found.append(optimizer)
 
     handle = register_optimizer_step_pre_hook(note)

@@ -111,7 +111,7 @@ def _add_blame(parser: argparse.ArgumentParser) -> None:
 
 
 def _blame(options: argparse.Namespace) -> int:
-    from flatshard.trust.blame import blame, read_records, told_by
+    from flatshard.trust.blame import blame, last_launches, read_records
 
     try:
         records = read_records(options.folder)
@@ -120,7 +120,7 @@ def _blame(options: argparse.Namespace) -> int:
         return 2
     print(blame(records))
     if options.last > 0:
-        print("\n".join(told_by(records, options.last)))
+        print("\n".join(last_launches(records, options.last)))
     return 0
 
 
@@ -226,10 +226,10 @@ def _rehearse(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"flatshard rehearse: {error}", file=sys.stderr)
         return 2
-    from flatshard.rehearsal.run import Plan, ScriptFailed, rehearse_script
+    from flatshard.rehearsal.run import ScriptFailed, ScriptRun, rehearse_script
 
     try:
-        plan = Plan(
+        run = ScriptRun(
             world=options.world,
             network=network,
             script=options.script,
@@ -241,7 +241,7 @@ def _rehearse(options: argparse.Namespace) -> int:
             flops=options.flops,
             record=None if options.record is None else str(options.record.absolute()),
         )
-        report = rehearse_script(plan, baseline=not options.no_baseline)
+        report = rehearse_script(run, baseline=not options.no_baseline)
     except ValueError as error:
         print(f"flatshard rehearse: {error}", file=sys.stderr)
         return 2
@@ -316,7 +316,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 def _plan(options: argparse.Namespace) -> int:
     from flatshard.rehearsal.network import get_network
-    from flatshard.tools.known import OPTIMIZERS, check_source
+    from flatshard.tools.presets import OPTIMIZERS, check_source
 
     try:
         if options.optimizer not in OPTIMIZERS:
@@ -338,8 +338,8 @@ def _plan(options: argparse.Namespace) -> int:
         _check_writable("json", options.json)
 
         from flatshard.policy import MixedPrecisionPolicy
-        from flatshard.tools.plan import Machine, Training, make_plan, picture
-        from flatshard.tools.shapes import load_model
+        from flatshard.tools.model_shapes import load_model
+        from flatshard.tools.plan import Machine, Training, compare_strategies, picture
         from flatshard.tools.timing import Speed, measured_flops
 
         param_dtype = _dtype("param", options.param_dtype)
@@ -375,7 +375,7 @@ def _plan(options: argparse.Namespace) -> int:
             ),
             expert_parts=options.ep,
         )
-        found = make_plan(model, machine, training)
+        found = compare_strategies(model, machine, training)
         drawn = picture(model, machine, training) if options.picture else None
         if options.json:
             options.json.write_text(found.to_json())
@@ -406,7 +406,7 @@ def _tflops(given: str | None) -> Any:
 def _activations(options: argparse.Namespace) -> int:
     """Bytes that a micro-batch leaves for its backward."""
     from flatshard.tools.activations import activations_of
-    from flatshard.tools.shapes import load_runnable
+    from flatshard.tools.model_shapes import load_runnable
 
     dtype = _dtype("param", options.param_dtype)
     found = activations_of(*load_runnable(options.model), options.batch, options.length, dtype)

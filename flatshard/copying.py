@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from flatshard import _torch
-from flatshard.checkpoint.converted import of_their_own_classes
+from flatshard.checkpoint.transformers_conversion import original_classes
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.groups.registry import OWNER, SUCCESSOR, group_of, successor_of
 from flatshard.engine.parameters.sharded_param import attributes_of
@@ -30,7 +30,7 @@ class _NoCopy(TypeError, AssertionError):
     """PyTorch raises AssertionError."""
 
 
-def copied(make_unit: MakeUnit, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def copy_module(make_unit: MakeUnit, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """What `copy.deepcopy` makes of a module that is a unit.
 
     The modules are copied as ever, with parameters without values in the place of the sharded ones, and without what
@@ -52,7 +52,7 @@ def copied(make_unit: MakeUnit, module: nn.Module, memo: dict[int, Any]) -> nn.M
         memo[id(sharded)].__dict__.update(copy.deepcopy(own, memo))
     for owned in _owned(module):
         memo[id(owned)] = _gone
-    with of_their_own_classes(module):
+    with original_classes(module):
         made: nn.Module = copy.deepcopy(module, memo)
     for each in made.modules():
         _remove(vars(each))

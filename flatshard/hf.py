@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from flatshard.buffer import Exchange
-from flatshard.checkpoint.converted import of_their_own_classes
-from flatshard.checkpoint.errors import together
+from flatshard.checkpoint.deferred_tensors import DeferredFile, DeferredTensor, defer
+from flatshard.checkpoint.errors import on_all_ranks
 from flatshard.checkpoint.full import iter_full_tensors
-from flatshard.checkpoint.promised import Promised, PromisedFile, promise
+from flatshard.checkpoint.transformers_conversion import original_classes
 from flatshard.engine.units.unit import unit_of
 from flatshard.gathering import gathered
 
@@ -64,13 +64,13 @@ def _saved_by_rank_0(method: Callable[..., Any]) -> Callable[..., Any]:
         streams = adapters is None and kwargs.get("safe_serialization", True)  # which Transformers 4 can turn off
         modules = _safetensors_users(type(self)) if streams else []
         asked = _Asked(self, ranks)
-        state = promise(self.state_dict(keep_vars=True)) if modules else asked.for_whole(adapters)
+        state = defer(self.state_dict(keep_vars=True)) if modules else asked.for_whole(adapters)
 
         def write() -> None:
-            with of_their_own_classes(self), asked.by(modules):
+            with original_classes(self), asked.by(modules):
                 method(self, save_directory, *args, **{**kwargs, "state_dict": state})
 
-        together(ranks, write if ranks.rank == 0 else asked.answer)
+        on_all_ranks(ranks, write if ranks.rank == 0 else asked.answer)
         return None
 
     return save_pretrained
@@ -96,7 +96,7 @@ class _Asked:
 
     @contextmanager
     def by(self, modules: list[dict[str, Any]]) -> Iterator[None]:
-        """Within, files of promised tensors that these modules write get their values from all ranks."""
+        """Within, files of deferred tensors that these modules write get their values from all ranks."""
         before = [(names, names[_WRITER]) for names in modules]
         for names, write in before:
             names[_WRITER] = functools.partial(self._write, write)
@@ -114,10 +114,10 @@ class _Asked:
                 pass
 
     def _write(self, write: Callable[..., Any], tensors: Any, path: Any, metadata: Any = None) -> None:
-        if not any(isinstance(tensor, Promised) for tensor in tensors.values()):
+        if not any(isinstance(tensor, DeferredTensor) for tensor in tensors.values()):
             write(tensors, path, metadata=metadata)
             return
-        file = PromisedFile(Path(path), tensors, metadata)
+        file = DeferredFile(Path(path), tensors, metadata)
         self._ranks.gather(json.dumps(sorted(file.needs)).encode())
         whole = iter_full_tensors(self._model, names=file.needs)
         try:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from flatshard import _arguments
-from flatshard.api import chosen, fully_shard
+from flatshard.api import checked_choices, fully_shard
 from flatshard.engine.tree.build import sort_parameters
 from flatshard.engine.tree.summary import Summary, summary
 from flatshard.engine.units.unit import unit_of
@@ -70,7 +70,7 @@ def shard_model(
     found = unit_modules(model, units)
     tables = _tables(model)
     # What is wrong with a unit is told before any has been sharded.
-    sort_parameters([model], chosen(shard_placement_fn=choose, **choices))
+    sort_parameters([model], checked_choices(shard_placement_fn=choose, **choices))
     for modules in found:
         held = left & {parameter for module in modules for parameter in module.parameters()}
         by_rows = rows if len(modules) == 1 and modules[0] in tables else False

@@ -82,7 +82,7 @@ class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
                 raise ValueError(f"reduce_format={given!r}: must be one of {', '.join(reduces)}, None, or two of these")
         if isinstance(given, tuple) and len(given) != 2:
             raise ValueError(f"reduce_format={given!r}: a pair is of the two axes of a mesh, (outer, inner)")
-        _arguments.whole("block", self.block, 16)
+        _arguments.whole_number("block", self.block, 16)
         if self.block & (self.block - 1) or self.block > 1024:
             raise ValueError(f"block={self.block}: must be a power of two, 16 to 1024")
         _arguments.flag("stochastic", self.stochastic)
@@ -403,9 +403,9 @@ class SchedulePolicy:
 
     def __post_init__(self) -> None:
         for name in ("max_gathered_bytes", "keep_for_backward", "keep_for_next"):  # bytes
-            _arguments.whole(name, getattr(self, name), 0)
+            _arguments.whole_number(name, getattr(self, name), 0)
         for name in ("max_gathered", "max_reducing"):
-            _arguments.whole(name, getattr(self, name), 1)
+            _arguments.whole_number(name, getattr(self, name), 1)
         for name in ("prefetch", "async_reduce", "planned_pool", "registered"):
             _arguments.flag(name, getattr(self, name))
         if self.separate_groups is not None:

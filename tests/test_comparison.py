@@ -16,7 +16,7 @@ from torch import nn
 
 import flatshard
 from flatshard.rehearsal import rehearse
-from flatshard.rehearsal.ledger import difference
+from flatshard.rehearsal.traffic import difference
 
 _ROOT = Path(__file__).parents[1]
 TEXT = (_ROOT / "README.md").read_text().partition("## Beside FSDP2")[2].partition("What works, line by line")[0]
@@ -81,9 +81,9 @@ def test_muon_launches():
             optimizer = wrap(torch.optim.Muon(model.parameters()))
             for _ in range(2):  # in the first step ranks compare what they have
                 model(torch.ones(4, 16)).square().sum().backward()
-                before = rehearsal.medium.ledger.snapshot()
+                before = rehearsal.medium.traffic.snapshot()
                 optimizer.step()
-            launched = difference(rehearsal.medium.ledger.snapshot(), before)
+            launched = difference(rehearsal.medium.traffic.snapshot(), before)
             assert sum(entry.launches for entry in launched.values()) == number
 
 
@@ -98,7 +98,7 @@ def test_fsdp2_launches_what_each_rank_runs():
             x = torch.ones(2, 4)
             for layer in model[:used]:
                 x = layer(x)
-            launched.append({kind: entry.launches for kind, entry in rehearsal.medium.ledger.entries.items()})
+            launched.append({kind: entry.launches for kind, entry in rehearsal.medium.traffic.entries.items()})
     assert launched == [{"all_gather": 2}, {"all_gather": 1}]  # nothing else was said between ranks
 
 

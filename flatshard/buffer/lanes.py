@@ -27,7 +27,7 @@ from flatshard.buffer.groups import IMAGINED, own_group
 from flatshard.buffer.peers import Peers, device_number, may_share_devices, node_number
 from flatshard.buffer.tickets import DONE, Action, Operation, Ticket, Tickets
 from flatshard.trust.alarm import Watched, alarm
-from flatshard.trust.record import KINDS, Wire, ranges, record
+from flatshard.trust.record import KINDS, GroupRecord, ranges, record
 
 # Backends that cannot average; they sum, and the lane divides.
 _WITHOUT_AVG = frozenset({"gloo", "mpi", "ucc"})
@@ -97,7 +97,7 @@ class Lane:
         self._groups: dict[tuple[DeviceMesh, int, bool], ProcessGroup] = {}
         # By which what serves tensors of its device in a group is called; and by which the flight record knows a group.
         self.backend_in = functools.cache(lambda group: _torch.backend_name(group, device))
-        self._wire = functools.cache(lambda group: _wire(name, group))
+        self._group_record = functools.cache(lambda group: _group_record(name, group))
         self.peers: dict[ProcessGroup, Peers] = {}
 
     def group(self, mesh: DeviceMesh, axis: int) -> ProcessGroup:
@@ -317,7 +317,7 @@ class Lane:
                             collectives.join(work)
                         ticket = Ticket(works=[work]) if self.stream is None else self.mark()
                         ticket.what = "the other ranks,", about
-                        record.append(self._wire(group), _KINDS["all_reduce"], about, values.nbytes, ticket)
+                        record.append(self._group_record(group), _KINDS["all_reduce"], about, values.nbytes, ticket)
                         ticket.wait()
             found: list[int] = values.tolist()
         return found
@@ -344,24 +344,24 @@ class Lane:
         if _recording.launches is not None:
             began = self.inside.began
             _recording.launches.launched(self.name, kind, name, numbytes, began, works, self.device)
-        record.append(self._wire(group), _KINDS[kind], name, numbytes, ticket)
+        record.append(self._group_record(group), _KINDS[kind], name, numbytes, ticket)
         if alarm.is_failure and self.stream is not None:  # on the CPU whoever waits for it is told
             raise alarm.error(f"{kind} {name or '(unnamed)'}, launched just now (step {record.step})")
         self.history.append(Operation(self.launched, kind, name, numbytes, ticket))
         return ticket
 
 
-def _wire(lane: str, group: ProcessGroup) -> Wire:
+def _group_record(lane: str, group: ProcessGroup) -> GroupRecord:
     """By which the flight record knows a process group of a lane."""
-    return record.wire(f"{lane} {ranges(dist.get_process_group_ranks(group))}", _torch.limit_of(group).total_seconds())
+    return record.group(f"{lane} {ranges(dist.get_process_group_ranks(group))}", _torch.limit_of(group).total_seconds())
 
 
 def record_replay(lane: Lane, name: str, ranks: Sequence[int]) -> None:
     """Note in the flight record that a graph with collectives of these ranks was replayed on the current stream."""
     world = dist.group.WORLD
     assert world is not None
-    wire = record.wire(f"replay {ranges(ranks)}", _torch.limit_of(world).total_seconds())
-    record.append(wire, _KINDS["replay"], name, 0, lane.mark())
+    replays = record.group(f"replay {ranges(ranks)}", _torch.limit_of(world).total_seconds())
+    record.append(replays, _KINDS["replay"], name, 0, lane.mark())
 
 
 def watch_over(device: torch.device) -> bool:

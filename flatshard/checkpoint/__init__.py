@@ -4,17 +4,17 @@ from flatshard.checkpoint.convert import convert
 from flatshard.checkpoint.errors import CheckpointError
 from flatshard.checkpoint.full import iter_full_tensors
 from flatshard.checkpoint.loading import load
-from flatshard.checkpoint.names import renamed
+from flatshard.checkpoint.name_prefixes import renamed
 from flatshard.checkpoint.reader import verify
 from flatshard.checkpoint.safetensors import export_safetensors, load_safetensors
-from flatshard.checkpoint.saving import Pending, latest, save
-from flatshard.checkpoint.stored import MIXTRAL, QWEN_MOE, StoredAs
+from flatshard.checkpoint.saving import PendingSave, latest, save
+from flatshard.checkpoint.stored_as import MIXTRAL, QWEN_MOE, StoredAs
 
 __all__ = [
     "MIXTRAL",
     "QWEN_MOE",
     "CheckpointError",
-    "Pending",
+    "PendingSave",
     "StoredAs",
     "convert",
     "export_safetensors",

@@ -21,13 +21,13 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from flatshard import _arguments, _torch
 from flatshard.checkpoint.dcp import METADATA, Folder, check_archive
 from flatshard.checkpoint.errors import CheckpointError
-from flatshard.checkpoint.files import MANIFEST, Manifest, Source, open_file
-from flatshard.checkpoint.found import INDEX, SINGLE, find_tensors
+from flatshard.checkpoint.files import MANIFEST, Manifest, TensorSource, open_file
+from flatshard.checkpoint.json_trees import decode_tree, encode_tree
 from flatshard.checkpoint.reader import Reader
 from flatshard.checkpoint.safetensors import write_tensors
+from flatshard.checkpoint.safetensors_files import INDEX, SINGLE, find_tensors
 from flatshard.checkpoint.saving import write_snapshot
 from flatshard.checkpoint.state import Snapshot
-from flatshard.checkpoint.trees import decode, encode
 
 Form = Literal["flatshard", "dcp", "safetensors", "torch"]
 FORMS: tuple[Form, ...] = ("flatshard", "dcp", "safetensors", "torch")
@@ -145,11 +145,11 @@ def _scratch(folder: Path) -> Tensors:
 def _read_own(path: Path, make: Tensors, stack: ExitStack) -> State:
     manifest = Manifest(path)
     get = _from_files(manifest, make, stack)
-    extra = {"extra": [decode(each, get) for each in manifest.extra]} if any(manifest.extra) else {}
-    optimizer = None if manifest.optimizer is None else decode(manifest.optimizer, get)
+    extra = {"extra": [decode_tree(each, get) for each in manifest.extra]} if any(manifest.extra) else {}
+    optimizer = None if manifest.optimizer is None else decode_tree(manifest.optimizer, get)
     if optimizer is not None:
         optimizer = {"state": optimizer["state"], "param_groups": optimizer["groups"]}
-    return State(decode(manifest.model, get), optimizer, extra)
+    return State(decode_tree(manifest.model, get), optimizer, extra)
 
 
 def _read_safetensors(path: Path, make: Tensors, stack: ExitStack) -> State:
@@ -158,7 +158,7 @@ def _read_safetensors(path: Path, make: Tensors, stack: ExitStack) -> State:
     return State({name: get(name) for name in found.tensors}, nested=False)
 
 
-def _from_files(source: Source, make: Tensors, stack: ExitStack) -> Callable[[str], torch.Tensor]:
+def _from_files(source: TensorSource, make: Tensors, stack: ExitStack) -> Callable[[str], torch.Tensor]:
     reader = stack.enter_context(Reader(source, lambda count: None))
 
     def get(key: str) -> torch.Tensor:
@@ -279,11 +279,11 @@ def _by_names(optimizer: dict[str, Any], model: dict[str, Any]) -> dict[str, Any
 
 def _write_own(path: Path, state: State) -> None:
     taken = Snapshot(0)
-    taken.model = encode(state.model, taken.put, "model")
+    taken.model = encode_tree(state.model, taken.put, "model")
     if state.optimizer is not None:
         optimizer = {"groups": state.optimizer["param_groups"], "state": state.optimizer["state"]}
-        taken.optimizer = encode(optimizer, taken.put, "optimizer")
-    taken.extra = encode(state.rest or None, taken.put, "extra/0")
+        taken.optimizer = encode_tree(optimizer, taken.put, "optimizer")
+    taken.extra = encode_tree(state.rest or None, taken.put, "extra/0")
     write_snapshot(path, taken)
 
 

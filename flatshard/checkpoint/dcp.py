@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from flatshard.checkpoint import checks
+from flatshard.checkpoint import manifest_checks
 from flatshard.checkpoint.errors import CheckpointError
 from flatshard.checkpoint.files import open_file
 
@@ -104,12 +104,12 @@ class Folder:
                 raise ValueError(f"'{name}' would be in {file!r}, which is not a file in this folder")
             if info.__dict__.get("transform_descriptors"):
                 raise ValueError(f"'{name}' was transformed by {info.transform_descriptors}, which is not supported")
-            checks.number(begin, f"the place of '{name}'")
-            checks.number(length, f"the length of '{name}'")
+            manifest_checks.number(begin, f"the place of '{name}'")
+            manifest_checks.number(length, f"the length of '{name}'")
             taken.setdefault(file, []).append((begin, begin + length))
         for file, ranges in taken.items():
             size = (self._path / file).stat().st_size if (self._path / file).is_file() else 0
-            if not checks.in_a_row(ranges) or max(end for _, end in ranges) > size:
+            if not manifest_checks.do_not_overlap(ranges) or max(end for _, end in ranges) > size:
                 raise ValueError(f"what it says is in {file} does not lie there")
         outline: dict[Any, Any] = {}
         for name, entry in self._described.items():
@@ -120,14 +120,14 @@ class Folder:
                 raise ValueError(f"'{name}' is neither a tensor nor a value")
 
     def _check_tensor(self, name: str, entry: Any) -> None:
-        entry.size = checks.shape(list(entry.size), f"the shape of '{name}'")
+        entry.size = manifest_checks.shape(list(entry.size), f"the shape of '{name}'")
         entry.dtype = entry.properties.state[0]
         if not isinstance(entry.dtype, torch.dtype):
             raise ValueError(f"'{name}' is of no dtype")
         filled = []  # of parts without elements there may be several in one place; nothing is read of them
         for chunk in entry.chunks:
             offsets, sizes = (
-                checks.numbers(list(each), f"a part of '{name}'") for each in (chunk.offsets, chunk.sizes)
+                manifest_checks.numbers(list(each), f"a part of '{name}'") for each in (chunk.offsets, chunk.sizes)
             )
             if not len(offsets) == len(sizes) == len(entry.size):
                 raise ValueError(f"a part of '{name}' has other dims than it")
@@ -135,9 +135,11 @@ class Folder:
                 raise ValueError(f"a part of '{name}' reaches beyond it")
             if math.prod(sizes):
                 filled.append((offsets, sizes))
-        if sum(math.prod(sizes) for _, sizes in filled) != math.prod(entry.size) or not checks.apart(filled):
+        if sum(math.prod(sizes) for _, sizes in filled) != math.prod(entry.size) or not manifest_checks.are_disjoint(
+            filled
+        ):
             raise ValueError(f"the parts of '{name}' are not together the whole of it")
-        entry.boxes = filled
+        entry.filled_chunks = filled
         room = sum(self._stored[name, offsets].length for offsets, _ in filled)
         if math.prod(entry.size) * entry.dtype.itemsize > room:
             raise ValueError(f"'{name}' has more bytes than are stored of it")
@@ -149,7 +151,7 @@ class Folder:
             value: Any
             if type(entry).__name__ == "TensorStorageMetadata":
                 value = make(entry.dtype, entry.size)
-                for offsets, sizes in entry.boxes:
+                for offsets, sizes in entry.filled_chunks:
                     part = self._load(name, offsets)
                     if not isinstance(part, torch.Tensor) or (tuple(part.shape), part.dtype) != (sizes, entry.dtype):
                         self._refuse(name, offsets, "it is not what the index says")
@@ -187,7 +189,7 @@ def _items(found: Any) -> list[tuple[Any, Any]]:
 
 
 def _tuple(given: Any) -> tuple[int, ...] | None:
-    return None if given is None else checks.numbers(list(given), "an offset")
+    return None if given is None else manifest_checks.numbers(list(given), "an offset")
 
 
 def _put(tree: Any, place: Sequence[Any], value: Any) -> None:

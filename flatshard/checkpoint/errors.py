@@ -13,7 +13,7 @@ class CheckpointError(ValueError):
     """A checkpoint that is damaged, incomplete, or of another model; or a save that failed. Names file and tensor."""
 
 
-def together(ranks: Exchange, action: Callable[[], Any]) -> list[Any]:
+def on_all_ranks(ranks: Exchange, action: Callable[[], Any]) -> list[Any]:
     """What ``action`` returns on each rank, as JSON carries it. If it raises on any, CheckpointError on all."""
     own: Exception | None = None
     try:

@@ -1,10 +1,10 @@
 """The files of a checkpoint: one safetensors file per rank, and a manifest that says what is where.
 
-    manifest.json               every tensor: dtype, shape, and its boxes: which file, which bytes, their checksums
-    rank-00000.safetensors      the boxes that rank 0 wrote, one after another
+    manifest.json               every tensor: dtype, shape, and its chunks: which file, which bytes, their checksums
+    rank-00000.safetensors      the chunks that rank 0 wrote, one after another
 
-Every mebibyte of a box has a checksum, so that a part of a box can be verified by reading little more than it. The
-manifest carries its own SHA-256, and a checksum for what it says of each tensor, so that damage to it can be named too.
+Every mebibyte of a chunk has a checksum, so that a part of a chunk can be verified by reading little more. The manifest
+carries its own SHA-256, and a checksum for what it says of each tensor, so that damage to it can be named too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 import torch
 
-from flatshard.checkpoint import checks
+from flatshard.checkpoint import manifest_checks
 from flatshard.checkpoint.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -57,7 +57,7 @@ DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
 @dataclass(frozen=True)
-class Box:
+class Chunk:
     """A part of a tensor in a file: ``sizes`` elements from ``offsets``, row-major, from byte ``begin`` of the file.
 
     ``sums`` are the checksums of its blocks, of ``block`` bytes each; none where the file has none. ``transposed``: the
@@ -74,12 +74,12 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor of a checkpoint."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
+    chunks: tuple[Chunk, ...]
 
 
 def _weights(count: int) -> Any:
@@ -93,7 +93,7 @@ def _weights(count: int) -> Any:
 _WEIGHTS = _weights(BLOCK // 8)
 
 
-def checksum(block: memoryview) -> int:
+def block_checksum(block: memoryview) -> int:
     """The checksum of at most ``BLOCK`` bytes: the sum of its words of 64 bits, each times a weight of its place.
 
     Weights are odd, so a change of one word always shows, whatever it is; other damage goes unseen once in 2**64. It
@@ -105,7 +105,7 @@ def checksum(block: memoryview) -> int:
     return (total + rest * int(_WEIGHTS[len(words)]) if rest else total) % 2**64
 
 
-def as_bytes(tensor: torch.Tensor) -> memoryview:
+def bytes_view(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
@@ -123,24 +123,24 @@ def header_of(entries: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadat
     return len(text).to_bytes(8, "little") + text
 
 
-def write_boxes(
-    path: Path, boxes: Sequence[tuple[str, torch.Tensor]], advance: Callable[[int], None]
+def write_chunks(
+    path: Path, chunks: Sequence[tuple[str, torch.Tensor]], advance: Callable[[int], None]
 ) -> tuple[dict[str, Any], list[tuple[int, list[int]]]]:
     """Write tensors to a new file, and make sure that they are on disk.
 
     Returns what the manifest says of the file, and of each tensor its first byte and its checksums.
     """
-    header = header_of([(name, tensor.dtype, tensor.shape) for name, tensor in boxes], {"format": FORMAT})
+    header = header_of([(name, tensor.dtype, tensor.shape) for name, tensor in chunks], {"format": FORMAT})
     stored = []
     with open(path, "xb", buffering=0) as file:
         _write(file, memoryview(header))
         place = len(header)
-        for _, tensor in boxes:
-            content = as_bytes(tensor.detach().cpu().contiguous())
+        for _, tensor in chunks:
+            content = bytes_view(tensor.detach().cpu().contiguous())
             sums = []
             for start in range(0, len(content), BLOCK):
                 block = content[start : start + BLOCK]
-                sums.append(checksum(block))
+                sums.append(block_checksum(block))
                 _write(file, block)
                 advance(len(block))
             stored.append((place, sums))
@@ -206,13 +206,13 @@ def _damaged_tensor(text: bytes) -> str:
     return f" in what it says of '{wrong[0]}'" if wrong else ""
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """Files with tensors in them. ``model`` is a tree of names, ``files`` says of each how it begins and ends."""
 
     folder: Path
     files: dict[str, Any]
     model: Any
-    tensors: dict[str, Entry]
+    tensors: dict[str, TensorEntry]
 
 
 class Manifest:
@@ -249,66 +249,66 @@ class Manifest:
 
     def _believe(self, body: dict[str, Any]) -> None:
         """Take over what the manifest says, if it can be true."""
-        self.saved = checks.number(body["saved"], "saved", 2**63)
-        self.world = checks.number(body["world"], "world")
+        self.saved = manifest_checks.number(body["saved"], "saved", 2**63)
+        self.world = manifest_checks.number(body["world"], "world")
         self.files: dict[str, Any] = body["files"]
         for name, known in self.files.items():
             if not _FILE.fullmatch(name):
                 raise ValueError(f"it names a file {name!r}, which is none of a checkpoint")
-            size = checks.number(known["bytes"], f"the size of {name}")
-            checks.number(known["header"], f"the header of {name}", min(size, HEADER_LIMIT))
-            checks.number(known["crc"], f"the checksum of {name}")
+            size = manifest_checks.number(known["bytes"], f"the size of {name}")
+            manifest_checks.number(known["header"], f"the header of {name}", min(size, HEADER_LIMIT))
+            manifest_checks.number(known["crc"], f"the checksum of {name}")
         self.tensors = {key: self._entry(key, described) for key, described in body["tensors"].items()}
         taken: dict[str, list[tuple[int, int]]] = {name: [] for name in self.files}
         for entry in self.tensors.values():
-            for box in entry.boxes:
-                taken[box.file].append((box.begin, box.begin + _size(box, entry.dtype)))
+            for chunk in entry.chunks:
+                taken[chunk.file].append((chunk.begin, chunk.begin + _size(chunk, entry.dtype)))
         for name, ranges in taken.items():
-            if not checks.in_a_row(ranges):
+            if not manifest_checks.do_not_overlap(ranges):
                 raise ValueError(f"parts of tensors overlap in {name}")
         self.model: Any = body["model"]
         self.optimizer: Any = body["optimizer"]
         self.extra: list[Any] = body["extra"]
         for what in ("model", "optimizer", "extra"):
-            checks.tree(body[what], self.tensors, what)
+            manifest_checks.tree(body[what], self.tensors, what)
         if len(self.extra) != self.world:
             raise ValueError(f"it is of {self.world} ranks, and has the extra of {len(self.extra)}")
         if not all(isinstance(name, str) for name, _ in self.model["dict"]):
             raise ValueError("the model has a name that is none")
         _check_optimizer(self.optimizer)
 
-    def _entry(self, key: str, described: dict[str, Any]) -> Entry:
+    def _entry(self, key: str, described: dict[str, Any]) -> TensorEntry:
         """What the manifest says of one tensor, if it can be true."""
-        shape = checks.shape(described["shape"], f"the shape of '{key}'")
+        shape = manifest_checks.shape(described["shape"], f"the shape of '{key}'")
         dtype = DTYPES.get(described["dtype"])
         if dtype is None:
             raise ValueError(f"'{key}' is of dtype {described['dtype']!r}, which is none of safetensors")
-        boxes = []
+        chunks = []
         for file, begin, offsets, sizes, sums in described["boxes"]:
             what = f"where '{key}' is"
-            box = Box(
+            chunk = Chunk(
                 file,
-                checks.number(begin, what),
-                checks.numbers(offsets, what),
-                checks.numbers(sizes, what),
-                checks.numbers(sums, what, 2**64 - 1),
+                manifest_checks.number(begin, what),
+                manifest_checks.numbers(offsets, what),
+                manifest_checks.numbers(sizes, what),
+                manifest_checks.numbers(sums, what, 2**64 - 1),
             )
-            size, known = _size(box, dtype), self.files.get(file)
-            if known is None or not known["header"] <= box.begin <= known["bytes"] - size:
-                raise ValueError(f"a part of '{key}' would be from byte {box.begin} of {file}, where there is none")
-            inside = len(box.offsets) == len(box.sizes) == len(shape) and all(
-                offset + count <= whole for offset, count, whole in zip(box.offsets, box.sizes, shape)
+            size, known = _size(chunk, dtype), self.files.get(file)
+            if known is None or not known["header"] <= chunk.begin <= known["bytes"] - size:
+                raise ValueError(f"a part of '{key}' would be from byte {chunk.begin} of {file}, where there is none")
+            inside = len(chunk.offsets) == len(chunk.sizes) == len(shape) and all(
+                offset + count <= whole for offset, count, whole in zip(chunk.offsets, chunk.sizes, shape)
             )
-            if not inside or len(box.sums) != -(-size // BLOCK):
+            if not inside or len(chunk.sums) != -(-size // BLOCK):
                 raise ValueError(f"a part of '{key}' is none of a tensor of shape {shape}")
-            boxes.append(box)
-        if not checks.apart([(box.offsets, box.sizes) for box in boxes]):
+            chunks.append(chunk)
+        if not manifest_checks.are_disjoint([(chunk.offsets, chunk.sizes) for chunk in chunks]):
             raise ValueError(f"parts of '{key}' overlap")
-        return Entry(dtype, shape, tuple(boxes))
+        return TensorEntry(dtype, shape, tuple(chunks))
 
 
-def _size(box: Box, dtype: torch.dtype) -> int:
-    return math.prod(box.sizes) * dtype.itemsize
+def _size(chunk: Chunk, dtype: torch.dtype) -> int:
+    return math.prod(chunk.sizes) * dtype.itemsize
 
 
 def _check_optimizer(given: Any) -> None:

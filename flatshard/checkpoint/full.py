@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from flatshard import _arguments, _torch
 from flatshard.buffer import Lane
-from flatshard.checkpoint.state import local_part
+from flatshard.checkpoint.state import held_part
 
 _ALIGN = 16  # bytes; a bucket is reduced as integers of 4
 _LARGE = 1 << 20  # bytes: the time of such a tensor is that of its bytes
@@ -41,7 +41,7 @@ def iter_full_tensors(
     ``names``: of these only, the same on all ranks.
     """
     _arguments.module("iter_full_tensors", model)
-    _arguments.whole("bucket_bytes", bucket_bytes, 1)
+    _arguments.whole_number("bucket_bytes", bucket_bytes, 1)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype={dtype!r}: must be a floating-point torch.dtype or None")
     tensors = {name: value for name, value in named_tensors(model).items() if names is None or name in names}
@@ -55,11 +55,11 @@ def iter_full_tensors(
         if not axes:
             for name in bucket:
                 value = tensors[name]
-                whole = local_part(value).local if isinstance(value, DTensor) else value.detach()
+                whole = held_part(value).local if isinstance(value, DTensor) else value.detach()
                 yield name, whole.to(_dtype(value, dtype))
             continue
         if storage is None:
-            first = local_part(tensors[bucket[0]]).local
+            first = held_part(tensors[bucket[0]]).local
             storage = torch.empty(max(sharded), dtype=torch.uint8, device=first.device)
         yield from _gathered(tensors, bucket, axes, storage, dtype)
 
@@ -120,7 +120,7 @@ def _gathered(
     bits = storage[place - sum(_size(tensors[name], dtype) for name in added) : place].zero_().view(torch.int32)
     pieces = []
     for name, view in views.items():
-        part = local_part(tensors[name])
+        part = held_part(tensors[name])
         if part.offsets is not None:
             pieces.append(view[tuple(slice(o, o + n) for o, n in zip(part.offsets, part.local.shape))])
             pieces[-1].copy_(part.local)

@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 
 from flatshard import _arguments, _torch
 from flatshard.buffer import Exchange
-from flatshard.checkpoint.errors import CheckpointError, together
-from flatshard.checkpoint.files import Manifest, Source
-from flatshard.checkpoint.names import renaming
+from flatshard.checkpoint.errors import CheckpointError, on_all_ranks
+from flatshard.checkpoint.files import Manifest, TensorSource
+from flatshard.checkpoint.json_trees import decode_tree
+from flatshard.checkpoint.name_prefixes import renaming
 from flatshard.checkpoint.progress import bar
 from flatshard.checkpoint.reader import Reader, Reads
-from flatshard.checkpoint.state import local_part, name_of, names_of
-from flatshard.checkpoint.trees import decode
+from flatshard.checkpoint.state import checked_name, held_part, names_of
 from flatshard.optim.step import owner_of_entries
 
 _SHOWN = 8  # names in one error
@@ -61,13 +61,13 @@ def load(
         with bar("loading", total, progress and ranks.rank == 0) as advance, Reader(manifest, advance) as reader:
             weights = stage_model(manifest, reader, model, strict)
             state = None if optimizer is None else _stage_optimizer(manifest, reader, model, optimizer)
-            extra = decode(manifest.extra[own], lambda key: _whole(manifest, reader, key))
+            extra = decode_tree(manifest.extra[own], lambda key: _whole(manifest, reader, key))
             staged.append((weights, state, extra))
 
-    digests = together(ranks, open_manifest)
+    digests = on_all_ranks(ranks, open_manifest)
     if len(set(digests)) > 1:
         raise CheckpointError(f"ranks find different checkpoints at {path}: it must be on storage that they share")
-    together(ranks, stage)
+    on_all_ranks(ranks, stage)
     weights, state, extra = staged[0]
     put_weights(model, weights)
     if optimizer is not None:
@@ -81,12 +81,12 @@ def put_weights(model: nn.Module, weights: dict[str, Any]) -> None:
     model.load_state_dict(weights, strict=False, assign=meta)  # names have been compared
 
 
-def _whole(manifest: Source, reader: Reads, key: str) -> torch.Tensor:
+def _whole(manifest: TensorSource, reader: Reads, key: str) -> torch.Tensor:
     entry = manifest.tensors[key]
     return reader.read(key, entry, (0,) * len(entry.shape), entry.shape)
 
 
-def stage_model(manifest: Source, reader: Reads, model: nn.Module, strict: bool) -> dict[str, Any]:
+def stage_model(manifest: TensorSource, reader: Reads, model: nn.Module, strict: bool) -> dict[str, Any]:
     """This rank's parts of a model's state, read. CheckpointError names what does not fit."""
     here = model.state_dict(keep_vars=True)
     rename = renaming([name for name, _ in manifest.model["dict"]], here)
@@ -104,10 +104,10 @@ def stage_model(manifest: Source, reader: Reads, model: nn.Module, strict: bool)
                 problems.append(f"'{name}' is not in it")
             continue
         if not isinstance(value, torch.Tensor):
-            found[name] = decode(saved[source], lambda key: _whole(manifest, reader, key))
+            found[name] = decode_tree(saved[source], lambda key: _whole(manifest, reader, key))
             continue
         key = saved[source].get("tensor") if isinstance(saved[source], dict) else None
-        problem = "is no tensor there" if key is None else _misfit(manifest, key, value)
+        problem = "is no tensor in the checkpoint" if key is None else _misfit(manifest, key, value)
         if problem:
             problems.append(f"'{name}' {problem}")
         elif not problems:
@@ -115,7 +115,9 @@ def stage_model(manifest: Source, reader: Reads, model: nn.Module, strict: bool)
             if known != key:
                 again = _read_part(manifest, reader, name, str(key), value)
                 if local is not None and not torch.equal(local, again):
-                    problems.append(f"'{name}' is tied to '{first}' here and has other values there")
+                    problems.append(
+                        f"'{name}' is tied to '{first}' in the model and has other values in the checkpoint"
+                    )
                 local = again
             assert local is not None
             read[id(value)] = (str(key), local, first)
@@ -128,18 +130,18 @@ def stage_model(manifest: Source, reader: Reads, model: nn.Module, strict: bool)
     return found
 
 
-def _misfit(manifest: Source, key: str, value: torch.Tensor) -> str | None:
+def _misfit(manifest: TensorSource, key: str, value: torch.Tensor) -> str | None:
     entry = manifest.tensors[key]
     if entry.shape != tuple(value.shape):
-        return f"has shape {entry.shape} there and {tuple(value.shape)} here"
+        return f"has shape {entry.shape} in the checkpoint and {tuple(value.shape)} in the model"
     if entry.dtype != value.dtype and not (entry.dtype.is_floating_point and value.dtype.is_floating_point):
-        return f"is {entry.dtype} there and {value.dtype} here"
+        return f"is {entry.dtype} in the checkpoint and {value.dtype} in the model"
     return None
 
 
-def _read_part(manifest: Source, reader: Reads, name: str, key: str, like: torch.Tensor) -> torch.Tensor:
+def _read_part(manifest: TensorSource, reader: Reads, name: str, key: str, like: torch.Tensor) -> torch.Tensor:
     """The rows of a saved tensor that this rank holds of ``like``."""
-    entry, part = manifest.tensors[key], local_part(like)
+    entry, part = manifest.tensors[key], held_part(like)
     if part.offsets is None:
         return torch.empty(part.local.shape, dtype=entry.dtype)
     return reader.read(name, entry, part.offsets, part.local.shape)
@@ -160,7 +162,7 @@ def _stage_optimizer(manifest: Manifest, reader: Reader, model: nn.Module, optim
     saved = dict(manifest.optimizer["dict"])
     rename = renaming([name for name, _ in manifest.model["dict"]], model.state_dict(keep_vars=True))
     states = {rename(name): entries for name, entries in saved["state"]["dict"]}
-    groups = [decode(group, lambda key: _whole(manifest, reader, key)) for group in saved["groups"]]
+    groups = [decode_tree(group, lambda key: _whole(manifest, reader, key)) for group in saved["groups"]]
     if len(groups) != len(optimizer.param_groups):
         raise CheckpointError(
             f"{manifest.folder} has {len(groups)} parameter groups; the optimizer has {len(optimizer.param_groups)}: "
@@ -169,12 +171,16 @@ def _stage_optimizer(manifest: Manifest, reader: Reader, model: nn.Module, optim
     names, owned_of = names_of(model), owner_of_entries(optimizer)
     state: dict[Any, Any] = defaultdict(dict)
     for number, (theirs, ours) in enumerate(zip(groups, optimizer.param_groups)):
-        mine = [name_of(parameter, names) for parameter in ours["params"]]
+        mine = [checked_name(parameter, names) for parameter in ours["params"]]
         odd = set(mine) ^ {rename(name) for name in theirs.pop("params")}
         if odd:
             raise CheckpointError(
-                f"{manifest.folder}: '{min(odd)}' is in parameter group {number} "
-                + ("here but not there" if min(odd) in mine else "there but not here")
+                f"{manifest.folder}: '{min(odd)}' is in parameter group {number} of "
+                + (
+                    "the optimizer, not of the checkpoint"
+                    if min(odd) in mine
+                    else "the checkpoint, not of the optimizer"
+                )
             )
         on_device = theirs.get("fused") or theirs.get("capturable")
         for name, parameter in zip(mine, ours["params"]):
@@ -206,7 +212,7 @@ def _entry(
 ) -> Any:
     """One entry of the state of a parameter: ``whole``, or cut as that is if it has a number for each element of it."""
     if not (isinstance(tree, dict) and "tensor" in tree):
-        return decode(tree, lambda key: _whole(manifest, reader, key))
+        return decode_tree(tree, lambda key: _whole(manifest, reader, key))
     key = tree["tensor"]
     entry = manifest.tensors[key]
     per_element = entry.shape == tuple(parameter.shape) and (bool(entry.shape) or not name.endswith(": step"))

@@ -13,20 +13,20 @@ import torch
 
 from flatshard import _arguments
 from flatshard.checkpoint.errors import CheckpointError
-from flatshard.checkpoint.files import Box, Entry, Manifest, Source, as_bytes, checksum, open_file
+from flatshard.checkpoint.files import Chunk, Manifest, TensorEntry, TensorSource, block_checksum, bytes_view, open_file
 
 
 class Reads(Protocol):
     """What gives parts of tensors."""
 
-    def read(self, name: str, entry: Entry, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """A box of a tensor, on the CPU."""
+    def read(self, name: str, entry: TensorEntry, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """A part of a tensor, on the CPU."""
 
 
 class Reader:
     """The files of one checkpoint, opened when they are needed. A context manager."""
 
-    def __init__(self, manifest: Source, advance: Callable[[int], None]) -> None:
+    def __init__(self, manifest: TensorSource, advance: Callable[[int], None]) -> None:
         self._manifest = manifest
         self._advance = advance
         self._open: dict[str, BinaryIO] = {}
@@ -38,69 +38,69 @@ class Reader:
         for file in self._open.values():
             file.close()
 
-    def read(self, name: str, entry: Entry, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """A box of a tensor, on the CPU. ``name`` is for errors. No memory is taken for what the files do not have."""
+    def read(self, name: str, entry: TensorEntry, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """A part of a tensor, on the CPU. ``name`` is for errors. No memory is taken for what the files do not have."""
         missing, parts = math.prod(sizes), []
-        for box in entry.boxes if missing else ():
-            low = [max(mine, its) for mine, its in zip(offsets, box.offsets)]
-            high = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, box.offsets, box.sizes)]
+        for chunk in entry.chunks if missing else ():
+            low = [max(mine, its) for mine, its in zip(offsets, chunk.offsets)]
+            high = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, chunk.offsets, chunk.sizes)]
             if all(a < b for a, b in zip(low, high)):
-                self._file(box.file, name)
-                parts.append((box, low, high))
+                self._file(chunk.file, name)
+                parts.append((chunk, low, high))
                 missing -= math.prod(b - a for a, b in zip(low, high))
         if missing:
             where = self._manifest.folder
             raise CheckpointError(f"{where}: {missing} elements of '{name}' are in none of its files")
         result = torch.empty(tuple(sizes), dtype=entry.dtype)
-        for box, low, high in parts:
-            self._fill(name, result, offsets, box, low, high)
+        for chunk, low, high in parts:
+            self._fill(name, result, offsets, chunk, low, high)
         if entry.dtype == torch.bool and result.numel() and result.view(torch.uint8).max() > 1:
-            raise CheckpointError(f"{self._path(entry.boxes[0].file)} is damaged: '{name}' is neither true nor false")
+            raise CheckpointError(f"{self._path(entry.chunks[0].file)} is damaged: '{name}' is neither true nor false")
         return result
 
     def _fill(
-        self, name: str, result: torch.Tensor, offsets: Sequence[int], box: Box, low: list[int], high: list[int]
+        self, name: str, result: torch.Tensor, offsets: Sequence[int], chunk: Chunk, low: list[int], high: list[int]
     ) -> None:
-        """Copy the elements from ``low`` to ``high`` of a tensor out of one box."""
-        if len(box.sizes) > 1 and box.sizes[0] == 1:  # rows of the next dim can be read for themselves
-            inside = replace(box, offsets=box.offsets[1:], sizes=box.sizes[1:])
+        """Copy the elements from ``low`` to ``high`` of a tensor out of one chunk."""
+        if len(chunk.sizes) > 1 and chunk.sizes[0] == 1:  # rows of the next dim can be read for themselves
+            inside = replace(chunk, offsets=chunk.offsets[1:], sizes=chunk.sizes[1:])
             self._fill(name, result[low[0] - offsets[0]], offsets[1:], inside, low[1:], high[1:])
             return
-        if box.transposed:
-            turned = replace(box, offsets=box.offsets[::-1], sizes=box.sizes[::-1], transposed=False)
+        if chunk.transposed:
+            turned = replace(chunk, offsets=chunk.offsets[::-1], sizes=chunk.sizes[::-1], transposed=False)
             part = result.new_empty([b - a for a, b in zip(low[::-1], high[::-1])])
             self._fill(name, part, low[::-1], turned, low[::-1], high[::-1])
             result[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets))] = part.T
             return
         into = result[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets))]
-        row = math.prod(box.sizes[1:]) * result.element_size()
-        first, last = (low[0] - box.offsets[0], high[0] - box.offsets[0]) if low else (0, 1)
+        row = math.prod(chunk.sizes[1:]) * result.element_size()
+        first, last = (low[0] - chunk.offsets[0], high[0] - chunk.offsets[0]) if low else (0, 1)
         start, stop = first * row, last * row
-        total = math.prod(box.sizes) * result.element_size()
+        total = math.prod(chunk.sizes) * result.element_size()
         whole_rows = into.is_contiguous() and into.numel() * result.element_size() == stop - start
-        block = box.block if box.sums else 1  # what can be read and verified
+        block = chunk.block if chunk.sums else 1  # what can be read and verified
         if whole_rows and start % block == 0 and (stop % block == 0 or stop == total):
-            self._read(name, box, start, as_bytes(into))
+            self._read(name, chunk, start, bytes_view(into))
             return
         begin, end = start - start % block, min(total, -(-stop // block) * block)
         scratch = torch.empty(end - begin, dtype=torch.uint8)
-        self._read(name, box, begin, as_bytes(scratch))
-        part = scratch[start - begin : stop - begin].clone().view(result.dtype).view(last - first, *box.sizes[1:])
-        inner = [slice(a - o, b - o) for a, b, o in zip(low[1:], high[1:], box.offsets[1:])]
+        self._read(name, chunk, begin, bytes_view(scratch))
+        part = scratch[start - begin : stop - begin].clone().view(result.dtype).view(last - first, *chunk.sizes[1:])
+        inner = [slice(a - o, b - o) for a, b, o in zip(low[1:], high[1:], chunk.offsets[1:])]
         index = (slice(None), *inner)
         into.copy_(part[index] if low else part[0])
 
-    def _read(self, name: str, box: Box, start: int, into: memoryview) -> None:
-        """Fill ``into`` with the bytes of a box from ``start``, and verify them where there are checksums."""
-        file = self._file(box.file, name)
-        file.seek(box.begin + start)
-        for place in range(0, len(into), box.block):
-            block = into[place : place + box.block]
+    def _read(self, name: str, chunk: Chunk, start: int, into: memoryview) -> None:
+        """Fill ``into`` with the bytes of a chunk from ``start``, and verify them where there are checksums."""
+        file = self._file(chunk.file, name)
+        file.seek(chunk.begin + start)
+        for place in range(0, len(into), chunk.block):
+            block = into[place : place + chunk.block]
             count = file.readinto(block)  # type: ignore[attr-defined]
-            number = (start + place) // box.block
-            if count != len(block) or (box.sums and checksum(block) != box.sums[number]):
+            number = (start + place) // chunk.block
+            if count != len(block) or (chunk.sums and block_checksum(block) != chunk.sums[number]):
                 reason = "ends too soon" if count != len(block) else "is damaged"
-                raise CheckpointError(f"{self._path(box.file)} {reason}: '{name}' cannot be read from it")
+                raise CheckpointError(f"{self._path(chunk.file)} {reason}: '{name}' cannot be read from it")
             self._advance(count)
 
     def _path(self, file: str) -> Path:
@@ -128,5 +128,5 @@ def verify(path: str | Path) -> None:
     manifest = Manifest(_arguments.path("path", path))
     with Reader(manifest, lambda count: None) as reader:
         for name, entry in manifest.tensors.items():
-            for box in entry.boxes:
-                reader.read(name, entry, box.offsets, box.sizes)
+            for chunk in entry.chunks:
+                reader.read(name, entry, chunk.offsets, chunk.sizes)

@@ -16,22 +16,22 @@ from torch import nn
 
 from flatshard import _arguments
 from flatshard.buffer import Exchange
-from flatshard.checkpoint import found
-from flatshard.checkpoint.converted import ConvertingReader, convert
-from flatshard.checkpoint.errors import together
-from flatshard.checkpoint.files import CODES, as_bytes, checksum, sync_folder
-from flatshard.checkpoint.found import INDEX, SINGLE, checked_header, find_tensors
+from flatshard.checkpoint import safetensors_files
+from flatshard.checkpoint.errors import on_all_ranks
+from flatshard.checkpoint.files import CODES, block_checksum, bytes_view, sync_folder
 from flatshard.checkpoint.full import iter_full_tensors, named_tensors
 from flatshard.checkpoint.loading import put_weights, stage_model
 from flatshard.checkpoint.progress import bar
 from flatshard.checkpoint.reader import Reader
-from flatshard.checkpoint.stored import StoredAs, assembled, pieces_of
+from flatshard.checkpoint.safetensors_files import INDEX, SINGLE, checked_header, find_tensors
+from flatshard.checkpoint.stored_as import StoredAs, assemble, pieces_of
+from flatshard.checkpoint.transformers_conversion import ConvertingReader, convert_tensors
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @dataclass
-class Planned:
+class FilePlan:
     """A file, or a bucket, and what is to be in it: name, dtype and shape of tensors."""
 
     name: str
@@ -59,13 +59,13 @@ def export_safetensors(
     """
     _arguments.module("export_safetensors", model)
     folder, limit = _arguments.path("folder", folder), _bytes(max_shard_size)
-    _arguments.whole("bucket_bytes", bucket_bytes, 1)
+    _arguments.whole_number("bucket_bytes", bucket_bytes, 1)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype={dtype!r}: must be a floating-point torch.dtype or None")
     check_names(names)
     ranks = Exchange("checkpoint_save")
-    files = planned(named_tensors(model), limit, dtype, names)
-    together(ranks, lambda: folder.mkdir(parents=True, exist_ok=True) if ranks.rank == 0 else None)
+    files = plan_files(named_tensors(model), limit, dtype, names)
+    on_all_ranks(ranks, lambda: folder.mkdir(parents=True, exist_ok=True) if ranks.rank == 0 else None)
     error: Exception | None = None
     writer = Writer(folder, files) if ranks.rank == 0 else None
     with bar("exporting", sum(file.size for file in files), progress and ranks.rank == 0) as advance:
@@ -85,7 +85,7 @@ def export_safetensors(
             writer.publish()
 
     try:
-        together(ranks, finish)
+        on_all_ranks(ranks, finish)
     finally:
         if writer is not None:
             writer.close()
@@ -110,7 +110,7 @@ def _bytes(size: int | str) -> int:
 
 def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], max_shard_size: int | str = "5GB") -> None:
     """Write tensors, in their order, to files in a folder that is there. One process does."""
-    writer = Writer(folder, planned(tensors, _bytes(max_shard_size), None, ()))
+    writer = Writer(folder, plan_files(tensors, _bytes(max_shard_size), None, ()))
     try:
         for tensor in tensors.values():
             writer.write(tensor)
@@ -119,11 +119,11 @@ def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], max_shard_s
         writer.close()
 
 
-def planned(
+def plan_files(
     tensors: Mapping[str, torch.Tensor], limit: int, dtype: torch.dtype | None, names: Sequence[StoredAs]
-) -> list[Planned]:
+) -> list[FilePlan]:
     """Which tensors go into which file of at most ``limit`` bytes."""
-    files = [Planned("")]
+    files = [FilePlan("")]
     for name, tensor in tensors.items():
         kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         if kind not in CODES:
@@ -133,7 +133,7 @@ def planned(
         for piece in pieces_of(name, tensor.shape, names):
             size = math.prod(piece.shape) * kind.itemsize
             if files[-1].size and files[-1].size + size > limit:
-                files.append(Planned(""))
+                files.append(FilePlan(""))
             files[-1].tensors.append((piece.name, kind, piece.shape))
             files[-1].size += size
     for number, file in enumerate(files, 1):
@@ -144,7 +144,7 @@ def planned(
 class Writer:
     """Writes tensors one after another into the planned files, under other names until all are complete."""
 
-    def __init__(self, folder: Path, files: list[Planned]) -> None:
+    def __init__(self, folder: Path, files: list[FilePlan]) -> None:
         self._folder = folder
         self._files = files
         self._todo = [(file, number) for file in files for number in range(len(file.tensors))]
@@ -160,10 +160,10 @@ class Writer:
             self._open = open(self._temporary(file.name), "wb")  # noqa: SIM115 - stays open between tensors
             self._current = file
             self._open.write(checked_header(file.tensors, None))
-        content = as_bytes(tensor.to(file.tensors[number][1]).cpu().contiguous())
-        for start in range(0, len(content), found.SUMMED):
-            block = content[start : start + found.SUMMED]
-            self._sums.append(checksum(block))
+        content = bytes_view(tensor.to(file.tensors[number][1]).cpu().contiguous())
+        for start in range(0, len(content), safetensors_files.SUMMED):
+            block = content[start : start + safetensors_files.SUMMED]
+            self._sums.append(block_checksum(block))
             self._open.write(block)
         return len(content)
 
@@ -229,12 +229,12 @@ def load_safetensors(
         source = find_tensors(folder)
         if names:
             shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
-            source.tensors = assembled(source.tensors, shapes, names, folder)
+            source.tensors = assemble(source.tensors, shapes, names, folder)
         source.model = {"dict": [(name, {"tensor": name}) for name in source.tensors]}
-        recipes = {} if names else convert(model, source)
+        recipes = {} if names else convert_tensors(model, source)
         total = sum(file["bytes"] for file in source.files.values()) // ranks.size
         with bar("loading", total, progress and ranks.rank == 0) as advance, Reader(source, advance) as reader:
             staged.append(stage_model(source, ConvertingReader(reader, model, recipes), model, strict))
 
-    together(ranks, stage)
+    on_all_ranks(ranks, stage)
     put_weights(model, staged[0])

@@ -15,17 +15,17 @@ from torch.optim import Optimizer
 
 from flatshard import _arguments
 from flatshard.buffer import Exchange
-from flatshard.checkpoint.errors import CheckpointError, together
-from flatshard.checkpoint.files import FORMAT, MANIFEST, Manifest, sync_folder, write_boxes, write_manifest
+from flatshard.checkpoint.errors import CheckpointError, on_all_ranks
+from flatshard.checkpoint.files import FORMAT, MANIFEST, Manifest, sync_folder, write_chunks, write_manifest
 from flatshard.checkpoint.progress import bar
-from flatshard.checkpoint.state import Snapshot, take
-from flatshard.optim.step import shown_state
+from flatshard.checkpoint.state import Snapshot, take_snapshot
+from flatshard.optim.step import saved_state
 
 _LOG = logging.getLogger("flatshard")
 _SAVING, _DELETING = ".saving-", ".deleting-"
 
 
-class Pending:
+class PendingSave:
     """A save that may still be running."""
 
     def __init__(self, path: Path) -> None:
@@ -59,7 +59,7 @@ class Pending:
         return self.path
 
 
-_last: Pending | None = None
+_last: PendingSave | None = None
 
 
 def save(
@@ -71,7 +71,7 @@ def save(
     keep_last: int | None = None,
     asynchronous: bool = False,
     progress: bool = True,
-) -> Pending:
+) -> PendingSave:
     """Write the state of a model, and of its optimizer, to a new folder ``path``. All ranks call it together.
 
     The folder appears complete or not at all: everything is written beside it, brought to disk, and renamed. Each rank
@@ -89,29 +89,29 @@ def save(
     _arguments.module("save", model)
     _arguments.optimizer(optimizer)
     if keep_last is not None:
-        _arguments.whole("keep_last", keep_last, 1)
+        _arguments.whole_number("keep_last", keep_last, 1)
     previous, _last = _last, None
     if previous is not None:
         previous.wait_unless_told()
     ranks = Exchange("checkpoint_save")
-    state = {} if optimizer is None else shown_state(optimizer)
+    state = {} if optimizer is None else saved_state(optimizer)
     taken: list[Snapshot] = []
 
     def prepare() -> tuple[str, Any]:
         if path.exists():
             raise CheckpointError(f"{path} exists; a checkpoint is never overwritten: choose another name")
-        taken.append(take(model, optimizer, state, extra, ranks.rank, ranks.size))
+        taken.append(take_snapshot(model, optimizer, state, extra, ranks.rank, ranks.size))
         if asynchronous:
             taken[0].to_host()
         kinds = [(key, *kind) for key, kind in taken[0].tensors.items() if not key.startswith("extra/")]
         return hashlib.sha256(repr(kinds).encode()).hexdigest(), taken[0].doubtful
 
-    found = together(ranks, prepare)
+    found = on_all_ranks(ranks, prepare)
     for rank, (described, _) in enumerate(found):
         if described != found[0][0]:
             raise CheckpointError(f"rank {rank} has other weights or other optimizer state than rank 0; nothing saved")
     taken[0].leave_to_one([doubtful for _, doubtful in found])
-    pending = Pending(path)
+    pending = PendingSave(path)
     arguments = (pending, taken[0], ranks, keep_last, progress and not asynchronous)
     if asynchronous:
         _last = pending
@@ -122,7 +122,7 @@ def save(
     return pending
 
 
-def _run(pending: Pending, taken: Snapshot, ranks: Exchange, keep_last: int | None, progress: bool) -> None:
+def _run(pending: PendingSave, taken: Snapshot, ranks: Exchange, keep_last: int | None, progress: bool) -> None:
     try:
         _write(pending.path, taken, ranks, keep_last, progress)
     except BaseException as error:
@@ -137,9 +137,9 @@ def _run(pending: Pending, taken: Snapshot, ranks: Exchange, keep_last: int | No
 def _write(path: Path, taken: Snapshot, ranks: Exchange, keep_last: int | None, progress: bool) -> None:
     folder = path.parent / f"{_SAVING}{path.name}"
     try:
-        together(ranks, lambda: _start(folder) if ranks.rank == 0 else None)
-        written = together(ranks, lambda: _write_own(folder, taken, progress))
-        together(ranks, lambda: _publish(path, folder, taken, written, keep_last) if ranks.rank == 0 else None)
+        on_all_ranks(ranks, lambda: _start(folder) if ranks.rank == 0 else None)
+        written = on_all_ranks(ranks, lambda: _write_own(folder, taken, progress))
+        on_all_ranks(ranks, lambda: _publish(path, folder, taken, written, keep_last) if ranks.rank == 0 else None)
     except CheckpointError:
         if ranks.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -159,10 +159,10 @@ def _start(folder: Path) -> None:
 
 def _write_own(folder: Path, taken: Snapshot, progress: bool) -> dict[str, Any]:
     name = f"rank-{taken.rank:05d}.safetensors"
-    boxes = [(key, local) for key, _, local in taken.writes]
-    total = sum(local.numel() * local.element_size() for _, local in boxes)
+    chunks = [(key, local) for key, _, local in taken.writes]
+    total = sum(local.numel() * local.element_size() for _, local in chunks)
     with bar("saving", total, progress and taken.rank == 0) as advance:
-        file, stored = write_boxes(folder / name, boxes, advance)
+        file, stored = write_chunks(folder / name, chunks, advance)
     described = [
         (key, begin, offsets, list(local.shape), sums)
         for (key, offsets, local), (begin, sums) in zip(taken.writes, stored)

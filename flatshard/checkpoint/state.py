@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from flatshard import _torch
 from flatshard.checkpoint.errors import CheckpointError
 from flatshard.checkpoint.files import CODES
-from flatshard.checkpoint.trees import encode
+from flatshard.checkpoint.json_trees import encode_tree
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Part:
     ranks: int = 0  # of the mesh; 0 for a plain tensor
 
 
-def local_part(tensor: torch.Tensor, rank: int = 0) -> Part:
+def held_part(tensor: torch.Tensor, rank: int = 0) -> Part:
     """This rank's part. A plain tensor is taken to be the same on all ranks; rank 0 stands for them."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
@@ -70,7 +70,7 @@ class Snapshot:
             raise TypeError(f"{key} is {tensor.dtype}, which a checkpoint cannot hold")
         if tensor.is_meta:
             raise ValueError(f"{key} is on the meta device and has no values; materialize the model first")
-        part = local_part(tensor, self.rank)
+        part = held_part(tensor, self.rank)
         if _torch.is_wrapper(part.local):
             raise TypeError(f"{key} is a {type(part.local).__name__}; a checkpoint holds plain tensors only")
         number = len(self.tensors)
@@ -127,7 +127,7 @@ def _are_copies(few: list[float], others: list[float]) -> bool:
     return sum(abs(a - b) for a, b in pairs) <= 0.3 * sum(abs(a) + abs(b) for a, b in pairs)
 
 
-def take(
+def take_snapshot(
     model: nn.Module, optimizer: Optimizer | None, state: Mapping[Any, Any], extra: Any, rank: int, world: int
 ) -> Snapshot:
     """The state of a model, of its optimizer, and what this rank adds. Nothing is copied or communicated.
@@ -142,16 +142,16 @@ def take(
             known[id(tensor)] = found.put(key, tensor)
         return known[id(tensor)]
 
-    found.model = encode(dict(model.state_dict(keep_vars=True)), put_once, "model")
+    found.model = encode_tree(dict(model.state_dict(keep_vars=True)), put_once, "model")
     if optimizer is not None:
         names = names_of(model)
         groups = []
         for group in optimizer.param_groups:
             options = {key: value for key, value in group.items() if key != "params"}
-            groups.append({**options, "params": [name_of(p, names) for p in group["params"]]})
+            groups.append({**options, "params": [checked_name(p, names) for p in group["params"]]})
         entries = {names[p]: state[p] for p in _parameters(optimizer) if p in state}
-        found.optimizer = encode({"groups": groups, "state": entries}, found.put, "optimizer")
-    found.extra = encode(extra, lambda path, tensor: _put_extra(found, path, tensor), f"extra/{rank}")
+        found.optimizer = encode_tree({"groups": groups, "state": entries}, found.put, "optimizer")
+    found.extra = encode_tree(extra, lambda path, tensor: _put_extra(found, path, tensor), f"extra/{rank}")
     return found
 
 
@@ -170,7 +170,7 @@ def names_of(model: nn.Module) -> dict[torch.Tensor, str]:
     return {parameter: name for name, parameter in model.named_parameters()}
 
 
-def name_of(parameter: torch.Tensor, names: dict[torch.Tensor, str]) -> str:
+def checked_name(parameter: torch.Tensor, names: dict[torch.Tensor, str]) -> str:
     if parameter not in names:
         raise ValueError(
             f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that the model does not; build it on "

@@ -24,7 +24,7 @@ from flatshard.layout.planner import ALIGN, Layout, Segment
 SCALE_BYTES = 2  # a bfloat16
 
 
-class Rows(NamedTuple):
+class EncodedRows(NamedTuple):
     """Consecutive whole rows of one encoded tensor in one piece. All positions count from the start of the piece."""
 
     segment: int
@@ -51,7 +51,7 @@ class Wire:
     block: int
     itemsize: int
     piece: int
-    pieces: tuple[tuple[Rows, ...], ...]  # per shard, what of it is encoded
+    pieces: tuple[tuple[EncodedRows, ...], ...]  # per shard, what of it is encoded
     kept: tuple[Kept, ...]
     told: int | None = None  # first of the bytes per tensor, if there is room for them
 
@@ -94,7 +94,7 @@ def wire_of(layout: Layout, encoded: tuple[bool, ...], block: int, itemsize: int
             first, rows = layout.rows(slot, shard, 1) if mark else (0, 0)
             if rows:
                 at = slot.offset + first * slot.row - shard * layout.segments[slot.segment].piece
-                found.append(Rows(slot.segment, at, codes[slot.segment] + at, scales, rows, slot.row))
+                found.append(EncodedRows(slot.segment, at, codes[slot.segment] + at, scales, rows, slot.row))
                 scales += SCALE_BYTES * rows * -(-slot.row // block)
         pieces.append(tuple(found))
         longest = max(longest, scales)

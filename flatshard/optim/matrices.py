@@ -12,19 +12,21 @@ from flatshard import _torch
 from flatshard.buffer import Lane
 from flatshard.engine.gradients.main_grads import MAIN_GRAD
 from flatshard.engine.groups.registry import group_of
-from flatshard.optim.owners import Matrix
-from flatshard.optim.routes import Meeting, Route, held_of
-from flatshard.optim.runs import cut_of
+from flatshard.optim.all_to_all import AllToAll, OwnerGroup
+from flatshard.optim.assignment import Matrix
+from flatshard.optim.flat_params import sharding_of
 
 
-class Seen:
+class MatrixParam:
     """One matrix as this rank's optimizer sees it: a plain parameter, which has its values during the step only."""
 
-    def __init__(self, name: str, parameter: nn.Parameter, matrix: Matrix, number: int, meeting: Meeting) -> None:
+    def __init__(
+        self, name: str, parameter: nn.Parameter, matrix: Matrix, number: int, owner_group: OwnerGroup
+    ) -> None:
         self.name, self.parameter, self.matrix = f"{name}{matrix.label}", parameter, matrix
         self.number: int | None = number  # of its parameter group; None if it is in none any more
-        self.meeting, self.owner = meeting, 0
-        local = held_of(parameter)
+        self.owner_group, self.owner = owner_group, 0
+        local = _torch.held_of(parameter)
         self._nothing = torch.zeros((), dtype=local.dtype, device=local.device).expand(matrix.shape)  # takes no memory
         self.tensor = nn.Parameter(self._nothing, parameter.requires_grad)
         self.tensor.__dict__.update({k: v for k, v in parameter.__dict__.items() if k in _marks(parameter)})
@@ -32,7 +34,7 @@ class Seen:
 
     @property
     def is_mine(self) -> bool:
-        return self.owner == self.meeting.rank
+        return self.owner == self.owner_group.rank
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
@@ -40,7 +42,7 @@ class Seen:
         group = group_of(self.parameter)
         return self.parameter.dtype if group is None else group.gradients.grad_dtype, self.parameter.dtype
 
-    def arrive(self, gradient: torch.Tensor, weight: torch.Tensor, uncast: bool) -> None:
+    def set_values(self, gradient: torch.Tensor, weight: torch.Tensor, uncast: bool) -> None:
         """Have values. Without a gradient here, the parameter has been used nowhere."""
         tensor, shape = self.tensor, self.matrix.shape
         tensor.data = weight.view(shape)
@@ -53,7 +55,7 @@ class Seen:
                 gradient = gradient.to(weight.dtype)
         tensor.grad = gradient.view(shape)
 
-    def leave(self) -> None:
+    def clear(self) -> None:
         self.tensor.grad = None
         self.tensor.data = self._nothing
 
@@ -65,61 +67,62 @@ def _marks(parameter: nn.Parameter) -> set[str]:
 
 @dataclass
 class Bucket:
-    """Matrices that travel together; the numbers of routes' pieces are places in ``seen``."""
+    """Matrices that travel together; the numbers of pieces are places in ``matrices``."""
 
-    seen: list[Seen]
-    inward: Route
-    outward: Route
+    matrices: list[MatrixParam]
+    to_owners: AllToAll
+    from_owners: AllToAll
 
     def __post_init__(self) -> None:
-        self.mine = [number for number, each in enumerate(self.seen) if each.is_mine]
+        self.mine = [number for number, each in enumerate(self.matrices) if each.is_mine]
         self._gradients: dict[int, torch.Tensor] = {}
         self._weights: dict[int, torch.Tensor] = {}
-        self._held: dict[int, torch.Tensor] = {}  # what this rank holds of the weights, from `come` to `land`
+        self._held: dict[int, torch.Tensor] = {}  # what this rank holds of the weights, from `send_in` to `receive_out`
 
-    def come(self, lane: Lane) -> None:
+    def send_in(self, lane: Lane) -> None:
         """Send gradients and weights to their owners."""
         with _torch.PlainAttributes():
-            grads = [each.parameter.grad for each in self.seen]
-        self._held = {number: held_of(each.parameter) for number, each in enumerate(self.seen)}
-        gradients = {number: _held_gradient(each.parameter, grads[number]) for number, each in enumerate(self.seen)}
-        self.inward.launch(lane, {"gradient": gradients, "weight": self._held})
+            grads = [each.parameter.grad for each in self.matrices]
+        self._held = {number: _torch.held_of(each.parameter) for number, each in enumerate(self.matrices)}
+        gradients = {number: _held_gradient(each.parameter, grads[number]) for number, each in enumerate(self.matrices)}
+        self.to_owners.launch(lane, {"gradient": gradients, "weight": self._held})
 
-    def arrive(self, uncast: bool) -> None:
+    def receive_in(self, uncast: bool) -> None:
         """Let the matrices of this rank have the values that have come."""
         for number in self.mine:
-            sizes, device = self.seen[number].matrix.box.sizes, held_of(self.seen[number].parameter).device
-            gradient, weight = self.seen[number].dtypes
+            each = self.matrices[number]
+            sizes, device = each.matrix.box.sizes, _torch.held_of(each.parameter).device
+            gradient, weight = each.dtypes
             self._gradients[number] = torch.empty(sizes, dtype=gradient, device=device)
             self._weights[number] = torch.empty(sizes, dtype=weight, device=device)
-        self.inward.land({"gradient": self._gradients, "weight": self._weights})
+        self.to_owners.receive({"gradient": self._gradients, "weight": self._weights})
         for number in self.mine:
-            self.seen[number].arrive(self._gradients.pop(number), self._weights[number], uncast)
+            self.matrices[number].set_values(self._gradients.pop(number), self._weights[number], uncast)
 
-    def go(self, lane: Lane) -> None:
+    def send_out(self, lane: Lane) -> None:
         """Send the new weights to all who hold them."""
         for number in self.mine:
-            seen = self.seen[number]
-            self._weights[number] = seen.tensor.data.reshape(seen.matrix.box.sizes)  # it may be another tensor
-        self.outward.launch(lane, {"weight": self._weights})
-        self.leave()
+            each = self.matrices[number]
+            self._weights[number] = each.tensor.data.reshape(each.matrix.box.sizes)  # it may be another tensor
+        self.from_owners.launch(lane, {"weight": self._weights})
+        self.clear()
 
-    def land(self) -> None:
+    def receive_out(self) -> None:
         """Put the new weights into the shards."""
-        self.outward.land({"weight": self._held})
+        self.from_owners.receive({"weight": self._held})
         self._held = {}
 
-    def leave(self) -> None:
+    def clear(self) -> None:
         for number in self.mine:
-            self.seen[number].leave()
+            self.matrices[number].clear()
         self._weights.clear()
         self._gradients.clear()
 
     def drop(self) -> None:
-        self.leave()
+        self.clear()
         self._held = {}
-        self.inward.drop()
-        self.outward.drop()
+        self.to_owners.drop()
+        self.from_owners.drop()
 
 
 def _held_gradient(parameter: nn.Parameter, grad: torch.Tensor | None) -> torch.Tensor | None:
@@ -127,6 +130,6 @@ def _held_gradient(parameter: nn.Parameter, grad: torch.Tensor | None) -> torch.
     if grad is None or not isinstance(grad, DTensor):
         return grad
     assert isinstance(parameter, DTensor)
-    if not hasattr(grad, MAIN_GRAD) and cut_of(grad) != cut_of(parameter):
+    if not hasattr(grad, MAIN_GRAD) and sharding_of(grad) != sharding_of(parameter):
         grad = grad.redistribute(parameter.device_mesh, parameter.placements)
-    return held_of(grad)
+    return _torch.held_of(grad)

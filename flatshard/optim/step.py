@@ -19,14 +19,14 @@ from flatshard.engine import steps
 from flatshard.engine.gradients.main_grads import MAIN_GRAD
 from flatshard.engine.groups.registry import generation, group_of, is_replaced, successor_of
 from flatshard.engine.schedule.reduces import join_reduces
-from flatshard.optim.choice import BUCKET, Choice, Predicate, Splits
-from flatshard.optim.eight import AdamW8bit
-from flatshard.optim.local import Local, refuse_replaced
-from flatshard.optim.owners import Cost, newton_schulz
-from flatshard.optim.routes import cut_axes
-from flatshard.optim.runs import is_elementwise, local_part
-from flatshard.optim.together import Together
-from flatshard.optim.whole import Whole
+from flatshard.optim.adamw8bit import AdamW8bit
+from flatshard.optim.all_to_all import cut_axes
+from flatshard.optim.assignment import Cost, newton_schulz
+from flatshard.optim.combined import CombinedOptimizer
+from flatshard.optim.flat_params import is_elementwise, local_part
+from flatshard.optim.local_step import LocalStep, refuse_replaced
+from flatshard.optim.whole_options import BUCKET, Predicate, Splits, WholeOptions
+from flatshard.optim.whole_step import WholeStep
 
 Opt = TypeVar("Opt", bound=Optimizer)
 
@@ -97,22 +97,22 @@ def fully_shard_optimizer(
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"fully_shard_optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
     precision_aware = _arguments.flag("precision_aware", precision_aware)
-    choice = _choice(whole, split, cost, owners, bucket_bytes)
+    options = _whole_options(whole, split, cost, owners, bucket_bytes)
     if _LOCAL in optimizer.__dict__:
-        if isinstance(optimizer.__dict__[_LOCAL], Whole) != (choice is not None):
+        if isinstance(optimizer.__dict__[_LOCAL], WholeStep) != (options is not None):
             raise ValueError(
                 "fully_shard_optimizer was called on this optimizer before, with another `whole`; call it on a new one"
             )
         optimizer.__dict__[_LOCAL].uncast = precision_aware
         return optimizer
-    side = Local(type(optimizer) in ELEMENTWISE, precision_aware)
-    if choice is None:
+    side = LocalStep(type(optimizer) in ELEMENTWISE, precision_aware)
+    if options is None:
         if isinstance(optimizer, AdamW8bit):  # sees to shards itself
             return optimizer
         _refuse(optimizer, "all")
         refuse_replaced(optimizer)
         return _install(optimizer, side)
-    return _install(optimizer, Whole(choice, side))
+    return _install(optimizer, WholeStep(options, side))
 
 
 def whole_optimizer(
@@ -139,23 +139,24 @@ def whole_optimizer(
     groups hold the model's parameters. The model may be unsharded; then every rank steps everything.
     """
     _arguments.module("whole_optimizer", model)
-    choice = _choice(whole or (lambda name, p: p.dim() >= 2), split, cost, owners, bucket_bytes)
-    assert choice is not None
-    side = Whole(replace(choice, unbind=True), Local(False, _arguments.flag("precision_aware", precision_aware)))
+    options = _whole_options(whole or (lambda name, p: p.dim() >= 2), split, cost, owners, bucket_bytes)
+    assert options is not None
+    side = WholeStep(
+        replace(options, unbind=True), LocalStep(False, _arguments.flag("precision_aware", precision_aware))
+    )
     side.model = weakref.ref(model)
-    named = [(n, p, 0) for n, p in model.named_parameters() if p.requires_grad and choice.wants(n, p)]
+    named = [(n, p, 0) for n, p in model.named_parameters() if p.requires_grad and options.wants(n, p)]
     if not named:
         raise ValueError("whole_optimizer: no parameter of the model is to be whole")
-    seen = {id(each.tensor): each for each in side.add(named)}
-    optimizer = factory([each.tensor for each in seen.values()])
+    optimizer = factory([each.tensor for each in side.add(named)])
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"the factory must return a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    side.rest.flat = type(optimizer) in ELEMENTWISE
+    side.local.flat = type(optimizer) in ELEMENTWISE
     side.adopt(optimizer)
     return _install(optimizer, side)
 
 
-def _choice(whole: Any, split: Any, cost: Any, owners: Any, bucket_bytes: Any) -> Choice | None:
+def _whole_options(whole: Any, split: Any, cost: Any, owners: Any, bucket_bytes: Any) -> WholeOptions | None:
     if not isinstance(whole, bool) and not callable(whole):
         raise TypeError(f"whole={whole!r}: must be True, False, or a function of a name and a parameter")
     if whole is False:
@@ -168,10 +169,10 @@ def _choice(whole: Any, split: Any, cost: Any, owners: Any, bucket_bytes: Any) -
         raise TypeError(f"cost={cost!r}: must be a function of the shape of a matrix")
     if owners not in ("shards", "all"):
         raise ValueError(f"owners={owners!r}: must be 'shards' or 'all'")
-    return Choice(whole, split, cost, owners, _arguments.whole("bucket_bytes", bucket_bytes, 1))
+    return WholeOptions(whole, split, cost, owners, _arguments.whole_number("bucket_bytes", bucket_bytes, 1))
 
 
-def _install(optimizer: Opt, side: Local | Whole) -> Opt:
+def _install(optimizer: Opt, side: LocalStep | WholeStep) -> Opt:
     """Let an optimizer step by way of ``side``."""
     scheduled = _torch.take_scheduler_patch(optimizer)
     if "step" in optimizer.__dict__:
@@ -180,13 +181,13 @@ def _install(optimizer: Opt, side: Local | Whole) -> Opt:
             "local step; call fully_shard_optimizer first and replace it then"
         )
     state = optimizer.__dict__["state"]
-    if isinstance(side, Whole):
+    if isinstance(side, WholeStep):
         side.plan(optimizer)
         _refuse(optimizer, "rest" if side.leaves_any else "none")
     optimizer.__dict__[_LOCAL] = side
-    optimizer.__class__ = _local_class(type(optimizer), isinstance(side, Whole))  # type: ignore[assignment]
-    if isinstance(side, Whole) and state:
-        with side.taking(optimizer, state) as rest:
+    optimizer.__class__ = _local_class(type(optimizer), isinstance(side, WholeStep))  # type: ignore[assignment]
+    if isinstance(side, WholeStep) and state:
+        with side.taking_state(optimizer, state) as rest:
             optimizer.__dict__["state"] = rest
     if scheduled:
         _torch.put_scheduler_patch(optimizer)
@@ -258,33 +259,33 @@ def _step_over(base: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def _local(optimizer: Optimizer) -> Local | Whole:
+def _local(optimizer: Optimizer) -> LocalStep | WholeStep:
     if _LOCAL not in optimizer.__dict__:  # a copy: it has its parameters and its state, not the rest
         if "__setstate__" in type(optimizer).__dict__:
             raise RuntimeError(
                 "this is a copy of an optimizer of whole matrices; call fully_shard_optimizer on a new one"
             )
-        optimizer.__dict__[_LOCAL] = Local(type(optimizer).__mro__[1] in ELEMENTWISE, False)
+        optimizer.__dict__[_LOCAL] = LocalStep(type(optimizer).__mro__[1] in ELEMENTWISE, False)
     found = optimizer.__dict__[_LOCAL]
-    assert isinstance(found, (Local, Whole))
+    assert isinstance(found, (LocalStep, WholeStep))
     return found
 
 
-def _whole(optimizer: Optimizer) -> Whole:
+def _whole(optimizer: Optimizer) -> WholeStep:
     found = _local(optimizer)
-    assert isinstance(found, Whole)
+    assert isinstance(found, WholeStep)
     return found
 
 
 def _state_dict(self: Optimizer) -> Any:
     """As `Optimizer.state_dict`; all ranks call it. Tensors of whole parameters are DTensors that their owners hold."""
-    if not _torch.SUBCLASSES_DISPATCH and any(each.meeting.size > 1 for each in _whole(self).seen):
+    if not _torch.SUBCLASSES_DISPATCH and any(each.owner_group.size > 1 for each in _whole(self).matrices):
         raise NotImplementedError(
             f"state_dict of whole matrices needs torch 2.13 or newer; this is {torch.__version__}. "
             "flatshard.checkpoint.save takes the optimizer itself"
         )
     side = _whole(self)
-    with side.lending(side.show(self)):
+    with side.with_state(side.saved_state(self)):
         return type(self).__mro__[1].state_dict(self)  # type: ignore[attr-defined]
 
 
@@ -301,19 +302,19 @@ def _take_state(self: Optimizer, state: dict[str, Any]) -> None:
     if _LOCAL not in self.__dict__ or "state" not in state:
         base(self, state)
     elif _whole(self).is_loading:
-        with _whole(self).apart(state["state"]) as parts:
+        with _whole(self).split_entries(state["state"]) as parts:
             base(self, {**state, "state": parts})
     else:
-        with _whole(self).taking(self, state["state"]) as rest:
+        with _whole(self).taking_state(self, state["state"]) as rest:
             base(self, {**state, "state": rest})
 
 
-def shown_state(optimizer: Optimizer) -> Mapping[Any, Any]:
+def saved_state(optimizer: Optimizer) -> Mapping[Any, Any]:
     """The state of an optimizer by parameter, with the same entries on all ranks, to be saved. All ranks call it."""
-    if isinstance(optimizer, Together):
-        return {key: value for each in optimizer.optimizers for key, value in shown_state(each).items()}
+    if isinstance(optimizer, CombinedOptimizer):
+        return {key: value for each in optimizer.optimizers for key, value in saved_state(each).items()}
     side = optimizer.__dict__.get(_LOCAL)
-    return side.show(optimizer) if isinstance(side, Whole) else optimizer.state
+    return side.saved_state(optimizer) if isinstance(side, WholeStep) else optimizer.state
 
 
 def owner_of_entries(optimizer: Optimizer) -> Callable[[torch.Tensor, Iterable[str]], dict[str, bool] | None]:
@@ -321,8 +322,8 @@ def owner_of_entries(optimizer: Optimizer) -> Callable[[torch.Tensor, Iterable[s
 
     ValueError for entries of a parameter that was split in another way.
     """
-    parts = optimizer.optimizers if isinstance(optimizer, Together) else [optimizer]
-    sides = [(each, each.__dict__[_LOCAL]) for each in parts if isinstance(each.__dict__.get(_LOCAL), Whole)]
+    parts = optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else [optimizer]
+    sides = [(each, each.__dict__[_LOCAL]) for each in parts if isinstance(each.__dict__.get(_LOCAL), WholeStep)]
     for each, side in sides:
         side.plan(each)
 
@@ -337,13 +338,13 @@ def owner_of_entries(optimizer: Optimizer) -> Callable[[torch.Tensor, Iterable[s
 
 
 def _get_state(self: Optimizer) -> Any:
-    return _local(self).look(self)
+    return _local(self).public_state(self)
 
 
 def _set_state(self: Optimizer, state: Any) -> None:
     side = self.__dict__.get(_LOCAL)
-    if isinstance(side, Whole):
-        with side.taking(self, state) as state:
+    if isinstance(side, WholeStep):
+        with side.taking_state(self, state) as state:
             pass
     self.__dict__["state"] = state
 
@@ -358,7 +359,7 @@ def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
             return
     type(self).__mro__[1].zero_grad(self, set_to_none)  # type: ignore[attr-defined]
     if set_to_none:
-        _local(self).rest_gradients()
+        _local(self).free_gradients()
 
 
 def _refuse_foreign_blocks(optimizer: Optimizer) -> None:
@@ -390,15 +391,15 @@ def _refuse_parts(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> N
 
 def is_settled(optimizer: Optimizer) -> bool:
     """Before a step is captured: whether it can go without reading what others have done to its state."""
-    local: Local | Whole | None = optimizer.__dict__.get(_LOCAL)
+    local: LocalStep | WholeStep | None = optimizer.__dict__.get(_LOCAL)
     return local is None or local.settle()
 
 
-def state_of(optimizer: Optimizer) -> list[torch.Tensor]:
+def state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
     """The tensors that a step of an optimizer reads and writes, local ones."""
-    local: Local | Whole | None = optimizer.__dict__.get(_LOCAL)
+    local: LocalStep | WholeStep | None = optimizer.__dict__.get(_LOCAL)
     if local is not None:
-        return local.tensors()
+        return local.state_tensors()
     tensors = [value for state in optimizer.state.values() for value in state.values()]
     locals_ = [_torch.held_of(value) for value in tensors]
     return [value for value in locals_ if isinstance(value, torch.Tensor)]
@@ -406,7 +407,7 @@ def state_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def state_places(optimizer: Optimizer) -> list[object]:
     """Where the state of an optimizer is, for those who must know if it is elsewhere later."""
-    return [id(optimizer.__dict__["state"]), *[tensor.data_ptr() for tensor in state_of(optimizer)]]
+    return [id(optimizer.__dict__["state"]), *[tensor.data_ptr() for tensor in state_tensors(optimizer)]]
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -418,14 +419,14 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
     side = optimizer.__dict__.get(_LOCAL)
-    if side is not None and side.is_lent:  # the step of a class has called that of its base
+    if side is not None and side.is_stepping:  # the step of a class has called that of its base
         return
     join_reduces()
     now = (generation(), sum(len(group["params"]) for group in optimizer.param_groups))
     if now[0] and optimizer.__dict__.get(_CHECKED) != now:
         refuse_replaced(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if isinstance(side, Whole):  # parameters may have been added
+        if isinstance(side, WholeStep):  # parameters may have been added
             side.plan(optimizer)
             _refuse(optimizer, "rest" if side.leaves_any else "none")
         if side is None:

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from flatshard.rehearsal.clock_cpu import CpuClock, CpuLink
 from flatshard.rehearsal.clock_cuda import CudaClock, CudaLink
-from flatshard.rehearsal.ledger import Entry, Ledger
 from flatshard.rehearsal.network import Kind, Network, wire_bytes
 from flatshard.rehearsal.torch_private import NEW_NAMES, ProcessGroup, premul_factor
+from flatshard.rehearsal.traffic import Traffic, TrafficTotal
 from flatshard.rehearsal.transfer import Clock, Transfer
 
 BACKEND = "rehearsal"
@@ -36,7 +36,7 @@ class Medium:
 
     def __init__(self, network: Network) -> None:
         self.network = network
-        self.ledger = Ledger()
+        self.traffic = Traffic()
         self._cpu_links = {"inside": CpuLink(), "between": CpuLink()}
         self._cuda_links: dict[torch.device, CudaLink] = {}
 
@@ -60,7 +60,8 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
         self._medium = medium
         self._level = medium.network.level(ranks)
         self._clocks: dict[torch.device, Clock] = {}
-        self._costs: dict[tuple[Kind, int, int], tuple[Entry, float, float]] = {}  # a step repeats the last one's sizes
+        # A step repeats the last one's sizes.
+        self._costs: dict[tuple[Kind, int, int], tuple[TrafficTotal, float, float]] = {}
         self._coalesced: list[dist.Work] | None = None
         self._group_name = self._group_desc = ""
 
@@ -112,9 +113,9 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
             self._coalesced[:] = [work]
         return work
 
-    def _cost(self, kind: Kind, size: int, segments: int) -> tuple[Entry, float, float]:
+    def _cost(self, kind: Kind, size: int, segments: int) -> tuple[TrafficTotal, float, float]:
         seconds = self._medium.network.seconds(kind, size, self._count, self._level, segments)
-        return self._medium.ledger.entry(kind), wire_bytes(kind, size, self._count), seconds
+        return self._medium.traffic.entry(kind), wire_bytes(kind, size, self._count), seconds
 
     def _scale(self, opts: Any) -> float:
         """The factor between this rank's value and the reduction of W equal values."""

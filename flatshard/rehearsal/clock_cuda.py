@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from flatshard import _epochs
-from flatshard.rehearsal.driver import Driver
+from flatshard.rehearsal.cuda_driver import CudaDriver
 from flatshard.rehearsal.torch_private import Work, compile_kernel, cuda, current_device, current_raw_stream
 from flatshard.rehearsal.transfer import Transfer
 
@@ -150,7 +150,7 @@ class CudaLink:
     def __init__(self, device: torch.device, sms: int) -> None:
         self.device = device
         self.sms = sms
-        self.driver = Driver()
+        self.driver = CudaDriver()
         with cuda.device(device):
             self.function = compile_kernel(_SOURCE, "rehearse")
             self._words = torch.zeros(2 + _GATES, dtype=torch.int64, device=device)

@@ -19,10 +19,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from flatshard.rehearsal.ledger import Entry, Ledger, difference
 from flatshard.rehearsal.network import Kind, Network
 from flatshard.rehearsal.report import Report
 from flatshard.rehearsal.torch_private import cuda
+from flatshard.rehearsal.traffic import Traffic, TrafficTotal, difference
 
 
 class TooFewSteps(RuntimeError):
@@ -33,7 +33,7 @@ class TooFewSteps(RuntimeError):
 class _Mark:
     clock: float
     event: torch.cuda.Event | None
-    traffic: dict[Kind, Entry]
+    traffic: dict[Kind, TrafficTotal]
     tokens: int | None
     flops: float | None
 
@@ -41,10 +41,10 @@ class _Mark:
 class Meter:
     """Collects marks; the ``warmup`` first of them (at least one) only begin the measurement."""
 
-    def __init__(self, ledger: Ledger, warmup: int) -> None:
+    def __init__(self, traffic: Traffic, warmup: int) -> None:
         if warmup < 1:
             raise ValueError(f"warmup must be at least 1 step (the first one has no beginning), got {warmup}")
-        self._ledger = ledger
+        self._traffic = traffic
         self._warmup = warmup
         self._marks: list[_Mark] = []
         self._explicit = False
@@ -62,7 +62,7 @@ class Meter:
         if cuda.is_initialized():
             event = cuda.Event(enable_timing=True)
             event.record()
-        self._marks.append(_Mark(time.perf_counter(), event, self._ledger.snapshot(), tokens, flops))
+        self._marks.append(_Mark(time.perf_counter(), event, self._traffic.snapshot(), tokens, flops))
         if len(self._marks) == self._warmup and cuda.is_initialized():
             cuda.reset_peak_memory_stats()
 

@@ -16,7 +16,7 @@ from flatshard.rehearsal.report import Report
 
 
 @dataclass(frozen=True)
-class Plan:
+class ScriptRun:
     """What to run and as whom.  ``script`` is a path, or a module's name if ``is_module``; see :func:`rehearse`."""
 
     world: int
@@ -39,67 +39,67 @@ class ScriptFailed(Exception):
         self.code = code
 
 
-def rehearse_script(plan: Plan, baseline: bool = True) -> Report:
+def rehearse_script(run: ScriptRun, baseline: bool = True) -> Report:
     """Run the script to its end and report; with ``baseline`` it runs again (its output dropped) on a free network.
 
     ValueError where it made too few steps.
     """
-    report = _run(plan, quiet=False)
+    report = _run(run, quiet=False)
     if baseline:
-        free = replace(FREE, ranks_per_node=plan.network.ranks_per_node)
-        report.free_network_seconds = _run(replace(plan, network=free, record=None), quiet=True).step_seconds
-    if plan.record is not None:
-        path = Path(plan.record)
+        free = replace(FREE, ranks_per_node=run.network.ranks_per_node)
+        report.free_network_seconds = _run(replace(run, network=free, record=None), quiet=True).step_seconds
+    if run.record is not None:
+        path = Path(run.record)
         path.write_text(json.dumps({**json.loads(path.read_text()), "rehearsal": report.to_dict()}))
     return report
 
 
-def _run(plan: Plan, quiet: bool) -> Report:
+def _run(run: ScriptRun, quiet: bool) -> Report:
     with tempfile.TemporaryDirectory() as folder:
-        path, result = Path(folder, "plan.json"), Path(folder, "report.json")
-        path.write_text(json.dumps(asdict(plan)))
+        path, result = Path(folder, "run.json"), Path(folder, "report.json")
+        path.write_text(json.dumps(asdict(run)))
         command = [sys.executable, "-m", "flatshard.rehearsal.run", str(path), str(result)]
         code = subprocess.run(command, stdout=subprocess.DEVNULL if quiet else None).returncode
         if code:
             raise ScriptFailed(code)
         found = json.loads(result.read_text())
     if "missing" in found:
-        raise ValueError(f"{plan.script}: {found['missing']}")
+        raise ValueError(f"{run.script}: {found['missing']}")
     report = Report.from_dict(found)
     if report.tokens_per_step is None:
-        report.tokens_per_step = plan.tokens
+        report.tokens_per_step = run.tokens
     if report.flops_per_step is None:
-        report.flops_per_step = plan.flops
+        report.flops_per_step = run.flops
     return report
 
 
-def _child(plan_path: str, result_path: str) -> None:
+def _child(run_path: str, result_path: str) -> None:
     # imported under its public name, so that the script's `flatshard.rehearsal.current()` sees this rehearsal
     from flatshard.rehearsal.meter import TooFewSteps
     from flatshard.rehearsal.session import rehearse
 
-    data = json.loads(Path(plan_path).read_text())
+    data = json.loads(Path(run_path).read_text())
     network = data.pop("network")
     inside, between = Link(**network.pop("inside")), Link(**network.pop("between"))
-    plan = Plan(network=Network(inside, between, **network), **data)
-    sys.argv = [plan.script, *plan.arguments]
-    waits = recording(only_waits=plan.record is None)
-    with waits as recorded, rehearse(plan.world, plan.network, rank=plan.rank, warmup=plan.warmup) as rehearsal:
+    run = ScriptRun(network=Network(inside, between, **network), **data)
+    sys.argv = [run.script, *run.arguments]
+    waits = recording(only_waits=run.record is None)
+    with waits as recorded, rehearse(run.world, run.network, rank=run.rank, warmup=run.warmup) as rehearsal:
         try:
-            if plan.is_module:
+            if run.is_module:
                 sys.path.insert(0, "")
-                runpy.run_module(plan.script, run_name="__main__", alter_sys=True)
+                runpy.run_module(run.script, run_name="__main__", alter_sys=True)
             else:
-                sys.path.insert(0, str(Path(plan.script).resolve().parent))
-                runpy.run_path(plan.script, run_name="__main__")
+                sys.path.insert(0, str(Path(run.script).resolve().parent))
+                runpy.run_path(run.script, run_name="__main__")
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise
         try:
             report = rehearsal.report()
-            report.waits = recorded.seconds_per_step(report.steps + plan.warmup, plan.warmup)
-            if plan.record is not None:
-                Path(plan.record).write_text(json.dumps({"title": " ".join(sys.argv), **recorded.to_dict()}))
+            report.waits = recorded.seconds_per_step(report.steps + run.warmup, run.warmup)
+            if run.record is not None:
+                Path(run.record).write_text(json.dumps({"title": " ".join(sys.argv), **recorded.to_dict()}))
             said = report.to_json()
         except (TooFewSteps, ValueError) as error:
             said = json.dumps({"missing": str(error)})

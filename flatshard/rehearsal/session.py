@@ -27,7 +27,7 @@ class Rehearsal:
         self.rank = rank
         self.network = network
         self.medium = Medium(network)
-        self.meter = Meter(self.medium.ledger, warmup)
+        self.meter = Meter(self.medium.traffic, warmup)
         self._unclaimed: object = None
 
     def mark_step(self, tokens: int | None = None, flops: float | None = None) -> None:

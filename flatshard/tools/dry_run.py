@@ -24,9 +24,9 @@ from flatshard.engine.units.intent import Intent
 from flatshard.engine.units.unit import Unit, own
 from flatshard.engine.weights.source import Source
 from flatshard.policy import MixedPrecisionPolicy
-from flatshard.tools.groups import Choice, GroupBytes
-from flatshard.tools.shapes import Call, Model
-from flatshard.tools.timing import Clock, Estimate
+from flatshard.tools.group_bytes import GroupBytes, TrainingSetup
+from flatshard.tools.model_shapes import ModelShape, ModuleCall
+from flatshard.tools.timing import Estimate, StepClock
 
 # Called with the bytes that come, or go: of main gradients, of gathered weights, of gradients on their way.
 Note = Callable[[int, int, int], None]
@@ -35,12 +35,14 @@ Note = Callable[[int, int, int], None]
 class DryRun:
     """``gathers``: of each group of each unit, how often the last step has gathered it in forward, and in backward."""
 
-    def __init__(self, model: Model, groups: Sequence[Sequence[GroupBytes]], choice: Choice, note: Note) -> None:
-        self._groups = [[_Group(sizes, choice, self, number) for sizes in unit] for number, unit in enumerate(groups)]
+    def __init__(
+        self, model: ModelShape, groups: Sequence[Sequence[GroupBytes]], setup: TrainingSetup, note: Note
+    ) -> None:
+        self._groups = [[_Group(sizes, setup, self, number) for sizes in unit] for number, unit in enumerate(groups)]
         self._modules: dict[int, list[_Module]] = {}
         self._note, self.is_noting = note, False
-        self._accumulates = choice.microbatches > 1
-        self.clock: Clock | None = None
+        self._accumulates = setup.microbatches > 1
+        self.clock: StepClock | None = None
         self.is_last = True  # of the micro-batches of a step
         self._refreshed: set[_Source] = set()
         self._model = model
@@ -48,9 +50,9 @@ class DryRun:
         self._units = []
         for number, modules in self._modules.items():
             tables = frozenset(id(module) for module in modules if module.is_table)
-            intent = Intent(choice.reshards, unshard_in_backward=len(tables) < len(modules))
+            intent = Intent(setup.reshards, unshard_in_backward=len(tables) < len(modules))
             mine, precision = self._groups[number], MixedPrecisionPolicy()
-            unit = Unit(modules, mine, _NO_MESH, _CPU, precision, intent, find_root, choice.schedule)
+            unit = Unit(modules, mine, _NO_MESH, _CPU, precision, intent, find_root, setup.schedule)
             unit.tables = tables
             unit.parks = any(group.sizes.parked for group in self._groups[number])
             for module in modules:
@@ -69,7 +71,7 @@ class DryRun:
                 group.gathers = [0, 0]
             self._root(torch.zeros(1)).sum().backward()
 
-    def timed(self, clock: Clock, microbatches: int) -> Estimate:
+    def timed(self, clock: StepClock, microbatches: int) -> Estimate:
         """How long a step takes. Of many micro-batches, those in the middle are like the second."""
         self.step()  # tells the engine the order
         self.clock = clock
@@ -104,7 +106,7 @@ class DryRun:
         if self.clock is not None:
             self.clock.use(self._model.units[unit], group, position, backward)
 
-    def _module(self, call: Call) -> _Module:
+    def _module(self, call: ModuleCall) -> _Module:
         module = _Module([self._module(inner) for inner in call.inner], self._groups[call.unit], call.is_table)
         self._modules.setdefault(call.unit, []).append(module)
         for group in self._groups[call.unit]:
@@ -163,7 +165,7 @@ class _Use(torch.autograd.Function):
 class _Group(ParamGroup):
     """Weights that are one number each, and take the bytes that ``sizes`` says."""
 
-    def __init__(self, sizes: GroupBytes, choice: Choice, run: DryRun, unit: int) -> None:
+    def __init__(self, sizes: GroupBytes, setup: TrainingSetup, run: DryRun, unit: int) -> None:
         self.sizes, self.run, self.number = sizes, run, unit
         self.calls = 0  # forwards of a pass that use it
         self.gathers = [0, 0]
@@ -172,7 +174,7 @@ class _Group(ParamGroup):
         self.params = [ShardedParam("", [], parameter, parameter) for parameter in parameters]
         self.placements, self.is_extended = sizes.placements, False
         self.source, self.gathered_bytes = _Source(self), sizes.gathered
-        self.gradients = _Gradients(self, choice)
+        self.gradients = _Gradients(self, setup)
         self.snapshot = self  # type: ignore[assignment]
         self.is_full, self.ticket, self._watched = False, None, False
         self.all_gather_comm = self._refreshed = None
@@ -253,8 +255,8 @@ class _Source(Source):
 
 
 class _Gradients(Gradients):
-    def __init__(self, group: _Group, choice: Choice) -> None:
-        self._group, self._accumulates = group, choice.microbatches > 1
+    def __init__(self, group: _Group, setup: TrainingSetup) -> None:
+        self._group, self._accumulates = group, setup.microbatches > 1
         self.params, self.placements = group.params, group.placements
         self.expected = sum(member.sharded.requires_grad for member in self.params)
         self.on_complete = self.direct = None

@@ -28,9 +28,9 @@ from dataclasses import dataclass, fields, replace
 
 from flatshard.rehearsal.network import Network
 from flatshard.tools.dry_run import DryRun
-from flatshard.tools.groups import Choice, GroupBytes, Launch, groups_of
-from flatshard.tools.shapes import Model
-from flatshard.tools.timing import Clock, Estimate, Speed
+from flatshard.tools.group_bytes import GroupBytes, PlannedCollective, TrainingSetup, split_into_groups
+from flatshard.tools.model_shapes import ModelShape
+from flatshard.tools.timing import Estimate, Speed, StepClock
 
 
 @dataclass(frozen=True)
@@ -60,16 +60,16 @@ class Memory:
     peak: Bytes
     most_gathered: int
     most_staging: int
-    launches: tuple[Launch, ...]
+    launches: tuple[PlannedCollective, ...]
 
 
-def memory_of(model: Model, choice: Choice) -> Memory:
+def memory_of(model: ModelShape, setup: TrainingSetup) -> Memory:
     """What training ``model`` takes of one rank, and sends."""
-    groups = _groups(model, choice)
+    groups = _groups(model, setup)
     every = [group for unit in groups for group in unit]
     resting = Bytes(*(sum(getattr(group, name) for group in every) for name in ("main", "compute", "state")))
     fullest = _Fullest(replace(resting, gradients=sum(group.accumulated for group in every)))
-    run = DryRun(model, groups, choice, fullest.add)
+    run = DryRun(model, groups, setup, fullest.add)
     run.step()
     launches = [
         launch
@@ -80,14 +80,16 @@ def memory_of(model: Model, choice: Choice) -> Memory:
     return Memory(resting, fullest.peak, fullest.most_gathered, fullest.most_staging, tuple(launches))
 
 
-def time_of(model: Model, choice: Choice, speed: Speed, network: Network) -> Estimate:
+def time_of(model: ModelShape, setup: TrainingSetup, speed: Speed, network: Network) -> Estimate:
     """How long a step of that takes."""
-    run = DryRun(model, _groups(model, choice), choice, lambda *sizes: None)
-    return run.timed(Clock(speed, network, model.width), choice.microbatches)
+    run = DryRun(model, _groups(model, setup), setup, lambda *sizes: None)
+    return run.timed(StepClock(speed, network, model.width), setup.microbatches)
 
 
-def _groups(model: Model, choice: Choice) -> list[list[GroupBytes]]:
-    alike = {tensors: groups_of(tensors, choice) for tensors in dict.fromkeys(unit.tensors for unit in model.units)}
+def _groups(model: ModelShape, setup: TrainingSetup) -> list[list[GroupBytes]]:
+    alike = {
+        tensors: split_into_groups(tensors, setup) for tensors in dict.fromkeys(unit.tensors for unit in model.units)
+    }
     return [alike[unit.tensors] for unit in model.units]
 
 

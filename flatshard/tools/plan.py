@@ -13,9 +13,9 @@ import torch
 from flatshard.layout.planner import LayoutName
 from flatshard.policy import MixedPrecisionPolicy, Strategy, placements_for
 from flatshard.rehearsal.network import Network, wire_bytes
-from flatshard.tools.groups import Choice, Launch, StateOf
+from flatshard.tools.group_bytes import PlannedCollective, StateOf, TrainingSetup
 from flatshard.tools.memory import Memory, memory_of, time_of
-from flatshard.tools.shapes import Model
+from flatshard.tools.model_shapes import ModelShape
 from flatshard.tools.timing import Estimate, Speed
 
 _STRATEGIES: tuple[tuple[str, Strategy, Strategy | None], ...] = (
@@ -68,7 +68,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Row:
+class StrategyRow:
     """One strategy. ``gathers`` and ``reduces``: bytes that a rank sends in a step; ``wire``: modelled seconds.
 
     ``step``: its estimated time; None if nobody has said how fast a device is. ``ep``: parts of the experts.
@@ -99,7 +99,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StrategyPlan:
     """``advice`` is the strategy to take, or None if none fits; ``why`` says it in words.
 
     ``formats``: what formats of fewer bytes do for it, or would do, in words.
@@ -109,7 +109,7 @@ class Plan:
     units: int
     machine: Machine
     training: Training
-    rows: tuple[Row, ...]
+    rows: tuple[StrategyRow, ...]
     advice: str | None
     why: str
     formats: str = ""
@@ -149,7 +149,7 @@ class Plan:
         return json.dumps(document, indent=2)
 
     @property
-    def best(self) -> Row | None:
+    def best(self) -> StrategyRow | None:
         return next((row for row in self.rows if row.name == self.advice), None)
 
     def python(self) -> str:
@@ -279,7 +279,7 @@ def _mesh(name: str, sizes: tuple[int, ...], axes: tuple[str, ...]) -> str:
     return f'{name} = init_device_mesh("cuda", {sizes}, mesh_dim_names=({quoted}))'
 
 
-def make_plan(model: Model, machine: Machine, training: Training) -> Plan:
+def compare_strategies(model: ModelShape, machine: Machine, training: Training) -> StrategyPlan:
     """Compare the strategies that fit the number of devices."""
     rows = tuple(
         _row(name, strategy, outer, ep, model, machine, training)
@@ -291,7 +291,7 @@ def make_plan(model: Model, machine: Machine, training: Training) -> Plan:
     fitting = [row for row in rows if row.fits]
     if not fitting:
         why = _why_not(model, machine, training, rows)
-        return Plan(model.numel, len(model.units), machine, training, rows, None, why, experts=experts)
+        return StrategyPlan(model.numel, len(model.units), machine, training, rows, None, why, experts=experts)
     best = min(fitting, key=lambda row: row.cost)
     left = machine.memory - best.peak
     why = f"{best.name}: {_gb(left)} GB of each device are left, and "
@@ -308,10 +308,10 @@ def make_plan(model: Model, machine: Machine, training: Training) -> Plan:
         leaner = min(fitting, key=lambda row: row.peak)
         why += "." if leaner is best else f". {leaner.name} takes least memory: {_gb(best.peak - leaner.peak)} GB less."
     formats = _formats(model, machine, training, best)
-    return Plan(model.numel, len(model.units), machine, training, rows, best.name, why, formats, experts)
+    return StrategyPlan(model.numel, len(model.units), machine, training, rows, best.name, why, formats, experts)
 
 
-def _parts(model: Model, machine: Machine, training: Training) -> list[int]:
+def _parts(model: ModelShape, machine: Machine, training: Training) -> list[int]:
     """In how many parts experts may lie apart: 1, and as many as a node, the devices and the experts allow."""
     counts = model.expert_counts
     if not counts:
@@ -337,7 +337,7 @@ def _can_part(ep: int, outer: Strategy | None, machine: Machine) -> bool:
     return ep == 1 or outer is None or (outer != "optim" and machine.devices // _nodes(machine) % ep == 0)
 
 
-def _formats(model: Model, machine: Machine, training: Training, best: Row) -> str:
+def _formats(model: ModelShape, machine: Machine, training: Training, best: StrategyRow) -> str:
     """Whether formats of fewer bytes pay: those chosen, beside none; or where none are, gathers and reduces in int8."""
     precision, has = training.precision, training.precision.has_formats
     none = replace(precision, gather_format=None, reduce_format=None)
@@ -361,11 +361,11 @@ def _formats(model: Model, machine: Machine, training: Training, best: Row) -> s
     return f"{text}."
 
 
-def picture(model: Model, machine: Machine, training: Training) -> str:
+def picture(model: ModelShape, machine: Machine, training: Training) -> str:
     """What fits at which number of devices: a row for each strategy, a mark for each power of two."""
     counts = [1 << power for power in range(13) if 1 << power <= 8 * max(machine.devices, 8)]
     bytes_only = replace(training, speed=None)
-    plans = [make_plan(model, replace(machine, devices=count), bytes_only) for count in counts]
+    plans = [compare_strategies(model, replace(machine, devices=count), bytes_only) for count in counts]
     marks = [{row.kind + " ep" * (row.ep > 1): "#" if row.fits else "." for row in plan.rows} for plan in plans]
     names = sorted({name for each in marks for name in each}, key=_place)
     wide, width = max(12, *(len(name) + 2 for name in names)), len(str(counts[-1])) + 1
@@ -395,13 +395,13 @@ def _row(
     strategy: Strategy,
     outer: Strategy | None,
     ep: int,
-    model: Model,
+    model: ModelShape,
     machine: Machine,
     training: Training,
-) -> Row:
+) -> StrategyRow:
     nodes = _nodes(machine)
     mesh = (machine.devices,) if outer is None else (nodes, machine.devices // nodes)
-    choice = Choice(
+    setup = TrainingSetup(
         mesh,
         placements_for(strategy, outer, len(mesh)),
         training.precision,
@@ -410,28 +410,28 @@ def _row(
         microbatches=training.microbatches,
         expert_parts=ep,
     )
-    memory = memory_of(model, choice)
+    memory = memory_of(model, setup)
     sent = {each: sum(_sent(x) for x in memory.launches if x.reduces == each) for each in (True, False)}
     wire = sum(_seconds(launch, machine.network) for launch in memory.launches)
     step = None
     if training.speed is not None:
-        step = time_of(model, choice, training.speed, machine.network)
+        step = time_of(model, setup, training.speed, machine.network)
         wire += step.exchanges
     peak = memory.peak.total + training.activations
     fits = peak <= machine.usable
-    return Row(kind, strategy, outer, ep, mesh, memory, sent[False], sent[True], wire, peak, fits, step)
+    return StrategyRow(kind, strategy, outer, ep, mesh, memory, sent[False], sent[True], wire, peak, fits, step)
 
 
-def _sent(launch: Launch) -> float:
+def _sent(launch: PlannedCollective) -> float:
     return launch.times * wire_bytes(launch.kind, launch.size, launch.among)
 
 
-def _seconds(launch: Launch, network: Network) -> float:
+def _seconds(launch: PlannedCollective, network: Network) -> float:
     level = launch.level(network)
     return launch.times * network.seconds(launch.kind, launch.size, launch.among, level, launch.segments)
 
 
-def _why_not(model: Model, machine: Machine, training: Training, rows: Sequence[Row]) -> str:
+def _why_not(model: ModelShape, machine: Machine, training: Training, rows: Sequence[StrategyRow]) -> str:
     least = min(rows, key=lambda row: row.peak)
     text = f"Nothing fits: {least.name} takes least, {_gb(least.peak)} GB; {_gb(machine.usable)} GB are usable. "
     devices = machine.devices

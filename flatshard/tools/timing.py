@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 
 from flatshard.rehearsal.network import Level, Network
-from flatshard.tools.groups import GroupBytes, Launch
-from flatshard.tools.shapes import Model, Unit
+from flatshard.tools.group_bytes import GroupBytes, PlannedCollective
+from flatshard.tools.model_shapes import ModelShape, UnitShape
 
 # Of a byte that is sent or received, so many are read or written in the device's memory while kernels run: by traces of
 # cases (a) and (d), 0.3 to 0.4 ms for each GB on a device of 4.8 TB/s.
@@ -61,7 +61,7 @@ class Estimate:
     host: float
 
 
-class Clock:
+class StepClock:
     """``now``: where compute stands. ``waits``: how long it has waited."""
 
     def __init__(self, speed: Speed, network: Network, width: int) -> None:
@@ -70,18 +70,18 @@ class Clock:
         self._lanes = {"gather": 0.0, "reduce": 0.0}
         self._links: dict[Level, float] = {"inside": 0.0, "between": 0.0}
 
-    def launch(self, lane: str, launches: Sequence[Launch]) -> float:
+    def launch(self, lane: str, launches: Sequence[PlannedCollective]) -> float:
         """When these collectives end, one after another, on a lane that is ordered after compute as it stands."""
         self._lanes[lane] = end = self._carried(max(self._lanes[lane], self.now), launches)
         return end
 
-    def _carried(self, begin: float, launches: Sequence[Launch]) -> float:
+    def _carried(self, begin: float, launches: Sequence[PlannedCollective]) -> float:
         for launch in launches:
             level = launch.level(self._network)
             self._links[level] = begin = max(begin, self._links[level]) + self._seconds(launch)
         return begin
 
-    def _seconds(self, launch: Launch) -> float:
+    def _seconds(self, launch: PlannedCollective) -> float:
         level = launch.level(self._network)
         return self._network.seconds(launch.kind, launch.size, launch.among, level, launch.segments)
 
@@ -94,7 +94,7 @@ class Clock:
         """Something that is no product reads and writes so many bytes; products wait, even if it is beside them."""
         self.now += count / self._speed.bandwidth
 
-    def use(self, unit: Unit, group: GroupBytes, position: int, backward: bool) -> None:
+    def use(self, unit: UnitShape, group: GroupBytes, position: int, backward: bool) -> None:
         """Compute with a group's tensors of one position: once in forward; twice in backward, and again if recomputed.
 
         Tokens go to the experts of other ranks and come back before compute goes on.
@@ -113,16 +113,16 @@ class Clock:
         products = sum(2 * tensor.used * math.prod(tensor.shape) for tensor in found if len(tensor.shape) > 1)
         return tokens * (products + sum(2 * tensor.queries * length for tensor in found))  # half of a square: causal
 
-    def _exchange(self, sent: Sequence[Launch]) -> None:
+    def _exchange(self, sent: Sequence[PlannedCollective]) -> None:
         self._exchanged += sum(self._seconds(launch) for launch in sent)
         self.wait(self._carried(self.now, sent))
 
-    def _tokens(self, group: GroupBytes, position: int) -> list[Launch]:
-        first, parts = group.tensors[0], group.choice.expert_parts
+    def _tokens(self, group: GroupBytes, position: int) -> list[PlannedCollective]:
+        first, parts = group.tensors[0], group.setup.expert_parts
         if not first.is_expert or first.after != position or parts == 1:
             return []
         size = self._speed.tokens * first.used * first.shape[0] * self._width * group.wire.itemsize
-        return [Launch("all_to_all", 0, parts, round(size), 1, 1)]
+        return [PlannedCollective("all_to_all", 0, parts, round(size), 1, 1)]
 
     def _compute(self, seconds: float) -> None:
         network, moved = self._network, 0.0
@@ -151,7 +151,7 @@ class Clock:
         return Estimate(max(self.now + optimizer, host), self.waits, optimizer, self._exchanged, host)
 
 
-def measured_flops(model: Model, tokens: float, dtype: torch.dtype | None) -> float:
+def measured_flops(model: ModelShape, tokens: float, dtype: torch.dtype | None) -> float:
     """FLOP per second that the products of the largest block reach on this machine, one after another.
 
     A whole model reaches less: norms, attention and the loss take time and have few FLOPs.

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flatshard.api import fully_shard
+from flatshard.optim.combined import CombinedOptimizer
 from flatshard.optim.step import fully_shard_optimizer, whole_optimizer
-from flatshard.optim.together import Together
 from flatshard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from flatshard.train.model import Llama, mean_loss
-from flatshard.train.settings import Mistake, Settings
+from flatshard.train.settings import Mistake, TrainSettings
 
 
 class Causal(nn.Module):
@@ -37,7 +37,7 @@ class Causal(nn.Module):
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def build_model(settings: Settings, vocab: int) -> tuple[nn.Module, list[nn.Module], float]:
+def build_model(settings: TrainSettings, vocab: int) -> tuple[nn.Module, list[nn.Module], float]:
     """A model, its blocks, and its FLOPs per token. All ranks make the same weights, then keep their shards."""
     torch.manual_seed(settings.seed)
     if settings.model is None:
@@ -83,7 +83,7 @@ def _looks_ahead(model: Any) -> bool:
     return not torch.allclose(first[0], first[1], rtol=1e-3, atol=1e-4)
 
 
-def build_mesh(settings: Settings, kind: str, world: int, nodes: int) -> DeviceMesh:
+def build_mesh(settings: TrainSettings, kind: str, world: int, nodes: int) -> DeviceMesh:
     """One axis, or for HSDP and HFSDP two: ``replicas``, and those that shard among themselves."""
     if settings.strategy not in ("hsdp", "hfsdp"):
         return init_device_mesh(kind, (world,), mesh_dim_names=("dp",))
@@ -93,7 +93,7 @@ def build_mesh(settings: Settings, kind: str, world: int, nodes: int) -> DeviceM
     return init_device_mesh(kind, (outer, world // outer), mesh_dim_names=("replicas", "shard"))
 
 
-def shard(model: nn.Module, blocks: list[nn.Module], settings: Settings, mesh: DeviceMesh) -> None:
+def shard(model: nn.Module, blocks: list[nn.Module], settings: TrainSettings, mesh: DeviceMesh) -> None:
     """Every block is a unit, and the rest of the model is one; the embedding is one, too, if it goes by rows."""
     half = settings.precision == "bfloat16"
     precision = MixedPrecisionPolicy(
@@ -129,7 +129,7 @@ def _table(model: nn.Module) -> nn.Module:
     return found
 
 
-def build_optimizer(model: nn.Module, blocks: list[nn.Module], settings: Settings) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, blocks: list[nn.Module], settings: TrainSettings) -> torch.optim.Optimizer:
     """AdamW, without decay for what is no matrix; or Muon for the matrices of blocks, and AdamW for the rest."""
     inside = {parameter for block in blocks for parameter in block.parameters() if parameter.dim() >= 2}
     muon = settings.optimizer == "muon"
@@ -147,7 +147,7 @@ def build_optimizer(model: nn.Module, blocks: list[nn.Module], settings: Setting
         options: Any = {"lr": settings.lr, "weight_decay": settings.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
         return torch.optim.Muon(matrices, **options)
 
-    return Together([whole_optimizer(make, model, lambda name, parameter: parameter in inside), adamw])
+    return CombinedOptimizer([whole_optimizer(make, model, lambda name, parameter: parameter in inside), adamw])
 
 
 def set_capturable(optimizer: torch.optim.Optimizer, lr: Tensor | None) -> None:

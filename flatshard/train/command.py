@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 from flatshard.train import log
-from flatshard.train.settings import FILE, Mistake, Settings, parse, read
-from flatshard.train.stories import stories
+from flatshard.train.bundled_text import bundled_text
+from flatshard.train.environment import started_world
+from flatshard.train.settings import FILE, Mistake, TrainSettings, parse, read
 
 
 def train(arguments: list[str]) -> int:
     """Train as the arguments say; the exit status."""
     try:
         settings = parse(arguments)
-        check(settings)
+        check_settings(settings)
         from flatshard.train.launch import run
 
         return run(settings)
@@ -29,14 +28,7 @@ def train(arguments: list[str]) -> int:
         return 2
 
 
-def started_world() -> int:
-    """The number of ranks that torchrun or srun has started, this process among them; 0 where neither has."""
-    if "RANK" not in os.environ:
-        os.environ.update(slurm_ranks(os.environ))
-    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 0
-
-
-def check(settings: Settings) -> None:
+def check_settings(settings: TrainSettings) -> None:
     """Mistake where these settings cannot be trained here, before any process is started."""
     world = started_world()
     if world and settings.processes not in (None, world):
@@ -45,7 +37,7 @@ def check(settings: Settings) -> None:
         settings.rows_per_rank(world or settings.processes or 1)
     check_data(settings)
     if settings.losses is not None:
-        log.check(settings.losses)
+        log.check_log(settings.losses)
     if settings.tensorboard is not None:
         log.check_board(settings.tensorboard)
     if settings.record is not None:
@@ -54,7 +46,7 @@ def check(settings: Settings) -> None:
         _check_folder(settings, settings.checkpoint)
 
 
-def check_data(settings: Settings) -> None:
+def check_data(settings: TrainSettings) -> None:
     """Mistake where a file is not there, or a text is too short. What is in the others is seen when they are read."""
     for flag, given in (("data", settings.data), ("tokenizer", settings.tokenizer), ("model", settings.model)):
         if given is not None and not given.exists():
@@ -64,7 +56,7 @@ def check_data(settings: Settings) -> None:
         raise Mistake(f"--data {path}: not a file, nor a dataset on disk")
     if settings.tokenizer is not None or (path is not None and (path.is_dir() or path.suffix == ".bin")):
         return
-    size = len(stories()) if path is None else path.stat().st_size
+    size = len(bundled_text()) if path is None else path.stat().st_size
     if size <= settings.context:
         source = path or "the bundled text"
         raise Mistake(f"{source} has {size} bytes; --context {settings.context} needs more than that")
@@ -78,7 +70,7 @@ def _check_written(path: Path) -> None:
         raise Mistake(f"--record {path}: {error.strerror}") from error
 
 
-def _check_folder(settings: Settings, folder: Path) -> None:
+def _check_folder(settings: TrainSettings, folder: Path) -> None:
     """Mistake where nothing can be saved in the folder, or where it has a run that these settings do not continue."""
     if folder.exists() and not folder.is_dir():
         raise Mistake(f"--checkpoint {folder}: not a folder")
@@ -90,35 +82,3 @@ def _check_folder(settings: Settings, folder: Path) -> None:
         raise Mistake(f"--checkpoint {folder}: cannot be written to: {error.strerror}") from error
     if (folder / FILE).exists() and any(folder.glob("step-*")):
         settings.check_continues(read(folder / FILE).recipe, folder)
-
-
-def slurm_ranks(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of torchrun, from those of srun, where it has started several tasks; else none."""
-    if "SLURM_STEP_ID" not in environ or int(environ.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
-        return {}
-    # "gpu[07-12,20]-ib,login1": the first node is the one to meet at. "4(x2),1": four tasks on each of two nodes, ...
-    first = re.match(r"(?:[^\[,]|\[[^\]]*\])+", environ["SLURM_STEP_NODELIST"])
-    assert first is not None
-    tasks = _tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
-    return {
-        "RANK": environ["SLURM_PROCID"],
-        "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
-        "LOCAL_RANK": environ["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": str(tasks[int(environ["SLURM_NODEID"])]),
-        "GROUP_WORLD_SIZE": str(len(tasks)),
-        "MASTER_ADDR": environ.get("MASTER_ADDR", re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])),
-        "MASTER_PORT": environ.get("MASTER_PORT", str(20000 + int(environ["SLURM_JOB_ID"]) % 20000)),
-    }
-
-
-def has_own_gpus(environ: Mapping[str, str]) -> bool:
-    """Whether srun shows every task GPUs of its own alone (--gpus-per-task), and not those of the node."""
-    return "SLURM_GPUS_PER_TASK" in environ or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
-
-
-def _tasks_per_node(text: str) -> list[int]:
-    counts: list[int] = []
-    for part in text.split(","):
-        count, _, times = part.rstrip(")").partition("(x")
-        counts += [int(count)] * int(times or 1)
-    return counts

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatshard.train.settings import Mistake, Settings
-from flatshard.train.stories import stories
+from flatshard.train.bundled_text import bundled_text
+from flatshard.train.settings import Mistake, TrainSettings
 
 _HELD = 20  # one part in so many is held out where there is validation
 
@@ -44,7 +44,7 @@ class Text:
         return start[: max(1, limit // 8)]
 
 
-def load_text(settings: Settings) -> Text:
+def load_text(settings: TrainSettings) -> Text:
     """What the settings say. A file of bytes or tokens is mapped, not read. Mistake where there is too little of it."""
     path = settings.data
     tokenizer = None if settings.tokenizer is None else _tokenizer(settings.tokenizer)
@@ -75,7 +75,7 @@ def _binary(path: Path, dtype: str) -> Tensor:
 
 def _text(path: Path | None, tokenizer: Any) -> Tensor:
     if path is None:
-        written = bytearray(stories(), "ascii")
+        written = bytearray(bundled_text(), "ascii")
         if tokenizer is None:
             return torch.frombuffer(written, dtype=torch.uint8)
         return torch.tensor(tokenizer.encode(written.decode()).ids, dtype=torch.int32)
@@ -98,7 +98,7 @@ def _tokenizer(path: Path) -> Any:
         raise Mistake(f"--tokenizer {path}: {error}") from error
 
 
-def _dataset(path: Path, settings: Settings, tokenizer: Any, vocab: int) -> tuple[Tensor, int]:
+def _dataset(path: Path, settings: TrainSettings, tokenizer: Any, vocab: int) -> tuple[Tensor, int]:
     """The documents of a dataset on disk, packed: one after another, each with the end token."""
     try:
         from datasets import DatasetDict, load_from_disk
@@ -126,7 +126,7 @@ def _dataset(path: Path, settings: Settings, tokenizer: Any, vocab: int) -> tupl
     return torch.cat(packed) if packed else torch.empty(0, dtype=torch.int32), max(vocab, max(end, default=0) + 1)
 
 
-def _check_size(text: Text, settings: Settings) -> None:
+def _check_size(text: Text, settings: TrainSettings) -> None:
     training, held = _parts(text, settings)
     if training <= settings.context or (settings.val_every and held <= settings.context):
         what = "bytes" if text.tokenizer is None and text.vocab == 256 else "tokens"
@@ -137,7 +137,7 @@ def _check_size(text: Text, settings: Settings) -> None:
         )
 
 
-def _check_range(text: Text, settings: Settings) -> None:
+def _check_range(text: Text, settings: TrainSettings) -> None:
     """Mistake for a token that the model will not know; on a GPU it would be an assertion of a kernel."""
     most = int(text.tokens.numpy().max())  # torch has no maximum of unsigned integers; 1 GB takes a tenth of a second
     if most >= text.vocab:
@@ -147,7 +147,7 @@ def _check_range(text: Text, settings: Settings) -> None:
         )
 
 
-def _parts(text: Text, settings: Settings) -> tuple[int, int]:
+def _parts(text: Text, settings: TrainSettings) -> tuple[int, int]:
     """How many tokens are trained on, and how many at the end are held out."""
     held = len(text.tokens) // _HELD if settings.val_every else 0
     return len(text.tokens) - held, held
@@ -160,7 +160,7 @@ def _epoch(rows: int, slack: int, seed: int, number: int) -> tuple[Tensor, int]:
     return torch.randperm(rows, generator=draw), int(torch.randint(slack + 1, (), generator=draw))
 
 
-def batch_rows(text: Text, settings: Settings, step: int, rank: int, world: int) -> tuple[Tensor, Tensor]:
+def batch_rows(text: Text, settings: TrainSettings, step: int, rank: int, world: int) -> tuple[Tensor, Tensor]:
     """This rank's (tokens, targets) of a step, counted from 1, both (rows, context).
 
     Rows are neighbouring windows of the tokens. Each epoch takes all of them once, in another order and from another
@@ -181,7 +181,7 @@ def batch_rows(text: Text, settings: Settings, step: int, rank: int, world: int)
     return _windows(text, torch.tensor(starts), context)
 
 
-def held_rows(text: Text, settings: Settings, rank: int, world: int) -> tuple[Tensor, Tensor]:
+def held_rows(text: Text, settings: TrainSettings, rank: int, world: int) -> tuple[Tensor, Tensor]:
     """This rank's part of what is validated on: the first rows of what is held out, as many for every rank."""
     training, held = _parts(text, settings)
     rows = min(settings.val_rows, (held - 1) // settings.context) // world

@@ -24,27 +24,27 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from flatshard import _torch
 from flatshard.checkpoint import CheckpointError
 from flatshard.train.build import build_mesh
-from flatshard.train.command import has_own_gpus, started_world
 from flatshard.train.data import load_text
-from flatshard.train.meeting import meet
+from flatshard.train.environment import has_own_gpus, started_world
 from flatshard.train.progress import run_with_display
-from flatshard.train.settings import Mistake, Settings
+from flatshard.train.rendezvous import init_process_group
+from flatshard.train.settings import Mistake, TrainSettings
 from flatshard.train.stop import Stop
 from flatshard.train.trainer import Trainer
 from flatshard.trust.alarm import PeerError, leave
 
 
-def run(settings: Settings) -> int:
+def run(settings: TrainSettings) -> int:
     """Train as one rank of a job that torchrun started, or start the ranks here. Returns the exit status."""
     if started_world():
-        return join(settings)
+        return run_rank(settings)
     processes = settings.processes or torch.cuda.device_count() or 2
     settings.rows_per_rank(processes)
     _check_devices(settings, processes, torch.cuda.device_count())
     return _start(settings, processes)
 
 
-def _check_devices(settings: Settings, processes: int, count: int) -> None:
+def _check_devices(settings: TrainSettings, processes: int, count: int) -> None:
     """Mistake where steps are to be captured and not every process of this machine has a GPU."""
     if settings.capture and count < processes:
         raise Mistake(
@@ -52,7 +52,7 @@ def _check_devices(settings: Settings, processes: int, count: int) -> None:
         )
 
 
-def join(settings: Settings) -> int:
+def run_rank(settings: TrainSettings) -> int:
     """Be the rank that the environment says, in the way of torchrun. Returns the exit status, the same on all ranks.
 
     A signal that has ended it early counts as shells count it.
@@ -69,7 +69,7 @@ def join(settings: Settings) -> int:
     patience = None if settings.timeout is None else timedelta(seconds=settings.timeout)
     trainer: Trainer | None = None
     try:
-        meet("nccl" if kind == "cuda" else "gloo", patience)
+        init_process_group("nccl" if kind == "cuda" else "gloo", patience)
         world = dist.get_world_size()
         mesh = build_mesh(settings, kind, world, int(os.environ.get("GROUP_WORLD_SIZE", world // local_world)))
         stop = Stop()
@@ -96,7 +96,7 @@ def join(settings: Settings) -> int:
         _end_alone(settings, trainer, error)
 
 
-def _end_alone(settings: Settings, trainer: Trainer | None, error: Exception) -> NoReturn:
+def _end_alone(settings: TrainSettings, trainer: Trainer | None, error: Exception) -> NoReturn:
     """Another rank is gone, or does not come: say so, and end. What this rank knows of it is no more than that."""
     where = "while it started" if trainer is None else f"in step {trainer.reached + 1}"
     folder = settings.checkpoint
@@ -111,7 +111,7 @@ def _end_alone(settings: Settings, trainer: Trainer | None, error: Exception) ->
     leave(1)  # an orderly end would wait for process groups, and NCCL may abort it meanwhile
 
 
-def _start(settings: Settings, processes: int) -> int:
+def _start(settings: TrainSettings, processes: int) -> int:
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -192,12 +192,12 @@ def _traceback(message: Any) -> str:
     return str(message)
 
 
-def _rank(settings: Settings) -> int:
+def _rank(settings: TrainSettings) -> int:
     """One rank that this machine's launcher started."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    return join(settings)
+    return run_rank(settings)
 
 
 def _leave(number: int, frame: Any) -> None:

@@ -9,18 +9,16 @@ import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from flatshard.train.settings import Mistake
-
-if TYPE_CHECKING:
-    from flatshard.train.trainer import Step
+from flatshard.train.step import Step
 
 _BEGINNING = b'{"step": '  # of a line
 _SECONDS = 1.0  # between two writes: each waits for the device
 
 
-def check(path: Path) -> None:
+def check_log(path: Path) -> None:
     """Mistake where this file is something else than the log of a run, or cannot be written; there may be none yet."""
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from flatshard.train.shape import LlamaConfig
+from flatshard.train.llama_config import LlamaConfig
 
 __all__ = ["Llama", "LlamaConfig", "mean_loss"]
 
@@ -78,7 +78,7 @@ class Mixture(nn.Module):
         return out.view_as(x)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.recompute = config.recompute
@@ -145,7 +145,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.layers))
         self.head = Head(config)
         self.register_buffer("cos", torch.empty(config.max_tokens, config.head_dim), persistent=False)
         self.register_buffer("sin", torch.empty(config.max_tokens, config.head_dim), persistent=False)

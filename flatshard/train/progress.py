@@ -13,9 +13,10 @@ from typing import Any, Protocol
 
 import torch
 
-from flatshard.train.settings import FILE, Settings
-from flatshard.train.stop import named, reader_is_gone
-from flatshard.train.trainer import Step, Trainer
+from flatshard.train.settings import FILE, TrainSettings
+from flatshard.train.step import Step
+from flatshard.train.stop import reader_is_gone, signal_name
+from flatshard.train.trainer import Trainer
 
 _LINES = 12  # of a run that is not in a terminal
 _SILENCE = 60.0  # seconds: the longest between two of these
@@ -88,14 +89,14 @@ def headline(trainer: Trainer) -> str:
     return f"{size} parameters on {ranks} ({', '.join(how)}), {text}"
 
 
-def resumed(settings: Settings, done: int) -> str:
+def resumed(settings: TrainSettings, done: int) -> str:
     """One line about where a run continues."""
     if done < settings.steps:
         return f"continues after step {done} of {settings.checkpoint}"
     return f"{settings.checkpoint} has step {done} already: give more --steps, or another --checkpoint, to train on"
 
 
-class Plain:
+class PlainLines:
     """A dozen lines, for logs, and one a minute in longer runs."""
 
     def __init__(self, steps: int, say: Callable[[str], None]) -> None:
@@ -136,17 +137,17 @@ class Bar:
 
 
 @contextmanager
-def display(settings: Settings, say: Callable[[str], None]) -> Iterator[Display]:
+def display(settings: TrainSettings, say: Callable[[str], None]) -> Iterator[Display]:
     """A bar where rich is installed and the output is a terminal, else plain lines."""
     try:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     except ImportError:
-        yield Plain(settings.steps, say)
+        yield PlainLines(settings.steps, say)
         return
     console = Console(highlight=False)
     if not console.is_terminal:
-        yield Plain(settings.steps, say)
+        yield PlainLines(settings.steps, say)
         return
     columns = (
         BarColumn(complete_style="cyan", finished_style="cyan"),
@@ -159,7 +160,7 @@ def display(settings: Settings, say: Callable[[str], None]) -> Iterator[Display]
         yield Bar(bar, settings.steps)
 
 
-class Meter:
+class ProgressMeter:
     """Turns steps into readings."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -198,7 +199,7 @@ def run_with_display(trainer: Trainer) -> None:
     say(headline(trainer))
     if trainer.done:
         say(resumed(trainer.settings, trainer.done))
-    meter = Meter(trainer)
+    meter = ProgressMeter(trainer)
     first = last = float("nan")
     with display(trainer.settings, say) as shown:
         for step in trainer.steps():
@@ -219,9 +220,9 @@ def run_with_display(trainer: Trainer) -> None:
         say(f"\n{trainer.sample()}")
 
 
-def how_to_go_on(settings: Settings, reached: int, signal: int) -> str:
+def how_to_go_on(settings: TrainSettings, reached: int, signal: int) -> str:
     """The last line of a run that was ended early."""
-    ended = f"ended by {named(signal)} after step {reached} of {settings.steps}"
+    ended = f"ended by {signal_name(signal)} after step {reached} of {settings.steps}"
     folder = settings.checkpoint
     if folder is None:
         return f"{ended}; nothing is saved: give it --checkpoint FOLDER next time"

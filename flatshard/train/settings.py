@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
-from flatshard.train.shape import LlamaConfig
+from flatshard.train.llama_config import LlamaConfig
 
 FILE = "settings.yaml"  # in the folder of the run
 # What a run may change when it is continued.
@@ -25,7 +25,7 @@ class Mistake(ValueError):
 
 # The comment behind a field is its help.
 @dataclass(frozen=True)
-class Settings:
+class TrainSettings:
     """All of a training run. Two runs with equal settings train alike, on any number of processes, up to rounding."""
 
     # What to train on
@@ -86,7 +86,7 @@ class Settings:
     record: Path | None = None  # file for `flatshard report`: the third to the fifth step
     timeout: int | None = None  # seconds that ranks wait for each other; without it, torch's
 
-    def validate(self) -> Settings:
+    def validate(self) -> TrainSettings:
         """Itself. Mistake where a value makes no sense."""
         at_least_one = ("processes", "steps", "batch", "context", "width", "layers", "heads", "kv_heads", "ffn")
         more = ("save_every", "keep", "timeout", "vocab", "microbatches", "experts_per_token", "replicas", "val_rows")
@@ -201,7 +201,7 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def parse(arguments: list[str]) -> Settings:
+def parse(arguments: list[str]) -> TrainSettings:
     """The settings that flags say, and where they are silent the file of ``--config``. Mistake for what makes no sense.
 
     Flags that do not exist end the process with status 2, as ``--help`` does with 0.
@@ -212,8 +212,8 @@ def parse(arguments: list[str]) -> Settings:
     except ImportError as error:
         raise Mistake(f"{error.name} is not installed: pip install 'flatshard[train]'") from error
     arguments, file = _without_config(arguments)
-    default = Settings() if file is None else read(file)
-    settings = tyro.cli(Settings, args=arguments, prog="flatshard train", default=default, description=_ABOUT)
+    default = TrainSettings() if file is None else read(file)
+    settings = tyro.cli(TrainSettings, args=arguments, prog="flatshard train", default=default, description=_ABOUT)
     return settings.validate()
 
 
@@ -235,7 +235,7 @@ def _without_config(arguments: list[str]) -> tuple[list[str], Path | None]:
     return arguments, None
 
 
-def read(path: Path) -> Settings:
+def read(path: Path) -> TrainSettings:
     """The settings of a file. Mistake where it cannot be read, or has what no setting is."""
     try:
         text = path.read_text()
@@ -244,7 +244,7 @@ def read(path: Path) -> Settings:
         raise Mistake(f"--config {path}: {error.strerror if isinstance(error, OSError) else 'is not text'}") from error
     if not isinstance(given, dict):
         raise Mistake(f"--config {path}: must be a mapping of settings")
-    known = {each.name: each for each in fields(Settings)}
+    known = {each.name: each for each in fields(TrainSettings)}
     values: dict[str, Any] = {}
     for key, value in given.items():
         name = str(key).replace("-", "_")
@@ -253,7 +253,7 @@ def read(path: Path) -> Settings:
             hint = f"did you mean {near[0]}?" if near else "`flatshard train --help` lists them"
             raise Mistake(f"--config {path}: there is no setting {key!r}; {hint}")
         values[name] = _converted(path, known[name], value)
-    return Settings(**values)
+    return TrainSettings(**values)
 
 
 def _converted(path: Path, field: dataclasses.Field[Any], value: Any) -> Any:
@@ -269,7 +269,7 @@ def _converted(path: Path, field: dataclasses.Field[Any], value: Any) -> Any:
             return float(value)  # YAML takes 3e-4 for text
         except ValueError:
             pass
-    choices = get_args(get_type_hints(Settings)[field.name]) if wanted.startswith("Literal[") else ()
+    choices = get_args(get_type_hints(TrainSettings)[field.name]) if wanted.startswith("Literal[") else ()
     if type(value).__name__ == wanted or value in choices:
         return value
     must = f"one of {', '.join(choices)}" if choices else f"of type {'str' if wanted == 'Path' else wanted}"

@@ -58,7 +58,7 @@ def print_nowhere() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def named(number: int) -> str:
+def signal_name(number: int) -> str:
     """What people call the signal."""
     called: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGPIPE: "a closed pipe"}
     return called.get(number) or signal.Signals(number).name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,38 +18,23 @@ from flatshard._recording import Recording, recording
 from flatshard.api import microbatch
 from flatshard.buffer import Exchange
 from flatshard.captured import Captured, capture
-from flatshard.checkpoint.errors import CheckpointError, together
+from flatshard.checkpoint.errors import CheckpointError, on_all_ranks
 from flatshard.optim.clip import clip_grad_norm_
 from flatshard.train.build import build_model, build_optimizer, set_capturable, shard
 from flatshard.train.data import Text, batch_rows, held_rows
 from flatshard.train.log import Log
-from flatshard.train.settings import FILE, Mistake, Settings
+from flatshard.train.settings import FILE, Mistake, TrainSettings
+from flatshard.train.step import Step
 from flatshard.train.stop import Stop
 
 _LOOK = 16  # tokens of a sample from one look at whether it is to end to the next
 _RECORDED = (3, 5)  # steps of a run that --record takes; the first has no beginning
 
 
-@dataclass(frozen=True)
-class Step:
-    """One optimizer step. The tensors have no dims and are equal on all ranks; reading one waits for the device.
-
-    ``loss``: mean over the whole batch, before the update, in nats per token. ``grad_norm``: before clipping.
-    ``val_loss`` and ``sample``: of the model after the update, where it was time for them.
-    """
-
-    number: int
-    loss: Tensor
-    grad_norm: Tensor
-    lr: float
-    val_loss: Tensor | None = None
-    sample: str | None = None
-
-
 class Trainer:
     """A sharded model and its optimizer on a mesh of one axis, or of two."""
 
-    def __init__(self, settings: Settings, text: Text, mesh: DeviceMesh, stop: Stop | None = None) -> None:
+    def __init__(self, settings: TrainSettings, text: Text, mesh: DeviceMesh, stop: Stop | None = None) -> None:
         self.settings = settings
         self.text = text
         self.mesh = mesh
@@ -68,7 +53,7 @@ class Trainer:
         if settings.record is not None and settings.steps < self.done + _RECORDED[1]:
             raise Mistake(f"--record {settings.record}: takes step {_RECORDED[1]} of a run; give it more --steps")
         self._log: Log | None = None
-        together(Exchange("control"), lambda: self._open_log() if mesh.get_rank() == 0 else None)
+        on_all_ranks(Exchange("control"), lambda: self._open_log() if mesh.get_rank() == 0 else None)
 
     def _open_log(self) -> None:
         settings = self.settings
@@ -86,7 +71,7 @@ class Trainer:
         if folder is None:
             return 0
         ranks = Exchange("control")
-        newest = together(ranks, lambda: _newest(folder) if ranks.rank == 0 else None)[0]
+        newest = on_all_ranks(ranks, lambda: _newest(folder) if ranks.rank == 0 else None)[0]
         if newest is None:
             return 0
         found = folder / newest
@@ -104,7 +89,7 @@ class Trainer:
 
         It ends after the last step, or after one in which a rank was asked to; either is saved.
         """
-        saving: checkpoint.Pending | None = None
+        saving: checkpoint.PendingSave | None = None
         try:
             with _Recorder(self) as recorder:
                 for number in range(self.done + 1, self.settings.steps + 1):
@@ -138,7 +123,7 @@ class Trainer:
     def _is_saved(self, number: int) -> bool:
         return number == self.settings.steps or number % self.settings.save_every == 0
 
-    def _save(self, path: Path, number: int) -> checkpoint.Pending:
+    def _save(self, path: Path, number: int) -> checkpoint.PendingSave:
         if self._log is not None:
             self._log.write()
         extra = {"step": number, "recipe": self.settings.recipe}
@@ -175,7 +160,7 @@ class Trainer:
         """A step that becomes a graph. Mistake on all ranks where it cannot on one."""
         made: list[tuple[Tensor, Tensor]] = []
         try:
-            together(Exchange("control"), lambda: made.append(self._update(*batch)))
+            on_all_ranks(Exchange("control"), lambda: made.append(self._update(*batch)))
         except CheckpointError as error:
             raise Mistake(f"--capture: {error}") from error
         return made[0]

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from flatshard.trust.record import MOST_RANKS, Entry, Recorded, decoded, in_range, ranges
+from flatshard.trust.record import MOST_RANKS, Entry, ReadRecord, decoded, in_range, ranges
 
 
-def read_records(folder: Path) -> dict[int, Recorded]:
+def read_records(folder: Path) -> dict[int, ReadRecord]:
     """The records of a folder by rank: rings, or the JSON of those that have been dumped. ValueError if it has none."""
     found = {}
     for path in sorted(folder.glob("rank-*.json")) + sorted(folder.glob("rank-*.ring")):  # rings know the most
@@ -25,17 +25,17 @@ def read_records(folder: Path) -> dict[int, Recorded]:
     return found
 
 
-def _from_json(path: Path) -> Recorded:
+def _from_json(path: Path) -> ReadRecord:
     data = json.loads(path.read_text())
-    return Recorded(data["header"], [Entry(**entry) for entry in data["entries"]])
+    return ReadRecord(data["header"], [Entry(**entry) for entry in data["entries"]])
 
 
-def _sound(record: Recorded) -> Recorded:
+def _sound(record: ReadRecord) -> ReadRecord:
     """A record of a rank that there can be, without the entries that a crash, or a disk, has left in pieces."""
     rank, world = record.header["rank"], record.header.get("world", 1)
     if type(rank) is not int or type(world) is not int or not 0 <= rank < world <= MOST_RANKS:
         raise ValueError(f"it is of rank {rank!r} of {world!r}")
-    return Recorded(record.header, [entry for entry in record.entries if _is_sound(entry)])
+    return ReadRecord(record.header, [entry for entry in record.entries if _is_sound(entry)])
 
 
 def _is_sound(entry: Entry) -> bool:
@@ -45,7 +45,7 @@ def _is_sound(entry: Entry) -> bool:
     return times and all(isinstance(each, str) for each in words) and all(type(each) is int for each in numbers)
 
 
-def blame(records: dict[int, Recorded]) -> str:
+def blame(records: dict[int, ReadRecord]) -> str:
     """One paragraph."""
     world = max(int(record.header.get("world", 1)) for record in records.values())
     said = [f"Records of {len(records)} of {world} ranks."]
@@ -59,7 +59,7 @@ def blame(records: dict[int, Recorded]) -> str:
     for rank, record in sorted(records.items()):
         said += [f"On rank {rank} {e} timed out." for e in record.entries if record.fate(e) == "timed out"]
     by_group = _by_group(records)
-    parted = [told for group, ranks in by_group.items() if (told := _parting(group, ranks)) is not None]
+    parted = [told for group, ranks in by_group.items() if (told := _first_difference(group, ranks)) is not None]
     if parted:
         said += [text for _, text in sorted(parted)][:2]
     elif len(said) == 1:
@@ -73,7 +73,7 @@ def blame(records: dict[int, Recorded]) -> str:
     return " ".join(said)
 
 
-def _by_group(records: dict[int, Recorded]) -> dict[str, dict[int, list[Entry]]]:
+def _by_group(records: dict[int, ReadRecord]) -> dict[str, dict[int, list[Entry]]]:
     """Per group of ranks: the launches of each of its ranks."""
     found: dict[str, dict[int, list[Entry]]] = {}
     for rank, record in records.items():
@@ -86,7 +86,7 @@ def _by_group(records: dict[int, Recorded]) -> dict[str, dict[int, list[Entry]]]
     return found
 
 
-def _parting(group: str, ranks: dict[int, list[Entry]]) -> tuple[float, str] | None:
+def _first_difference(group: str, ranks: dict[int, list[Entry]]) -> tuple[float, str] | None:
     """The first launch of a group in which its ranks differ, when it was, and who did what instead."""
     at = {rank: {entry.of_group: entry for entry in entries} for rank, entries in ranks.items()}
     first = max((min(numbers) for numbers in at.values() if numbers), default=1)  # before, some ring has gone round
@@ -110,7 +110,7 @@ def _parting(group: str, ranks: dict[int, list[Entry]]) -> tuple[float, str] | N
     return None
 
 
-def told_by(records: dict[int, Recorded], last: int = 5) -> Sequence[str]:
+def last_launches(records: dict[int, ReadRecord], last: int = 5) -> Sequence[str]:
     """The last launches of each rank, a line each."""
     lines = []
     for rank, record in sorted(records.items()):

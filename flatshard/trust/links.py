@@ -180,7 +180,7 @@ class Links:
 
     def _remove(self, link: _Link) -> None:
         if link is self._above and link.rank is None:  # it was an address of before, which somebody else has now
-            self._seeks, self._above = True, None
+            self._seeks, self._above = self._store is not None, None
         self._links.remove(link)
         self._selector.unregister(link.socket)
         link.socket.close()

@@ -1,8 +1,9 @@
 """The flight record: the last collectives that this process has launched, in memory that outlives it.
 
-One ring of fixed size per process. It is mapped from a file (`Record.keep_in`), so that it can be read after a crash,
-and appending writes into that mapping and nothing else. Whether a collective has ended is looked up when somebody wants
-to know: at a dump, and by the watch once nothing has been launched for a while (`Record.settle`).
+One ring of fixed size per process. It is mapped from a file (`FlightRecord.keep_in`), so that it can be read after a
+crash, and appending writes into that mapping and nothing else. Whether a collective has ended is looked up when
+somebody wants to know: at a dump, and by the watch thread once nothing has been launched for a while
+(`FlightRecord.settle`).
 
     page of a header (JSON: rank, world, pid, ... what the process died of) | a page of groups | CAPACITY entries
 """
@@ -34,8 +35,8 @@ _ENDED_AT = 16
 _SIZE = _HEADER + _GROUPS + CAPACITY * _ENTRY.size
 
 
-class Ended(Protocol):
-    """Of what was launched."""
+class Launched(Protocol):
+    """A collective that was launched, as far as the record asks."""
 
     @property
     def is_on_device(self) -> bool: ...
@@ -43,7 +44,7 @@ class Ended(Protocol):
     def has_ended(self) -> bool: ...
 
 
-class Wire:
+class GroupRecord:
     """One process group of a lane, as the record counts launches on it. ``limit``: its time-out in seconds, or None."""
 
     __slots__ = ("index", "label", "launched", "limit")
@@ -78,7 +79,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class ReadRecord:
     """A record as it was read."""
 
     header: dict[str, Any]
@@ -106,7 +107,7 @@ class _Encoded(dict[str, bytes]):
         return encoded
 
 
-class Record:
+class FlightRecord:
     """The ring of this process. ``step`` and ``phase`` are those of what is launched next."""
 
     def __init__(self) -> None:
@@ -120,30 +121,30 @@ class Record:
         self._path: Path | None = None
         self._names = _Encoded()
         # What ends on the CPU keeps tensors alive, and is known weakly.
-        self._launched: list[Callable[[], Ended | None] | None] = [None] * CAPACITY
+        self._launched: list[Callable[[], Launched | None] | None] = [None] * CAPACITY
         self._oldest = 1  # all before this have ended
-        self._wires: dict[str, Wire] = {}
+        self._groups: dict[str, GroupRecord] = {}
 
-    def wire(self, label: str, limit: float | None = None) -> Wire:
-        """The wire of this name. Beyond so many all others are one. ``limit``: of its process group, in seconds."""
-        if label not in self._wires:
-            index = len(self._wires)
+    def group(self, label: str, limit: float | None = None) -> GroupRecord:
+        """What is counted under this label. Beyond so many all others are one. ``limit``: its time-out, in seconds."""
+        if label not in self._groups:
+            index = len(self._groups)
             if index == _GROUPS // _LABEL - 1:
                 label = "others"
             if index < _GROUPS // _LABEL:
-                self._wires[label] = Wire(index, label, limit)
+                self._groups[label] = GroupRecord(index, label, limit)
                 at = _HEADER + index * _LABEL
                 self._map[at : at + _LABEL] = label.encode()[:_LABEL].ljust(_LABEL, b"\0")
             else:
                 label = "others"
-        found = self._wires[label]
+        found = self._groups[label]
         found.limit = limit if limit is not None else found.limit
         return found
 
-    def append(self, wire: Wire, kind: int, name: str, numbytes: int, launched: Ended) -> None:
+    def append(self, group: GroupRecord, kind: int, name: str, numbytes: int, launched: Launched) -> None:
         """Something has been launched."""
         number, now = self.number + 1, _now()
-        wire.launched = of_wire = wire.launched + 1
+        group.launched = of_group = group.launched + 1
         slot = number % CAPACITY
         if self.captures:
             self._launched[slot] = None
@@ -154,8 +155,8 @@ class Record:
             self._launched[slot] = weakref.ref(launched)
         at = _HEADER + _GROUPS + slot * 128
         _pack(
-            self._map, at, number, now, now if self.captures else 0.0, numbytes, of_wire, self.step, self.phase, kind,
-            wire.index, self._names[name],
+            self._map, at, number, now, now if self.captures else 0.0, numbytes, of_group, self.step, self.phase, kind,
+            group.index, self._names[name],
         )  # fmt: skip
         self.number = number  # another thread reads up to here
 
@@ -199,8 +200,8 @@ class Record:
 
     def limit(self, entry: Entry) -> float | None:
         """The time-out of the process group of a launch, in seconds, if it is known."""
-        wire = self._wires.get(entry.group)
-        return None if wire is None else wire.limit
+        group = self._groups.get(entry.group)
+        return None if group is None else group.limit
 
     def _entry(self, number: int) -> Entry:
         at = _HEADER + _GROUPS + number % CAPACITY * _ENTRY.size
@@ -250,7 +251,7 @@ class Record:
         self._map, path, self._path, self.folder = copy, self._path, None, None
         path.unlink(missing_ok=True)
 
-    def read(self) -> Recorded:
+    def read(self) -> ReadRecord:
         return decoded(self._map[:])
 
     def dump(self) -> Path | None:
@@ -264,7 +265,7 @@ class Record:
         path.write_text(text)
         return path
 
-    def told(self, last: int = 12) -> str:
+    def last_entries(self, last: int = 12) -> str:
         """The last entries, a line each, for people."""
         self.settle()
         found = self.read()
@@ -275,10 +276,10 @@ class Record:
 _pack, _now = _ENTRY.pack_into, time.time
 assert _ENTRY.size == 128
 
-record = Record()  # of this process
+record = FlightRecord()  # of this process
 
 
-def decoded(data: bytes) -> Recorded:
+def decoded(data: bytes) -> ReadRecord:
     """A ring as it lies in its file. ValueError if it is none."""
     if len(data) != _SIZE:
         raise ValueError(f"a flight record has {_SIZE} bytes; this has {len(data)}")
@@ -287,7 +288,7 @@ def decoded(data: bytes) -> Recorded:
     labels = [data[at : at + _LABEL] for at in range(_HEADER, _HEADER + _GROUPS, _LABEL)]
     places = range(_HEADER + _GROUPS, _SIZE, _ENTRY.size)
     found = [entry for at in places if (entry := _unpacked(data[at : at + _ENTRY.size], labels)) is not None]
-    return Recorded(header, sorted(found, key=lambda entry: entry.number))
+    return ReadRecord(header, sorted(found, key=lambda entry: entry.number))
 
 
 def _unpacked(data: bytes, labels: Sequence[bytes]) -> Entry | None:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from flatshard.checkpoint.files import _canonical, _check
-from flatshard.checkpoint.found import _CHECK
+from flatshard.checkpoint.safetensors_files import _CHECK
 
 # What no size, name, dtype or place of a small model is.
 _LIES = [

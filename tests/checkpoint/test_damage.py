@@ -45,14 +45,14 @@ def test_damage_to_the_manifest_names_the_tensor(tmp_path):
 
 
 def test_checksums_see_what_files_suffer():
-    from flatshard.checkpoint.files import BLOCK, checksum
+    from flatshard.checkpoint.files import BLOCK, block_checksum
 
     draw = random.Random(3)
     content = bytearray(draw.randbytes(BLOCK))
-    seen = {checksum(memoryview(content))}
+    seen = {block_checksum(memoryview(content))}
     for length in (*range(20), 100, BLOCK - 8, BLOCK - 1):  # of noise and of zeros, to every length of the rest
-        assert checksum(memoryview(content[:length])) not in seen or length == 0
-        assert checksum(memoryview(bytes(length))) == 0
+        assert block_checksum(memoryview(content[:length])) not in seen or length == 0
+        assert block_checksum(memoryview(bytes(length))) == 0
     for _ in range(200):
         bad = bytearray(content)
         start = draw.randrange(BLOCK - 600)
@@ -65,7 +65,7 @@ def test_checksums_see_what_files_suffer():
             bad[start : start + 8], bad[start + 16 : start + 24] = bad[start + 16 : start + 24], bad[start : start + 8]
         else:
             bad[start:] = bad[start + 1 :] + b"\0"
-        found = checksum(memoryview(bad))
+        found = block_checksum(memoryview(bad))
         assert found not in seen, kind
         seen.add(found)
 
@@ -99,7 +99,8 @@ def test_what_does_not_fit_is_named(tmp_path):
             load(tmp_path / "a", model, optimizer, **kwargs)
         assert_same(full_state(model), before)
 
-    refused(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 5)), r"'1.weight' has shape \(4, 3\) there and \(5, 3\) here")
+    shapes = r"'1.weight' has shape \(4, 3\) in the checkpoint and \(5, 3\) in the model"
+    refused(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 5)), shapes)
     refused(nn.Sequential(nn.Linear(2, 3)), "'1.weight' is not in the model")
     wider = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4), nn.Linear(4, 1))
     refused(wider, "'2.weight' is not in it")
@@ -108,10 +109,12 @@ def test_what_does_not_fit_is_named(tmp_path):
     refused(same, "was saved without an optimizer", torch.optim.SGD(same.parameters()))
     square = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     save(tmp_path / "square", square, torch.optim.SGD([square[0].weight]))
-    with pytest.raises(CheckpointError, match=r"'1.weight' is in parameter group 0 here but not there"):
+    with pytest.raises(
+        CheckpointError, match=r"'1.weight' is in parameter group 0 of the optimizer, not of the checkpoint"
+    ):
         load(tmp_path / "square", square, torch.optim.SGD(square.parameters()))
     square[1].weight = square[0].weight
-    with pytest.raises(CheckpointError, match=r"'1.weight' is tied to '0.weight' here and has other values there"):
+    with pytest.raises(CheckpointError, match=r"'1.weight' is tied to '0.weight' in the model and has other values"):
         load(tmp_path / "square", square)
     with pytest.raises(CheckpointError, match="none does not exist"):
         load(tmp_path / "none", same)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from flatshard import fully_shard, fully_shard_optimizer, whole_optimizer
-from flatshard.optim import AdamW8bit, Together
+from flatshard.optim import AdamW8bit, CombinedOptimizer
 from flatshard.rehearsal import Link, Network, rehearse
 from tests.whole.cases import Net, assert_equal_bits, give, gradients, inside, muon, shard
 from tests.whole.test_step import Plain
@@ -25,7 +25,9 @@ def _equal(rank: int, world: int, eight: bool) -> None:
     for each in (model, reference):
         rest = [p for n, p in each.named_parameters() if not inside(n, p)]
         second = AdamW8bit(rest) if eight else torch.optim.AdamW(rest, foreach=False)
-        optimizer = Together([whole_optimizer(muon, each, inside, split={"*qkv*": 3}, bucket_bytes=500), second])
+        optimizer = CombinedOptimizer(
+            [whole_optimizer(muon, each, inside, split={"*qkv*": 3}, bucket_bytes=500), second]
+        )
         for step in range(5):
             give(each, gradients(reference, step))
             optimizer.step()

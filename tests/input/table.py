@@ -1067,7 +1067,7 @@ CHECKPOINTS = {
     "checkpoint.MIXTRAL": [Case("of another model", lambda b: _missing(b, checkpoint.MIXTRAL), None)],
     "checkpoint.QWEN_MOE": [Case("of another model", lambda b: _missing(b, checkpoint.QWEN_MOE), None)],
     "checkpoint.CheckpointError": [Case("is a ValueError", lambda b: _raised(CheckpointError("x")), ValueError, "x")],
-    "checkpoint.Pending": [
+    "checkpoint.PendingSave": [
         Case(
             "a failed save",
             lambda b: checkpoint.save(b.write("") / "a", b.model, asynchronous=True).result(),

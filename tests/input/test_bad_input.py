@@ -16,7 +16,7 @@ import torch.distributed as dist
 import flatshard
 from flatshard import fully_shard, megatron
 from flatshard.cli import main
-from flatshard.trust.record import Record
+from flatshard.trust.record import FlightRecord
 from tests.checkpoint.mutations import harmed, hurt, lie
 from tests.input.bench import Bench, loss_of, tiny
 from tests.input.megatron_table import MEGATRON
@@ -148,12 +148,12 @@ def test_damaged_flight_records_are_read_as_far_as_they_go(tmp_path, capsys):
     """Whatever has become of them, `flatshard blame` says something, or that they are none."""
     good, bad, draw = tmp_path / "good", tmp_path / "bad", random.Random(4)
     for rank in range(2):
-        record = Record()
+        record = FlightRecord()
         good.mkdir(exist_ok=True)
         record.keep_in(good, rank, world=2)
-        wire = record.wire("dp 0-1")
+        launches_of = record.group("dp 0-1")
         for number in range(5 + rank):
-            record.append(wire, 0, f"blocks.{number}", 64, Ended())
+            record.append(launches_of, 0, f"blocks.{number}", 64, Ended())
         if rank:
             record.dump()
     said = 0

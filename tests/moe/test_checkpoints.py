@@ -23,11 +23,11 @@ from flatshard.checkpoint import (
     CheckpointError,
     StoredAs,
     export_safetensors,
-    found,
     load_safetensors,
+    safetensors_files,
 )
 from flatshard.checkpoint.reader import Reader
-from flatshard.checkpoint.stored import pieces_of
+from flatshard.checkpoint.stored_as import pieces_of
 from tests.moe.cases import Model, Stacked, build, meshes, spread
 
 pytestmark = [pytest.mark.sampled(2), pytest.mark.limit(120)]
@@ -159,9 +159,9 @@ def _exported(rank, world, folder):
         read.append(len(into))
         return readinto(self, name, box, start, into)
 
-    found.SUMMED = 16
+    safetensors_files.SUMMED = 16
     export_safetensors(model, folder, "1KB", names=RULES, progress=False)
-    found.SUMMED = 1 << 16
+    safetensors_files.SUMMED = 1 << 16
     for layout in (LAYOUTS[0], LAYOUTS[2], LAYOUTS[4], None):
         other, _ = make(layout, 3)
         Reader._read = counted

@@ -27,7 +27,8 @@ from flatshard.buffer import Ticket
 from flatshard.cli import main
 from flatshard.trust.alarm import Alarm, Watched
 from flatshard.trust.blame import blame, read_records
-from flatshard.trust.record import CAPACITY, Record, decoded, in_range, ranges, records_folder
+from flatshard.trust.record import CAPACITY, FlightRecord, decoded, in_range, ranges, records_folder
+from flatshard.trust.watch import Watch
 from tests.bench.script import as_interpreter, free_port
 
 _ROOT = Path(__file__).parents[2]
@@ -218,11 +219,11 @@ class _Done:
 
 
 def test_a_record_keeps_the_last_launches_and_can_be_read_from_its_file(tmp_path):
-    record = Record()
-    wire = record.wire("gather 0-3")
+    record = FlightRecord()
+    launches_of = record.group("gather 0-3")
     for number in range(CAPACITY + 10):
         record.step, record.phase = number, 1 + number % 3
-        record.append(wire, number % 4, f"unit {number}", number, _Done(number % 2 == 0))
+        record.append(launches_of, number % 4, f"unit {number}", number, _Done(number % 2 == 0))
         if number == 5:
             record.keep_in(tmp_path, 3, world=4)
     record.settle()
@@ -240,11 +241,11 @@ def test_a_record_keeps_the_last_launches_and_can_be_read_from_its_file(tmp_path
 
 
 def test_long_names_errors_and_many_groups_fit(tmp_path):
-    record = Record()
+    record = FlightRecord()
     record.keep_in(tmp_path, 0, world=2)
-    record.append(record.wire("x" * 500), 0, "é" * 500 + "end", 1, _Done())
+    record.append(record.group("x" * 500), 0, "é" * 500 + "end", 1, _Done())
     for number in range(200):
-        record.append(record.wire(f"group {number}"), 0, "", 1, _Done())
+        record.append(record.group(f"group {number}"), 0, "", 1, _Done())
     record.tell(error="!" * 100_000)
     found = record.read()
     assert found.entries[0].name.endswith("end")
@@ -281,11 +282,11 @@ def test_an_error_of_a_signal_handler_is_nobody_elses():
 
 
 def test_a_record_that_cannot_be_in_its_folder_stays_in_memory(tmp_path, monkeypatch):
-    record, written = Record(), mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    record, written = FlightRecord(), mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     with mock.patch("mmap.mmap", written), pytest.raises(OSError, match="No space left"):
         record.keep_in(tmp_path, 0, world=2)
     assert list(tmp_path.iterdir()) == []
-    record.append(record.wire("gather 0,1"), 0, "a", 8, _Done())
+    record.append(record.group("gather 0,1"), 0, "a", 8, _Done())
     assert record.read().header["world"] == 2
     (tmp_path / f"flatshard-{os.getuid()}").write_text("of somebody else")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -297,11 +298,11 @@ def test_a_record_that_cannot_be_in_its_folder_stays_in_memory(tmp_path, monkeyp
 def _recorded(tmp_path, launches):
     """Records of ranks that have launched so many of the same units; a name in place of a number is another one."""
     for rank, names in enumerate(launches):
-        record = Record()
+        record = FlightRecord()
         record.keep_in(tmp_path, rank, world=len(launches))
-        wire = record.wire(f"gather {ranges(range(len(launches)))}")
+        launches_of = record.group(f"gather {ranges(range(len(launches)))}")
         for name in names:
-            record.append(wire, 0, name, 8, _Done(False))
+            record.append(launches_of, 0, name, 8, _Done(False))
         record.settle()
 
 
@@ -362,9 +363,11 @@ class _Launched:
 @pytest.fixture
 def own_record(monkeypatch):
     """A record, and an alarm that looks at it, of a rank whose process group waits for 30 seconds."""
-    record, alarm = Record(), Alarm()
-    monkeypatch.setattr("flatshard.trust.alarm.record", record)
-    alarm._group = Watched(store=lambda prefix: dist.HashStore(), kept=None, rank=0, world=2)
+    record, alarm = FlightRecord(), Alarm()
+    for module in ("alarm", "errors", "survey", "timeouts", "verdict", "watch"):
+        monkeypatch.setattr(f"flatshard.trust.{module}.record", record)
+    group = Watched(store=lambda prefix: dist.HashStore(), kept=None, rank=0, world=2)
+    alarm._watch = Watch(group, "alarm", None, alarm._verdict)
     return record, alarm
 
 
@@ -378,48 +381,47 @@ def _until(true):
 
 def test_a_launch_that_does_not_end_times_out(own_record):
     record, alarm = own_record
-    wire = record.wire("gather 0,1", 30.0)
+    launches_of = record.group("gather 0,1", 30.0)
     launches = [_Launched(True), _Launched(), _Launched()]
     for name, launched in zip("abc", launches):
-        record.append(wire, 0, name, 8, launched)
-    for _ in range(20):
-        alarm._look_for_time_outs(2.0)
-        if record.oldest_open().name == "b" and alarm._stuck_for > 20:
+        record.append(launches_of, 0, name, 8, launched)
+    for look in range(20):
+        alarm._tick(2.0)
+        if look == 12:
             launches[1].ended = True  # late, and in time; the next one has waited behind it
-    assert alarm.raised is None
-    alarm._look_for_time_outs(2.0)
-    for _ in range(10):
-        alarm._look_for_time_outs(2.0)
-    _until(lambda: alarm.raised is not None)
-    assert "all_gather c (8 bytes, step 0) has not ended within 30 s" in alarm.raised
-    assert "No answer from rank 1" in alarm.raised
-    assert "timed out all_gather c" in record.told()
-    assert "ended     all_gather b" in record.told()
+    assert alarm._verdict.reason is None
+    for _ in range(11):
+        alarm._tick(2.0)
+    _until(lambda: alarm._verdict.reason is not None)
+    assert "all_gather c (8 bytes, step 0) has not ended within 30 s" in alarm._verdict.reason
+    assert "No answer from rank 1" in alarm._verdict.reason
+    assert "timed out all_gather c" in record.last_entries()
+    assert "ended     all_gather b" in record.last_entries()
 
 
 def test_what_is_captured_is_not_waited_for(own_record):
     record, _ = own_record
-    wire = record.wire("gather 0,1", 30.0)
-    record.append(wire, 0, "a", 8, _Launched(True))
+    launches_of = record.group("gather 0,1", 30.0)
+    record.append(launches_of, 0, "a", 8, _Launched(True))
     record.captures = True
-    record.append(wire, 0, "b", 8, None)
+    record.append(launches_of, 0, "b", 8, None)
     record.captures = False
     assert record.oldest_open() is None
-    record.append(record.wire("replay 0,1", 30.0), 4, "step", 0, _Launched())
+    record.append(record.group("replay 0,1", 30.0), 4, "step", 0, _Launched())
     assert str(record.oldest_open()) == "replay step (0 bytes, step 0)"
 
 
 @pytest.mark.parametrize(("ranks", "ends"), [("0,2", False), ("0-2", True)])
 def test_a_rank_that_is_gone_ends_only_those_who_wait_for_it(own_record, ranks, ends):
     record, alarm = own_record
-    record.append(record.wire(f"gather {ranks}", 30.0), 0, "a", 8, _Launched())
-    alarm._hear({"lost": 1})
-    assert alarm.raised == "rank 1 has ended without a word: it was killed, or has crashed"
-    alarm._ended_at -= 60
-    with mock.patch.object(alarm, "_end") as end:
+    record.append(record.group(f"gather {ranks}", 30.0), 0, "a", 8, _Launched())
+    alarm._watch._hear({"lost": 1})
+    assert alarm._verdict.reason == "rank 1 has ended without a word: it was killed, or has crashed"
+    alarm._verdict._since -= 60
+    with mock.patch("flatshard.trust.exits.end_stuck") as end:
         alarm._tick(1.0)
         assert end.called == ends
-        alarm._hear({"raised": "ValueError: no data", "rank": 2})
+        alarm._watch._hear({"raised": "ValueError: no data", "rank": 2})
         alarm._tick(1.0)
         assert end.called
 
@@ -431,7 +433,7 @@ def test_a_device_that_is_in_error_is_asked_in_vain(own_record):
         def has_ended(self):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    record.append(record.wire("gather 0,1", 30.0), 0, "a", 8, Broken())
+    record.append(record.group("gather 0,1", 30.0), 0, "a", 8, Broken())
     record.settle()
     assert record.oldest_open().name == "a"
 
@@ -439,14 +441,14 @@ def test_a_device_that_is_in_error_is_asked_in_vain(own_record):
 # Throws an exception of torch.distributed, or of somebody else, on a thread that catches nothing.
 _THROW = """
 import ctypes, os, sys, threading, torch
-from flatshard.trust.uncaught import Uncaught
+from flatshard.trust.terminate import TerminateHandler
 
 def ends(is_distributed):
     print("told on", threading.current_thread().name, flush=True)
     if is_distributed:
         os._exit(7)
 
-Uncaught(ends).install()
+TerminateHandler(ends).install()
 cpp, torch_cpu = ctypes.CDLL("libstdc++.so.6"), ctypes.CDLL(os.path.dirname(torch.__file__) + "/lib/libtorch_cpu.so")
 allocate, throw = cpp["__cxa_allocate_exception"], cpp["__cxa_throw"]
 allocate.restype, throw.argtypes = ctypes.c_void_p, [ctypes.c_void_p] * 3

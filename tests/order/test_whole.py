@@ -7,7 +7,7 @@ import copy
 from torch.distributed.device_mesh import init_device_mesh
 
 from flatshard import whole_optimizer
-from flatshard.optim.owners import newton_schulz
+from flatshard.optim.assignment import newton_schulz
 from tests.whole.cases import Net, assert_equal_bits, give, gradients, inside, muon, shard
 
 
@@ -26,7 +26,7 @@ def _launches(rank: int, world: int) -> list[tuple[str, int]]:
     (lane,) = side._lanes.values()
     found = [operation.name for operation in lane.history]
     optimizer.state_dict()
-    return [found, [(each.name, each.owner) for each in side.seen]]
+    return [found, [(each.name, each.owner) for each in side.matrices]]
 
 
 def test_all_ranks_launch_alike(interpreters):

@@ -130,7 +130,7 @@ def test_time_and_level(ends):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
         for name in ("inner", "outer", "inner"):
             dist.all_reduce(torch.ones(250_000), dist.ReduceOp.AVG, mesh.get_group(name))
-        entry = rehearsal.medium.ledger.entries["all_reduce"]
+        entry = rehearsal.medium.traffic.entries["all_reduce"]
     assert ends == pytest.approx([6e-3, 21e-3, 12e-3])  # 1 MB: 1 ms on the wire of 2 ranks, and the latency
     assert (entry.launches, entry.size, entry.wire) == (3, 3_000_000, 3_000_000)
     assert entry.seconds == pytest.approx(33e-3)

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import flatshard
 from flatshard.policy import MixedPrecisionPolicy, placements_for
-from flatshard.tools.groups import Choice
+from flatshard.tools.group_bytes import TrainingSetup
 from flatshard.tools.memory import Memory, memory_of
-from flatshard.tools.shapes import model_of
+from flatshard.tools.model_shapes import model_of
 from flatshard.train.model import Llama, LlamaConfig
 
 # Rows that divide by nothing, as vocabularies have them.
@@ -64,7 +64,7 @@ class Case:
         placements = placements_for(self.strategy, self.outer, len(self.mesh))
         return memory_of(
             shapes,
-            Choice(
+            TrainingSetup(
                 self.mesh,
                 placements,
                 self.precision,

@@ -14,7 +14,7 @@ from flatshard.engine.units.unit import unit_of
 from flatshard.layout import planner
 from flatshard.rehearsal import rehearse
 from flatshard.rehearsal.clock_cpu import CpuClock, CpuWork, carry_out
-from flatshard.rehearsal.ledger import difference
+from flatshard.rehearsal.traffic import difference
 from flatshard.train.model import LlamaConfig
 from tests.tools.cases import CONFIG, Case
 
@@ -148,11 +148,11 @@ def assert_peak_and_traffic(case, monkeypatch, tmp_path, config=CONFIG):
     with torch.backends.mkldnn.flags(enabled=False), rehearse(case.world, "free") as rehearsal:
         model = case.build(config)
         case.warmed_up(model)
-        before = rehearsal.medium.ledger.snapshot()
+        before = rehearsal.medium.traffic.snapshot()
         activities = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
             case.passes(model)
-        traffic = difference(rehearsal.medium.ledger.snapshot(), before)
+        traffic = difference(rehearsal.medium.traffic.snapshot(), before)
     peak = allocator_peak(profile, tmp_path / "trace.json")
     assert peak == pytest.approx(formula.peak.total - formula.resting.total, rel=0.02)
     sizes: dict[str, list[int]] = {}
@@ -192,9 +192,9 @@ def test_traffic_with_formats(case):
     with rehearse(case.world, "free") as rehearsal:
         model = case.build(LARGER)
         case.warmed_up(model)
-        before = rehearsal.medium.ledger.snapshot()
+        before = rehearsal.medium.traffic.snapshot()
         case.passes(model)
-        traffic = difference(rehearsal.medium.ledger.snapshot(), before)
+        traffic = difference(rehearsal.medium.traffic.snapshot(), before)
     sizes: dict[str, list[int]] = {}
     for launch in formula.launches:
         entry = sizes.setdefault(launch.kind, [0, 0])

@@ -19,12 +19,12 @@ from flatshard import shard_model
 from flatshard.cli import main
 from flatshard.engine.tree.build import units_below
 from flatshard.rehearsal import rehearse
-from flatshard.rehearsal.ledger import difference
 from flatshard.rehearsal.network import get_network
+from flatshard.rehearsal.traffic import difference
 from flatshard.tools.activations import activations_of
 from flatshard.tools.memory import memory_of, time_of
-from flatshard.tools.plan import Machine, Training, make_plan
-from flatshard.tools.shapes import NAMED, load_model, load_runnable, model_of, skeleton
+from flatshard.tools.model_shapes import NAMED, load_model, load_runnable, model_of, skeleton
+from flatshard.tools.plan import Machine, Training, compare_strategies
 from flatshard.tools.timing import Speed
 from flatshard.train.model import Llama, LlamaConfig
 from tests.dist.models import Net
@@ -142,7 +142,7 @@ def test_the_largest_model_is_planned_from_shapes(capsys, tmp_path):
 def test_what_is_recommended_and_why(model, devices, memory, advice, why):
     bf16 = {"param_dtype": torch.bfloat16, "main_dtype": torch.float32}
     training = Training(precision=type(Training().precision)(**bf16))
-    plan = make_plan(load_model(model), Machine(devices, memory, get_network("h100-nvlink")), training)
+    plan = compare_strategies(load_model(model), Machine(devices, memory, get_network("h100-nvlink")), training)
     assert plan.advice == advice
     assert why in plan.why
     assert plan.why in plan.table()
@@ -154,7 +154,7 @@ def test_stacked_experts_are_not_padded_where_there_are_fewer_than_devices():
     machine = Machine(64, 80e9, get_network("h100-nvlink"))
     training = Training(speed=Speed(400e12, 8192, host=0.0), expert_parts=1)
     for layout in ("tensor", "auto"):
-        plan = make_plan(load_model("mixtral-8x7b"), machine, replace(training, layout=layout))
+        plan = compare_strategies(load_model("mixtral-8x7b"), machine, replace(training, layout=layout))
         rows = {row.name: row for row in plan.rows}
         for name in ("ZeRO 3", "HFSDP"):
             assert rows[name].memory.resting.main == pytest.approx(4 * COUNTS["mixtral-8x7b"] / 64, rel=0.001)
@@ -340,7 +340,7 @@ def test_activations_of_an_encoder_and_its_decoder(tmp_path):
 
 def test_activations_are_what_a_real_forward_saves():
     model, blocks = load_runnable("tests.tools.test_plan:llama")
-    assert [type(block).__name__ for block in blocks] == ["Block"] * 3
+    assert [type(block).__name__ for block in blocks] == ["TransformerBlock"] * 3
     estimate = activations_of(model, blocks, 2, 24, None)
     total = really_saved(llama(), tokens=torch.zeros(2, 24, dtype=torch.int64))
     assert estimate.saved == pytest.approx(total, rel=0.02), estimate
@@ -366,7 +366,7 @@ def test_the_python_lines_of_every_strategy_run_and_shard_as_they_say(model):
     make = llama if model == "llama" else lambda: mixture(MOE_TINY)
     with torch.device("meta"):
         shapes = model_of(make() if model == "llama" else mixture(replace(MOE_TINY, ep=1)), "auto", 2)
-    plan = make_plan(shapes, Machine(16, 2e6, get_network("h100-nvlink")), Training())
+    plan = compare_strategies(shapes, Machine(16, 2e6, get_network("h100-nvlink")), Training())
     apart = [row for row in plan.rows if row.ep > 1 or model == "llama"]
     assert len(apart) == (5 if model == "experts" else 6)
     for row in apart:
@@ -386,9 +386,9 @@ def test_experts_apart_send_what_the_plan_says():
         step = SYSTEMS["flatshard"](setup)
         for _ in range(2):
             step()
-        before = rehearsal.medium.ledger.snapshot()
+        before = rehearsal.medium.traffic.snapshot()
         step()
-        traffic = difference(rehearsal.medium.ledger.snapshot(), before)
+        traffic = difference(rehearsal.medium.traffic.snapshot(), before)
     exchanges = traffic.pop("all_to_all")
     sizes: dict[str, list[int]] = {}
     seconds = 0.0
@@ -428,8 +428,8 @@ def test_what_decodes_takes_the_time_of_the_bytes_that_it_reads_and_writes():
     coded = replace(plain, precision=replace(plain.precision, gather_format="int8"))
     model, speed = by_plan.shapes_of(setup), Speed(450e12, 4096, 4096, host=0.0)
     assert 1 < by_plan.estimate(setup, 450e12, 0.0, coded).total / by_plan.estimate(setup, 450e12, 0.0).total < 1.01
-    totals = [time_of(model, choice, speed, get_network("free")).total for choice in (plain, coded)]
-    pairs = list(zip(*(memory_of(model, choice).launches for choice in (plain, coded)), strict=True))
+    totals = [time_of(model, setup, speed, get_network("free")).total for setup in (plain, coded)]
+    pairs = list(zip(*(memory_of(model, setup).launches for setup in (plain, coded)), strict=True))
     moved = sum(one.times * (one.size + other.size) for one, other in pairs if one.size != other.size)
     assert moved > 5e9  # 1.0e9 weights of blocks, 3 bytes each, twice
     assert totals[1] - totals[0] == pytest.approx(moved / speed.bandwidth)
@@ -441,7 +441,7 @@ def test_many_microbatches_take_as_much_longer_and_the_host_is_a_bound(capsys):
     speed = Speed(450e12, 2048, 2048, host=0.0)
     row = {}
     for count in (1, 3, 4, 40):
-        plan = make_plan(model, machine, Training(speed=speed, microbatches=count))
+        plan = compare_strategies(model, machine, Training(speed=speed, microbatches=count))
         row[count] = next(each for each in plan.rows if each.name == "ZeRO 3").step
     assert row[40].total - row[4].total == pytest.approx(36 * (row[4].total - row[3].total))
     assert 3 * row[1].total > row[3].total

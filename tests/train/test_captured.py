@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from flatshard import captured
 from flatshard.cli import main
 from flatshard.train.data import load_text
-from flatshard.train.settings import Settings
+from flatshard.train.settings import TrainSettings
 from flatshard.train.trainer import Trainer
 from tests.bench import RankError
 
-TINY = Settings(steps=8, batch=4, context=32, width=32, layers=2, heads=4, kv_heads=2, ffn=64, warmup=2, sample=4)
+TINY = TrainSettings(steps=8, batch=4, context=32, width=32, layers=2, heads=4, kv_heads=2, ffn=64, warmup=2, sample=4)
 
 
 class _Graph:

@@ -18,7 +18,7 @@ import pytest
 import flatshard
 from flatshard.cli import main
 from flatshard.train.progress import Reading
-from flatshard.train.settings import Settings, parse
+from flatshard.train.settings import TrainSettings, parse
 from tests.bench.script import as_command, as_script, free_port
 
 _ROOT = Path(__file__).parents[2]
@@ -185,7 +185,7 @@ def test_a_file_says_what_flags_leave_open(tmp_path):
     yaml, toml = tmp_path / "run.yaml", tmp_path / "run.toml"
     yaml.write_text("steps: 7\nlr: 1e-4\ndata: a.txt\nrecompute: true\nschedule: constant\n")
     toml.write_text('steps = 7\nlr = 1e-4\ndata = "a.txt"\nrecompute = true\nschedule = "constant"\n')
-    expected = Settings(steps=7, lr=1e-4, data=Path("a.txt"), recompute=True, schedule="constant", batch=2)
+    expected = TrainSettings(steps=7, lr=1e-4, data=Path("a.txt"), recompute=True, schedule="constant", batch=2)
     for file in (yaml, toml):
         assert parse(["--batch", "2", "--config", str(file)]) == expected
     assert parse([f"--config={yaml}", "--steps", "9"]).steps == 9

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from flatshard.cli import main
-from flatshard.train.log import Log, check
-from flatshard.train.meeting import own_part
-from flatshard.train.trainer import Step
+from flatshard.train.log import Log, check_log
+from flatshard.train.rendezvous import fresh_store
+from flatshard.train.step import Step
 from tests.bench.script import as_command, free_port
 from tests.train import crash
 
@@ -181,9 +181,9 @@ def test_what_is_no_log_is_not_overwritten(tmp_path):
     with pytest.raises(
         ValueError, match=r"--losses .*notes: not the log of a run, it would be lost; choose another name"
     ):
-        check(path)
+        check_log(path)
     with pytest.raises(ValueError, match="Is a directory"):
-        check(tmp_path)
+        check_log(tmp_path)
 
 
 def test_ranks_that_start_again_meet_in_a_part_of_the_store_of_their_own():
@@ -193,7 +193,7 @@ def test_ranks_that_start_again_meet_in_a_part_of_the_store_of_their_own():
         found = {}
 
         def meet(rank, found=found, start=start):
-            store = own_part(dist.TCPStore("127.0.0.1", server.port, is_master=False), rank, 3)
+            store = fresh_store(dist.TCPStore("127.0.0.1", server.port, is_master=False), rank, 3)
             if start % 2 == 0 or rank:  # every other time rank 0 is gone before it has said anything
                 store.set(str(rank), str(start))
             found[rank] = store if start % 2 else [store.get(str(other)) for other in range(3)]

@@ -12,14 +12,15 @@ from torch import nn
 from flatshard.cli import main
 from flatshard.tools.report import Record
 from flatshard.train.build import build_mesh, build_model
-from flatshard.train.command import has_own_gpus, slurm_ranks
 from flatshard.train.data import batch_rows, held_rows, load_text
+from flatshard.train.environment import has_own_gpus, slurm_ranks
 from flatshard.train.log import Log
 from flatshard.train.model import Llama, mean_loss
-from flatshard.train.settings import Mistake, Settings
-from flatshard.train.trainer import Step, Trainer
+from flatshard.train.settings import Mistake, TrainSettings
+from flatshard.train.step import Step
+from flatshard.train.trainer import Trainer
 
-TINY = Settings(steps=3, batch=4, context=32, width=32, layers=2, heads=4, kv_heads=2, ffn=64, warmup=2, sample=4)
+TINY = TrainSettings(steps=3, batch=4, context=32, width=32, layers=2, heads=4, kv_heads=2, ffn=64, warmup=2, sample=4)
 LLAMA = {"model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 

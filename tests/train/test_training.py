@@ -9,11 +9,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from flatshard.train.data import batch_rows, load_text
-from flatshard.train.settings import Settings
+from flatshard.train.settings import TrainSettings
 from flatshard.train.trainer import Trainer
 from tests.bench import RankError
 
-TINY = Settings(steps=6, batch=4, context=32, width=32, layers=2, heads=4, kv_heads=2, ffn=64, warmup=2, sample=8)
+TINY = TrainSettings(steps=6, batch=4, context=32, width=32, layers=2, heads=4, kv_heads=2, ffn=64, warmup=2, sample=8)
 
 
 def _train(rank, world, settings):

@@ -12,7 +12,9 @@ import flatshard
 from tests.whole.cases import Net, shard
 
 PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
-RECIPE = next(code for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "Together" in code)
+RECIPE = next(
+    code for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "CombinedOptimizer" in code
+)
 
 
 def losses(model: Net, tokens: torch.Tensor) -> list[float]:

@@ -85,7 +85,7 @@ def _hybrid(rank: int, world: int, kinds: list[dict[str, Any]], steps: int) -> N
         for choice in ("shards", "all"):
             optimizer = compare("muon", {**how, "mesh": mesh}, {"owners": choice}, steps)
             side = optimizer.__dict__["_flatshard_local"]
-            owners.append(sum(each.is_mine for each in side.seen) / len(list(side.seen)))
+            owners.append(sum(each.is_mine for each in side.matrices) / len(list(side.matrices)))
         if "outer_strategy" not in how:  # two replicas share the work, or do it twice
             assert owners[1] < 0.6 * owners[0], owners
 
@@ -127,7 +127,7 @@ def _tensor_parallel(rank: int, world: int) -> None:
         whole = gradients(reference, step) if step != 2 else {}
         for each, pair in zip((model, reference), optimizers):
             give(each, whole)
-            flatshard.optim.Together(pair).step()
+            flatshard.optim.CombinedOptimizer(pair).step()
     assert_equal_bits(model, reference)
 
 
@@ -182,8 +182,8 @@ def _experts(rank: int, world: int) -> None:
             optimizer.step()
     assert_equal_bits(model, reference)
     sides = [optimizer.__dict__["_flatshard_local"] for optimizer in optimizers]
-    assert [each.name for each in sides[0].seen] == [each.name for each in sides[1].seen]
-    assert sum(each.is_mine for each in sides[0].seen) <= 3  # of seven
+    assert [each.name for each in sides[0].matrices] == [each.name for each in sides[1].matrices]
+    assert sum(each.is_mine for each in sides[0].matrices) <= 3  # of seven
 
 
 @pytest.mark.full
@@ -249,7 +249,7 @@ def _mixed(rank: int, world: int) -> None:
     fully_shard_optimizer(optimizers[0], whole=lambda name, p: p.dim() == 2 and name != "head.weight")
     train(model, reference, *optimizers, steps=3)
     side = optimizers[0].__dict__["_flatshard_local"]
-    assert {each.name for each in side.seen} == {n for n, p in reference.named_parameters() if p.dim() == 2} - {
+    assert {each.name for each in side.matrices} == {n for n, p in reference.named_parameters() if p.dim() == 2} - {
         "head.weight"
     }
 

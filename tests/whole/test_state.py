@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 import flatshard
 from flatshard import fully_shard_optimizer, whole_optimizer
 from flatshard.captured import _optimizers_that_step
-from flatshard.optim import Together
+from flatshard.optim import CombinedOptimizer
 from flatshard.optim.step import state_places
 from tests.dist.models import assert_rows
 from tests.whole.cases import (
@@ -41,7 +41,7 @@ def build(model: Net, kind: str) -> Any:
         first = whole_optimizer(muon, model, inside, split=SPLIT, bucket_bytes=500)
         rest = [(n, p) for n, p in model.named_parameters() if not inside(n, p)]
         second = torch.optim.AdamW(rest, lr=1e-2, foreach=False)
-        return Together([first, second])
+        return CombinedOptimizer([first, second])
     if kind == "adamw":
         return whole_optimizer(lambda matrices: torch.optim.AdamW(matrices, foreach=False), model, inside, split=SPLIT)
     optimizer = MAKERS[kind]([p for p in model.parameters() if p.dim()])
@@ -108,7 +108,7 @@ def _refused(rank: int, world: int, path: Any) -> None:
     model = shard(Net())
     run(model, optimizer := build(model, "muon"), range(1))
     flatshard.checkpoint.save(path, model, optimizer, progress=False)
-    other = Together([whole_optimizer(muon, model, inside), optimizer.optimizers[1]])
+    other = CombinedOptimizer([whole_optimizer(muon, model, inside), optimizer.optimizers[1]])
     with pytest.raises(flatshard.checkpoint.CheckpointError, match=r"qkv.weight': 'momentum_buffer\[0:6\]' .* split"):
         flatshard.checkpoint.load(path, model, other, progress=False)
     with pytest.raises(ValueError, match="split in another way"):
@@ -201,7 +201,7 @@ def test_schedulers_clipping_and_scaling(ranks):
 
 
 def test_together_is_its_parts_to_a_captured_step():
-    both, found = Together([torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]) for _ in range(2)]), []
+    both, found = CombinedOptimizer([torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]) for _ in range(2)]), []
     with _optimizers_that_step(found):
         both.step()
     assert found == both.optimizers

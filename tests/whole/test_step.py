@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatshard import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer, whole_optimizer
-from flatshard.optim.calls import Calls
+from flatshard.optim.split_step import SplitStep
 from tests.whole.cases import Net, Spectral, assert_equal_bits, give, gradients, inside, muon, shard
 
 COUNT, ROWS, COLUMNS = 40, 24, 32
@@ -83,11 +83,11 @@ def test_calls_of_one_step_count_once():
     matrices = [nn.Parameter(torch.zeros(2, 2)) for _ in range(3)]
     count = torch.tensor(4.0)
     optimizer = Counting(matrices, {"count": count, "odd": float("nan")})
-    calls = Calls(optimizer, optimizer.step)
+    split = SplitStep(optimizer, optimizer.step)
     for matrix in matrices:
-        with calls.lent([[matrix]]) as step:
+        with split.with_params([[matrix]]) as step:
             step()
-    calls.close()
+    split.close()
     assert optimizer.param_groups[0]["count"] is count
     assert count == 5
 
@@ -263,7 +263,7 @@ def _added(rank: int, world: int) -> None:
                 parameter.data.mul_(0.5)
         assert_equal_bits(model, reference)
     side = optimizers[0].__dict__["_flatshard_local"]
-    assert [each.owner for each in side.seen] == [0, 1, 1]  # who came later counts what was there; nobody's changes
+    assert [each.owner for each in side.matrices] == [0, 1, 1]  # who came later counts what was there; nobody's changes
 
 
 def _named_as_in_the_model(rank: int, world: int) -> None:

@@ -1,0 +1,207 @@
+"""Tensors without values, for code that prepares whole state dicts for files: what it does is noted, and done later.
+
+Such code renames, cuts and stacks tensors, and looks which of them share memory, all of a model at once. It can have
+all deferred tensors at once, and when a file is to be written, the values come a few tensors at a time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flatshard import _torch
+from flatshard.checkpoint.files import bytes_view
+
+_ADDRESSES = itertools.count(1 << 12, 1 << 50)  # no two memories overlap
+
+
+class DeferredStorage:
+    """What stands for the storage of deferred tensors: an address and a size, for those who compare them."""
+
+    def __init__(self, size: int) -> None:
+        self._start, self._size = next(_ADDRESSES), size
+
+    def data_ptr(self) -> int:
+        return self._start
+
+    def nbytes(self) -> int:
+        return self._size
+
+
+@dataclass(eq=False)
+class _Operation:
+    """An operation that is to be done, with deferred tensors among its arguments."""
+
+    operation: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    needs: frozenset[str]
+
+    def results(self, tensors: Mapping[str, torch.Tensor], known: dict[_Operation, list[Any]]) -> list[Any]:
+        if self not in known:
+            args, kwargs = _torch.map_leaves(
+                DeferredTensor, lambda each: each.value(tensors, known), (self.args, self.kwargs)
+            )
+            known[self] = _torch.pytree_leaves(self.operation(*args, **kwargs))
+        return known[self]
+
+
+class DeferredTensor(torch.Tensor):
+    """A tensor of the CPU of which all is known but the values: shape, dtype, strides, whose memory it shares.
+
+    Operations on it give deferred tensors. None of them may write to it.
+    """
+
+    _shown: torch.Tensor  # on the meta device
+    _memory: DeferredStorage
+    _made: str | tuple[_Operation, int]  # the name of a tensor, or which result of a call it is
+
+    @staticmethod
+    def __new__(
+        cls, shown: torch.Tensor, memory: DeferredStorage, made: str | tuple[_Operation, int]
+    ) -> DeferredTensor:
+        self: DeferredTensor = _torch.wrapper_like(cls, shown, torch.device("cpu"))
+        self._shown, self._memory, self._made = shown, memory, made
+        return self
+
+    __torch_function__ = _torch.no_torch_function
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        moved = kwargs.get("device") is not None
+        if moved and torch.device(kwargs["device"]).type != "cpu":
+            raise NotImplementedError(f"{func}: a deferred tensor has no values yet to move to {kwargs['device']}")
+        if _torch.writes(func):
+            raise NotImplementedError(f"{func}: a deferred tensor has no values yet to write to")
+        given = [each for each in _torch.pytree_leaves((args, kwargs)) if isinstance(each, DeferredTensor)]
+        shown_args, shown_kwargs = _torch.map_leaves(torch.Tensor, _show, (args, kwargs))
+        shown_kwargs |= {"device": "meta"} if moved else {}
+        results, shape = _torch.tree_flatten(func(*shown_args, **shown_kwargs))
+        memories = {_torch.storage_id(each._shown): each._memory for each in given}
+        call = _Operation(func, args, kwargs, frozenset().union(*(each.needs for each in given)))
+        return _torch.tree_unflatten(
+            [
+                cls(
+                    result,
+                    memories.setdefault(_torch.storage_id(result), DeferredStorage(result.untyped_storage().nbytes())),
+                    (call, number),
+                )
+                for number, result in enumerate(results)
+            ],
+            shape,
+        )
+
+    def data_ptr(self) -> int:
+        return self._memory.data_ptr() + int(self._shown.storage_offset()) * self.element_size()
+
+    def untyped_storage(self) -> DeferredStorage:  # type: ignore[override]
+        return self._memory
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"DeferredTensor({tuple(self.shape)}, {self.dtype})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a deferred tensor has no values yet to pickle")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The names of the tensors that it is made of."""
+        return frozenset([self._made]) if isinstance(self._made, str) else self._made[0].needs
+
+    def value(self, tensors: Mapping[str, torch.Tensor], known: dict[_Operation, list[Any]]) -> torch.Tensor:
+        """Make it of these tensors. ``known``: what has been done with them already, and now is."""
+        if isinstance(self._made, str):
+            return tensors[self._made]
+        call, number = self._made
+        result: torch.Tensor = call.results(tensors, known)[number]
+        return result
+
+
+def _show(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._shown if isinstance(tensor, DeferredTensor) else tensor.to("meta")
+
+
+def defer(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict with deferred tensors in place of tensors. A tensor of several names needs the first of them."""
+    made: dict[int, DeferredTensor] = {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and id(value) not in made:
+            shown = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            made[id(value)] = DeferredTensor(shown, DeferredStorage(shown.nbytes), name)
+    return {name: made.get(id(value), value) for name, value in state.items()}
+
+
+class DeferredFile:
+    """A safetensors file of deferred tensors, laid out as `safetensors.torch.save_file` lays it out.
+
+    It has its name when all are written.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, DeferredTensor], metadata: dict[str, str] | None) -> None:
+        self._path, self._part = path, path.with_name(f".{path.name}.part")
+        self._tensors = tensors
+        self._header, self._places = _layout(tensors, metadata)
+        self.needs = frozenset().union(*(tensor.needs for tensor in tensors.values()))
+
+    def write(self, whole: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Write the file from (name, tensor) of all that it needs, in any order.
+
+        A tensor is used until the next one comes; what is to be made of several, they are kept for.
+        """
+        todo: dict[str, list[str]] = {}  # by what they need
+        for name, tensor in self._tensors.items():
+            for needed in tensor.needs:
+                todo.setdefault(needed, []).append(name)
+        kept: dict[str, torch.Tensor] = {}
+        try:
+            with open(self._part, "wb") as file:
+                file.write(self._header)
+                for needed, value in whole:
+                    kept[needed] = value.detach().cpu()
+                    known: dict[_Operation, list[Any]] = {}
+                    for name in [each for each in todo[needed] if self._tensors[each].needs <= kept.keys()]:
+                        file.seek(len(self._header) + self._places[name])
+                        file.write(bytes_view(self._tensors[name].value(kept, known).contiguous()))
+                        for other in self._tensors[name].needs:
+                            todo[other].remove(name)
+                    kept = {each: kept[each] for each in kept if todo[each]}
+                    if needed in kept:
+                        kept[needed] = kept[needed].clone()
+                file.flush()
+                os.fsync(file.fileno())
+            left = sorted({name for names in todo.values() for name in names})
+            if left:
+                raise RuntimeError(f"what {left} are made of has not come")
+            self._part.rename(self._path)
+        finally:
+            self._part.unlink(missing_ok=True)
+
+
+def _layout(tensors: Mapping[str, DeferredTensor], metadata: dict[str, str] | None) -> tuple[bytes, dict[str, int]]:
+    """The header of the file, and where each tensor begins after it.
+
+    The library is asked for that of a file of empty tensors: it decides on their order and on the names of dtypes.
+    """
+    from safetensors.torch import save
+
+    empty = save({name: torch.empty(0, dtype=tensor.dtype) for name, tensor in tensors.items()}, metadata)
+    described = json.loads(empty[8 : 8 + int.from_bytes(empty[:8], "little")])
+    places, place = {}, 0
+    for name, entry in described.items():
+        if name != "__metadata__":
+            places[name], tensor = place, tensors[name]
+            place += tensor.numel() * tensor.element_size()
+            entry.update(shape=list(tensor.shape), data_offsets=[places[name], place])
+    text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, places

@@ -1,0 +1,170 @@
+"""Which tensors safetensors files hold, and where, whoever has written them: their headers, verified.
+
+Files that flatshard exports carry checksums in their metadata, where other readers pass over them: of every block of
+every tensor, and of the header. In other files damage to the values of a tensor cannot be seen.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flatshard.checkpoint import manifest_checks
+from flatshard.checkpoint.errors import CheckpointError
+from flatshard.checkpoint.files import BLOCK, DTYPES, HEADER_LIMIT, Chunk, TensorEntry, header_of, open_file
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# Bytes of a tensor with one checksum: a rank reads the blocks around its rows, and a file has 16 digits for each.
+SUMMED = 1 << 16
+_BLOCK, _SUMS, _CHECK = "flatshard.block", "flatshard.checksums", "flatshard.header"
+
+
+def checked_header(entries: Sequence[tuple[str, torch.dtype, Sequence[int]]], sums: Sequence[int] | None) -> bytes:
+    """The beginning of a safetensors file with the checksums of its tensors. It is as long with None, for zeros."""
+    if sums is None:
+        sums = [0] * sum(-(-math.prod(shape) * dtype.itemsize // SUMMED) for _, dtype, shape in entries)
+    own = {_BLOCK: str(SUMMED), _SUMS: "".join(f"{each:016x}" for each in sums), _CHECK: f"{0:08x}"}
+    metadata = {"format": "pt", **own}
+    blank = header_of(entries, metadata)
+    return header_of(entries, {**metadata, _CHECK: f"{zlib.crc32(blank):08x}"})
+
+
+@dataclass
+class SafetensorsFiles:
+    """A `TensorSource` of safetensors files."""
+
+    folder: Path
+    files: dict[str, Any] = field(default_factory=dict)
+    model: Any = None
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+
+
+def find_tensors(folder: Path) -> SafetensorsFiles:
+    """The tensors in the files of a folder, or in one file. CheckpointError names the file that cannot be right."""
+    if folder.is_file():
+        folder, names = folder.parent, [folder.name]
+    else:
+        names = [SINGLE]
+    found = SafetensorsFiles(folder)
+    homes: dict[str, str] = {}
+    if names == [SINGLE] and (folder / INDEX).is_file():
+        homes = _index(folder / INDEX)
+        names = sorted(set(homes.values()))
+    for name in names:
+        for key, entry in _tensors_of(found, name).items():
+            if homes.get(key, name) != name or key in found.tensors:
+                where = homes.get(key, found.tensors[key].chunks[0].file if key in found.tensors else name)
+                raise CheckpointError(f"{folder / name} has '{key}', which is in {where}: files have been mixed up")
+            found.tensors[key] = entry
+    missing = next((key for key in homes if key not in found.tensors), None)
+    if missing is not None:
+        raise CheckpointError(f"{folder / homes[missing]} does not have '{missing}', which {INDEX} says is in it")
+    return found
+
+
+def _index(path: Path) -> dict[str, str]:
+    """In which file each tensor is."""
+    try:
+        with open_file(path) as file:
+            homes = json.loads(file.read(), object_pairs_hook=_once)["weight_map"]
+        for name in set(homes.values()):
+            if not isinstance(name, str) or Path(name).name != name or "\0" in name:
+                raise CheckpointError(f"{path} names {name!r}, which is not a file in this folder")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged, or is not an index of safetensors files") from error
+    return dict(homes)
+
+
+def _tensors_of(found: SafetensorsFiles, name: str) -> dict[str, TensorEntry]:
+    """What the header of one file says is in it, if that can be true."""
+    path = found.folder / name
+    try:
+        size = path.stat().st_size
+        with open_file(path) as file:
+            start = file.read(8)
+            length = int.from_bytes(start, "little")
+            if len(start) < 8 or length > min(size - 8, HEADER_LIMIT):
+                raise CheckpointError(f"{path} is damaged, or is not a safetensors file")
+            text = file.read(length)
+        described = json.loads(text, object_pairs_hook=_once)
+        metadata = described.pop("__metadata__", {})
+        entries = {key: _entry(path, key, entry, name, 8 + length) for key, entry in described.items()}
+        _check_places(path, entries, 8 + length, size)
+        if isinstance(metadata, dict) and _CHECK in metadata:
+            entries = _with_sums(path, entries, metadata, start + text)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged, or is not a safetensors file") from error
+    found.files[name] = {"bytes": size, "header": 8 + length, "crc": zlib.crc32(start + text)}
+    return entries
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object none of whose keys is there twice: of two, readers would take one or the other."""
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a key is there twice")
+    return made
+
+
+def _entry(path: Path, key: str, described: dict[str, Any], name: str, begin: int) -> TensorEntry:
+    shape = manifest_checks.shape(described["shape"], f"the shape of '{key}'")
+    first, last = manifest_checks.numbers(described["data_offsets"], f"the place of '{key}'")
+    dtype = DTYPES.get(described["dtype"])
+    if dtype is None:
+        raise CheckpointError(f"{path}: '{key}' is of dtype {described['dtype']!r}, which is not supported")
+    chunk = Chunk(name, begin + first, (0,) * len(shape), shape, ())
+    if last - first != torch.Size(shape).numel() * dtype.itemsize:
+        raise CheckpointError(f"{path} is damaged: '{key}' does not lie in it")
+    return TensorEntry(dtype, shape, (chunk,))
+
+
+def _check_places(path: Path, entries: dict[str, TensorEntry], begin: int, size: int) -> None:
+    """Tensors lie one after another, from the end of the header to the end of the file."""
+    place = begin
+    for key, entry in sorted(entries.items(), key=lambda item: (item[1].chunks[0].begin, _bytes(item[1]))):
+        if entry.chunks[0].begin != place or place + _bytes(entry) > size:
+            raise CheckpointError(f"{path} is damaged: '{key}' does not lie in it")
+        place += _bytes(entry)
+    if place != size:
+        raise CheckpointError(f"{path} is damaged: it has {size - place} bytes after its last tensor")
+
+
+def _bytes(entry: TensorEntry) -> int:
+    return torch.Size(entry.shape).numel() * entry.dtype.itemsize
+
+
+def _with_sums(
+    path: Path, entries: dict[str, TensorEntry], metadata: dict[str, Any], header: bytes
+) -> dict[str, TensorEntry]:
+    """The tensors of a file of flatshard's with the checksums of their blocks."""
+    check, sums = metadata[_CHECK], metadata[_SUMS]
+    blank = header.replace(b'"%s":"%s"' % (_CHECK.encode(), check.encode()), b'"%s":"%08x"' % (_CHECK.encode(), 0), 1)
+    block = manifest_checks.number(int(metadata[_BLOCK]), "the block", BLOCK)
+    counts = {key: -(-_bytes(entry) // block) for key, entry in entries.items()}
+    if int(check, 16) != zlib.crc32(blank) or len(sums) != 16 * sum(counts.values()):
+        raise CheckpointError(
+            f"{path} is damaged, or was changed by a program that has kept its checksums: its header is not the one "
+            f"that they are of. If it is right, remove {_CHECK} from its metadata"
+        )
+    blocks = iter([int(sums[place : place + 16], 16) for place in range(0, len(sums), 16)])
+    made = {}
+    for key, entry in sorted(entries.items(), key=lambda item: (item[1].chunks[0].begin, _bytes(item[1]))):
+        (chunk,) = entry.chunks
+        own = tuple(next(blocks) for _ in range(counts[key]))
+        made[key] = replace(entry, chunks=(replace(chunk, sums=own, block=block),))
+    return {key: made[key] for key in entries}

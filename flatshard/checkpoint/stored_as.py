@@ -1,0 +1,161 @@
+"""Tensors that files have under other names, in parts, or one for each expert of a stack."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from flatshard.checkpoint.errors import CheckpointError
+from flatshard.checkpoint.files import TensorEntry
+
+_EXPERT = "{expert}"
+
+
+@dataclass(frozen=True)
+class StoredAs:
+    """How tensors of a model are called in files.
+
+    ``name``: of the tensor in the model. ``*`` stands for a part without dots, a layer's number for example.
+    ``files``: its name there, with as many ``*``. With ``{expert}`` there is one tensor for each slice of dim 0, of a
+    stack ``(experts, ...)``. Of several names, each has an equal part of dim ``dim`` of the tensor in the model.
+    ``transposed``: files have the last two dims the other way round.
+
+    Of experts ``(experts, in, out)`` that files have as the weights of linear layers:
+
+        StoredAs("blocks.*.experts.up", ("model.layers.*.mlp.experts.{expert}.up_proj.weight",), transposed=True)
+    """
+
+    name: str
+    files: tuple[str, ...]
+    dim: int = 1
+    transposed: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"StoredAs(name={self.name!r}): must be the name of a tensor")
+        files: Any = self.files
+        if isinstance(files, str) or not all(isinstance(name, str) for name in files):
+            raise TypeError(f"StoredAs(files={self.files!r}): must be a tuple of names")
+        for name in self.files:
+            if name.count("*") != self.name.count("*"):
+                raise ValueError(f"StoredAs: {name!r} has another number of * than {self.name!r}")
+        if not self.files or len({_EXPERT in name for name in self.files}) > 1:
+            raise ValueError(f"StoredAs: {self.files!r} must be names that all have {_EXPERT}, or none")
+        if _EXPERT in self.files[0] and self.dim == 0 and len(self.files) > 1:
+            raise ValueError("StoredAs: dim 0 is that of the experts; the parts of each lie on another")
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """What one tensor in a file is of a tensor of a model: ``sizes`` elements from ``offsets``."""
+
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    is_slice: bool = False  # dim 0, of one element, is not there
+    transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """In the file."""
+        sizes = self.sizes[self.is_slice :]
+        return (*sizes[:-2], sizes[-1], sizes[-2]) if self.transposed else sizes
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """What is written of a whole tensor."""
+        part = whole[tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes))]
+        part = part[0] if self.is_slice else part
+        return part.transpose(-1, -2) if self.transposed else part
+
+
+def pieces_of(name: str, shape: Sequence[int], rules: Sequence[StoredAs]) -> list[StoredPiece]:
+    """The tensors in files that make up one of a model, by the first rule that knows its name."""
+    shape = tuple(shape)
+    for rule in rules:
+        match = re.fullmatch(re.escape(rule.name).replace(r"\*", r"([^.]+)"), name)
+        if match is not None:
+            return _pieces(name, shape, rule, match.groups())
+    return [StoredPiece(name, (0,) * len(shape), shape)]
+
+
+def _pieces(name: str, shape: tuple[int, ...], rule: StoredAs, found: tuple[str, ...]) -> list[StoredPiece]:
+    stacked, parts = _EXPERT in rule.files[0], len(rule.files)
+    if len(shape) < stacked + 2 * rule.transposed or (
+        parts > 1 and (len(shape) <= rule.dim or shape[rule.dim] % parts)
+    ):
+        raise ValueError(f"'{name}' of shape {shape} cannot be stored as {rule.files}")
+    sizes = list(shape)
+    if parts > 1:
+        sizes[rule.dim] //= parts
+    experts = range(shape[0]) if stacked else range(1)
+    if stacked:
+        sizes[0] = 1
+    made = []
+    for expert in experts:
+        for number, pattern in enumerate(rule.files):
+            offsets = [0] * len(shape)
+            if parts > 1:
+                offsets[rule.dim] = number * sizes[rule.dim]
+            if stacked:
+                offsets[0] = expert
+            first, *others = pattern.split("*")
+            given = first + "".join(star + other for star, other in zip(found, others))
+            given = given.replace(_EXPERT, str(expert))
+            made.append(StoredPiece(given, tuple(offsets), tuple(sizes), stacked, rule.transposed))
+    return made
+
+
+def assemble(
+    tensors: Mapping[str, TensorEntry], shapes: Mapping[str, tuple[int, ...]], rules: Sequence[StoredAs], where: object
+) -> dict[str, TensorEntry]:
+    """Tensors in files as those of a model, which has these shapes. What no rule knows stays as it is.
+
+    CheckpointError names what a file lacks, or has in another shape or dtype than the rest.
+    """
+    found = dict(tensors)
+    for name, shape in shapes.items():
+        pieces = pieces_of(name, shape, rules)
+        if len(pieces) == 1 and pieces[0].name == name:
+            continue
+        chunks, dtypes = [], set()
+        for piece in pieces:
+            entry = found.pop(piece.name, None)
+            if entry is None:
+                raise CheckpointError(
+                    f"{where} does not fit the model: '{piece.name}', a part of '{name}', is not in it"
+                )
+            if entry.shape != piece.shape:
+                raise CheckpointError(
+                    f"{where} does not fit the model: '{piece.name}' has shape {entry.shape}; as a part of '{name}' it "
+                    f"must have {piece.shape}"
+                )
+            dtypes.add(entry.dtype)
+            (chunk,) = entry.chunks
+            chunks.append(replace(chunk, offsets=piece.offsets, sizes=piece.sizes, transposed=piece.transposed))
+        if len(dtypes) > 1:
+            raise CheckpointError(f"{where}: the parts of '{name}' are of several dtypes: {sorted(map(str, dtypes))}")
+        found[name] = TensorEntry(dtypes.pop(), shape, tuple(chunks))
+    return found
+
+
+_LAYER = "model.layers.*."
+# As Hugging Face's models have them stacked, and their files one by one.
+MIXTRAL = (
+    StoredAs(_LAYER + "mlp.gate.weight", (_LAYER + "block_sparse_moe.gate.weight",)),
+    StoredAs(
+        _LAYER + "mlp.experts.gate_up_proj",
+        tuple(_LAYER + f"block_sparse_moe.experts.{_EXPERT}.{part}.weight" for part in ("w1", "w3")),
+    ),
+    StoredAs(_LAYER + "mlp.experts.down_proj", (_LAYER + f"block_sparse_moe.experts.{_EXPERT}.w2.weight",)),
+)
+QWEN_MOE = (
+    StoredAs(
+        _LAYER + "mlp.experts.gate_up_proj",
+        tuple(_LAYER + f"mlp.experts.{_EXPERT}.{part}_proj.weight" for part in ("gate", "up")),
+    ),
+    StoredAs(_LAYER + "mlp.experts.down_proj", (_LAYER + f"mlp.experts.{_EXPERT}.down_proj.weight",)),
+)

@@ -1,0 +1,330 @@
+"""Pieces of matrices on their way between the ranks that hold them and the ranks that own them.
+
+For each bucket of matrices the ranks that share them have one all-to-all in, of gradients and weights to the owners,
+and one out, of new weights to all who hold them. What goes from one rank to another is packed into one byte string, in
+the order of the matrices, so that both ends know where each piece is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from flatshard import _torch
+from flatshard.buffer import DONE, Lane, Ticket
+from flatshard.buffer.groups import joint_group
+from flatshard.buffer.ragged import RaggedDTensor
+from flatshard.layout import holding
+from flatshard.optim.assignment import Box, Holders, MatrixTransfer
+
+Role: TypeAlias = Literal["gradient", "weight"]
+_ALIGN = 16  # bytes: a piece begins where vectorised copies can
+
+
+class OwnerGroup:
+    """The ranks that share matrices, each of which one of them owns: those along some axes of a mesh, or one alone.
+
+    ``mesh`` is None for matrices that are not sharded: every rank has them, and owns them.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None, axes: tuple[int, ...], device: torch.device) -> None:
+        self.mesh, self.axes, self.device = mesh, axes, device
+        self.places: list[tuple[int, ...]] = [()]
+        self.rank = 0
+        if mesh is not None and axes:
+            own = mesh.get_coordinate()
+            assert own is not None
+            reach = [range(mesh.size(axis)) if axis in axes else (own[axis],) for axis in range(mesh.ndim)]
+            places = sorted(itertools.product(*reach), key=lambda place: int(mesh.mesh[place]))
+            self.places, self.rank = places, places.index(tuple(own))
+        elif mesh is not None:
+            self.places = [tuple(mesh.get_coordinate() or ())]
+        self._group: ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.places)
+
+    @property
+    def group(self) -> ProcessGroup:
+        """Its process group. The first call may be collective among its ranks."""
+        if self._group is None:
+            assert self.mesh is not None
+            self._group = joint_group(self.mesh, self.axes, user=self)
+            assert sorted(dist.get_process_group_ranks(self._group)) == [int(self.mesh.mesh[p]) for p in self.places]
+        return self._group
+
+    def holders(self, parameter: torch.Tensor) -> Holders:
+        """What each of its ranks holds of a parameter."""
+        if not isinstance(parameter, DTensor):
+            return Holders((Box((0,) * parameter.dim(), tuple(parameter.shape)),), (0,))
+        cut = cut_axes(parameter)
+        loose = [axis for axis in self.axes if axis not in cut]
+        copies = [tuple(place[axis] for axis in loose) for place in self.places]
+        numbers = {copy: number for number, copy in enumerate(sorted(set(copies)))}
+        boxes = tuple(_box_at(parameter, place) for place in self.places)
+        return Holders(boxes, tuple(numbers[copy] for copy in copies))
+
+    def messages(self, lane: Lane, message: bytes) -> list[bytes]:
+        """What each of its ranks says. All of them call it."""
+        if self.size == 1:
+            return [message]
+        length = torch.tensor([len(message)], dtype=torch.int64, device=self.device)
+        lengths = length.new_empty(self.size)
+        lane.all_gather(self.group, [lengths], [length], after=(lane.mark(),), name="lengths").wait()
+        longest = max(int(lengths.max()), 1)
+        padded = torch.frombuffer(bytearray(message.ljust(longest)), dtype=torch.uint8).to(self.device)
+        found = padded.new_empty(self.size * longest)
+        lane.all_gather(self.group, [found], [padded], after=(lane.mark(),), name="messages").wait()
+        parts = found.cpu().numpy().tobytes()
+        return [parts[i * longest : i * longest + int(count)] for i, count in enumerate(lengths.tolist())]
+
+
+def cut_axes(parameter: DTensor) -> tuple[int, ...]:
+    """The axes of its mesh that cut a tensor."""
+    mesh = parameter.device_mesh
+    return tuple(
+        axis for axis, p in enumerate(parameter.placements) if not isinstance(p, Replicate) and mesh.size(axis) > 1
+    )
+
+
+def _box_at(parameter: DTensor, place: tuple[int, ...]) -> Box:
+    shape = tuple(parameter.shape)
+    if not isinstance(parameter, RaggedDTensor):
+        mesh = tuple(parameter.device_mesh.shape)
+        return Box(*_torch.box_at(shape, mesh, place, tuple(parameter.placements)))
+    cut = parameter._cut
+    first, count = cut.rows(holding(cut.layout.num_shards, cut.mesh.shape, place, cut.sharded))
+    offsets, sizes = [0] * len(shape), list(shape)
+    offsets[cut.dim], sizes[cut.dim] = first, count
+    return Box(tuple(offsets), tuple(sizes))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of matrix ``number`` in packed bytes, and where it lies in the tensor it is taken from or put into.
+
+    ``where`` is None for all of that tensor. Equal boxes of consecutive rows that lie at equal distances, as those of
+    all ranks do where rows divide evenly, are one piece: ``times`` of them, each ``every`` elements.
+    """
+
+    number: int
+    role: Role
+    where: tuple[slice, ...] | None
+    sizes: tuple[int, ...]  # of one box
+    dtype: torch.dtype
+    start: int  # in elements
+    times: int
+    every: int
+
+    def __post_init__(self) -> None:
+        strides, rest = [], math.prod(self.sizes)
+        for size in self.sizes:
+            rest //= size
+            strides.append(rest)
+        stacked = ((), ()) if self.times == 1 else ((self.times,), (self.every,))
+        object.__setattr__(self, "_view", ((*stacked[0], *self.sizes), (*stacked[1], *strides), self.start))
+
+    def of(self, packed: torch.Tensor) -> torch.Tensor:
+        """In the packed bytes, seen as elements of its dtype."""
+        return packed.as_strided(*self._view)  # type: ignore[attr-defined]
+
+    def within(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In the tensor, in the shape of `of`: a view, whatever its strides are, since it may be written to."""
+        part = tensor if self.where is None else tensor[self.where]
+        return part if self.times == 1 else part.unflatten(0, (self.times, -1))
+
+
+Tensors: TypeAlias = Mapping[Role, Mapping[int, torch.Tensor | None]]
+
+
+class _Packing:
+    """Pieces between this rank and each other one, and where they lie when packed."""
+
+    def __init__(self) -> None:
+        self.splits: list[int] = []
+        self.bytes = 0
+        self._boxes: dict[tuple[int, Role], list[tuple[Box, int]]] = {}
+        self._tensors: dict[tuple[int, Role], tuple[Box, torch.dtype]] = {}
+
+    def add(self, number: int, role: Role, box: Box, within: Box, dtype: torch.dtype) -> None:
+        self._boxes.setdefault((number, role), []).append((box, self.bytes // dtype.itemsize))
+        self._tensors[number, role] = within, dtype
+        self.bytes += -(-box.numel * dtype.itemsize // _ALIGN) * _ALIGN
+
+    def close(self) -> None:
+        """All pieces for one rank have been added."""
+        self.splits.append(self.bytes - sum(self.splits))
+
+    def pieces(self) -> list[Piece]:
+        found = []
+        for (number, role), boxes in self._boxes.items():
+            within, dtype = self._tensors[number, role]
+            for times, every in _stacks(boxes, within):
+                box, start = boxes[0]
+                boxes = boxes[times:]
+                rows = Box(box.offsets, (times * box.sizes[0], *box.sizes[1:])) if times > 1 else box
+                where = None if rows == within else rows.inside(within)
+                found.append(Piece(number, role, where, box.sizes, dtype, start, times, every))
+        return found
+
+
+def _stacks(boxes: Sequence[tuple[Box, int]], within: Box) -> list[tuple[int, int]]:
+    """How many boxes, from the first, are one piece, and at which distance; then of the rest."""
+    found: list[tuple[int, int]] = []
+    previous: tuple[Box, int] | None = None
+    for box, start in boxes:
+        if previous is not None:
+            (before, at), (times, every) = previous, found[-1]
+            follows = box.sizes == before.sizes and len(box.sizes) > 0 and box.sizes[1:] == within.sizes[1:]
+            if follows and box.offsets[0] == before.offsets[0] + box.sizes[0] and every in (0, start - at):
+                found[-1] = times + 1, start - at
+                previous = box, start
+                continue
+        found.append((1, 0))
+        previous = box, start
+    return found
+
+
+class _Packed:
+    """Packed bytes. Their storage is allocated for each use; the views of the pieces stay."""
+
+    def __init__(self, packing: _Packing, like: torch.Tensor) -> None:
+        """``like``: the bytes, or an empty tensor where they are to be."""
+        self.pieces, self.splits = packing.pieces(), packing.splits
+        self.bytes = like if like.numel() else like.new_empty(packing.bytes)
+        self._storage = self.bytes.untyped_storage()
+        typed = {dtype: self.bytes.view(dtype) for dtype in dict.fromkeys(piece.dtype for piece in self.pieces)}
+        self.places = [piece.of(typed[piece.dtype]) for piece in self.pieces]
+
+    def allocate(self) -> None:
+        self._storage.resize_(self.bytes.numel())
+
+    def free(self) -> None:
+        self._storage.resize_(0)
+
+
+class AllToAll:
+    """One all-to-all of a bucket, again and again. ``name`` tells it from others in records of what was launched."""
+
+    def __init__(self, owner_group: OwnerGroup, sent: _Packing, received: _Packing, name: str) -> None:
+        self._owner_group, self._name = owner_group, name
+        self._packings = sent, received
+        self._packed: tuple[_Packed, _Packed] | None = None
+        self._ticket: Ticket | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Of the packed pieces, sent and received."""
+        sent, received = self._packings
+        return sent.bytes + (received.bytes if self._owner_group.size > 1 else 0)
+
+    def launch(self, lane: Lane, tensors: Tensors) -> None:
+        """Pack and send pieces of tensors, by role and number; None counts as zeros."""
+        is_alone = self._owner_group.size == 1
+        if self._packed is None:
+            nothing = torch.empty(0, dtype=torch.uint8, device=self._owner_group.device)
+            sent = _Packed(self._packings[0], nothing)
+            self._packed = sent, _Packed(self._packings[1], sent.bytes if is_alone else nothing)
+        sent, received = self._packed
+        sent.allocate()
+        targets, sources = [], []
+        for piece, target in zip(sent.pieces, sent.places):
+            found = tensors[piece.role][piece.number]
+            if found is None:
+                target.zero_()
+            else:
+                targets.append(target)
+                sources.append(piece.within(found))
+        _copy(targets, sources)
+        if is_alone:
+            self._ticket = DONE
+            return
+        received.allocate()
+        self._ticket = lane.all_to_all(
+            self._owner_group.group,
+            received.bytes,
+            sent.bytes,
+            received.splits,
+            sent.splits,
+            after=(lane.mark(),),
+            name=self._name,
+        )
+
+    def receive(self, tensors: Tensors) -> None:
+        """Put what has come into tensors, by role and number, and free the bytes."""
+        assert self._packed is not None
+        assert self._ticket is not None
+        self._ticket.wait()
+        sent, received = self._packed
+        targets = []
+        for piece in received.pieces:
+            target = tensors[piece.role][piece.number]
+            assert target is not None
+            targets.append(piece.within(target))
+        _copy(targets, received.places)
+        self._ticket = None
+        sent.free()
+        received.free()
+
+    def drop(self) -> None:
+        """Forget what is on its way, after an exception. On a device its memory is used again after it; on CPU who is
+        still writing there keeps it.
+        """
+        if self._ticket is not None and self._ticket.is_on_device:
+            self._ticket.wait()
+        self._packed = self._ticket = None
+
+
+def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy tensors by few kernels: those that lie in the same way by one."""
+    alike = [number for number, (a, b) in enumerate(zip(targets, sources)) if a.stride() == b.stride()]
+    if alike:
+        torch._foreach_copy_([targets[number] for number in alike], [sources[number] for number in alike])
+    for number in sorted(set(range(len(targets))).difference(alike)):
+        targets[number].copy_(sources[number])
+
+
+def make_all_to_alls(
+    owner_group: OwnerGroup,
+    bucket: Sequence[tuple[int, MatrixTransfer]],
+    dtypes: Sequence[tuple[torch.dtype, torch.dtype]],
+    name: str,
+) -> tuple[AllToAll, AllToAll]:
+    """The way in and the way out of a bucket of numbered matrices, whose gradients and weights have these dtypes."""
+    me = owner_group.rank
+    packings = [_Packing() for _ in range(4)]
+    to_owner, at_owner, from_owner, at_holder = packings
+    for rank in range(owner_group.size):
+        for (number, transfer), (gradient, weight) in zip(bucket, dtypes):
+            whole, held = transfer.matrix.box, transfer.holders.boxes
+            copies = transfer.holders.copies
+            if transfer.owner == rank:
+                mine = whole.intersect(held[me]) if whole.sizes else whole
+                if mine is not None:
+                    if copies[me] == copies[rank]:
+                        to_owner.add(number, "gradient", mine, held[me], gradient)
+                        to_owner.add(number, "weight", mine, held[me], weight)
+                    at_holder.add(number, "weight", mine, held[me], weight)
+            if transfer.owner == me:
+                theirs = whole.intersect(held[rank]) if whole.sizes else whole
+                if theirs is not None:
+                    if copies[me] == copies[rank]:
+                        at_owner.add(number, "gradient", theirs, whole, gradient)
+                        at_owner.add(number, "weight", theirs, whole, weight)
+                    from_owner.add(number, "weight", theirs, whole, weight)
+        for packing in packings:
+            packing.close()
+    return (
+        AllToAll(owner_group, to_owner, at_owner, f"{name} in"),
+        AllToAll(owner_group, from_owner, at_holder, f"{name} out"),
+    )

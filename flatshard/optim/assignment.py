@@ -1,0 +1,190 @@
+"""Which rank steps which matrix, and which of them travel together.
+
+Pure integers, from the same description on every rank: all ranks come to the same result, in every run.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+Shape: TypeAlias = tuple[int, ...]
+Split: TypeAlias = int | Sequence[int] | None
+Cost: TypeAlias = Callable[[Shape], float]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a tensor: from ``offsets``, ``sizes`` long."""
+
+    offsets: Shape
+    sizes: Shape
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    def intersect(self, other: Box) -> Box | None:
+        """What two boxes have in common."""
+        first = tuple(map(max, self.offsets, other.offsets))
+        sizes = tuple(
+            min(a + m, b + n) - start
+            for a, m, b, n, start in zip(self.offsets, self.sizes, other.offsets, other.sizes, first)
+        )
+        return Box(first, sizes) if all(size > 0 for size in sizes) else None
+
+    def inside(self, outer: Box) -> tuple[slice, ...]:
+        """Where this box lies in another one that contains it."""
+        starts = [mine - theirs for mine, theirs in zip(self.offsets, outer.offsets)]
+        return tuple(slice(start, start + size) for start, size in zip(starts, self.sizes))
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """What the optimizer sees as one tensor: a box of a parameter, in a shape of its own."""
+
+    label: str  # which part of the parameter it is; "" for all of it
+    box: Box
+    shape: Shape
+
+
+def newton_schulz(shape: Shape) -> float:
+    """m²n of an m x n matrix, m the smaller side: what an iteration of Newton and Schulz takes, or an inverse root."""
+    if len(shape) < 2:
+        return float(math.prod(shape))
+    small, large = sorted((shape[0], math.prod(shape[1:])))
+    return float(small * small * large)
+
+
+def matrices_of(shape: Shape, split: Split, unbind: bool) -> list[Matrix]:
+    """The matrices of a parameter. ``split``: into so many equal parts of its rows, or parts of so many rows each.
+
+    With ``unbind``, a tensor of three dims is a matrix for each index of the first, and one of more is a matrix of so
+    many rows as its first dim has. Without, and without ``split``, a parameter is one tensor, as it is.
+    """
+    if not unbind and split is None:
+        return [Matrix("", Box((0,) * len(shape), shape), shape)]
+    if unbind and len(shape) == 3:
+        each = matrices_of(shape[1:], split, True)
+        return [
+            Matrix(_joined(index, m.label), Box((index, *m.box.offsets), (1, *m.box.sizes)), m.shape)
+            for index in range(shape[0])
+            for m in each
+        ]
+    if not shape:
+        if split is not None:
+            raise ValueError("a parameter without dims has no rows to split")
+        return [Matrix("", Box((), ()), ())]
+    counts = _rows(shape[0], split)
+    found, first = [], 0
+    for count in counts:
+        label = "" if len(counts) == 1 else f"[{first}:{first + count}]"
+        sizes = (count, *shape[1:])
+        seen = (count, math.prod(shape[1:])) if unbind and len(shape) > 2 else sizes
+        found.append(Matrix(label, Box((first, *(0 for _ in shape[1:])), sizes), seen))
+        first += count
+    return found
+
+
+def _joined(index: int, label: str) -> str:
+    return f"[{index}, {label[1:]}" if label else f"[{index}]"
+
+
+def _rows(rows: int, split: Split) -> list[int]:
+    if split is None:
+        return [rows]
+    if isinstance(split, int):
+        if split < 1 or rows % split:
+            raise ValueError(f"{rows} rows cannot be split into {split} equal parts")
+        return [rows // split] * split
+    counts = [int(count) for count in split]
+    if sum(counts) != rows or any(count < 1 for count in counts):
+        raise ValueError(f"parts of {counts} rows are not together the {rows} rows that there are")
+    return counts
+
+
+def assign(
+    costs: Sequence[float], holders: Sequence[int], world: int, before: Sequence[float] = ()
+) -> tuple[list[int], list[int]]:
+    """The order in which matrices are given out, the dearest first, and the owner of each: whoever has least by then.
+
+    No rank has more than a third too much, and where there are several matrices of a kind for each rank, next to
+    nothing. Of equal costs, those take turns that different ranks hold most of, ``holders``: matrices that are near
+    each other travel together, and are then sent by many. Equal loads go to the first rank. ``before``: what each rank
+    has to do besides.
+    """
+    turns: dict[tuple[float, int], int] = {}
+    keys = []
+    for number, key in enumerate(zip(costs, holders)):
+        turns[key] = turns.get(key, 0) + 1
+        keys.append((-key[0], turns[key], number))
+    order = sorted(range(len(costs)), key=keys.__getitem__)
+    loads, owners = [(load, 0, rank) for rank, load in enumerate(before or [0.0] * world)], [0] * len(costs)
+    heapq.heapify(loads)
+    for number in order:
+        load, count, rank = loads[0]
+        owners[number] = rank
+        heapq.heapreplace(loads, (load + costs[number], count + 1, rank))
+    return order, owners
+
+
+@dataclass(frozen=True)
+class Holders:
+    """What each rank of an `OwnerGroup` holds of a parameter, and of which copy: there are several where an axis of the
+    group does not shard it."""
+
+    boxes: tuple[Box, ...]
+    copies: tuple[int, ...]
+
+    def counts(self, box: Box) -> torch.Tensor:
+        """Per rank, how many elements of a box it holds."""
+        if not box.sizes:
+            return torch.ones(len(self.boxes), dtype=torch.int64)
+        first = torch.tensor([held.offsets for held in self.boxes])
+        last = first + torch.tensor([held.sizes for held in self.boxes])
+        begin = torch.maximum(first, torch.tensor(box.offsets))
+        end = torch.minimum(last, torch.tensor([o + s for o, s in zip(box.offsets, box.sizes)]))
+        return (end - begin).clamp(min=0).prod(1)
+
+
+@dataclass(frozen=True)
+class MatrixTransfer:
+    """One matrix on its way: the bytes of it and of its gradient per element, where it lies, and who owns it."""
+
+    matrix: Matrix
+    holders: Holders
+    width: int
+    owner: int
+
+    @property
+    def size(self) -> int:
+        return self.matrix.box.numel * self.width
+
+
+def in_buckets(transfers: Sequence[MatrixTransfer], limit: int) -> list[list[int]]:
+    """Cut a list of matrices into buckets, in its order.
+
+    With B the larger of ``limit`` and the largest matrix, an owner has at most B bytes of a bucket, and no rank holds
+    more than 2 B of it in pieces for each copy that there is: twice, because pieces are not all equal.
+    """
+    if not transfers:
+        return []
+    bound = max(limit, max(each.size for each in transfers))
+    world = len(transfers[0].holders.boxes)
+    buckets: list[list[int]] = []
+    owned, held = torch.zeros(world, dtype=torch.int64), torch.zeros(world, dtype=torch.int64)
+    for number, each in enumerate(transfers):
+        pieces = each.holders.counts(each.matrix.box) * each.width
+        most = 2 * bound * (max(each.holders.copies) + 1)
+        if not buckets or owned[each.owner] + each.size > bound or bool((held + pieces > most).any()):
+            buckets.append([])
+            owned, held = torch.zeros_like(owned), torch.zeros_like(held)
+        buckets[-1].append(number)
+        owned[each.owner] += each.size
+        held += pieces
+    return buckets

@@ -1,0 +1,108 @@
+"""Several optimizers as one: for matrices one kind, for all else another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+class CombinedOptimizer(Optimizer):
+    """Optimizers, each with parameters of its own, that step, are saved and are scheduled as one.
+
+    ``param_groups`` are theirs, one after another, and the same dicts, so that a scheduler, or whoever changes an
+    option there, changes it for them. ``state_dict`` is that of one optimizer with all these groups. A closure is
+    evaluated once, before the first step. What is to be added to one of them is added to that one.
+    """
+
+    optimizers: list[Optimizer]
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        listed = list(optimizers)
+        odd = next((each for each in listed if not isinstance(each, Optimizer)), None)
+        if odd is not None or not listed:
+            raise TypeError(
+                f"CombinedOptimizer takes optimizers, one or more; found {'none' if odd is None else repr(odd)}"
+            )
+        taken: set[int] = set()
+        for parameter in (p for each in listed for group in each.param_groups for p in group["params"]):
+            if id(parameter) in taken:
+                raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is in two of the optimizers")
+            taken.add(id(parameter))
+        # What `Optimizer.__init__` would make of its own groups is theirs here; this makes the rest. Schedulers look
+        # into ``defaults`` for what all groups have.
+        shared = {key: value for key, value in listed[0].defaults.items() if all(key in o.defaults for o in listed)}
+        super().__setstate__({"optimizers": listed, "defaults": shared})
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return [group for each in self.optimizers for group in each.param_groups]
+
+    @property
+    def state(self) -> dict[Any, Any]:  # type: ignore[override]
+        """That of all of them, to look at."""
+        return {key: value for each in self.optimizers for key, value in each.state.items()}
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for each in self.optimizers:
+            each.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for each in self.optimizers:
+            each.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise ValueError("say which optimizer is to have the parameters: call add_param_group on that one")
+
+    def state_dict(self) -> dict[str, Any]:
+        joined: dict[str, Any] = {"state": {}, "param_groups": []}
+        for each in self.optimizers:
+            theirs, first = each.state_dict(), sum(len(group["params"]) for group in joined["param_groups"])
+            joined["state"].update({first + number: value for number, value in theirs["state"].items()})
+            for group in theirs["param_groups"]:
+                joined["param_groups"].append({**group, "params": [first + number for number in group["params"]]})
+        return joined
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave, or what one optimizer with the same groups gives."""
+        groups, count = state_dict["param_groups"], len(self.param_groups)
+        if len(groups) != count:
+            raise ValueError(
+                f"the state has {len(groups)} parameter groups; these optimizers have {count}: make them as they were"
+            )
+        for each, theirs in self._shares(groups):
+            numbers = {n for group in theirs for n in group["params"]}
+            each.load_state_dict({"state": _only(state_dict["state"], numbers), "param_groups": theirs})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take parameter groups and state by parameter, as `flatshard.checkpoint.load` gives them."""
+        if "param_groups" not in state:
+            super().__setstate__(state)
+            return
+        for each, theirs in self._shares(state["param_groups"]):
+            held = {p for group in theirs for p in group["params"]}
+            each.__setstate__({"state": _only(state["state"], held), "param_groups": theirs})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"optimizers": self.optimizers, "defaults": self.defaults}
+
+    def __repr__(self) -> str:
+        return f"CombinedOptimizer({self.optimizers!r})"
+
+    def _shares(self, groups: list[dict[str, Any]]) -> Iterable[tuple[Optimizer, list[dict[str, Any]]]]:
+        """Each optimizer, and its part of a list of parameter groups."""
+        first = 0
+        for each in self.optimizers:
+            yield each, groups[first : first + len(each.param_groups)]
+            first += len(each.param_groups)
+
+
+def _only(state: Any, keys: Any) -> dict[Any, Any]:
+    return {key: value for key, value in state.items() if key in keys}

@@ -1,0 +1,218 @@
+"""The step of an optimizer on the local shards of its parameters, and its state as others see it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from flatshard import _torch
+from flatshard.engine.groups.registry import OWNER, generation, is_replaced
+from flatshard.optim.flat_params import FlatParam, State, make_flat_params, sharding_of
+
+
+class LocalStep:
+    """Steps one optimizer on flat local tensors, and keeps the state that others see up to date.
+
+    That state is the optimizer's own dict, by parameter. After a step it is outdated until somebody reads it. Changes
+    that somebody has made to it are found at the next step, which makes the state of the flat tensors anew from it.
+    """
+
+    def __init__(self, flat: bool, uncast: bool) -> None:
+        self.flat = flat
+        self.uncast = uncast
+        self._flat_params: list[FlatParam] | None = None
+        self._generation = 0  # when the flat parameters were made
+        self._absent: Sequence[torch.Tensor] = []
+        self._others: list[list[torch.Tensor]] = []
+        self._ids: list[list[int]] = []
+        self._state: defaultdict[Any, State] = defaultdict(dict)
+        self._outer: Any = None  # the optimizer's dict as we know it
+        self._outdated = False
+        self._was_read = True
+        self._is_stepping = False
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether the optimizer's step is running, and has our state."""
+        return self._is_stepping
+
+    def step(self, optimizer: Optimizer, base: Callable[[], Any]) -> Any:
+        """Run the step of the optimizer's class on the flat parameters."""
+        groups = optimizer.param_groups
+        if not self._is_prepared(optimizer):
+            self._prepare(optimizer)
+        assert self._flat_params is not None
+        tensors = [[each for each in others if not isinstance(each, DTensor)] for others in self._others]
+        for each in self._flat_params:
+            tensors[each.number].append(each.tensor)
+        # Parameters of tensor subclasses are stepped as they are, and fused kernels take no DTensors beside others.
+        dtensors = [[each for each in others if isinstance(each, DTensor)] for others in self._others]
+        lent = [{**group, "params": mine or others} for group, mine, others in zip(groups, tensors, dtensors)]
+        both = [(group, others) for group, mine, others in zip(groups, tensors, dtensors) if mine and others]
+        more = [{**group, "params": others} for group, others in both]
+        optimizer.param_groups, self._is_stepping = [*lent, *more], True
+        self._outdated, self._was_read = True, False
+        try:
+            return base()
+        finally:
+            optimizer.param_groups, self._is_stepping = groups, False
+            for group, mine in zip(groups, lent):
+                mine["params"] = group["params"]
+                group.update(mine)  # some optimizers count in their parameter groups
+            for each in self._flat_params:
+                each.tensor.grad = None  # so that `zero_grad` frees the gradients at once
+
+    def free_gradients(self) -> None:
+        """Free the memory of gradients that have been set to None."""
+        with _torch.PlainAttributes():
+            for group in dict.fromkeys(each.group for each in self._flat_params or ()):
+                if group is not None:
+                    group.gradients.main_grads.rest()
+
+    def public_state(self, optimizer: Optimizer) -> Any:
+        """The state as others see it, up to date; during the step, ours."""
+        if self._is_stepping:
+            return self._state
+        outer = optimizer.__dict__["state"]
+        if outer is not self._outer:
+            self._forget()
+            self._outer = outer
+        self._was_read = True
+        if self._outdated and self._flat_params is not None:
+            kinds, known = self._kinds(), len(outer)
+            for each in self._flat_params:
+                if each.tensor in self._state:
+                    each.write_state(self._state[each.tensor], kinds, outer)
+            ours = {id(each.tensor) for each in self._flat_params}
+            for key, value in self._state.items():  # parameters that are not sharded, and what is of none
+                if id(key) not in ours:
+                    outer[key] = value
+            if len(outer) != known:
+                # Flat parameters lie in another order on each rank, and the state is gathered in the order of its keys.
+                order = [p for group in optimizer.param_groups for p in group["params"] if p in outer]
+                entries = {key: outer.pop(key) for key in [*order, *(key for key in outer if key not in set(order))]}
+                outer.update(entries)
+            self._outdated = False
+        return outer
+
+    def state_tensors(self) -> list[torch.Tensor]:
+        """The tensors of the state. Does not count as reading it."""
+        values = [value for state in self._state.values() for value in state.values()]
+        return [value for value in values if isinstance(value, torch.Tensor)]
+
+    def settle(self) -> bool:
+        """See now what others have done to the state, since a step that is captured cannot. Whether it is nothing."""
+        if self._was_read and self._flat_params is not None and self._agrees():
+            self._was_read = False
+        return not self._was_read
+
+    def _is_prepared(self, optimizer: Optimizer) -> bool:
+        """Whether the flat parameters are still right; if so they have their gradients."""
+        if (
+            self._flat_params is None
+            or optimizer.__dict__["state"] is not self._outer
+            or self._generation != generation()
+        ):
+            return False
+        if [list(map(id, group["params"])) for group in optimizer.param_groups] != self._ids:
+            return False
+        if any(parameter.grad is not None for parameter in self._absent):
+            return False
+        if not all(each.is_current and each.attach_gradient(self.uncast) for each in self._flat_params):
+            return False
+        return not self._was_read or self._agrees()
+
+    def _agrees(self) -> bool:
+        """Whether those who have looked at the state have left it as it was."""
+        assert self._flat_params is not None
+        kinds, known = self._kinds(), {id(parameter) for parameter in self._absent}
+        for each in self._flat_params:
+            if not each.matches_state(self._state.get(each.tensor, {}), kinds, self._outer):
+                return False
+            known.update(map(id, each.parameters))
+        rest = {id(key): key for key in self._outer if id(key) not in known}
+        ours = {id(each.tensor) for each in self._flat_params}
+        mine = {id(key) for key in self._state if id(key) not in ours}
+        return rest.keys() == mine and all(self._outer[key] is self._state[key] for key in rest.values())
+
+    def _kinds(self) -> dict[Any, bool]:
+        """Per name in the state, whether it has a number for each element. One parameter alone cannot always tell."""
+        assert self._flat_params is not None
+        kinds: dict[Any, bool] = {}
+        for each in self._flat_params:
+            for key, value in self._state.get(each.tensor, {}).items():
+                same = isinstance(value, torch.Tensor) and value.shape == each.tensor.shape and key != "step"
+                kinds[key] = kinds.get(key, True) and same
+        return kinds
+
+    def _prepare(self, optimizer: Optimizer) -> None:
+        """Make flat parameters, and fill their state from the one that others see."""
+        outer = self.public_state(optimizer)
+        groups = optimizer.param_groups
+        _cut_as_parameters(groups, outer)
+        refuse_replaced(optimizer)
+        self._flat_params, self._absent, self._others = make_flat_params(groups, outer, self.flat)
+        self._generation = generation()
+        self._ids = [list(map(id, group["params"])) for group in groups]
+        self._state = defaultdict(dict)
+        sharded = set(map(id, self._absent))
+        for each in self._flat_params:
+            taken, kinds = each.join_state(outer)
+            if taken:
+                self._state[each.tensor] = taken
+                each.write_state(taken, kinds, outer)  # views take the place of what was joined, which is freed
+            sharded.update(map(id, each.parameters))
+            if not each.attach_gradient(self.uncast):
+                raise AssertionError("a flat parameter was made that does not fit its gradients")
+        for key, value in outer.items():
+            if id(key) not in sharded:
+                self._state[key] = value
+
+    def _forget(self) -> None:
+        self._flat_params, self._outdated, self._state = None, False, defaultdict(dict)
+
+
+# Of one number per parameter, whatever its shape: names in the state of torch's optimizers.
+_PER_PARAMETER = {"step", "mu_product", "eta", "mu"}
+
+
+def _cut_as_parameters(groups: Sequence[dict[str, Any]], state: Any) -> None:
+    """Cut state anew that was loaded in another form, as torch's full state dicts give it.
+
+    In the order of the parameters: flat parameters lie in another order on each rank, and gathering is collective.
+    """
+    for parameter in (p for group in groups for p in group["params"] if isinstance(p, DTensor)):
+        for key, value in list(state.get(parameter, {}).items()):
+            if isinstance(value, DTensor) and sharding_of(value) != sharding_of(parameter):
+                fresh = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+                state[parameter][key] = fresh.copy_(value)
+            elif type(value) is torch.Tensor and value.shape == parameter.shape == () and key not in _PER_PARAMETER:
+                state[parameter][key] = _torch.like_dtensor(parameter, value.to(parameter.device))
+
+
+# Optimizers from before sharding
+
+
+def refuse_replaced(optimizer: Optimizer) -> None:
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            owner = parameter.__dict__.get(OWNER)
+            sharded = isinstance(parameter, DTensor)
+            if not is_replaced(parameter) and (owner is None or sharded):
+                continue
+            known = "a parameter" if owner is None else f"'{owner[0]}' of {owner[1]}"
+            when = (
+                "as it was before another parameter was assigned in its place"
+                if sharded
+                else "as it was before fully_shard, or while it was unsharded"
+            )
+            raise RuntimeError(
+                f"parameter group {number} of this {type(optimizer).__name__} holds {known} {when}; a step on it would "
+                f"not train the model. Build the optimizer after {'that' if sharded else 'fully_shard'}, on "
+                "model.parameters()"
+            )

@@ -1,0 +1,143 @@
+"""The state of whole matrices as others see it: by parameter, alike on all ranks, each tensor at its owner.
+
+One rank has a tensor of the state. In a state dict it is a DTensor of which that rank holds all rows and others
+none, so that it is saved, gathered and distributed like any other. The ranks learn from its owner what it is like.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from flatshard import _torch
+from flatshard.buffer import Lane
+from flatshard.buffer.ragged import Cut, RaggedDTensor
+from flatshard.layout import Holding, Layout, Segment, Slot, Whole
+from flatshard.optim.all_to_all import OwnerGroup
+from flatshard.optim.flat_params import State
+
+LABEL = re.compile(r"\[\d+(, \d+:\d+|:\d+)?\]$")  # of a part of a parameter, at the end of the name of an entry
+
+
+class OwnedCut(Cut):
+    """The cut of a tensor that one of the ranks along the sharded axes holds. These may be any axes of the mesh."""
+
+    @property
+    def held(self) -> Holding:
+        place = self.mesh.get_coordinate()
+        assert place is not None
+        return Holding(_number(self.mesh, self.sharded, place), 1)
+
+
+def _number(mesh: DeviceMesh, sharded: Iterable[bool], place: Iterable[int]) -> int:
+    """The number of a rank among those along the sharded axes, the last of which counts most."""
+    number = 0
+    for size, cut, at in reversed(list(zip(mesh.shape, sharded, place))):
+        number = number * size + at if cut else number
+    return number
+
+
+def owner_dtensor(owner_group: OwnerGroup, owner: int, shape: torch.Size, local: torch.Tensor) -> torch.Tensor:
+    """A tensor of this shape, which rank ``owner`` of a group has. A plain tensor where every rank has its own."""
+    if owner_group.size == 1:
+        return local
+    mesh = owner_group.mesh
+    assert mesh is not None
+    sharded = tuple(axis in owner_group.axes for axis in range(mesh.ndim))
+    numel = math.prod(shape)
+    slot = Slot(0, _number(mesh, sharded, owner_group.places[owner]) * numel, tuple(shape), numel // shape[0], numel)
+    layout = Layout((slot,), (Segment(numel),), owner_group.size, Whole())
+    like = torch.empty(shape, device="meta")
+    placements = [Shard(0) if cut else Replicate() for cut in sharded]
+    made = _torch.make_dtensor(local, mesh, placements, like.shape, like.stride())
+    return RaggedDTensor.make(local, made, OwnedCut(layout, 0, mesh, sharded))
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A tensor of the state, told to ranks that do not have it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    on_host: bool
+
+
+def _is_shared(tensor: torch.Tensor) -> bool:
+    """Whether all ranks can have a copy: a step counter, say."""
+    return tensor.dim() == 0 or tensor.numel() == 0
+
+
+def state_on_all_ranks(
+    owner_group: OwnerGroup, lane: Lane, mine: Mapping[int, Any], owners: Mapping[int, int]
+) -> dict[int, Any]:
+    """The state of all numbered matrices, from that of those which this rank owns. All ranks of the group call it."""
+
+    def told(value: Any) -> Any:
+        if _is_shared(value):
+            return value.detach().cpu()
+        return _Leaf(value.dtype, tuple(value.shape), value.device.type == "cpu")
+
+    message = {number: _torch.map_leaves(torch.Tensor, told, state) for number, state in mine.items()}
+    everything: dict[int, Any] = {}
+    for found in owner_group.messages(lane, pickle.dumps(message)):
+        everything.update(pickle.loads(found))
+
+    def own(number: int) -> Any:
+        return _torch.map_leaves(
+            torch.Tensor,
+            lambda value: (
+                value if _is_shared(value) else owner_dtensor(owner_group, owners[number], value.shape, value)
+            ),
+            mine[number],
+        )
+
+    def others(number: int, state: Any) -> Any:
+        def empty(leaf: _Leaf) -> torch.Tensor:
+            device = torch.device("cpu") if leaf.on_host else owner_group.device
+            local = torch.empty((0, *leaf.shape[1:]), dtype=leaf.dtype, device=device)
+            return owner_dtensor(owner_group, owners[number], torch.Size(leaf.shape), local)
+
+        return _torch.map_leaves(_Leaf, empty, state)
+
+    return {number: own(number) if number in mine else others(number, everything[number]) for number in everything}
+
+
+def state_of_owner(owner_group: OwnerGroup, owner: int, state: Any) -> Any:
+    """State of a matrix that was loaded, as its owner is to have it. Collective where it is cut in another way."""
+    is_owner = owner == owner_group.rank
+
+    def take(value: torch.Tensor) -> torch.Tensor | None:
+        if not isinstance(value, DTensor):
+            # Where numbers belong, only the optimizer knows.
+            return value if _is_shared(value) or not is_owner else value.to(owner_group.device)
+        like = owner_dtensor(owner_group, owner, value.shape, _torch.local_of(value))
+        if isinstance(value, RaggedDTensor) and isinstance(like, RaggedDTensor) and value._cut == like._cut:
+            return _torch.local_of(value)
+        return value.full_tensor()
+
+    found = _torch.map_leaves(torch.Tensor, take, state)
+    return found if is_owner else None
+
+
+# Entries of the state of a parameter that is several matrices: key and label together.
+
+
+def join_entries(entries: Sequence[tuple[str, State]]) -> State:
+    if len(entries) == 1 and not entries[0][0]:
+        return entries[0][1]
+    return {f"{key}{label}": value for label, state in entries for key, value in state.items()}
+
+
+def entries_of(entries: Mapping[Any, Any], label: str) -> State:
+    """The entries of one matrix."""
+    if not label:
+        return dict(entries)
+    return {key[: -len(label)]: value for key, value in entries.items() if str(key).endswith(label)}

@@ -1,0 +1,71 @@
+"""One step of an optimizer, made of several calls with some of the parameters each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+_NUMBERS = (int, float, bool)  # what optimizers count with, on themselves
+
+
+class SplitStep:
+    """The calls of one step. Each begins with the same options and numbers."""
+
+    def __init__(self, optimizer: Optimizer, base: Callable[[], Any]) -> None:
+        self.groups, self.stepped = optimizer.param_groups, set[int]()
+        self.result: Any = None
+        self._optimizer, self._base = optimizer, base
+        self._options = [{k: v for k, v in group.items() if k != "params"} for group in self.groups]
+        self._after: dict[int, dict[str, Any]] = {}
+        self._numbers = {k: v for k, v in optimizer.__dict__.items() if type(v) in _NUMBERS}
+
+    @contextmanager
+    def with_params(
+        self, params: Sequence[Sequence[torch.Tensor]], empty: Sequence[int] = ()
+    ) -> Iterator[Callable[[], Any]]:
+        """In it, the optimizer has these parameters. Groups without any are left out, but for those in ``empty``."""
+        numbers = [number for number, mine in enumerate(params) if mine or number in empty]
+        # Of tensors, copies: some optimizers count in them, too.
+        copies = {n: {k: v.clone() for k, v in self._options[n].items() if torch.is_tensor(v)} for n in numbers}
+        lent = [{**self._options[n], **copies[n], "params": list(params[n])} for n in numbers]
+        self._optimizer.__dict__.update(self._numbers)
+        self._optimizer.param_groups = lent
+        try:
+            yield self._base
+        finally:
+            self._optimizer.param_groups = self.groups
+        for number, group in zip(numbers, lent):
+            group.pop("params")
+            for key, value in copies[number].items():
+                if group.get(key) is value and value._version == 0:  # has not been written to
+                    group[key] = self._options[number][key]
+            self.stepped.add(number)
+            before = self._after.setdefault(number, group)
+            both = before.keys() & group.keys()
+            odd = next((k for k in {**before, **group} if k not in both or not _same(before[k], group[k])), None)
+            if odd is not None:
+                raise RuntimeError(
+                    f"{type(self._optimizer).__name__} has other values of '{odd}' in its parameter group after some "
+                    "matrices than after others: it adds up over all parameters, which no rank has; "
+                    "use another optimizer"
+                )
+
+    def close(self) -> None:
+        """Let the groups have the options that the calls have made of theirs."""
+        for number, options in self._after.items():
+            for key, value in options.items():
+                known = self.groups[number].get(key)
+                if torch.is_tensor(known) and torch.is_tensor(value) and known is not value:
+                    known.copy_(value)
+                else:
+                    self.groups[number][key] = value
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return one is other or (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.equal(other))
+    return one is other or bool(one == other)

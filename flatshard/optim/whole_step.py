@@ -1,0 +1,495 @@
+"""The step of an optimizer on whole matrices, each on the rank that owns it.
+
+    gradient shards  --in-->  owner: gradient, weight, state  --step-->  new weight  --out-->  weight shards
+
+Matrices go in buckets (`flatshard.optim.all_to_all`). While the owners step one, the next comes in and the one before
+goes out. A rank has, beside its shards and the state of what it owns, the matrices of one bucket, and packed pieces of
+two: with B the larger of ``bucket_bytes`` and the largest matrix, weight and gradient together, at most 5.5 B in
+float32, and 3.5 B more for each further copy of the model among those who share the work (`WholeStep.most_bytes`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from flatshard import _torch
+from flatshard.buffer import Lane
+from flatshard.engine.groups.registry import OWNER, generation, group_of
+from flatshard.optim.all_to_all import OwnerGroup, cut_axes, make_all_to_alls
+from flatshard.optim.assignment import MatrixTransfer, assign, in_buckets, matrices_of
+from flatshard.optim.flat_params import State
+from flatshard.optim.local_step import LocalStep, refuse_replaced
+from flatshard.optim.matrices import Bucket, MatrixParam
+from flatshard.optim.owner_state import LABEL, entries_of, join_entries, state_of_owner, state_on_all_ranks
+from flatshard.optim.split_step import SplitStep
+from flatshard.optim.whole_options import WholeOptions
+
+_CAPTURED = "a step on whole matrices cannot be captured; leave the optimizer's step outside"
+
+
+class WholeStep:
+    """Steps those parameters of one optimizer that are whole; a `LocalStep` steps the others, on shards.
+
+    It has the members of `LocalStep` that optimizers ask for. The key to the state of a matrix is its `MatrixParam`'s
+    tensor here, and its parameter for others.
+    """
+
+    def __init__(self, options: WholeOptions, local: LocalStep) -> None:
+        self.options, self.local = options, local
+        self.state: defaultdict[Any, State] = defaultdict(dict)  # of the matrices that this rank owns
+        self.batches: list[list[MatrixParam]] = []  # parameters that came together; their owners do not change
+        self.buckets: list[Bucket] = []
+        self.model: weakref.ref[nn.Module] | None = None  # whose names parameters have, if it is known
+        self._known: dict[torch.Tensor, bool] = {}  # all parameters that there have been, and whether they are whole
+        self._listed: dict[torch.Tensor, int] = {}  # the numbers of the groups that they are in
+        self._owner_groups: dict[Any, OwnerGroup] = {}
+        self._parts: dict[torch.Tensor, list[MatrixParam]] = {}
+        self._generation = -1
+        self._compared = 0  # batches of which the ranks have the same
+        self._lanes: dict[torch.device, Lane] = {}
+        self._stand_in: Any = None  # what `optimizer.state` is meanwhile
+        self._shown: dict[Any, State] | None = None  # what it was when somebody looked, since the last step
+        self._loaded: defaultdict[Any, State] | None = None  # what is being loaded, by parameter
+        self._has_state = False
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether the optimizer's step is running, or something else that must see only what it is given."""
+        return self._stand_in is not None or self.local.is_stepping
+
+    @property
+    def uncast(self) -> bool:
+        return self.local.uncast
+
+    @uncast.setter
+    def uncast(self, value: bool) -> None:
+        self.local.uncast = value
+
+    # Plan
+
+    @property
+    def matrices(self) -> Iterator[MatrixParam]:
+        return (each for batch in self.batches for each in batch)
+
+    def add(self, named: Sequence[tuple[str, nn.Parameter, int]]) -> list[MatrixParam]:
+        """Make matrices of parameters, given with their names and the numbers of their groups, and choose owners."""
+        batch: list[MatrixParam] = []
+        for name, parameter, number in named:
+            owner_group = self._owner_group_of(parameter)
+            try:
+                matrices = matrices_of(
+                    tuple(parameter.shape), self.options.split_of(name, parameter), self.options.unbind
+                )
+            except ValueError as error:
+                raise ValueError(f"split of '{name}': {error}") from None
+            batch += [MatrixParam(name, parameter, matrix, number, owner_group) for matrix in matrices]
+        for owner_group in dict.fromkeys(each.owner_group for each in batch):
+            here = [each for each in batch if each.owner_group is owner_group]
+            loads = [0.0] * owner_group.size  # of what came before, whose owners stay
+            for each in self.matrices:
+                if each.owner_group is owner_group:
+                    loads[each.owner] += self.options.cost(each.matrix.shape)
+            for each, owner in zip(here, self._assign(owner_group, here, loads)[1]):
+                each.owner = owner
+        self.batches.append(batch)
+        self._parts.clear()
+        self._known.update({parameter: True for _, parameter, _ in named})
+        self._generation = -1
+        return batch
+
+    def _assign(
+        self, owner_group: OwnerGroup, here: Sequence[MatrixParam], loads: Sequence[float] = ()
+    ) -> tuple[list[int], list[int]]:
+        holders = {id(each.parameter): owner_group.holders(each.parameter) for each in here}
+        most = [int(holders[id(each.parameter)].counts(each.matrix.box).argmax()) for each in here]
+        return assign([self.options.cost(each.matrix.shape) for each in here], most, owner_group.size, loads)
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Let an optimizer that was made of stand-ins have the parameters in its groups, each once; take its state."""
+        left = {id(each.tensor): each for each in self.matrices}
+        listed: set[int] = set()
+        for number, group in enumerate(optimizer.param_groups):
+            params: list[torch.Tensor] = []
+            for tensor in group["params"]:
+                each = left.get(id(tensor))
+                if each is not None:
+                    each.number = number
+                    left.pop(id(tensor))
+                found = tensor if each is None else each.parameter
+                if id(found) not in listed:
+                    params.append(found)
+                    listed.add(id(found))
+                self._known.setdefault(found, False)
+                self._listed.setdefault(found, number)
+            group["params"] = params
+            group.pop("param_names", None)
+        if left:
+            name = next(iter(left.values())).name
+            raise ValueError(f"the factory has left out '{name}'; say with `whole` which parameters are to be whole")
+        made = optimizer.__dict__["state"]
+        for each in self.matrices:
+            state = made.pop(each.tensor, None)  # some optimizers make it at once
+            if state is not None and each.is_mine:
+                self.state[each.tensor] = state
+
+    @property
+    def leaves_any(self) -> bool:
+        """Whether some of the optimizer's parameters are not whole."""
+        return not all(self._known[parameter] for parameter in self._listed)
+
+    def _owner_group_of(self, parameter: nn.Parameter) -> OwnerGroup:
+        mesh: DeviceMesh | None = None
+        axes: tuple[int, ...] = ()
+        device = _torch.held_of(parameter).device
+        if isinstance(parameter, DTensor):
+            mesh, axes = parameter.device_mesh, cut_axes(parameter)
+            if self.options.owners == "all":
+                axes = tuple(axis for axis in range(mesh.ndim) if mesh.size(axis) > 1)
+            if axes and mesh.device_type != device.type:  # weights on the host, which communicate on the device
+                device = torch.empty(0, device=mesh.device_type).device
+        key = (mesh, axes, device)
+        if key not in self._owner_groups:
+            self._owner_groups[key] = OwnerGroup(mesh, axes, device)
+        return self._owner_groups[key]
+
+    def plan(self, optimizer: Optimizer) -> None:
+        """Know all parameters of the optimizer, and the buckets in which they go."""
+        listed = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        if listed != self._listed:
+            self._list(listed)
+        if any(parameter not in self._known for parameter in listed):
+            names = self._names(optimizer)
+            wanted = {p: self.options.wants(names[p], p) for p in listed if p not in self._known}
+            self._known.update(wanted)
+            if any(wanted.values()):
+                self.add([(names[p], p, listed[p]) for p, is_whole in wanted.items() if is_whole])
+        if self._generation != generation():
+            refuse_replaced(optimizer)
+            self.buckets = [bucket for batch in self.batches for bucket in self._buckets(batch)]
+            self._generation = generation()
+
+    def _list(self, listed: dict[torch.Tensor, int]) -> None:
+        """Matrices follow their parameters into other groups, and out of all of them: then they are not stepped."""
+        for each in self.matrices:
+            before, now = self._listed.get(each.parameter), listed.get(each.parameter)
+            if before != now and each.number != before:
+                raise RuntimeError(
+                    f"'{each.name}' is of another parameter group than other parts of its parameter, and groups have "
+                    "been changed since; build a new optimizer"
+                )
+            each.number = now if each.number == before else each.number
+        self._listed, self._generation = listed, -1
+
+    def _names(self, optimizer: Optimizer) -> dict[torch.Tensor, str]:
+        """Of all parameters: as in the model, where that is known, or as the optimizer was given them."""
+        model = None if self.model is None else self.model()
+        if model is not None:
+            known = {parameter: name for name, parameter in model.named_parameters()}
+            return {p: known.get(p, name_in_unit(p)) for group in optimizer.param_groups for p in group["params"]}
+        return {
+            parameter: name
+            for group in optimizer.param_groups
+            for name, parameter in zip(group.get("param_names") or map(name_in_unit, group["params"]), group["params"])
+        }
+
+    def _buckets(self, batch: Sequence[MatrixParam]) -> list[Bucket]:
+        found: list[Bucket] = []
+        for owner_group in dict.fromkeys(each.owner_group for each in batch):
+            here = [each for each in batch if each.owner_group is owner_group and each.number is not None]
+            here = [here[number] for number in self._assign(owner_group, here)[0]]
+            holders = {id(each.parameter): owner_group.holders(each.parameter) for each in here}
+            transfers = []
+            for each in here:
+                width = sum(dtype.itemsize for dtype in each.dtypes)
+                transfers.append(MatrixTransfer(each.matrix, holders[id(each.parameter)], width, each.owner))
+            for bucket in in_buckets(transfers, self.options.bucket_bytes):
+                numbered = [(place, transfers[number]) for place, number in enumerate(bucket)]
+                matrices = [here[number] for number in bucket]
+                dtypes = [each.dtypes for each in matrices]
+                both = make_all_to_alls(owner_group, numbered, dtypes, f"whole {len(found)}")
+                found.append(Bucket(matrices, *both))
+        return found
+
+    def lane(self, owner_group: OwnerGroup) -> Lane:
+        if owner_group.device not in self._lanes:
+            self._lanes[owner_group.device] = Lane("whole", owner_group.device)
+        return self._lanes[owner_group.device]
+
+    def _compare(self, optimizer: Optimizer, after: bool) -> None:
+        """Raise, on all ranks, if they do not have the same matrices; or, after a step, other options in their groups.
+
+        Once for each batch: all ranks come to it.
+        """
+        for batch in self.batches[self._compared :]:
+            for owner_group in dict.fromkeys(each.owner_group for each in batch):
+                here = [each for each in batch if each.owner_group is owner_group]
+                if not after:
+                    lines = [f"{e.name} {e.matrix.shape} {e.dtypes}, owned by number {e.owner}" for e in here]
+                    what, then = "other matrices to step", "build the optimizer alike on all of them"
+                else:
+                    numbers = sorted({each.number for each in here if each.number is not None})
+                    lines = [line for number in numbers for line in _options(number, optimizer.param_groups[number])]
+                    what = "other options after a step"
+                    then = (
+                        "build the optimizer alike on all of them; one that adds up over all parameters cannot be used"
+                    )
+                self._agree(owner_group, lines, what, then)
+        self._compared = len(self.batches) if after else self._compared
+
+    def _agree(self, owner_group: OwnerGroup, lines: list[str], what: str, then: str) -> None:
+        lane = self.lane(owner_group)
+        said = owner_group.messages(lane, hashlib.sha256(repr((lines, self.options.bucket_bytes)).encode()).digest())
+        if len(set(said)) > 1:
+            odd = next(rank for rank, each in enumerate(said) if each != said[0])
+            told = [json.loads(each) for each in owner_group.messages(lane, json.dumps(lines).encode())]
+            pairs = zip_longest(told[0], told[odd], fillvalue="nothing")
+            one, other = next((pair for pair in pairs if pair[0] != pair[1]), ("other options", "others"))
+            raise RuntimeError(
+                f"ranks have {what}: of those that share matrices the first has {one}, and number {odd} has {other}; "
+                f"{then}"
+            )
+
+    # Step
+
+    @torch.no_grad()
+    def step(self, optimizer: Optimizer, base: Callable[[], Any]) -> Any:
+        """Run the step of the optimizer's class, on shards for what is not whole, then bucket after bucket."""
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise NotImplementedError(_CAPTURED)
+        self.plan(optimizer)
+        self._take_changes(optimizer)
+        is_new = self._compared < len(self.batches)
+        if is_new:
+            self._compare(optimizer, after=False)
+        split = SplitStep(optimizer, base)
+        rest = [[p for p in group["params"] if not self._known[p]] for group in optimizer.param_groups]
+        self._has_state = True
+        try:
+            if any(rest):
+                with split.with_params(rest) as step:
+                    split.result = self.local.step(optimizer, step)
+            for number, bucket in enumerate(self.buckets):
+                lane = self.lane(bucket.matrices[0].owner_group)
+                if number == 0:
+                    bucket.send_in(lane)
+                bucket.receive_in(self.uncast)
+                if number + 1 < len(self.buckets):
+                    following = self.buckets[number + 1]
+                    following.send_in(self.lane(following.matrices[0].owner_group))
+                self._step_on(split, [bucket.matrices[place] for place in bucket.mine])
+                if number > 0:
+                    self.buckets[number - 1].receive_out()
+                bucket.send_out(lane)
+            if self.buckets:
+                self.buckets[-1].receive_out()
+            self._step_on(split, [])  # groups of which this rank owns nothing may count too
+        except BaseException:
+            for bucket in self.buckets:
+                bucket.drop()
+            raise
+        split.close()
+        if is_new:
+            self._compare(optimizer, after=True)
+        return split.result
+
+    def _step_on(self, split: SplitStep, mine: Sequence[MatrixParam]) -> None:
+        params: list[list[torch.Tensor]] = [[] for _ in split.groups]
+        for each in mine:
+            assert each.number is not None
+            params[each.number].append(each.tensor)
+        missed: list[int] = []
+        if not mine:
+            numbers = dict.fromkeys(each.number for each in self.matrices if each.number is not None)
+            missed = [number for number in numbers if number not in split.stepped]
+            if not missed:
+                return
+        with self.with_state(self.state), split.with_params(params, missed) as step:
+            split.result = step()
+
+    def free_gradients(self) -> None:
+        """Free the memory of gradients that have been set to None."""
+        self.local.free_gradients()
+        with _torch.PlainAttributes():
+            for group in dict.fromkeys(group_of(each.parameter) for each in self.matrices):
+                if group is not None:
+                    group.gradients.main_grads.rest()
+
+    @property
+    def most_bytes(self) -> int:
+        """The most that a step has at once in matrices and packed pieces, besides what the optimizer itself takes."""
+        largest, copies, share = 0, 1, 0.0
+        for each in self.matrices:
+            gradient, weight = (dtype.itemsize for dtype in each.dtypes)
+            largest = max(largest, each.matrix.box.numel * (gradient + weight), self.options.bucket_bytes)
+            copies = max(copies, max(each.owner_group.holders(each.parameter).copies) + 1)
+            share = max(share, weight / (gradient + weight))
+        return int(largest * (2 + 2 * copies + 3 * copies * share))
+
+    # State
+
+    def public_state(self, optimizer: Optimizer) -> Any:
+        """The state as others see it: of whole parameters, what this rank owns. The entries are ours."""
+        if self._stand_in is not None:
+            return self._stand_in
+        if self.local.is_stepping or not self._has_state:
+            return self.local.public_state(optimizer)
+        if self._shown is None:
+            whole = {
+                parameter: join_entries([(each.matrix.label, self.state.get(each.tensor, {})) for each in parts])
+                for parameter, parts in self._by_parameter().items()
+            }
+            self._shown = defaultdict(dict, {**self.local.public_state(optimizer), **whole})
+        return self._shown
+
+    def _take_changes(self, optimizer: Optimizer) -> None:
+        """Take over what others have done to the state that they were shown: set, or taken away."""
+        shown, self._shown = self._shown, None
+        if shown is None:
+            return
+        outer = optimizer.__dict__["state"]
+        for key in [key for key in outer if key not in shown]:
+            del outer[key]
+        outer.update({key: value for key, value in shown.items() if not self.has(key)})
+        for each in self.matrices:
+            mine = entries_of(shown.get(each.parameter, {}), each.matrix.label) if each.is_mine else {}
+            if mine:
+                self.state[each.tensor] = mine
+            else:
+                self.state.pop(each.tensor, None)
+
+    def _by_parameter(self) -> dict[torch.Tensor, list[MatrixParam]]:
+        if not self._parts:
+            for each in self.matrices:
+                self._parts.setdefault(each.parameter, []).append(each)
+        return self._parts
+
+    def saved_state(self, optimizer: Optimizer) -> dict[Any, State]:
+        """The state by parameter, with the same entries on all ranks: whole parameters have DTensors. All call it."""
+        self.plan(optimizer)
+        self._take_changes(optimizer)
+        outer = {key: value for key, value in self.public_state(optimizer).items() if not self.has(key)}
+        matrices = list(self.matrices)
+        found: dict[int, Any] = {}
+        for owner_group in dict.fromkeys(each.owner_group for each in matrices):
+            here = {number: each for number, each in enumerate(matrices) if each.owner_group is owner_group}
+            mine = {n: self.state[each.tensor] for n, each in here.items() if each.tensor in self.state}
+            owners = {n: each.owner for n, each in here.items()}
+            found.update(state_on_all_ranks(owner_group, self.lane(owner_group), mine, owners))
+        parts: dict[nn.Parameter, list[tuple[str, State]]] = {}
+        for number, state in sorted(found.items()):
+            parts.setdefault(matrices[number].parameter, []).append((matrices[number].matrix.label, state))
+        outer.update({parameter: join_entries(entries) for parameter, entries in parts.items()})
+        order = [p for group in optimizer.param_groups for p in group["params"] if p in outer]
+        return {key: outer[key] for key in dict.fromkeys([*order, *outer])}
+
+    @contextmanager
+    def with_state(self, state: Any) -> Iterator[None]:
+        """In it, this is `optimizer.state`."""
+        before, self._stand_in = self._stand_in, state
+        try:
+            yield
+        finally:
+            self._stand_in = before
+
+    @contextmanager
+    def loading(self) -> Iterator[defaultdict[Any, State]]:
+        """In it, `optimizer.state` is what `split_entries` is given, by parameter: the same entries on all ranks."""
+        self._loaded = loaded = defaultdict[Any, State](dict)
+        try:
+            with self.with_state(loaded):
+                yield loaded
+        finally:
+            self._loaded = None
+
+    @property
+    def is_loading(self) -> bool:
+        return self._loaded is not None
+
+    @contextmanager
+    def split_entries(self, state: Mapping[Any, State]) -> Iterator[dict[Any, State]]:
+        """State that is being loaded, in which parts of parameters have entries by the names that optimizers know."""
+        assert self._loaded is not None
+        split = {p: parts for p, parts in self._by_parameter().items() if p in state and parts[0].matrix.label}
+        found: dict[Any, State] = defaultdict(dict, {key: value for key, value in state.items() if key not in split})
+        for parameter, parts in split.items():
+            self.check(parameter, state[parameter])
+            found.update({each.tensor: entries_of(state[parameter], each.matrix.label) for each in parts})
+        with self.with_state(found):
+            yield found
+        together = {
+            p: join_entries([(e.matrix.label, found.pop(e.tensor)) for e in parts]) for p, parts in split.items()
+        }
+        self._loaded.update({**found, **together})
+
+    @contextmanager
+    def taking_state(self, optimizer: Optimizer, state: Mapping[Any, State]) -> Iterator[dict[Any, State]]:
+        """Let what ``state`` has of whole parameters be that of their matrices; gives what it has of others.
+
+        In it, `optimizer.state` has both, so that optimizers can bring old entries up to date. All ranks call it.
+        """
+        self.plan(optimizer)
+        self._shown = None
+        self.state.clear()
+        self._has_state = bool(state)
+        rest = {key: value for key, value in state.items() if not self.has(key)}
+        for parameter, parts in self._by_parameter().items():
+            entries = state.get(parameter, {})
+            self.check(parameter, entries)
+            for each in parts:
+                mine = state_of_owner(each.owner_group, each.owner, entries_of(entries, each.matrix.label))
+                if mine:
+                    self.state[each.tensor] = mine
+        with self.with_state(defaultdict(dict, {**rest, **self.state})):
+            yield defaultdict(dict, rest)
+
+    def check(self, parameter: torch.Tensor, keys: Iterable[Any]) -> None:
+        """ValueError unless these are keys of the state of a whole parameter that is split as this one is."""
+        labels = [each.matrix.label for each in self._by_parameter()[parameter]]
+        for key in keys:
+            label = LABEL.search(str(key))
+            if (label is not None or labels != [""]) and (label is None or label.group() not in labels):
+                raise ValueError(
+                    f"'{key}' is of a parameter that was split in another way; its parts in this optimizer: "
+                    f"{', '.join(labels[:4]) or 'one'}{', ...' if len(labels) > 4 else ''}"
+                )
+
+    def has(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is whole."""
+        return self._known.get(parameter, False)
+
+    def owns(self, parameter: torch.Tensor, key: str) -> bool:
+        """Whether this rank has an entry of the state of a whole parameter."""
+        parts = self._by_parameter()[parameter]
+        return any(each.is_mine and (len(parts) == 1 or key.endswith(each.matrix.label)) for each in parts)
+
+    def state_tensors(self) -> list[torch.Tensor]:
+        """Those of the state, for a captured step, which has none of it."""
+        raise NotImplementedError(_CAPTURED)
+
+    def settle(self) -> bool:
+        """Of a step that is to be captured: it cannot be."""
+        raise NotImplementedError(_CAPTURED)
+
+
+def name_in_unit(parameter: torch.Tensor) -> str:
+    """The name of a sharded parameter, from its unit down."""
+    known = parameter.__dict__.get(OWNER)
+    return "" if known is None else str(known[0])
+
+
+def _options(number: int, group: Mapping[str, Any]) -> list[str]:
+    plain = {key: value for key, value in group.items() if isinstance(value, (int, float, str))}
+    return [f"{key}={plain[key]!r} in parameter group {number}" for key in sorted(plain)]

@@ -1,0 +1,49 @@
+"""What went over the modelled wire, summed per kind of collective."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from flatshard.rehearsal.network import Kind
+
+
+@dataclass
+class TrafficTotal:
+    """``size`` is the full message (what a gather writes, what a reduce-scatter reads), ``wire`` what a rank sends."""
+
+    launches: int = 0
+    size: int = 0
+    wire: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, size: int, wire: float, seconds: float) -> None:
+        self.launches += 1
+        self.size += size
+        self.wire += wire
+        self.seconds += seconds
+
+
+@dataclass
+class Traffic:
+    """Sums over every process group of a rehearsal since it began.  Launches from several threads must not race."""
+
+    entries: dict[Kind, TrafficTotal] = field(default_factory=dict)
+
+    def entry(self, kind: Kind) -> TrafficTotal:
+        """The sums of one kind, for whoever launches it to add to."""
+        return self.entries.setdefault(kind, TrafficTotal())
+
+    def snapshot(self) -> dict[Kind, TrafficTotal]:
+        return {kind: replace(entry) for kind, entry in self.entries.items()}
+
+
+def difference(late: dict[Kind, TrafficTotal], early: dict[Kind, TrafficTotal]) -> dict[Kind, TrafficTotal]:
+    """What was added between two snapshots; kinds without launches in between are left out."""
+    result = {}
+    for kind, now in late.items():
+        was = early.get(kind, TrafficTotal())
+        if now.launches > was.launches:
+            result[kind] = TrafficTotal(
+                now.launches - was.launches, now.size - was.size, now.wire - was.wire, now.seconds - was.seconds
+            )
+    return result

@@ -1,0 +1,340 @@
+"""One group of a unit under a choice of strategy: its bytes on one rank, and its collectives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
+
+import torch
+
+from flatshard import _torch
+from flatshard.engine.weights.formats import Formats
+from flatshard.layout import Layout, Placement, Replicate, is_sharded, least_padded_dim, plan
+from flatshard.layout.planner import LayoutName
+from flatshard.policy import MixedPrecisionPolicy, Placements, SchedulePolicy, replicated
+from flatshard.rehearsal.network import Level, Network
+from flatshard.tools.model_shapes import ParamShape
+
+StateOf: TypeAlias = Callable[[tuple[int, ...], int], float]
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """How a model is to be trained.
+
+    ``mesh``: the sizes of its axes, (shard) or (outer, inner).
+    ``state``: tensors of a parameter's size that the optimizer keeps, in the dtype of main weights: 2 for AdamW. Or a
+    function of a parameter's shape and of the bytes of a main weight: bytes of state for each of its elements.
+    ``microbatches``: of one optimizer step, each inside `flatshard.microbatch`.
+    ``expert_parts``: so many neighbours along the last axis have different experts; each part is sharded over the rest.
+    ``stride``: how far apart, in ranks, neighbours along the last axis are.
+    """
+
+    mesh: tuple[int, ...]
+    placements: Placements
+    precision: MixedPrecisionPolicy = MixedPrecisionPolicy()
+    layout: LayoutName = "tensor"
+    reshard_after_forward: bool | int | None = None
+    schedule: SchedulePolicy = field(default_factory=SchedulePolicy)
+    state: int | StateOf = 2
+    microbatches: int = 1
+    expert_parts: int = 1
+    stride: int = 1
+
+    def __post_init__(self) -> None:
+        if len(self.placements.parameter) != len(self.mesh):
+            raise ValueError(f"placements name {len(self.placements.parameter)} axes; the mesh has {len(self.mesh)}")
+        if any(size < 1 for size in self.mesh) or self.microbatches < 1 or self.state_of((1,), 1) < 0:
+            raise ValueError("sizes of axes and micro-batches are at least 1, tensors of optimizer state at least 0")
+
+    def of_experts(self) -> TrainingSetup:
+        """How experts are sharded, of which this rank has one part."""
+        *outer, last = self.mesh
+        return replace(self, mesh=(*outer, last // self.expert_parts), stride=self.expert_parts)
+
+    def state_of(self, shape: tuple[int, ...], size: int) -> float:
+        """Bytes of optimizer state for each element of a parameter, whose main weights have ``size`` bytes each."""
+        return self.state(shape, size) if callable(self.state) else float(self.state * size)
+
+    @property
+    def park(self) -> int | None:
+        """Over how many neighbours weights stay sharded between forward and backward, if that is not all or one."""
+        size = self.reshard_after_forward
+        return size if isinstance(size, int) and not isinstance(size, bool) and 1 < size < self.mesh[-1] else None
+
+    @property
+    def reshards(self) -> bool | None:
+        """Whether weights are released after forward; None: all but those of the root."""
+        given = self.reshard_after_forward
+        return given if given is None or isinstance(given, bool) else given != 1
+
+
+@dataclass(frozen=True)
+class PlannedCollective:
+    """``times`` collectives of a step on a full message of ``size`` bytes each, among ranks along one axis.
+
+    ``among``: how many neighbours along that axis take part, ``stride`` ranks apart. ``reduces``: it brings gradients,
+    whatever its kind.
+    """
+
+    kind: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+    axis: int
+    among: int
+    size: int
+    segments: int
+    times: int
+    reduces: bool = False
+    stride: int = 1
+
+    def level(self, network: Network) -> Level:
+        """The link that it is charged at."""
+        return network.level(range(0, self.among * self.stride, self.stride))
+
+
+class GroupBytes:
+    """Tensors that travel together, and what they take on one rank, in bytes.
+
+    ``main``, ``compute`` (where compute weights have a copy that stays), ``state``: always.
+    ``gathered``: while the unit is in use; what is cut on another dim than 0 is there twice.
+    ``passing``: from its gather on until the unit is used, where what travels is decoded then.
+    ``parked``: between forward and backward, with a smaller group.
+    ``arriving``: gradients as autograd leaves them, full size. ``main_grad``: reduced ones, until `zero_grad`.
+    ``reducing``: what a reduce takes beyond these two, until it has been waited for.
+    ``accumulated``: gradients that earlier micro-batches have left; ``ends``: they are gone after the last reduce.
+    """
+
+    def __init__(self, tensors: Sequence[ParamShape], setup: TrainingSetup) -> None:
+        first, precision = tensors[0], setup.precision
+        self.tensors, self.setup = tensors, setup
+        axes = len(setup.mesh)
+        self.placements = setup.placements if first.shape else replicated(axes)
+        shards = self._ranks_of(self.placements.optimizer)
+        self.layout = self._planned(shards)
+        floating = first.dtype.is_floating_point
+        self.trainable = first.trainable
+        main = precision.main_dtype if precision.main_dtype and floating and self.trainable else first.dtype
+        self.wire = precision.compute_of(first.dtype)
+        grad = precision.grad_of(main, self.wire)
+        self.reduce = precision.reduce_of(self.wire, grad)
+        self.formats = Formats.of(self.layout, self._marks, precision, setup.mesh, self.placements.optimizer)
+        encoded = self.formats.gather is not None
+        self.piece = self.formats.gather_coder(self.wire).wire.piece if encoded else 0  # bytes of a shard on the wire
+
+        full, held = self.layout.buffer_numel(shards), self.layout.shard_numel
+        turned = sum(slot.numel for index, slot in enumerate(self.layout.slots) if self.layout.is_turned(index, shards))
+        everywhere = all(isinstance(p, Replicate) for p in self.placements.parameter)
+        as_main = self.placements.parameter == self.placements.optimizer
+        self.is_resident = everywhere and (encoded or not as_main or main == self.wire)
+        self.main = held * main.itemsize
+        self.compute = 0 if as_main and not encoded else self._numel(self.placements.parameter) * self.wire.itemsize
+        if encoded and not everywhere:
+            self.compute = self.piece * self._pieces(self.placements.parameter)
+        self.passing = self.piece * shards if encoded and not everywhere else 0
+        self.compute += turned * self.wire.itemsize if self.is_resident else 0
+        states = [setup.state_of(tensor.shape, main.itemsize) for tensor in tensors]
+        share = sum(each * math.prod(t.shape) for each, t in zip(states, tensors)) / max(self.layout.payload, 1)
+        self.state = round(share * held) if self.trainable else 0
+        self.gathered = 0 if self.is_resident else (full + turned) * self.wire.itemsize
+        parks = setup.park is not None and not self.is_resident and shards % setup.park == 0
+        self.parked = self.layout.buffer_numel(shards // setup.park) * self.wire.itemsize if parks and setup.park else 0
+
+        if not self.trainable:
+            self.arriving = self.main_grad = self.reducing = self.accumulated = 0
+            self.ends = False
+            return
+        self.arriving = self.layout.payload * self.wire.itemsize
+        self.main_grad = held * grad.itemsize
+        self.ends = self.placements.gradient != self.placements.optimizer
+        several = setup.microbatches > 1
+        self.accumulated = self._resting(grad) if several else 0
+        self.reducing = self._staged(several, grad) * self.reduce.itemsize
+        inner, outer = self.formats.reduces[-1], self.formats.reduces[0]
+        result = torch.float32 if outer is not None else self.reduce
+        if grad != result or (several and not self.ends):
+            self.reducing += held * result.itemsize  # reduced apart, then added or cast
+        if axes > 1:
+            halfway = torch.float32 if inner is not None and outer is not None else self.reduce
+            self.reducing += self._numel(self._halfway) * halfway.itemsize
+        for launch in self._reduces(1):
+            if launch.kind == "all_to_all":
+                self.reducing += 2 * launch.size  # sent, and received; a gradient that is a whole one, only received
+            elif launch.kind == "all_gather":
+                self.reducing += launch.size + launch.size // launch.among
+
+    def _planned(self, shards: int) -> Layout:
+        """As `flatshard.shard_model` has it: cut on a dim that pads little, if the layout allows any."""
+        shapes = [tensor.shape for tensor in self.tensors]
+        layout = self.setup.layout
+        if layout == "auto" and not _torch.SUBCLASSES_DISPATCH:
+            layout = "tensor"  # as `fully_shard` does with this torch
+        if layout == "flat":
+            return plan(shapes, shards, layout=layout, apart=self._marks)
+        dims = [least_padded_dim(shape, shards) for shape in shapes]
+        return plan(shapes, shards, layout=layout, dims=dims, apart=self._marks)
+
+    @property
+    def _marks(self) -> list[bool]:
+        return [self.setup.precision.has_formats and tensor.encoded for tensor in self.tensors]
+
+    @property
+    def _halfway(self) -> tuple[Placement, ...]:
+        """Where the last axis is reduced and the first one is not."""
+        return (Replicate(), self.placements.optimizer[-1])
+
+    def _ranks_of(self, placements: Sequence[Placement]) -> int:
+        """Over how many ranks these cut a buffer."""
+        return math.prod(size for size, p in zip(self.setup.mesh, placements) if is_sharded(p))
+
+    def _pieces(self, placements: Sequence[Placement]) -> int:
+        return self.layout.num_shards // self._ranks_of(placements)
+
+    def _numel(self, placements: Sequence[Placement]) -> int:
+        return self.layout.buffer_numel(self._pieces(placements))
+
+    def _resting(self, grad: torch.dtype) -> int:
+        """Bytes of gradients between micro-batches."""
+        innermost = self.placements.gradient[-1]
+        if self.ends and not is_sharded(innermost):
+            return self.layout.buffer_numel(self.layout.num_shards) * grad.itemsize
+        return self._numel(self.placements.gradient) * grad.itemsize
+
+    def _staged(self, several: bool, grad: torch.dtype) -> int:
+        """Elements of staging. A gradient in the reduce dtype that fills its segment is sent from where it is."""
+        shards = self.layout.num_shards
+        if several and self.ends and not is_sharded(self.placements.gradient[-1]):
+            as_it_is = grad == self.reduce or self.formats.reduces[-1] is not None
+            return 0 if as_it_is else self.layout.buffer_numel(shards)
+        sole = {
+            slot.segment
+            for index, slot in enumerate(self.layout.slots)
+            if self.wire == self.reduce
+            and slot.numel == self.layout.segments[slot.segment].piece * shards
+            and not self.layout.is_turned(index, shards)
+        }
+        return sum(shards * s.piece for number, s in enumerate(self.layout.segments) if number not in sole)
+
+    def arriving_after(self, position: int) -> int:
+        """Bytes of the gradients that arrive when so many units inside are still to come in backward."""
+        return self.wire.itemsize * sum(math.prod(tensor.shape) for tensor in self.tensors if tensor.after == position)
+
+    # Collectives of a step
+
+    def launches(self, forward: int, backward: int) -> list[PlannedCollective]:
+        """Of a step whose micro-batches gather the weights so many times each."""
+        rounds, parked = self.setup.microbatches, backward if self.parked else 0
+        found = [*self.refreshes(), *self.gathers(rounds * (forward + backward - parked))]
+        found += self.gathers(rounds * parked, parked=True)
+        return [*found, *self.reduces()]
+
+    def refreshes(self) -> list[PlannedCollective]:
+        """Once a step: compute weights that rest otherwise than main are derived from it."""
+        parameter, main = self.placements.parameter, self.placements.optimizer
+        return _real(self._gathers(main, parameter, 1)) if self.is_resident or parameter != main else []
+
+    def gathers(self, times: int = 1, parked: bool = False) -> list[PlannedCollective]:
+        """Full weights for a pass; ``parked``: from a smaller group."""
+        if self.is_resident:
+            return []
+        everywhere = replicated(len(self.setup.mesh)).parameter
+        if parked and self.setup.park:
+            return _real([self._launch("all_gather", len(everywhere) - 1, everywhere, times, self.setup.park)])
+        return _real(self._gathers(self.placements.parameter, everywhere, times))
+
+    def reduces(self, is_last: bool | None = None) -> list[PlannedCollective]:
+        """Of all micro-batches; or of one, the last or another."""
+        rounds = self.setup.microbatches
+        found = _real(self._reduces(rounds))
+        return found if is_last is None else [x for x in found if is_last or x.times == rounds]
+
+    def encoding(self, is_last: bool) -> int:
+        """Bytes that are read and written in one reduce to encode what is sent, and to decode what is received."""
+        moved, inner = 0, len(self.setup.mesh) - 1
+        for launch in self.reduces(is_last):
+            if launch.kind in ("all_to_all", "all_gather"):
+                given = self.arriving if launch.axis == inner else self._numel(self._halfway) * self.reduce.itemsize
+                sent = launch.size if launch.kind == "all_to_all" else launch.size // launch.among
+                moved += given + sent + launch.size
+        return moved
+
+    @property
+    def _told(self) -> int:
+        """Elements of a reduce that say which parameters ranks have used."""
+        return len(self.tensors) if len(self.tensors) > 1 else 0
+
+    def _stride(self, axis: int) -> int:
+        return self.setup.stride * math.prod(self.setup.mesh[axis + 1 :])
+
+    def _gathers(self, source: Sequence[Placement], target: Sequence[Placement], times: int) -> list[PlannedCollective]:
+        found, current = [], list(source)
+        for axis, placement in enumerate(target):
+            if current[axis] != placement:
+                current[axis] = placement
+                found.append(self._launch("all_gather", axis, current, times))
+        return found
+
+    def _reduces(self, rounds: int) -> list[PlannedCollective]:
+        if not self.trainable:
+            return []
+        found: list[PlannedCollective] = []
+        held: list[Placement] = list(replicated(len(self.setup.mesh)).parameter)
+        for axis in reversed(range(len(held))):
+            final = self.placements.optimizer[axis]
+            times = rounds if self.placements.gradient[axis] == final else 1
+            among = self.setup.mesh[axis]
+            if self.formats.reduces[axis] is not None:
+                size = self.formats.reduce_coder(axis, self.reduce).wire.piece * self._pieces(held)
+                if is_sharded(final):
+                    found.append(PlannedCollective("all_to_all", axis, among, size, 1, times, True, self._stride(axis)))
+                    held[axis] = final
+                else:
+                    found.append(
+                        PlannedCollective("all_gather", axis, among, among * size, 1, times, True, self._stride(axis))
+                    )
+            elif is_sharded(final):
+                found.append(self._launch("reduce_scatter", axis, held, times))
+                held[axis] = final
+            else:
+                size = (self._numel(held) + self._told) * self.reduce.itemsize
+                found.append(PlannedCollective("all_reduce", axis, among, size, 1, times, True, self._stride(axis)))
+        return found
+
+    def _launch(
+        self,
+        kind: Literal["all_gather", "reduce_scatter"],
+        axis: int,
+        full: Sequence[Placement],
+        times: int,
+        among: int | None = None,
+    ) -> PlannedCollective:
+        """``full``: what the full message of the collective holds. ``among``: of parked weights, which are decoded."""
+        if kind == "all_gather" and self.piece and among is None:
+            size = self.piece * self._pieces(full)
+            return PlannedCollective(kind, axis, self.setup.mesh[axis], size, 1, times, stride=self._stride(axis))
+        dtype = self.wire if kind == "all_gather" else self.reduce
+        size = self.layout.run_numel * self._pieces(full) * dtype.itemsize
+        segments = sum(segment.piece > 0 for segment in self.layout.segments)
+        reduces = kind == "reduce_scatter"
+        if reduces and self._told:
+            size, segments = size + self.setup.mesh[axis] * self._told * dtype.itemsize, segments + 1
+        return PlannedCollective(
+            kind, axis, among or self.setup.mesh[axis], size, segments, times, reduces, self._stride(axis)
+        )
+
+
+def _real(launches: list[PlannedCollective]) -> list[PlannedCollective]:
+    return [launch for launch in launches if launch.times and launch.among > 1]
+
+
+def split_into_groups(unit: Sequence[ParamShape], setup: TrainingSetup) -> list[GroupBytes]:
+    """The groups that tensors of a unit make: of the same dtype, need of a gradient and mesh, with and without dims."""
+    by_kind: dict[tuple[object, ...], list[ParamShape]] = {}
+    parts = setup.expert_parts
+    for tensor in unit:
+        apart = parts > 1 and tensor.is_expert
+        if apart:  # those of this rank, which get the tokens of all its neighbours
+            count, *rest = tensor.shape
+            tensor = replace(tensor, shape=(count // parts, *rest), used=tensor.used * parts)
+        by_kind.setdefault((tensor.dtype, tensor.trainable, len(tensor.shape) > 0, apart), []).append(tensor)
+    return [GroupBytes(tensors, setup.of_experts() if kind[3] else setup) for kind, tensors in by_kind.items()]

@@ -1,0 +1,396 @@
+"""What planning needs to know of a model: its units, the shapes of their parameters, the order of their forwards."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import shorten
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from flatshard.engine.weights.formats import chosen
+from flatshard.policy import MixedPrecisionPolicy
+from flatshard.tools.presets import NAMED, check_source
+from flatshard.wrapping import unit_modules
+
+
+@dataclass(frozen=True)
+class ParamShape:
+    """A parameter. ``after``: so many of the units inside its own are registered before it, and run before it.
+
+    ``used``: the part of it that a token is multiplied with; of stacked experts, those that it is sent to.
+    ``encoded``: it travels in one byte where gathers or reduces have such a format.
+    ``is_expert``: stacked experts, which ranks may have apart. ``queries``: of a layer that makes queries, how wide.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    trainable: bool = True
+    after: int = 0
+    used: float = 1.0
+    encoded: bool = False
+    is_expert: bool = False
+    queries: int = 0
+
+
+@dataclass(frozen=True)
+class UnitShape:
+    """``is_embedding``: consists of embeddings only, whose backward does not read their weights.
+
+    ``is_block``: neither that, nor a head, nor the root; it may be recomputed.
+    """
+
+    name: str
+    tensors: tuple[ParamShape, ...]
+    is_embedding: bool = False
+    is_block: bool = False
+
+    @property
+    def numel(self) -> int:
+        return sum(torch.Size(tensor.shape).numel() for tensor in self.tensors)
+
+    @property
+    def used(self) -> float:
+        """Elements that a token is multiplied with."""
+        return 0 if self.is_embedding else sum(t.used * torch.Size(t.shape).numel() for t in self.tensors)
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """A forward of a module of unit number ``unit``, and those within it. ``is_table``: it is an embedding."""
+
+    unit: int
+    inner: tuple[ModuleCall, ...] = ()
+    is_table: bool = False
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Units, and the forward of the root, which is taken to run modules in the order of their registration.
+
+    ``experts``: classes of the modules that hold experts, and nothing else, by their import paths.
+    """
+
+    units: tuple[UnitShape, ...]
+    root: ModuleCall
+    experts: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        return sum(unit.numel for unit in self.units)
+
+    @property
+    def width(self) -> int:
+        """Numbers that a token is, between blocks; 0 where there is no embedding to tell."""
+        found = (tensor.shape[-1] for unit in self.units if unit.is_embedding for tensor in unit.tensors)
+        return next(found, 0)
+
+    @property
+    def expert_counts(self) -> set[int]:
+        """How many experts a layer has; several numbers where layers differ."""
+        return {tensor.shape[0] for unit in self.units for tensor in unit.tensors if tensor.is_expert}
+
+
+def model_of(
+    model: nn.Module,
+    units: Literal["auto"] | Sequence[type[nn.Module] | str] = "auto",
+    experts_per_token: int | None = None,
+) -> ModelShape:
+    """The shapes of ``model`` with the units that `flatshard.shard_model` would make; it may be on the meta device.
+
+    Modules whose class name ends with "Experts" hold experts, if all they hold are stacks of as many tensors.
+    """
+    made = unit_modules(model, units)
+    stacks = _stacks(model)
+    for module in stacks if experts_per_token is not None else ():
+        for stacked in module.parameters():
+            stacked.__dict__[_USED] = min(1.0, (experts_per_token or 0) / stacked.shape[0])
+    number = {module: index for index, modules in enumerate(made) for module in modules}
+    names = {module: name for name, module in model.named_modules()}
+    known: set[nn.Parameter] = set()
+    shapes = []
+    for modules in made:
+        found: dict[nn.Parameter, ParamShape] = {}
+        passed = 0
+        seen: set[nn.Module] = set()
+        waiting = list(reversed(modules))
+        while waiting:
+            module = waiting.pop()
+            if module in seen:
+                continue
+            seen.add(module)
+            if module in number and module not in modules:
+                passed += 1
+                continue
+            path = "" if module in modules else names[module].rpartition(".")[2] + "."
+            owner = type(modules[0]).__name__
+            for key, parameter in module._parameters.items():
+                if parameter is not None and parameter not in known:
+                    found[parameter] = ParamShape(
+                        tuple(parameter.shape),
+                        parameter.dtype,
+                        parameter.requires_grad,
+                        after=passed,
+                        used=parameter.__dict__.get(_USED, 1.0),
+                        encoded=chosen(path + key, parameter, [module], MixedPrecisionPolicy(), owner),
+                        is_expert=module in stacks,
+                        queries=parameter.shape[0] if key == "weight" and path[:-1] in _QUERIES else 0,
+                    )
+            known.update(found)
+            waiting += reversed(list(module.children()))
+        embedding = all(type(module) is nn.Embedding for module in modules)
+        block = modules[0] is not model and not isinstance(modules[0], (nn.Embedding, nn.Linear))
+        shapes.append(UnitShape(names[modules[0]] or "(root)", tuple(found.values()), embedding, block))
+    (root,) = _calls(model, number, set())
+    return ModelShape(tuple(shapes), root, tuple(dict.fromkeys(_path(type(module)) for module in stacks)))
+
+
+def _path(kind: type) -> str:
+    return "your_model.Experts" if kind is _Experts else f"{kind.__module__}.{kind.__qualname__}"
+
+
+_QUERIES = {"q", "q_proj", "wq", "query"}  # how layers that make queries are called
+
+
+def _stacks(model: nn.Module) -> dict[nn.Module, None]:
+    """Modules that hold experts, stacked, and nothing else; in order."""
+
+    def is_stack(module: nn.Module) -> bool:
+        shapes = [parameter.shape for parameter in module.parameters()]
+        alike = len({shape[:1] for shape in shapes}) == 1 and all(len(shape) > 1 for shape in shapes)
+        inner = any(True for child in module.children() for _ in child.parameters())  # an activation has none
+        return type(module).__name__.endswith("Experts") and alike and not inner
+
+    return dict.fromkeys(module for module in model.modules() if is_stack(module))
+
+
+def _calls(module: nn.Module, number: Mapping[nn.Module, int], seen: set[nn.Module]) -> tuple[ModuleCall, ...]:
+    if module in seen:
+        return ()
+    seen.add(module)
+    inner = tuple(call for child in module.children() for call in _calls(child, number, seen))
+    return (ModuleCall(number[module], inner, type(module) is nn.Embedding),) if module in number else inner
+
+
+# Where models come from
+
+_USED = "_flatshard_used"  # on a parameter of a skeleton: the part of it that a token uses
+
+# By the model type of a Hugging Face configuration: biases of q, k, v and of o; norms of q and k.
+_TYPES: dict[str, tuple[bool | str, bool | str, bool]] = {
+    "llama": ("attention_bias", "attention_bias", False),
+    "mistral": (False, False, False),
+    "qwen2": (True, False, False),
+    "qwen3": ("attention_bias", "attention_bias", True),
+    "mixtral": (False, False, False),
+    "qwen3_moe": ("attention_bias", "attention_bias", True),
+}
+# Of mixtures: what the width of their experts is called. Their number has two names, by version.
+_MIXTURES = {"mixtral": "intermediate_size", "qwen3_moe": "moe_intermediate_size"}
+
+
+def load_model(
+    source: str, units: Literal["auto"] | Sequence[str] = "auto", experts_per_token: int | None = None
+) -> ModelShape:
+    """A named shape, a Hugging Face ``config.json`` (or its folder), or ``module:callable`` that returns a module.
+
+    The callable is called without arguments and under the meta device, so parameters take no memory.
+    ``experts_per_token``: to how many of its experts a layer sends a token, where the configuration does not say.
+    """
+    check_source(source)
+    config = _config(source)
+    if config is None:
+        return model_of(_imported(source), units, experts_per_token)
+    if config.get("model_type") in _TYPES:
+        return model_of(skeleton(config), units)
+    model = _from_transformers(source, config)
+    chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None)  # type: ignore[union-attr,operator]
+    return model_of(model, units, chosen if experts_per_token is None else experts_per_token)
+
+
+def load_runnable(source: str) -> tuple[nn.Module, list[nn.Module]]:
+    """The same on the meta device as a module that can be run there, and its blocks, to be recomputed one by one."""
+    config = _config(source)
+    model = _imported(source) if config is None else _from_transformers(source, config)
+    blocks = {module for modules in unit_modules(model, "auto") for module in modules if module is not model}
+    outside = (nn.Embedding, nn.Linear)
+    return model, [module for module in model.modules() if module in blocks and not isinstance(module, outside)]
+
+
+def _config(source: str) -> dict[str, Any] | None:
+    """The configuration that ``source`` names, or None if it is module:callable."""
+    if source in NAMED:
+        return NAMED[source]
+    path = Path(source)
+    path = path / "config.json" if path.is_dir() else path
+    if path.suffix != ".json":
+        return None
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model {source!r}: cannot be read as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"model {source!r}: a configuration is a JSON object")
+    return config
+
+
+def _from_transformers(source: str, config: Mapping[str, Any]) -> nn.Module:
+    """What Transformers makes of a configuration, on the meta device. ValueError where it knows no such model."""
+    kind = config.get("model_type")
+    try:
+        import transformers
+    except ImportError as error:
+        known = ", ".join(_TYPES)
+        raise ValueError(
+            f"model_type is {kind!r}; without transformers only {known} are known: pip install 'flatshard[hf]'"
+        ) from error
+    configs = transformers.AutoConfig
+    try:
+        made = configs.for_model(**config) if source in NAMED else configs.from_pretrained(source)
+        named = next((name for name in made.architectures or () if hasattr(transformers, name)), None)
+        # Of an encoder-decoder, AutoModelForCausalLM would make the decoder alone.
+        auto = transformers.AutoModelForSeq2SeqLM if made.is_encoder_decoder else transformers.AutoModelForCausalLM
+        with torch.device("meta"):
+            try:
+                model: nn.Module = auto.from_config(made) if named is None else getattr(transformers, named)(made)
+            except ValueError:  # no language model
+                model = transformers.AutoModel.from_config(made)
+            if getattr(made, "tie_word_embeddings", False):
+                model.tie_weights()  # type: ignore[operator]
+        return model
+    except Exception as error:  # of many types: each model checks its own configuration, and may lack a package
+        raise ValueError(
+            f"model_type is {kind!r}, which transformers cannot make: {shorten(str(error), 300)}; give module:callable"
+        ) from error
+
+
+def _imported(source: str) -> nn.Module:
+    module, _, name = source.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # a package of the current folder can be named, as for `python -m`
+    try:
+        make = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"model {source!r}: cannot be imported: {error}") from error
+    if not callable(make):
+        raise ValueError(f"model {source!r}: is not callable")
+    try:
+        with torch.device("meta"):
+            made = make()
+    except Exception as error:
+        raise ValueError(f"model {source!r}: calling it raised {type(error).__name__}: {error}") from error
+    if not isinstance(made, nn.Module):
+        raise ValueError(f"model {source!r}: returned {type(made).__name__}, not a module")
+    return made
+
+
+class _Attention(nn.Module):
+    def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int, biases: Sequence[bool]) -> None:
+        super().__init__()
+        self.q = nn.Linear(width, heads * head_dim, bias=biases[0])
+        self.k = nn.Linear(width, kv_heads * head_dim, bias=biases[0])
+        self.v = nn.Linear(width, kv_heads * head_dim, bias=biases[0])
+        self.o = nn.Linear(heads * head_dim, width, bias=biases[1])
+        if biases[2]:
+            self.q_norm, self.k_norm = nn.RMSNorm(head_dim), nn.RMSNorm(head_dim)
+
+
+class _Feedforward(nn.Module):
+    def __init__(self, width: int, ffn: int, bias: bool) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, ffn, bias=bias)
+        self.up = nn.Linear(width, ffn, bias=bias)
+        self.down = nn.Linear(ffn, width, bias=bias)
+
+
+class _Experts(nn.Module):
+    """Experts that are stacked, of which each token is sent to ``chosen``."""
+
+    def __init__(self, width: int, ffn: int, experts: int, chosen: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(experts, 2 * ffn, width))
+        self.down = nn.Parameter(torch.empty(experts, width, ffn))
+        for stacked in (self.gate_up, self.down):
+            stacked.__dict__[_USED] = chosen / experts
+
+
+class _Mixture(nn.Module):
+    def __init__(self, width: int, ffn: int, experts: int, chosen: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, experts, bias=False)
+        self.experts = _Experts(width, ffn, experts, chosen)
+
+
+class _Block(nn.Module):
+    def __init__(self, attention: nn.Module, ffn: nn.Module, width: int) -> None:
+        super().__init__()
+        self.attention = attention
+        self.ffn = ffn
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(width), nn.RMSNorm(width)
+
+
+class _Decoder(nn.Module):
+    def __init__(self, vocab: int, width: int, blocks: Sequence[nn.Module], tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, vocab, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+def skeleton(config: Mapping[str, Any]) -> nn.Module:
+    """The parameters of a Hugging Face configuration of Llama's or Mixtral's shape, on the meta device.
+
+    It cannot be run.
+    """
+    kind = config.get("model_type")
+    if kind not in _TYPES:
+        raise ValueError(
+            f"model_type is {kind!r}; known are {', '.join(_TYPES)}. For another model give module:callable"
+        )
+    width, ffn, layers, heads, vocab = (
+        _count(config, name)
+        for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    )
+    kv_heads = _count(config, "num_key_value_heads", heads)
+    if config.get("head_dim") is None and width % heads:
+        raise ValueError(f"hidden_size {width} is not a multiple of num_attention_heads {heads}")
+    head_dim = _count(config, "head_dim", width // heads)
+    biases = [bool(config.get(given, False)) if isinstance(given, str) else given for given in _TYPES[kind]]
+    mlp_bias = bool(config.get("mlp_bias", False))
+    with torch.device("meta"):
+        blocks = []
+        for number in range(layers):
+            sparse = kind in _MIXTURES and _is_sparse(config, number)
+            inner = _mixture(config, width) if sparse else _Feedforward(width, ffn, mlp_bias)
+            blocks.append(_Block(_Attention(width, heads, kv_heads, head_dim, biases), inner, width))
+        return _Decoder(vocab, width, blocks, bool(config.get("tie_word_embeddings", False)))
+
+
+def _is_sparse(config: Mapping[str, Any], layer: int) -> bool:
+    """Whether this layer of a mixture has experts."""
+    return layer not in (config.get("mlp_only_layers") or ()) and not (layer + 1) % _count(
+        config, "decoder_sparse_step", 1
+    )
+
+
+def _mixture(config: Mapping[str, Any], width: int) -> _Mixture:
+    experts = _count(config, "num_local_experts" if config.get("num_experts") is None else "num_experts")
+    ffn, chosen = _count(config, _MIXTURES[config["model_type"]]), _count(config, "num_experts_per_tok")
+    return _Mixture(width, ffn, experts, chosen)
+
+
+def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    found = config.get(name)
+    found = default if found is None else found
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise ValueError(f"{name} is {found!r}; it must be a positive number")
+    return found

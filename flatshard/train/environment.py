@@ -1,0 +1,46 @@
+"""What torchrun or srun say of this process, in its environment."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+
+def started_world() -> int:
+    """The number of ranks that torchrun or srun has started, this process among them; 0 where neither has."""
+    if "RANK" not in os.environ:
+        os.environ.update(slurm_ranks(os.environ))
+    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 0
+
+
+def slurm_ranks(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of torchrun, from those of srun, where it has started several tasks; else none."""
+    if "SLURM_STEP_ID" not in environ or int(environ.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
+        return {}
+    # "gpu[07-12,20]-ib,login1": the first node is the one to meet at. "4(x2),1": four tasks on each of two nodes, ...
+    first = re.match(r"(?:[^\[,]|\[[^\]]*\])+", environ["SLURM_STEP_NODELIST"])
+    assert first is not None
+    tasks = _tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
+    return {
+        "RANK": environ["SLURM_PROCID"],
+        "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": environ["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(tasks[int(environ["SLURM_NODEID"])]),
+        "GROUP_WORLD_SIZE": str(len(tasks)),
+        "MASTER_ADDR": environ.get("MASTER_ADDR", re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])),
+        "MASTER_PORT": environ.get("MASTER_PORT", str(20000 + int(environ["SLURM_JOB_ID"]) % 20000)),
+    }
+
+
+def has_own_gpus(environ: Mapping[str, str]) -> bool:
+    """Whether srun shows every task GPUs of its own alone (--gpus-per-task), and not those of the node."""
+    return "SLURM_GPUS_PER_TASK" in environ or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    counts: list[int] = []
+    for part in text.split(","):
+        count, _, times = part.rstrip(")").partition("(x")
+        counts += [int(count)] * int(times or 1)
+    return counts

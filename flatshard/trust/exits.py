@@ -1,0 +1,117 @@
+"""The end of a process: functions that are called there, last words, and an end that waits for nothing."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing import util
+from types import TracebackType
+from typing import Any, NoReturn
+
+from flatshard.trust.record import record
+
+# Seconds for which a process that ends with an error keeps NCCL's threads, which have to send, and to log.
+_LINGER = 1.0
+
+
+def at_exit(action: Callable[[], None]) -> None:
+    """Call a function once, as the last thing that this process does in Python; not in processes forked from it."""
+    pid, todo = os.getpid(), [action]
+
+    def once() -> None:
+        if todo and pid == os.getpid():
+            todo.pop()()
+
+    atexit.register(once)
+    util.Finalize(None, once, exitpriority=1)  # processes of multiprocessing end without atexit
+
+
+def on_uncaught(action: Callable[[BaseException], None]) -> None:
+    """Call a function with an exception that nobody catches, before the ``sys.excepthook`` of now. Once per process."""
+    if not isinstance(sys.excepthook, _Hook):
+        sys.excepthook = _Hook(action, sys.excepthook)
+
+
+class _Hook:
+    """In the place of ``sys.excepthook``."""
+
+    def __init__(self, action: Callable[[BaseException], None], before: Callable[..., Any]) -> None:
+        self._action, self._before = action, before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._action(error)
+        self._before(kind, error, trace)
+
+
+def error_in_flight() -> Exception | None:
+    """The error that ends this process, at its exit: multiprocessing catches it, and it is in flight then."""
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit):
+        error = error.__context__ if error.code else None
+    return error if isinstance(error, Exception) else None
+
+
+def print_record() -> None:
+    """Write the flight record to its file, and its last entries to stderr."""
+    if record.number:
+        path = record.dump()
+        print(record.last_entries(), file=sys.stderr)
+        if path is not None:
+            print(f"flatshard: written to {path}", file=sys.stderr)
+        sys.stderr.flush()
+
+
+def dump() -> None:
+    """The flight record, and the stacks of all threads."""
+    print_record()
+    faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
+    sys.stderr.flush()
+
+
+def end_stuck(reason: str | None) -> NoReturn:
+    """End this process on another thread: the main thread has not come to where it could raise."""
+    rank = record.header["rank"]
+    entry, frame = record.oldest_open(), sys._current_frames().get(threading.main_thread().ident or 0)
+    waited = f"Rank {rank} was waiting for {'no collective' if entry is None else entry}"
+    record.tell(error=f"PeerError: {reason}. {waited}")
+    print_record()
+    if frame is not None:
+        print("flatshard: the main thread, the innermost call last:", file=sys.stderr)
+        print("".join(traceback.format_stack(frame)[-4:]), end="", file=sys.stderr)
+    where = f"; `flatshard blame {record.folder}` compares the ranks' records" if record.folder else ""
+    print(f"flatshard: rank {rank} ends: {reason}. {waited}{where}.", file=sys.stderr)
+    leave(1)
+
+
+def end_failed(explanation: str) -> NoReturn:
+    """End this process, which has failed, at its exit: its process groups would wait until their time-out first."""
+    logging.shutdown()
+    if record.is_on_device:
+        time.sleep(_LINGER)
+        why = explanation or record.header["error"]
+        print(f"flatshard: rank {record.header['rank']} ends: {why}", file=sys.stderr)
+    leave(1)
+
+
+def remove_record() -> None:
+    """At the exit of a process that has not failed: nobody needs its flight record."""
+    folder = record.folder
+    record.forget()
+    if folder is not None and "FLATSHARD_RECORD" not in os.environ:
+        with contextlib.suppress(OSError):  # other ranks have records there, or have just removed it
+            folder.rmdir()
+
+
+def leave(status: int) -> NoReturn:
+    """End the process now: an orderly end would wait for process groups that wait for what will not come."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,64 @@
+"""Why this rank has to end, once it was told, and whether its time to end by itself is over."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+
+from flatshard.trust.errors import PeerError, record_error
+from flatshard.trust.record import in_range, record
+
+
+def grace_period() -> float:
+    """Seconds that a rank has, once it was told of another's end, to end by itself: ``FLATSHARD_GRACE``, or 5."""
+    given = os.environ.get("FLATSHARD_GRACE", "")
+    try:
+        return float(given) if given else 5.0
+    except ValueError:
+        raise ValueError(f"FLATSHARD_GRACE={given!r}: must be a number of seconds") from None
+
+
+class Verdict:
+    """What a rank knows of the end of its job. The first reason counts: others follow from it."""
+
+    def __init__(self, grace: float = 5.0) -> None:
+        self.reason: str | None = None  # what has ended another rank, or is to end this one
+        self.is_failure = False  # the job is over; a process that is gone may have done all it had to
+        self.explanation = ""  # why a call of torch's has failed, for the last words of this process
+        self._lost = -1  # a rank that is gone; those who wait for it are to end
+        self._grace, self._since = grace, 0.0
+
+    def add(self, reason: str, is_failure: bool = True) -> None:
+        """The job cannot go on."""
+        if self.reason is None:
+            self._since, self.reason = time.monotonic(), reason
+        self.is_failure = self.is_failure or is_failure
+
+    def add_lost(self, rank: int) -> None:
+        """A process is gone that has not said goodbye."""
+        if self.reason is None:
+            self._lost = rank
+        self.add(f"rank {rank} has ended without a word: it was killed, or has crashed", is_failure=False)
+
+    def pause_grace(self) -> None:
+        """Let this rank go on for as long as it likes: its process group is gone, and the rest is up to the user."""
+        self._since = math.inf
+
+    def resume_grace(self) -> None:
+        self._since = min(self._since, time.monotonic())
+
+    def must_end(self) -> bool:
+        """Whether this rank has to end now, since it has not ended by itself."""
+        is_due = self.reason is not None and time.monotonic() - self._since > self._grace
+        return is_due and (self.is_failure or self._waits_for_lost())
+
+    def _waits_for_lost(self) -> bool:
+        """Whether the oldest launch that has not ended, on a GPU, is among ranks of which one is gone."""
+        entry = record.oldest_open() if record.is_on_device else None
+        return entry is not None and self._lost in in_range(entry.group.split()[-1])
+
+    def error(self, what: str) -> PeerError:
+        """The error to raise at a launch or a wait. ``what``: that launch or wait."""
+        oldest = record.oldest_open() if record.is_on_device else None
+        return record_error(PeerError(f"{self.reason}. Rank {record.header['rank']} was waiting for {oldest or what}"))

@@ -1,0 +1,187 @@
+"""One rank's watch over one process group: it tells the other ranks what ends this one, and hears what ends them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from flatshard.trust.errors import PeerError, one_line, record_error
+from flatshard.trust.links import Links, Message
+from flatshard.trust.loop import Loop
+from flatshard.trust.record import Entry, record
+from flatshard.trust.survey import Survey
+from flatshard.trust.verdict import Verdict
+
+_log = logging.getLogger("flatshard")
+
+GRACE = 3.0  # seconds that others have to say why a wait has failed
+TICK = 1.0  # seconds between two looks at what there is to watch
+_HASTE = 0.05  # seconds between the first two attempts to find the others; then twice as many, up to a tick
+_FAREWELL = 5.0  # seconds that the rank which has the store waits for the others to end
+
+
+@dataclass(frozen=True)
+class Watched:
+    """The process group that is watched.
+
+    ``store``: a connection of one's own to the store of the group, with a prefix. ``is_lost_peer``: whether an
+    exception says that another rank is gone. ``settle_in``: a thread that asks for CUDA events calls it once before.
+    """
+
+    store: Callable[[str], Any]
+    kept: Any  # what keeps the store of all ranks alive, on the rank whose process has it; else None
+    rank: int
+    world: int
+    is_lost_peer: Callable[[BaseException], bool] = lambda error: False
+    settle_in: Callable[[], None] = lambda: None
+
+
+class Watch:
+    """Over one process group. Without a ``loop`` there are no connections, and nothing is heard or said.
+
+    ``name``: by which ranks that belong together find each other in the store.
+    """
+
+    def __init__(self, group: Watched, name: str, loop: Loop | None, verdict: Verdict) -> None:
+        self.group, self.verdict = group, verdict
+        self._name, self._loop = name, loop
+        self._links: Links | None = None
+        self._survey = Survey(group.rank, group.world)
+        self._haste = _HASTE
+
+    # Connections
+
+    def open(self) -> None:
+        """Find the other ranks, and connect to them, on the thread of the loop."""
+        self._do(self._open)
+
+    def _open(self) -> None:
+        assert self._loop is not None
+        try:
+            store = self.group.store(self._name)
+            self._links = Links(store, self.group.rank, self.group.world, self._loop.selector, self._hear)
+            self._links.open()
+        except (OSError, RuntimeError) as error:
+            _log.warning("flatshard: ranks cannot tell each other what ends them, but by time-outs: %s", error)
+
+    def close(self, wait: float = GRACE) -> None:
+        """Say goodbye, and wait for so many seconds at most until that is done."""
+        self._do(self._close, wait)
+
+    def _close(self) -> None:
+        links, self._links = self._links, None
+        if links is not None:
+            links.close()
+
+    def drop(self) -> None:
+        """In a process that was forked: the connections are the parent's."""
+        if self._links is not None:
+            self._links.drop()
+            self._links = None
+
+    def await_others(self) -> None:
+        """The store ends with this rank, and threads of others that ask it complain: let them end first."""
+        until = time.monotonic() + _FAREWELL
+        while self.group.kept is not None and time.monotonic() < until:
+            if self._links is None or not self._links.are_there() or self.verdict.reason is not None:
+                return
+            time.sleep(0.02)
+
+    def pause(self) -> float:
+        """Seconds until there is something to do again, at most. Looks for ranks that have not connected yet."""
+        self._haste = _HASTE if self._find_others() else min(2 * self._haste, TICK)
+        return TICK if self._haste == _HASTE else self._haste
+
+    def _find_others(self) -> bool:
+        """Whether there is nobody left to find. Until then, what those say who cannot wait for it is in the store."""
+        links = self._links
+        if links is None or links.are_complete():
+            return True
+        try:
+            links.seek()
+            said = links.said("raised")
+        except RuntimeError:
+            links.forget_store()  # it went away with the rank that kept it
+            return True
+        if said is not None:
+            rank, _, text = said.partition(" ")
+            if int(rank) != self.group.rank:
+                self.verdict.add(f"rank {rank} raised {text}")
+        if links.are_complete():
+            links.forget_store()
+        return links.are_complete()
+
+    def _do(self, action: Callable[[], None], wait: float = 0.0) -> None:
+        if self._loop is not None:
+            self._loop.do(action, wait)
+
+    # Messages
+
+    def tell(self, text: str) -> None:
+        """Let the other ranks know what ends this one."""
+
+        def send() -> None:
+            if self._links is not None:
+                self._links.tell({"raised": text, "rank": self.group.rank})
+                if not self._links.are_complete():  # those who connect later find it there
+                    self._leave_in_store(text)
+
+        self._do(send, wait=GRACE)
+
+    def _leave_in_store(self, text: str) -> None:
+        try:
+            self.group.store(self._name).compare_set("raised", "", f"{self.group.rank} {text}")
+        except RuntimeError as error:
+            # The process is ending already, and its own error is what its user must see.
+            _log.error("flatshard: the other ranks could not be told: %s", one_line(error))
+
+    def _hear(self, message: Message) -> None:
+        """A message of another rank, on the thread of the loop."""
+        if "raised" in message:
+            self.verdict.add(f"rank {message['rank']} raised {message['raised']}")
+        elif "lost" in message:
+            self.verdict.add_lost(int(message["lost"]))
+        elif "ask" in message and self._links is not None:
+            self._survey.restart()
+            self._links.tell({"state": self._survey.own_state(), "rank": self.group.rank})
+        else:
+            self._survey.hear(message)
+
+    # Failed waits
+
+    def explain(self, what: str, error: BaseException) -> PeerError:
+        """Why a wait for a collective ended early. Asks the other ranks, for a few seconds."""
+        if self._links is None:
+            return PeerError(f"{what}: {one_line(error)}")
+        self._survey.waits_for = what
+        others = self._ask()
+        if self.verdict.reason is not None:
+            return self.verdict.error(what)
+        where = f"; `flatshard blame {record.folder}` compares the ranks' records" if record.folder else ""
+        return record_error(
+            PeerError(f"rank {self.group.rank} was waiting for {what}: {one_line(error)}. {others}{where}")
+        )
+
+    def time_out(self, entry: Entry, limit: float) -> None:
+        """A collective has timed out. Not on the thread of the loop, to which the answers of others come."""
+        record.tell(timed_out=entry.number)
+        late = f"{entry} has not ended within {limit:g} s, the time-out of its process group"
+        self.verdict.add(f"{late}. {self._ask()}")
+        self.tell(f"PeerError: {self.verdict.reason}")
+
+    def _ask(self) -> str:
+        """What the other ranks do. Returns early if the reason for a failure comes to be known."""
+
+        def send() -> None:
+            self._survey.restart()
+            if self._links is not None:
+                self._links.tell({"ask": self.group.rank})
+
+        asked = time.monotonic()
+        self._do(send)
+        while self.verdict.reason is None and time.monotonic() < asked + GRACE and not self._survey.is_complete():
+            time.sleep(0.05)
+        return self._survey.summary()
