@@ -345,7 +345,7 @@ class Lane:
             began = self.inside.began
             _recording.launches.launched(self.name, kind, name, numbytes, began, works, self.device)
         record.append(self._group_record(group), _KINDS[kind], name, numbytes, ticket)
-        if alarm.is_failure and self.stream is not None:  # on the CPU whoever waits for it is told
+        if alarm.verdict.is_failure and self.stream is not None:  # on the CPU whoever waits for it is told
             raise alarm.error(f"{kind} {name or '(unnamed)'}, launched just now (step {record.step})")
         self.history.append(Operation(self.launched, kind, name, numbytes, ticket))
         return ticket

@@ -150,7 +150,7 @@ def _outwait(work: Work, what: Callable[[], str], error: RuntimeError) -> None:
             raise error
         if has_ended:
             raise alarm.explain(what(), error) from error
-        if alarm.is_failure:
+        if alarm.verdict.is_failure:
             alarm.gave_up = True
             raise alarm.error(what())
         has_ended = work.is_completed()  # asked first: what ends while it is waited for may have ended well

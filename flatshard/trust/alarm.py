@@ -45,7 +45,7 @@ class Alarm:
 
     def __init__(self) -> None:
         self.gave_up = False  # something is waited for no more, and has not ended
-        self._verdict = Verdict()
+        self.verdict = Verdict()
         self._watch: Watch | None = None
         self._of: weakref.ref[Any] | None = None
         self._pid, self._starts = 0, 0
@@ -53,14 +53,9 @@ class Alarm:
         self._launches = LaunchWatch()
         self._terminate = TerminateHandler(self._torch_gives_up)
 
-    @property
-    def is_failure(self) -> bool:
-        """Whether the job is over. Then launches and waits raise `error`."""
-        return self._verdict.is_failure
-
     def error(self, what: str) -> PeerError:
         """For a rank that was told, and comes to a launch or a wait."""
-        return self._verdict.error(what)
+        return self.verdict.error(what)
 
     def explain(self, what: str, error: BaseException) -> PeerError:
         """Why a wait for a collective ended early. Asks the other ranks, for a few seconds."""
@@ -76,7 +71,7 @@ class Alarm:
         if self._of is not None and self._of() is of and self._pid == os.getpid():
             return
         is_on = os.environ.get("FLATSHARD_ALARM", "").lower() not in ("off", "0")
-        self._verdict, self.gave_up = Verdict(grace_period()), False
+        self.verdict, self.gave_up = Verdict(grace_period()), False
         self._of = weakref.ref(of, self._group_is_gone if is_on else None)
         self._starts += 1
         if is_on and (self._loop is None or self._pid != os.getpid()):  # the first time in this process
@@ -85,7 +80,7 @@ class Alarm:
         self._begin_record(group)
         if self._watch is not None:
             self._watch.close(wait=0.0)
-        self._watch = Watch(group, self._name, self._loop if is_on else None, self._verdict)
+        self._watch = Watch(group, self._name, self._loop if is_on else None, self.verdict)
         self._watch.open()
 
     @property
@@ -125,12 +120,12 @@ class Alarm:
         error = sys.exc_info()[1]
         if error is None:
             watch.await_others()
-            self._verdict, self.gave_up = Verdict(), False
+            self.verdict, self.gave_up = Verdict(), False
         elif watch.group.is_lost_peer(error):
             self._explain_lost_peer(error)
         elif isinstance(error, Exception) and not isinstance(error, PeerError):
             watch.tell(_named(error))
-        self._verdict.pause_grace()
+        self.verdict.pause_grace()
         self._of = self._watch = None
         watch.close()
 
@@ -150,13 +145,13 @@ class Alarm:
         if watch is not None:
             self._launches.prepare(watch.group.settle_in)
         self._launches.settle_if_idle()
-        if watch is not None and self._verdict.reason is None:
+        if watch is not None and self.verdict.reason is None:
             # What was stopped meanwhile, this process or the machine, does not count as waiting.
             overdue = self._launches.overdue(min(seconds, 2 * TICK))
             if overdue is not None:
                 threading.Thread(target=watch.time_out, args=overdue, daemon=True).start()
-        if self._verdict.must_end():
-            exits.end_stuck(self._verdict.reason)
+        if self.verdict.must_end():
+            exits.end_stuck(self.verdict.reason)
 
     # The process ends
 
@@ -168,10 +163,10 @@ class Alarm:
             record.tell(error=_named(error))
         elif self._watch is not None and self._watch.group.is_lost_peer(error):
             self._explain_lost_peer(error)
-        elif not self._verdict.explanation:
+        elif not self.verdict.explanation:
             self._post(error)
-            if self._verdict.reason is not None:
-                _log.error("flatshard: %s", self._verdict.reason)
+            if self.verdict.reason is not None:
+                _log.error("flatshard: %s", self.verdict.reason)
         path = record.dump() if record.number else None
         if path is not None:
             _log.error("%s\nflatshard: written to %s", record.last_entries(), path)
@@ -179,7 +174,7 @@ class Alarm:
     def _explain_lost_peer(self, error: BaseException) -> None:
         """A call of torch's has raised because of another rank: find out why, for the last words of this one."""
         what = str(record.oldest_open() or record.last() or "a collective")
-        self._verdict.explanation = str(self.explain(what, error))
+        self.verdict.explanation = str(self.explain(what, error))
 
     def _post(self, error: BaseException) -> None:
         """Let the other ranks know what ends this one."""
@@ -192,12 +187,12 @@ class Alarm:
         if self._pid != os.getpid():
             return
         until = time.monotonic() + (GRACE if is_distributed else TICK)
-        while self._verdict.reason is None and time.monotonic() < until:
+        while self.verdict.reason is None and time.monotonic() < until:
             time.sleep(0.05)  # what ended another rank says so, or is missed
-        if self._verdict.reason is None and not is_distributed:
+        if self.verdict.reason is None and not is_distributed:
             return
-        self._verdict.add("NCCL reports an error, which torch has logged above")
-        self._verdict.resume_grace()
+        self.verdict.add("NCCL reports an error, which torch has logged above")
+        self.verdict.resume_grace()
         while True:
             time.sleep(60)  # the main thread ends the process, or the watch does
 
@@ -214,7 +209,7 @@ class Alarm:
             self._loop.stop()
         self._of = None  # a process group that nobody has destroyed goes with the modules
         if has_failed and (self.gave_up or record.is_on_device or record.is_pending()):
-            exits.end_failed(self._verdict.explanation)
+            exits.end_failed(self.verdict.explanation)
         self._terminate.remove()
         if not has_failed:
             exits.remove_record()

@@ -367,7 +367,7 @@ def own_record(monkeypatch):
     for module in ("alarm", "errors", "survey", "timeouts", "verdict", "watch"):
         monkeypatch.setattr(f"flatshard.trust.{module}.record", record)
     group = Watched(store=lambda prefix: dist.HashStore(), kept=None, rank=0, world=2)
-    alarm._watch = Watch(group, "alarm", None, alarm._verdict)
+    alarm._watch = Watch(group, "alarm", None, alarm.verdict)
     return record, alarm
 
 
@@ -389,12 +389,12 @@ def test_a_launch_that_does_not_end_times_out(own_record):
         alarm._tick(2.0)
         if look == 12:
             launches[1].ended = True  # late, and in time; the next one has waited behind it
-    assert alarm._verdict.reason is None
+    assert alarm.verdict.reason is None
     for _ in range(11):
         alarm._tick(2.0)
-    _until(lambda: alarm._verdict.reason is not None)
-    assert "all_gather c (8 bytes, step 0) has not ended within 30 s" in alarm._verdict.reason
-    assert "No answer from rank 1" in alarm._verdict.reason
+    _until(lambda: alarm.verdict.reason is not None)
+    assert "all_gather c (8 bytes, step 0) has not ended within 30 s" in alarm.verdict.reason
+    assert "No answer from rank 1" in alarm.verdict.reason
     assert "timed out all_gather c" in record.last_entries()
     assert "ended     all_gather b" in record.last_entries()
 
@@ -416,8 +416,8 @@ def test_a_rank_that_is_gone_ends_only_those_who_wait_for_it(own_record, ranks, 
     record, alarm = own_record
     record.append(record.group(f"gather {ranks}", 30.0), 0, "a", 8, _Launched())
     alarm._watch._hear({"lost": 1})
-    assert alarm._verdict.reason == "rank 1 has ended without a word: it was killed, or has crashed"
-    alarm._verdict._since -= 60
+    assert alarm.verdict.reason == "rank 1 has ended without a word: it was killed, or has crashed"
+    alarm.verdict._since -= 60
     with mock.patch("flatshard.trust.exits.end_stuck") as end:
         alarm._tick(1.0)
         assert end.called == ends

@@ -642,10 +642,11 @@ class Unit:
 
     def keeps(self) -> bool:
         """Whether a forward that begins uses the gathered weights as they are."""
-        known = self.leases.get(Lease.NEXT)
-        if known is None or (self.place.keeps_for_next and self.is_first and Lease.GRAPH not in self.leases):
+        if Lease.NEXT not in self.leases or (
+            self.place.keeps_for_next and self.is_first and Lease.GRAPH not in self.leases
+        ):
             return False
-        if known != [group.state for group in self.needs]:
+        if self.leases[Lease.NEXT] != [group.state for group in self.needs]:
             return False
         return not any(group.snapshot.has_changed() for group in self.groups if not group.is_full)
 
@@ -671,8 +672,7 @@ class Unit:
         if Lease.GRAPH in self.leases and not always:
             self.hide()
             return
-        bodies = self.leases.get(Lease.USER)
-        self.leases = {} if bodies is None else {Lease.USER: bodies}
+        self.leases = {Lease.USER: self.leases[Lease.USER]} if Lease.USER in self.leases else {}
         for group in self.needs:
             leases = _leases_of_others(self, group) if group.borrowers else ()
             if not leases:
