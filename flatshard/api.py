@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from flatshard import _arguments, _torch
 from flatshard.buffer.rules import add_rules
 from flatshard.copying import copy_module
-from flatshard.engine.build import NO_SHARD, Choices, Values, Where, build_unit, owned_modules, units_below
-from flatshard.engine.gradients import GradientScale
-from flatshard.engine.homes import OWNER
-from flatshard.engine.roots import scope_of
-from flatshard.engine.scope import root_of
-from flatshard.engine.unit import Unit, unit_of
+from flatshard.engine.gradients.gradients import GradientScale
+from flatshard.engine.groups.registry import OWNER
+from flatshard.engine.schedule.root import root_of
+from flatshard.engine.tree.build import NO_SHARD, Choices, Values, Where, build_unit, owned_modules, units_below
+from flatshard.engine.tree.roots import find_root
+from flatshard.engine.units.unit import Unit, unit_of
 from flatshard.hf import methods_for
 from flatshard.layout.planner import LayoutName
 from flatshard.module import unit_class
@@ -154,7 +154,7 @@ def make_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     """Make a unit of modules, and let them be of a class that knows of it."""
     add_rules()
     watch_steps()
-    unit = build_unit(modules, choices, scope_of)
+    unit = build_unit(modules, choices, find_root)
     unit.ask(refuses_meta=installed.refuses_meta)
     unit.copier = functools.partial(copy_module, make_unit)
     for each in modules:
@@ -341,9 +341,9 @@ def microbatch(module: nn.Module, *, is_first: bool = True, is_last: bool = True
         yield
         if is_last:
             # The last micro-batch may have used nothing that is trained here, and so have had no backward.
-            for scope in dict.fromkeys(map(root_of, units)):
-                if scope is not None:
-                    scope.reduces.flush(units)
+            for root in dict.fromkeys(map(root_of, units)):
+                if root is not None:
+                    root.reduces.flush(units)
     finally:
         for unit, (first, last) in zip(units, before):
             unit.is_first, unit.is_last = first, last

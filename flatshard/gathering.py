@@ -8,12 +8,12 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from flatshard.engine.build import units_below
-from flatshard.engine.homes import group_of
-from flatshard.engine.roots import scope_of
-from flatshard.engine.scope import root_of
-from flatshard.engine.unit import Unit, unit_with
-from flatshard.engine.unit_changes import written
+from flatshard.engine.groups.registry import group_of
+from flatshard.engine.schedule.root import root_of
+from flatshard.engine.tree.build import units_below
+from flatshard.engine.tree.roots import find_root
+from flatshard.engine.units.changes import written
+from flatshard.engine.units.unit import Unit, unit_with
 
 
 @contextmanager
@@ -56,17 +56,17 @@ def gathered(module: nn.Module, *, recurse: bool = True, write: bool = False) ->
 
 
 def _hold(unit: Unit) -> None:
-    scope = root_of(unit)
-    assert scope is not None
+    root = root_of(unit)
+    assert root is not None
     if not unit.shows_full:
-        scope.gather_apart([unit])
+        root.gather_apart([unit])
         unit.swap_in()
     for group in unit.groups if torch.is_grad_enabled() else ():
         group.watch()  # of what is called without a forward, nothing else would tell that it has gradients
 
 
 def _units(module: nn.Module, recurse: bool) -> list[Unit]:
-    """The units of a module's parameters, in one order on all ranks, each with a scope."""
+    """The units of a module's parameters, in one order on all ranks, each with a root."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"gathered takes a module, not {type(module).__name__}")
     below = [unit for _, unit in units_below(module)]
@@ -79,6 +79,6 @@ def _units(module: nn.Module, recurse: bool) -> list[Unit]:
     if not found:
         raise ValueError(f"no parameter of {type(module).__name__} is sharded: fully_shard was not called on it")
     for unit in found:
-        if unit.scope is None:
-            scope_of(unit, unit.modules[0])
+        if unit.root is None:
+            find_root(unit, unit.modules[0])
     return found

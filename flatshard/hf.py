@@ -22,7 +22,7 @@ from flatshard.checkpoint.deferred_tensors import DeferredFile, DeferredTensor, 
 from flatshard.checkpoint.errors import on_all_ranks
 from flatshard.checkpoint.full import iter_full_tensors
 from flatshard.checkpoint.transformers_conversion import original_classes
-from flatshard.engine.unit import unit_of
+from flatshard.engine.units.unit import unit_of
 from flatshard.gathering import gathered
 
 _WRITER = "safe_save_file"  # what Hugging Face libraries call `safetensors.torch.save_file`

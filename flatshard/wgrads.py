@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from flatshard import _torch
-from flatshard.engine.build import units_below
-from flatshard.engine.direct import Destined, destination
+from flatshard.engine.gradients.direct import Destined, destination
+from flatshard.engine.tree.build import units_below
 from flatshard.module import unit_class
 
 

@@ -76,7 +76,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 # Paths under flatshard/ that may call collectives: lanes, what they do it by, what is apart from them, and the backend
 # that implements them.
-MAY_COMMUNICATE = ("buffer/lanes.py", "buffer/ways.py", "buffer/apart.py", "rehearsal/")
+MAY_COMMUNICATE = ("buffer/lanes.py", "buffer/collectives.py", "buffer/control_plane.py", "rehearsal/")
 # Paths that may use what torch keeps private. The rehearsal backend plugs into torch below its public surface.
 MAY_USE_PRIVATE = ("_torch/", "rehearsal/")
 
@@ -265,31 +265,34 @@ _PLANTED = [
     ("layout/planner.py", "from flatshard._torch import x", "layout may not import _torch"),
     ("layout/planner.py", "import torch\ntorch.distributed.get_rank()", "layout may not use torch.distributed"),
     ("buffer/dbuffer.py", "def f():\n    from ..engine.unit import Unit", "buffer may not import engine"),
-    ("buffer/dbuffer.py", "import flatshard.engine.unit", "buffer may not import engine"),
-    ("engine/unit.py", "from flatshard import fully_shard", "engine may not import __init__"),
-    ("engine/unit.py", "import flatshard", "engine may not import __init__"),
-    ("engine/unit.py", "from ..optim.step import f", "engine may not import optim"),
+    ("buffer/dbuffer.py", "import flatshard.engine.units.unit", "buffer may not import engine"),
+    ("engine/units/unit.py", "from flatshard import fully_shard", "engine may not import __init__"),
+    ("engine/units/unit.py", "import flatshard", "engine may not import __init__"),
+    ("engine/units/unit.py", "from ..optim.step import f", "engine may not import optim"),
     ("rehearsal/backend.py", "from flatshard.engine import unit", "rehearsal may not import engine"),
     ("tools/plan.py", "from flatshard.checkpoint.files import read", "tools may not import checkpoint"),
     ("shelf/box.py", "", "room 'shelf' has no row"),
-    ("engine/unit.py", "import torch.distributed as dist\ndist.all_reduce(x)", "communicates"),
-    ("engine/unit.py", "import torch\ntorch.distributed.barrier()", "communicates"),
-    ("engine/unit.py", "from torch.distributed import broadcast", "communicates"),
-    ("engine/unit.py", "from flatshard import _torch\n_torch.all_gather_one(g, x)", "communicates"),
+    ("engine/units/unit.py", "import torch.distributed as dist\ndist.all_reduce(x)", "communicates"),
+    ("engine/units/unit.py", "import torch\ntorch.distributed.barrier()", "communicates"),
+    ("engine/units/unit.py", "from torch.distributed import broadcast", "communicates"),
+    ("engine/units/unit.py", "from flatshard import _torch\n_torch.all_gather_one(g, x)", "communicates"),
     ("optim/clip.py", "import torch.distributed as dist\ndist.all_gather_into_tensor(a, b)", "communicates"),
     ("optim/clip.py", "mesh.get_group().broadcast([x])", "communicates"),
     ("optim/clip.py", "self.pg.allreduce([x])", "communicates"),
     ("optim/clip.py", "group._allgather_base(a, b)", "communicates"),
     ("_torch/x.py", "group.allgather_into_tensor_coalesced(a, b)", "communicates"),
-    ("engine/unit.py", "import torch\ntorch._C._current_graph_task_id()", "private to torch"),
-    ("engine/unit.py", "import torch._dynamo", "private to torch"),
-    ("engine/unit.py", "from torch.distributed._composable import contract", "private to torch"),
-    ("engine/unit.py", "from torch.distributed.tensor import _api", "private to torch"),
+    ("engine/units/unit.py", "import torch\ntorch._C._current_graph_task_id()", "private to torch"),
+    ("engine/units/unit.py", "import torch._dynamo", "private to torch"),
+    ("engine/units/unit.py", "from torch.distributed._composable import contract", "private to torch"),
+    ("engine/units/unit.py", "from torch.distributed.tensor import _api", "private to torch"),
 ]
 
 _INNOCENT = [
-    ("engine/unit.py", "from ..buffer.dbuffer import DBuffer\nbuffer.all_reduce()\ngroup.reduce()\nlane.gather(x)"),
-    ("engine/unit.py", "import torch\ntorch.__version__\ntorch.gather(x, 0, i)\ntorch._foreach_copy_(a, b)"),
+    (
+        "engine/units/unit.py",
+        "from ..buffer.dbuffer import DBuffer\nbuffer.all_reduce()\ngroup.reduce()\nlane.gather(x)",
+    ),
+    ("engine/units/unit.py", "import torch\ntorch.__version__\ntorch.gather(x, 0, i)\ntorch._foreach_copy_(a, b)"),
     ("buffer/lanes.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
     ("_torch/x.py", "import torch._C\nfrom torch.distributed import ProcessGroup\nf = ProcessGroup._allgather_base"),
     ("__init__.py", "from .api import fully_shard\nfrom .optim.step import fully_shard_optimizer"),

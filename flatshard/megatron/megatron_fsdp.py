@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from flatshard.api import fully_shard, microbatch
 from flatshard.buffer import Lane
 from flatshard.engine import steps
-from flatshard.engine.materialize import materialize
-from flatshard.engine.summary import summary
+from flatshard.engine.tree.materialize import materialize
+from flatshard.engine.tree.summary import summary
 from flatshard.megatron.distributed_data_parallel_config import DistributedDataParallelConfig, schedule_of
 from flatshard.megatron.mixed_precision import MixedPrecisionPolicy, engine_policy
 from flatshard.megatron.param_and_grad_buffer import ParamAndGradBuffer, register_memory

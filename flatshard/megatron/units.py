@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from flatshard.api import no_shard
-from flatshard.engine.parameters import PLAIN
+from flatshard.engine.parameters.sharded_param import PLAIN
 from flatshard.megatron.utils import FSDPDistributedIndex, get_mcore_tensor_parallel_partition_dim
 from flatshard.wrapping import unit_modules
 

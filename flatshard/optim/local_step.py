@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from flatshard import _torch
-from flatshard.engine.homes import OWNER, generation, is_replaced
+from flatshard.engine.groups.registry import OWNER, generation, is_replaced
 from flatshard.optim.flat_params import FlatParam, State, make_flat_params, sharding_of
 
 
@@ -177,7 +177,7 @@ class LocalStep:
         self._flat_params, self._outdated, self._state = None, False, defaultdict(dict)
 
 
-# Of one number per parameter, whatever its shape: names in the state of torch's optimizers.
+# Names in the state of torch's optimizers that have one number per parameter, whatever its shape.
 _PER_PARAMETER = {"step", "mu_product", "eta", "mu"}
 
 

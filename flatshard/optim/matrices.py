@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from flatshard import _torch
 from flatshard.buffer import Lane
-from flatshard.engine.homes import group_of
-from flatshard.engine.main_grads import MAIN_GRAD
+from flatshard.engine.gradients.main_grads import MAIN_GRAD
+from flatshard.engine.groups.registry import group_of
 from flatshard.optim.all_to_all import AllToAll, OwnerGroup
 from flatshard.optim.assignment import Matrix
 from flatshard.optim.flat_params import sharding_of
@@ -38,12 +38,12 @@ class MatrixParam:
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        """Of its gradient and its weight, the same on all ranks."""
+        """The dtypes of its gradient and its weight, the same on all ranks."""
         group = group_of(self.parameter)
         return self.parameter.dtype if group is None else group.gradients.grad_dtype, self.parameter.dtype
 
     def set_values(self, gradient: torch.Tensor, weight: torch.Tensor, uncast: bool) -> None:
-        """Have values. Without a gradient here, the parameter has been used nowhere."""
+        """Give the tensor its values. A parameter without a gradient on this rank has been used on none."""
         tensor, shape = self.tensor, self.matrix.shape
         tensor.data = weight.view(shape)
         if self.parameter.grad is None:

@@ -16,9 +16,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatshard import _arguments, _torch
 from flatshard.engine import steps
-from flatshard.engine.homes import generation, group_of, is_replaced, successor_of
-from flatshard.engine.main_grads import MAIN_GRAD
-from flatshard.engine.reduces import join_reduces
+from flatshard.engine.gradients.main_grads import MAIN_GRAD
+from flatshard.engine.groups.registry import generation, group_of, is_replaced, successor_of
+from flatshard.engine.schedule.reduces import join_reduces
 from flatshard.optim.adamw8bit import AdamW8bit
 from flatshard.optim.all_to_all import cut_axes
 from flatshard.optim.assignment import Cost, newton_schulz
@@ -461,7 +461,7 @@ def _wrap_scalars(optimizer: Optimizer) -> None:
 
 @functools.cache
 def watch_steps() -> None:
-    """Look at every optimizer of this process before it steps, from now on."""
+    """Snapshot at every optimizer of this process before it steps, from now on."""
     register_optimizer_step_pre_hook(_before_step)
 
 

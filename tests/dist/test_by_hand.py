@@ -5,7 +5,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from flatshard import MixedPrecisionPolicy, fully_shard_optimizer
-from flatshard.engine.unit import unit_of
+from flatshard.engine.units.unit import unit_of
 from tests.dist.models import assert_rows, batches, loss_of, make_net
 from tests.dist.test_engine import shard_net
 from tests.dist.test_strategies import STRATEGIES, mesh_of
@@ -56,7 +56,7 @@ def _refreshed_once(rank, world, strategy):
     for by_hand in (False, True):
         loss_of(model, tokens).backward()
         optimizer.step()
-        lane = unit_of(model).scope.gather_lane
+        lane = unit_of(model).root.gather_lane
         start = len(lane.history)
         if by_hand:
             model.refresh_weights()

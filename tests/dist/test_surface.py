@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from flatshard import FSDPModule, fully_shard, microbatch
-from flatshard.engine.unit import unit_of
+from flatshard.engine.units.unit import unit_of
 from tests.dist.models import loss_of, make_net
 from tests.dist.test_engine import full, shard_net
 

@@ -14,7 +14,7 @@ import flatshard
 from flatshard import fully_shard, fully_shard_optimizer
 from flatshard._torch import SUBCLASSES_DISPATCH
 from flatshard.buffer.rules import is_cut_alike
-from flatshard.engine.unit import unit_of
+from flatshard.engine.units.unit import unit_of
 
 pytestmark = pytest.mark.sampled(2)
 
@@ -315,7 +315,7 @@ def _resident_bytes(rank, world, strategy, choose):
         optimizer.step()
         optimizer.zero_grad()
     group = unit_of(model).groups[0]
-    storages = [group.source.buffer.local.untyped_storage(), *(m.full.untyped_storage() for m in group.members)]
+    storages = [group.source.buffer.local.untyped_storage(), *(m.full.untyped_storage() for m in group.params)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import flatshard
 from flatshard import Experts, Sharding, fully_shard, shard_model
 from flatshard._torch import SUBCLASSES_DISPATCH
-from flatshard.engine.unit import unit_of
+from flatshard.engine.units.unit import unit_of
 from flatshard.rehearsal import rehearse
 from tests.moe.cases import DIM, Mixture, Model, Stacked, build, meshes, spread
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 from flatshard import MixedPrecisionPolicy, fully_shard, gathered, microbatch
-from flatshard.engine.unit import unit_of
+from flatshard.engine.units.unit import unit_of
 from tests.order.cases import backward_of_all, compare, grads_of, make, optimizer_of, rows, shard, weights_of
 
 pytestmark = [pytest.mark.xdist_group("interpreters"), pytest.mark.limit(30)]

@@ -17,7 +17,7 @@ from benchmarks.systems import SYSTEMS
 from benchmarks.table import CASES, NETWORK
 from flatshard import shard_model
 from flatshard.cli import main
-from flatshard.engine.build import units_below
+from flatshard.engine.tree.build import units_below
 from flatshard.rehearsal import rehearse
 from flatshard.rehearsal.network import get_network
 from flatshard.rehearsal.traffic import difference
@@ -85,7 +85,7 @@ def test_units_and_groups_are_those_that_shard_model_makes(units):
     by_name = {unit.name: unit for unit in wanted.units}
     assert {name for name, _ in found} == by_name.keys()
     for name, unit in found:
-        members = [(tuple(m.sharded.shape), m.sharded.requires_grad) for group in unit.groups for m in group.members]
+        members = [(tuple(m.sharded.shape), m.sharded.requires_grad) for group in unit.groups for m in group.params]
         assert sorted(members) == sorted((t.shape, t.trainable) for t in by_name[name].tensors)
         assert unit.unshard_in_backward != by_name[name].is_embedding
 
@@ -193,7 +193,7 @@ def test_a_module_is_planned_from_an_import_path(capsys):
         (["llama-1b", "--tokens", "8"], "both --tokens, or --batch and --length, and --tflops"),
         (["llama-1b", "--tokens", "8", "--tflops", "fast"], "must be a number of TFLOP/s, or 'measured'"),
         (["llama-1b", "--tokens", "8", "--tflops", "nan"], "are more than 0"),
-        (["llama-1b", "--ep", "4"], "has no experts that could lie apart"),
+        (["llama-1b", "--ep", "4"], "has no experts to divide among ranks"),
         (["mixtral-8x7b", "--ep", "16"], "8 experts on 8 devices cannot be in 16 parts"),
         (["mixtral-8x7b", "--ep", "0"], "at least 1"),
         (["llama-1b", "--units", "torch.nn.LSTM"], "contains no module of LSTM"),

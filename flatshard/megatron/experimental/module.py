@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatshard.engine.roots import scope_of
-from flatshard.engine.unit import Phase, Unit, unit_of
-from flatshard.engine.weights import Group
+from flatshard.engine.groups.param_group import ParamGroup
+from flatshard.engine.tree.roots import find_root
+from flatshard.engine.units.unit import Phase, Unit, unit_of
 from flatshard.module import FSDPModule, share_comm_ctx
 
 _CONTEXT = "_flatshard_megatron_context"
-CONTEXTS: weakref.WeakKeyDictionary[Group, FsdpContext] = weakref.WeakKeyDictionary()  # of each group
+CONTEXTS: weakref.WeakKeyDictionary[ParamGroup, FsdpContext] = weakref.WeakKeyDictionary()  # of each group
 
 
 class FsdpContext:
@@ -108,11 +108,11 @@ class _Extent:
 class ParameterGroup:
     """Parameters of one unit that travel together."""
 
-    def __init__(self, module: nn.Module, unit: Unit, group: Group) -> None:
+    def __init__(self, module: nn.Module, unit: Unit, group: ParamGroup) -> None:
         self._module, self._unit, self._group = weakref.ref(module), weakref.ref(unit), weakref.ref(group)
 
     @property
-    def _engine(self) -> Group:
+    def _engine(self) -> ParamGroup:
         group = self._group()
         if group is None:
             raise RuntimeError("the model of this parameter group has been deleted")
@@ -127,23 +127,23 @@ class ParameterGroup:
         )
         return [
             FsdpParameter(tuple(names.get(id(site.module()), "") + site.name for site in member.sites), member.sharded)
-            for member in self._engine.members
+            for member in self._engine.params
         ]
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
         """The first name of each parameter, from its unit down."""
-        return tuple(member.name for member in self._engine.members)
+        return tuple(member.name for member in self._engine.params)
 
     @property
     def sharded_parameters(self) -> tuple[nn.Parameter, ...]:
         """What optimizers see."""
-        return tuple(member.sharded for member in self._engine.members)
+        return tuple(member.sharded for member in self._engine.params)
 
     @property
     def requires_grad(self) -> bool:
         """Whether it is trained."""
-        return any(member.sharded.requires_grad for member in self._engine.members)
+        return any(member.sharded.requires_grad for member in self._engine.params)
 
     @property
     def main_weight(self) -> BufferView:
@@ -165,10 +165,10 @@ class ParameterGroup:
         """Bring compute weights up to date with main."""
         unit, module, group = self._unit(), self._module(), self._engine
         if unit is not None and module is not None and not group.main.local.is_meta:
-            scope_of(unit, module).refresh([unit], [group])
+            find_root(unit, module).refresh([unit], [group])
 
 
-def _view(group: Group, local: torch.Tensor) -> BufferView:
+def _view(group: ParamGroup, local: torch.Tensor) -> BufferView:
     return BufferView(local, _Extent(group.layout.num_shards * group.layout.run_numel))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from flatshard.engine.homes import group_of
+from flatshard.engine.groups.registry import group_of
 from flatshard.megatron.experimental.module import CONTEXTS, FsdpModule, ParameterGroup
 from flatshard.optim import step
 

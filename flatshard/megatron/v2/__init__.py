@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import api, policy
-from flatshard.engine.summary import check_buffers, summary
+from flatshard.engine.tree.summary import check_buffers, summary
 from flatshard.megatron.mixed_precision import EnginePolicy
 from flatshard.megatron.uneven_dtensor import (
     gather_and_compute_chunk_metadata,
