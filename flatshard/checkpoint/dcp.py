@@ -94,7 +94,7 @@ class Folder:
             raise CheckpointError(f"{path / METADATA} is damaged, or is no index of DCP: {reason}") from error
 
     def _check(self) -> None:
-        """Raise unless what the index says can be true: every byte of a file is of one thing, and is there."""
+        """Raise unless what the index says can be true: every byte of a file belongs to one value, and exists."""
         if not all(isinstance(name, str) for name in self._described):
             raise ValueError("a name is none")
         taken: dict[str, list[tuple[int, int]]] = {}
@@ -110,7 +110,7 @@ class Folder:
         for file, ranges in taken.items():
             size = (self._path / file).stat().st_size if (self._path / file).is_file() else 0
             if not manifest_checks.do_not_overlap(ranges) or max(end for _, end in ranges) > size:
-                raise ValueError(f"what it says is in {file} does not lie there")
+                raise ValueError(f"{file} does not hold what it says")
         outline: dict[Any, Any] = {}
         for name, entry in self._described.items():
             _put(outline, self._places[name], None)
@@ -124,7 +124,7 @@ class Folder:
         entry.dtype = entry.properties.state[0]
         if not isinstance(entry.dtype, torch.dtype):
             raise ValueError(f"'{name}' is of no dtype")
-        filled = []  # of parts without elements there may be several in one place; nothing is read of them
+        filled = []  # several parts without elements may be in one place; nothing is read of them
         for chunk in entry.chunks:
             offsets, sizes = (
                 manifest_checks.numbers(list(each), f"a part of '{name}'") for each in (chunk.offsets, chunk.sizes)
@@ -175,7 +175,7 @@ class Folder:
             return torch.load(content, weights_only=True, map_location="cpu")
         except OSError as error:
             self._refuse(name, offsets, f"{error.strerror}", error)
-        except Exception as error:  # of a zip, of a pickle or of torch's
+        except Exception as error:  # a zip file, a pickle or torch can fail in any way
             self._refuse(name, offsets, f"{error}", error)
 
     def _refuse(self, name: str, offsets: Any, reason: str, cause: BaseException | None = None) -> Any:

@@ -108,11 +108,11 @@ def _gathered(
 
     That takes twice the traffic of a gather, and no memory beyond the result, however ragged the shards are.
     """
-    apart = [name for name in names if _is_gathered(tensors[name], axes, dtype)]
-    added = [name for name in names if name not in apart]
+    gathered = [name for name in names if _is_gathered(tensors[name], axes, dtype)]
+    added = [name for name in names if name not in gathered]
     views: dict[str, torch.Tensor] = {}
     place = 0
-    for name in (*apart, *added):
+    for name in (*gathered, *added):
         tensor = tensors[name]
         kind = _dtype(tensor, dtype)
         views[name] = storage[place : place + tensor.numel() * kind.itemsize].view(kind).view(tensor.shape)
@@ -127,8 +127,8 @@ def _gathered(
     first = tensors[names[0]]
     assert isinstance(first, DTensor)
     lane, mesh = Lane("full_tensors", storage.device), first.device_mesh
-    if apart:
-        wholes, own = [views[name].view(-1) for name in apart], [piece.view(-1) for piece in pieces[: len(apart)]]
+    if gathered:
+        wholes, own = [views[name].view(-1) for name in gathered], [piece.view(-1) for piece in pieces[: len(gathered)]]
         group = lane.group(mesh, axes[0])
         lane.all_gather(group, wholes, own, after=(lane.mark(),), name="full tensors").wait()
     for axis in axes if bits.numel() else ():

@@ -114,10 +114,10 @@ def _tensors_of(found: SafetensorsFiles, name: str) -> dict[str, TensorEntry]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object none of whose keys is there twice: of two, readers would take one or the other."""
+    """A JSON object without duplicate keys: readers would take one of the two, or the other."""
     made = dict(pairs)
     if len(made) != len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("a key occurs twice")
     return made
 
 

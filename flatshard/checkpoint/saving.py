@@ -54,7 +54,7 @@ class PendingSave:
             self.wait()
 
     def result(self) -> Path:
-        """The complete checkpoint, once it is there."""
+        """The path of the complete checkpoint. Waits for it."""
         self.wait()
         return self.path
 
@@ -152,7 +152,7 @@ def write_snapshot(path: Path, taken: Snapshot) -> None:
 
 
 def _start(folder: Path) -> None:
-    if folder.exists():  # of a save that was killed
+    if folder.exists():  # a save was killed
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
 
@@ -181,7 +181,9 @@ def _publish(path: Path, folder: Path, taken: Snapshot, written: list[Any], keep
             tensors[key]["boxes"].append((each["name"], begin, offsets, sizes, sums))
         seen = folder / each["name"]
         if not seen.exists() or seen.stat().st_size != each["file"]["bytes"]:
-            raise CheckpointError(f"{seen} was written by another rank and is not here: all ranks must share {path}")
+            raise CheckpointError(
+                f"{seen} was written by another rank, and rank 0 does not see it: all ranks must share {path}"
+            )
     others = complete(path.parent)
     body = {
         "format": FORMAT,

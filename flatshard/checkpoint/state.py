@@ -25,7 +25,7 @@ class Part:
     shape: tuple[int, ...]
     offsets: tuple[int, ...] | None
     local: torch.Tensor
-    replica: int = 0  # of `replicas` ranks that hold the same box, this is the one of that number
+    replica: int = 0  # the number of this rank among the `replicas` ranks that hold the same box
     replicas: int = 1
     ranks: int = 0  # of the mesh; 0 for a plain tensor
 
@@ -79,7 +79,7 @@ class Snapshot:
         if part.offsets is not None and part.local.numel() and number % part.replicas == part.replica:
             self.writes.append((key, part.offsets, part.local))
             if 0 < part.ranks < self.world:
-                # Of optimizer state, that of a weight without gradients is rounding, and copies may have any.
+                # Not of optimizer state: that of a weight without gradients is rounding, and copies may differ in it.
                 few = _few(part.local) if key.startswith("model") else []
                 self.doubtful.append((key, part.offsets, few))
         return key
@@ -122,7 +122,7 @@ def _few(local: torch.Tensor) -> list[float]:
 
 
 def _are_copies(few: list[float], others: list[float]) -> bool:
-    """Whether these can be of copies. Those of several ranks may have parted by rounding in the course of training."""
+    """Whether these can be values of copies. Copies on several ranks may come to differ by rounding during training."""
     pairs = [(a, b) for a, b in zip(few, others) if math.isfinite(a) and math.isfinite(b)]
     return sum(abs(a - b) for a, b in pairs) <= 0.3 * sum(abs(a) + abs(b) for a, b in pairs)
 

@@ -20,11 +20,11 @@ class StoredAs:
     """How tensors of a model are called in files.
 
     ``name``: of the tensor in the model. ``*`` stands for a part without dots, a layer's number for example.
-    ``files``: its name there, with as many ``*``. With ``{expert}`` there is one tensor for each slice of dim 0, of a
-    stack ``(experts, ...)``. Of several names, each has an equal part of dim ``dim`` of the tensor in the model.
+    ``files``: its name there, with as many ``*``. With ``{expert}`` there is one tensor for each slice of dim 0 of a
+    stack ``(experts, ...)``. Where there are several names, each has an equal part of dim ``dim`` of the tensor.
     ``transposed``: files have the last two dims the other way round.
 
-    Of experts ``(experts, in, out)`` that files have as the weights of linear layers:
+    For experts ``(experts, in, out)`` that files have as the weights of linear layers:
 
         StoredAs("blocks.*.experts.up", ("model.layers.*.mlp.experts.{expert}.up_proj.weight",), transposed=True)
     """

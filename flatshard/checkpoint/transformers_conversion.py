@@ -28,7 +28,7 @@ class _Recipe:
 
     target: str
     converter: Any
-    sources: list[tuple[str, TensorEntry, str]]  # name in the files, where it is there, which pattern it has matched
+    sources: list[tuple[str, TensorEntry, str]]  # name in the files, entry, and the pattern that it has matched
 
     def make(self, model: Any, read: Any) -> dict[str, torch.Tensor]:
         converter = copy.deepcopy(self.converter)
@@ -62,7 +62,7 @@ class ConvertingReader:
 def convert_tensors(model: Any, found: TensorSource) -> dict[str, _Recipe]:
     """Let ``found`` say what the model calls its tensors; by name, how those are made that are made of several.
 
-    Of a model that is not one of Transformers, or needs nothing of the kind, all stays as it is.
+    For a model that is not one of Transformers, or needs no conversion, everything stays as it is.
     """
     mapping = _mapping(model)
     if not mapping:

@@ -179,7 +179,7 @@ class _Packing:
 
 
 def _stacks(boxes: Sequence[tuple[Box, int]], within: Box) -> list[tuple[int, int]]:
-    """How many boxes, from the first, are one piece, and at which distance; then of the rest."""
+    """How many boxes, from the first, are one piece, and at which distance; then the same for the others."""
     found: list[tuple[int, int]] = []
     previous: tuple[Box, int] | None = None
     for box, start in boxes:
@@ -224,7 +224,7 @@ class AllToAll:
 
     @property
     def bytes(self) -> int:
-        """Of the packed pieces, sent and received."""
+        """The size of the packed pieces, sent and received."""
         sent, received = self._packings
         return sent.bytes + (received.bytes if self._owner_group.size > 1 else 0)
 

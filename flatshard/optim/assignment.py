@@ -104,7 +104,7 @@ def _rows(rows: int, split: Split) -> list[int]:
         return [rows // split] * split
     counts = [int(count) for count in split]
     if sum(counts) != rows or any(count < 1 for count in counts):
-        raise ValueError(f"parts of {counts} rows are not together the {rows} rows that there are")
+        raise ValueError(f"parts of {counts} rows do not add up to the {rows} rows of the parameter")
     return counts
 
 
@@ -114,8 +114,8 @@ def assign(
     """The order in which matrices are given out, the dearest first, and the owner of each: whoever has least by then.
 
     No rank has more than a third too much, and where there are several matrices of a kind for each rank, next to
-    nothing. Of equal costs, those take turns that different ranks hold most of, ``holders``: matrices that are near
-    each other travel together, and are then sent by many. Equal loads go to the first rank. ``before``: what each rank
+    nothing. Among matrices of equal cost, those that different ranks hold most of (``holders``) take turns: neighbours
+    are sent together, and then many ranks send. Equal loads go to the first rank. ``before``: what each rank
     has to do besides.
     """
     turns: dict[tuple[float, int], int] = {}

@@ -298,7 +298,7 @@ def _placed(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def _norms(named: Sequence[tuple[str, torch.Tensor, torch.Tensor | None]], norm_type: float) -> dict[str, float]:
-    """Of tensors that lie as the parameter beside them, or are missing here."""
+    """The norms of tensors that are sharded as the parameter beside them, or that this rank does not have."""
     norm_type = _norm_type(norm_type)
     places: dict[_Where, list[tuple[str, torch.Tensor]]] = {}
     for name, parameter, tensor in named:
@@ -341,7 +341,7 @@ def find_nonfinite(model: nn.Module) -> list[tuple[str, int]]:
 
 
 def _nonfinite(gradients: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-    """Per gradient, 1 where this rank's part is not finite. One that is not here has no part that is."""
+    """Per gradient, 1 where this rank's part is not finite; 0 where this rank has no part."""
     flags = torch.zeros(len(gradients), dtype=torch.int32, device=device)
     found = {number: gradient for number, gradient in enumerate(gradients) if gradient is not None}
     if found:

@@ -275,7 +275,7 @@ def _flat_params_of(group: ParamGroup, members: dict[int, tuple[int, Any]], flat
         else:
             pieces.append((mark, [index]))
     for index in empty:
-        # Nothing of it is here, but its state must have the keys that it has elsewhere.
+        # This rank holds nothing of it, but its state must have the keys that it has on other ranks.
         mark = members[index][1]
         with_it = next((piece for piece in pieces if mark is not None and piece[0] == mark), None)
         if with_it is None:

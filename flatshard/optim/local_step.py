@@ -177,7 +177,7 @@ class LocalStep:
         self._flat_params, self._outdated, self._state = None, False, defaultdict(dict)
 
 
-# Of one number per parameter, whatever its shape: names in the state of torch's optimizers.
+# Names in the state of torch's optimizers that have one number per parameter, whatever its shape.
 _PER_PARAMETER = {"step", "mu_product", "eta", "mu"}
 
 

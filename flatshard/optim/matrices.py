@@ -38,12 +38,12 @@ class MatrixParam:
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        """Of its gradient and its weight, the same on all ranks."""
+        """The dtypes of its gradient and its weight, the same on all ranks."""
         group = group_of(self.parameter)
         return self.parameter.dtype if group is None else group.gradients.grad_dtype, self.parameter.dtype
 
     def set_values(self, gradient: torch.Tensor, weight: torch.Tensor, uncast: bool) -> None:
-        """Have values. Without a gradient here, the parameter has been used nowhere."""
+        """Give the tensor its values. A parameter without a gradient on this rank has been used on none."""
         tensor, shape = self.tensor, self.matrix.shape
         tensor.data = weight.view(shape)
         if self.parameter.grad is None:

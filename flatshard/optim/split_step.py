@@ -29,7 +29,7 @@ class SplitStep:
     ) -> Iterator[Callable[[], Any]]:
         """In it, the optimizer has these parameters. Groups without any are left out, but for those in ``empty``."""
         numbers = [number for number, mine in enumerate(params) if mine or number in empty]
-        # Of tensors, copies: some optimizers count in them, too.
+        # Tensors are copied: some optimizers count in them, too.
         copies = {n: {k: v.clone() for k, v in self._options[n].items() if torch.is_tensor(v)} for n in numbers}
         lent = [{**self._options[n], **copies[n], "params": list(params[n])} for n in numbers]
         self._optimizer.__dict__.update(self._numbers)

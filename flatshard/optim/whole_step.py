@@ -49,7 +49,7 @@ class WholeStep:
 
     def __init__(self, options: WholeOptions, local: LocalStep) -> None:
         self.options, self.local = options, local
-        self.state: defaultdict[Any, State] = defaultdict(dict)  # of the matrices that this rank owns
+        self.state: defaultdict[Any, State] = defaultdict(dict)  # what this rank owns, by matrix
         self.batches: list[list[MatrixParam]] = []  # parameters that came together; their owners do not change
         self.buckets: list[Bucket] = []
         self.model: weakref.ref[nn.Module] | None = None  # whose names parameters have, if it is known
@@ -98,7 +98,7 @@ class WholeStep:
             batch += [MatrixParam(name, parameter, matrix, number, owner_group) for matrix in matrices]
         for owner_group in dict.fromkeys(each.owner_group for each in batch):
             here = [each for each in batch if each.owner_group is owner_group]
-            loads = [0.0] * owner_group.size  # of what came before, whose owners stay
+            loads = [0.0] * owner_group.size  # what ranks own already stays theirs
             for each in self.matrices:
                 if each.owner_group is owner_group:
                     loads[each.owner] += self.options.cost(each.matrix.shape)
@@ -194,7 +194,7 @@ class WholeStep:
         self._listed, self._generation = listed, -1
 
     def _names(self, optimizer: Optimizer) -> dict[torch.Tensor, str]:
-        """Of all parameters: as in the model, where that is known, or as the optimizer was given them."""
+        """The names of all parameters: those in the model, where it is known, or those that the optimizer was given."""
         model = None if self.model is None else self.model()
         if model is not None:
             known = {parameter: name for name, parameter in model.named_parameters()}
@@ -480,7 +480,7 @@ class WholeStep:
         raise NotImplementedError(_CAPTURED)
 
     def settle(self) -> bool:
-        """Of a step that is to be captured: it cannot be."""
+        """Before a step is captured: one on whole matrices cannot be."""
         raise NotImplementedError(_CAPTURED)
 
 

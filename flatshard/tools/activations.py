@@ -106,7 +106,7 @@ def _key(tensor: torch.Tensor) -> int:
 def activations_of(
     model: nn.Module, blocks: Sequence[nn.Module], batch: int, length: int, dtype: torch.dtype | None
 ) -> Activations:
-    """Of a language model on the meta device that takes tokens (batch, length), its compute in ``dtype``.
+    """What a language model saves, on the meta device, given tokens (batch, length); it computes in ``dtype``.
 
     A model of Transformers computes its loss too, with the logits of the whole batch.
     """

@@ -72,7 +72,7 @@ class DryRun:
             self._root(torch.zeros(1)).sum().backward()
 
     def timed(self, clock: StepClock, microbatches: int) -> Estimate:
-        """How long a step takes. Of many micro-batches, those in the middle are like the second."""
+        """How long a step takes. Micro-batches after the second, but the last, are taken to be like the second."""
         self.step()  # tells the engine the order
         self.clock = clock
         passes = min(microbatches, 3)

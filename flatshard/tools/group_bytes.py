@@ -153,7 +153,7 @@ class GroupBytes:
         inner, outer = self.formats.reduces[-1], self.formats.reduces[0]
         result = torch.float32 if outer is not None else self.reduce
         if grad != result or (several and not self.ends):
-            self.reducing += held * result.itemsize  # reduced apart, then added or cast
+            self.reducing += held * result.itemsize  # reduced into memory of its own, then added or cast
         if axes > 1:
             halfway = torch.float32 if inner is not None and outer is not None else self.reduce
             self.reducing += self._numel(self._halfway) * halfway.itemsize
@@ -222,14 +222,14 @@ class GroupBytes:
     # Collectives of a step
 
     def launches(self, forward: int, backward: int) -> list[PlannedCollective]:
-        """Of a step whose micro-batches gather the weights so many times each."""
+        """The collectives of a step whose micro-batches gather the weights so many times each."""
         rounds, parked = self.setup.microbatches, backward if self.parked else 0
         found = [*self.refreshes(), *self.gathers(rounds * (forward + backward - parked))]
         found += self.gathers(rounds * parked, parked=True)
         return [*found, *self.reduces()]
 
     def refreshes(self) -> list[PlannedCollective]:
-        """Once a step: compute weights that rest otherwise than main are derived from it."""
+        """Once a step: compute weights that are sharded otherwise than main weights are derived from these."""
         parameter, main = self.placements.parameter, self.placements.optimizer
         return _real(self._gathers(main, parameter, 1)) if self.is_resident or parameter != main else []
 
@@ -243,7 +243,7 @@ class GroupBytes:
         return _real(self._gathers(self.placements.parameter, everywhere, times))
 
     def reduces(self, is_last: bool | None = None) -> list[PlannedCollective]:
-        """Of all micro-batches; or of one, the last or another."""
+        """The reduces of all micro-batches; or of one, the last or another."""
         rounds = self.setup.microbatches
         found = _real(self._reduces(rounds))
         return found if is_last is None else [x for x in found if is_last or x.times == rounds]
@@ -332,9 +332,9 @@ def split_into_groups(unit: Sequence[ParamShape], setup: TrainingSetup) -> list[
     by_kind: dict[tuple[object, ...], list[ParamShape]] = {}
     parts = setup.expert_parts
     for tensor in unit:
-        apart = parts > 1 and tensor.is_expert
-        if apart:  # those of this rank, which get the tokens of all its neighbours
+        is_divided = parts > 1 and tensor.is_expert
+        if is_divided:  # those of this rank, which get the tokens of all its neighbours
             count, *rest = tensor.shape
             tensor = replace(tensor, shape=(count // parts, *rest), used=tensor.used * parts)
-        by_kind.setdefault((tensor.dtype, tensor.trainable, len(tensor.shape) > 0, apart), []).append(tensor)
+        by_kind.setdefault((tensor.dtype, tensor.trainable, len(tensor.shape) > 0, is_divided), []).append(tensor)
     return [GroupBytes(tensors, setup.of_experts() if kind[3] else setup) for kind, tensors in by_kind.items()]

@@ -1,6 +1,6 @@
-"""The bytes of a rank: at rest, and at the fullest moment of a step.
+"""The bytes of a rank: between steps, and at the fullest moment of a step.
 
-At rest, between `zero_grad` and the next forward, a rank holds per group
+Between `zero_grad` and the next forward, a rank holds per group
 
     main      shard x main dtype
     compute   what its placement says x compute dtype, where that placement is not main's (ZeRO 1 and 2, HFSDP)
@@ -35,7 +35,7 @@ from flatshard.tools.timing import Estimate, Speed, StepClock
 
 @dataclass(frozen=True)
 class Bytes:
-    """Of one rank at one moment, by what they are for."""
+    """The memory of one rank at one moment, by what it is for."""
 
     main: int = 0
     compute: int = 0
@@ -51,8 +51,9 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Memory:
-    """``peak``: the fullest moment. ``most_gathered`` and ``most_staging``: their own largest, perhaps at another one.
+    """``resting``: between steps. ``peak``: the fullest moment of a step.
 
+    ``most_gathered`` and ``most_staging``: the most that gathered weights and staging take, perhaps at other moments.
     ``launches``: the collectives of one step.
     """
 

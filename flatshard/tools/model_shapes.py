@@ -26,7 +26,7 @@ class ParamShape:
 
     ``used``: the part of it that a token is multiplied with; of stacked experts, those that it is sent to.
     ``encoded``: it travels in one byte where gathers or reduces have such a format.
-    ``is_expert``: stacked experts, which ranks may have apart. ``queries``: of a layer that makes queries, how wide.
+    ``is_expert``: stacked experts, which may be divided among ranks. ``queries``: the width of a layer of queries.
     """
 
     shape: tuple[int, ...]
@@ -254,7 +254,7 @@ def _from_transformers(source: str, config: Mapping[str, Any]) -> nn.Module:
     try:
         made = configs.for_model(**config) if source in NAMED else configs.from_pretrained(source)
         named = next((name for name in made.architectures or () if hasattr(transformers, name)), None)
-        # Of an encoder-decoder, AutoModelForCausalLM would make the decoder alone.
+        # AutoModelForCausalLM would make the decoder of an encoder-decoder alone.
         auto = transformers.AutoModelForSeq2SeqLM if made.is_encoder_decoder else transformers.AutoModelForCausalLM
         with torch.device("meta"):
             try:
@@ -264,7 +264,7 @@ def _from_transformers(source: str, config: Mapping[str, Any]) -> nn.Module:
             if getattr(made, "tie_word_embeddings", False):
                 model.tie_weights()  # type: ignore[operator]
         return model
-    except Exception as error:  # of many types: each model checks its own configuration, and may lack a package
+    except Exception as error:  # any type: each model checks its own configuration, and may lack a package
         raise ValueError(
             f"model_type is {kind!r}, which transformers cannot make: {shorten(str(error), 300)}; give module:callable"
         ) from error

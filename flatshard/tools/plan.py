@@ -118,7 +118,7 @@ class StrategyPlan:
     @property
     def state_per_parameter(self) -> float:
         """Bytes of optimizer state for each parameter, all ranks together; what is frozen has none."""
-        return self.rows[0].memory.resting.state / max(self.numel, 1)  # of ZeRO 0: all of it, without padding
+        return self.rows[0].memory.resting.state / max(self.numel, 1)  # ZeRO 0 has all of it, without padding
 
     def to_json(self) -> str:
         rows: list[dict[str, Any]] = []
@@ -198,7 +198,7 @@ class StrategyPlan:
 
     @property
     def kept_bytes(self) -> int:
-        """Of the advised strategy, what is left of the memory for weights to be kept from forward to backward."""
+        """The memory that the advised strategy leaves for weights to be kept from forward to backward."""
         row = self.best
         if row is None or not row.gathers or not row.memory.peak.gathered:
             return 0
@@ -312,11 +312,13 @@ def compare_strategies(model: ModelShape, machine: Machine, training: Training) 
 
 
 def _parts(model: ModelShape, machine: Machine, training: Training) -> list[int]:
-    """In how many parts experts may lie apart: 1, and as many as a node, the devices and the experts allow."""
+    """Among how many ranks experts may be divided: 1, and as many as a node, the devices and the experts allow."""
     counts = model.expert_counts
     if not counts:
         if training.expert_parts not in (None, 1):
-            raise ValueError("the model has no experts that could lie apart: modules whose class ends with 'Experts'")
+            raise ValueError(
+                "the model has no experts to divide among ranks: modules whose class name ends with 'Experts'"
+            )
         return [1]
 
     def divides(parts: int) -> bool:
@@ -333,7 +335,7 @@ def _parts(model: ModelShape, machine: Machine, training: Training) -> list[int]
 
 
 def _can_part(ep: int, outer: Strategy | None, machine: Machine) -> bool:
-    """Whether experts can lie apart: on one axis, or where the inner one has room; those of HFSDP cannot."""
+    """Whether experts can be divided: on one axis, or where the inner one has room; those of HFSDP cannot."""
     return ep == 1 or outer is None or (outer != "optim" and machine.devices // _nodes(machine) % ep == 0)
 
 

@@ -20,8 +20,8 @@ from flatshard.rehearsal.network import Level, Network
 from flatshard.tools.group_bytes import GroupBytes, PlannedCollective
 from flatshard.tools.model_shapes import ModelShape, UnitShape
 
-# Of a byte that is sent or received, so many are read or written in the device's memory while kernels run: by traces of
-# cases (a) and (d), 0.3 to 0.4 ms for each GB on a device of 4.8 TB/s.
+# Bytes that are read or written in the device's memory, while kernels run, for a byte that is sent or received: by
+# traces of cases (a) and (d), 0.3 to 0.4 ms for each GB on a device of 4.8 TB/s.
 _MOVED = 1.5
 
 
@@ -48,7 +48,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of a step, in seconds: ``total``; in it, ``waits`` of compute for the wire, and the ``optimizer``.
+    """The time of a step, in seconds: ``total``; in it, compute ``waits`` for the wire, and the ``optimizer``.
 
     ``exchanges``: of tokens among ranks that have different experts, on the wire. ``host``: what the host takes; where
     that is more than the rest, it is the total.
@@ -174,7 +174,7 @@ def measured_flops(model: ModelShape, tokens: float, dtype: torch.dtype | None) 
 
 
 def _seconds_of(x: torch.Tensor, weight: torch.Tensor, device: torch.device, least: float = 0.03) -> float:
-    """Of one product, the mean of as many as take ``least`` seconds."""
+    """The time of one product: the mean of as many as take ``least`` seconds."""
 
     def several(times: int) -> float:
         began = time.perf_counter()

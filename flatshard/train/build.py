@@ -70,7 +70,7 @@ def _from_config(path: Path, vocab: int) -> Any:
         return model
     except Mistake:
         raise
-    except Exception as error:  # of many types: each model checks its own configuration, and may lack a package
+    except Exception as error:  # any type: each model checks its own configuration, and may lack a package
         raise Mistake(f"--model {path}: {shorten(str(error), 300)}") from error
 
 
@@ -151,7 +151,7 @@ def build_optimizer(model: nn.Module, blocks: list[nn.Module], settings: TrainSe
 
 
 def set_capturable(optimizer: torch.optim.Optimizer, lr: Tensor | None) -> None:
-    """Where a graph is to hold the optimizer's step, it reads ``lr`` there. A checkpoint may say otherwise."""
+    """Let a captured step of the optimizer read its learning rate from ``lr``. A checkpoint may have set otherwise."""
     for group in optimizer.param_groups:
         if "capturable" in group:
             group["capturable"] = lr is not None

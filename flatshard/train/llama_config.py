@@ -1,4 +1,4 @@
-"""The shape of the bundled model. Settings are checked against it before torch is there."""
+"""The shape of the bundled model. Settings are checked against it before torch is imported."""
 
 from __future__ import annotations
 

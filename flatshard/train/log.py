@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 from flatshard.train.settings import Mistake
 from flatshard.train.step import Step
 
-_BEGINNING = b'{"step": '  # of a line
+_BEGINNING = b'{"step": '  # how a line begins
 _SECONDS = 1.0  # between two writes: each waits for the device
 
 
@@ -57,7 +57,7 @@ def _end_of(path: Path, done: int) -> int:
     end, kept = 0, 0
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
         if not line.endswith(b"\n") and line[: len(_BEGINNING)] == _BEGINNING[: len(line)]:
-            break  # of a write that was killed
+            break  # a write was killed
         try:
             number = json.loads(line)["step"]
         except (ValueError, TypeError, KeyError) as error:

@@ -154,7 +154,7 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Fill the tables and all parameters. Of a DTensor the local part is drawn: shards of one tensor look alike.
+        """Fill the tables and all parameters. The local part of a DTensor is drawn: shards of one tensor look alike.
 
         Matrices keep the scale of their input. What a block adds to the residual starts small, so that the sum over all
         blocks keeps its scale too; logits start close to each other, so that the first loss is close to ln(vocab).

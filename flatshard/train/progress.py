@@ -18,8 +18,8 @@ from flatshard.train.step import Step
 from flatshard.train.stop import reader_is_gone, signal_name
 from flatshard.train.trainer import Trainer
 
-_LINES = 12  # of a run that is not in a terminal
-_SILENCE = 60.0  # seconds: the longest between two of these
+_LINES = 12  # lines of a run that is not in a terminal
+_SILENCE = 60.0  # seconds between two of these, at most
 _REFRESH = 0.1  # seconds between two readings of the loss: each waits for the device
 
 

@@ -31,9 +31,9 @@ class TrainSettings:
     # What to train on
     data: Path | None = None  # text, tokens (.bin), or a folder of Hugging Face datasets; without it, bundled stories
     tokenizer: Path | None = None  # a tokenizer.json of `tokenizers`; without it, tokens are bytes
-    token_dtype: Literal["uint16", "uint32"] = "uint16"  # of a .bin file
-    vocab: int | None = None  # of a .bin file without a tokenizer
-    column: str = "text"  # of a dataset: its text, or its tokens
+    token_dtype: Literal["uint16", "uint32"] = "uint16"  # dtype of the tokens in a .bin file
+    vocab: int | None = None  # size of the vocabulary of a .bin file without a tokenizer
+    column: str = "text"  # column of a dataset that has its text, or its tokens
     end_token: int | None = None  # put after each document of a dataset
     # How much
     processes: int | None = None  # to start on this machine; without it, one per GPU, or 2 on CPU
@@ -43,41 +43,41 @@ class TrainSettings:
     context: int = 128  # tokens per row
     # The model
     model: Path | None = None  # a Hugging Face config.json, or its folder; without it, the Llama of these numbers:
-    width: int = 128  # of the model
+    width: int = 128  # width of the model
     layers: int = 4  # blocks of the model
     heads: int = 4  # attention heads
     kv_heads: int = 2  # heads of keys and values
     ffn: int = 384  # width inside a feed-forward layer, or inside an expert
-    experts: int = 0  # of each block; 0: none, one feed-forward layer for all tokens
-    experts_per_token: int = 2  # of these, how many see a token
+    experts: int = 0  # experts in each block; 0: none, one feed-forward layer for all tokens
+    experts_per_token: int = 2  # experts that a token is sent to
     # How it is sharded
     strategy: Literal["zero0", "zero1", "zero2", "zero3", "hsdp", "hfsdp"] = "zero3"  # what is sharded over what
-    replicas: int | None = None  # of hsdp and hfsdp: the size of the outer axis; without it, the number of nodes
+    replicas: int | None = None  # size of the outer axis of hsdp and hfsdp; without it, the number of nodes
     layout: Literal["tensor", "flat", "auto"] = "tensor"  # how parameters lie in buffers
     reshard: bool = True  # free a block's weights after forward, and gather them again in backward
     offload: bool = False  # keep main weights and optimizer state in host memory
-    precision: Literal["float32", "bfloat16"] = "float32"  # of compute; main weights stay float32
-    gather_format: Literal["none", "int8", "float8"] = "none"  # of weights on the wire
-    reduce_format: Literal["none", "int8", "bf16_fp32"] = "none"  # of gradients on the wire
-    rows: bool = False  # of the embedding, only rows travel that a batch reads
+    precision: Literal["float32", "bfloat16"] = "float32"  # dtype of compute; main weights stay float32
+    gather_format: Literal["none", "int8", "float8"] = "none"  # format of weights on the wire
+    reduce_format: Literal["none", "int8", "bf16_fp32"] = "none"  # format of gradients on the wire
+    rows: bool = False  # send only those rows of the embedding that a batch reads
     recompute: bool = False  # recompute blocks in backward to save memory
-    loss_chunk: int = 1024  # tokens whose logits are there at a time; 0: all
+    loss_chunk: int = 1024  # tokens whose logits are computed at a time; 0: all
     capture: bool = False  # on GPUs: from the fourth on, steps are one CUDA graph, which the host launches at once
     # How it learns
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: of matrices inside blocks, and AdamW of the rest
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for matrices inside blocks, and AdamW for all else
     lr: float = 3e-3  # peak learning rate
-    schedule: Literal["cosine", "constant"] = "cosine"  # of the learning rate, after warm-up
+    schedule: Literal["cosine", "constant"] = "cosine"  # learning rate after warm-up
     warmup: int = 10  # steps of linear warm-up
-    weight_decay: float = 0.1  # of matrices
+    weight_decay: float = 0.1  # weight decay of matrices
     clip: float = 1.0  # largest norm of the gradient; 0 leaves it as it is
-    seed: int = 0  # of weights, batches and the sample
+    seed: int = 0  # seed of weights, batches and the sample
     # What it tells and keeps
     val_every: int = 0  # steps from one validation to the next, on the last twentieth of the data; 0: none
-    val_rows: int = 32  # of a validation
+    val_rows: int = 32  # rows of a validation
     sample: int = 240  # tokens of sample text at the end
     sample_every: int = 0  # steps from one sample to the next; 0: at the end only
     prompt: str | None = None  # how a sample starts; without it, with the first words of the text
-    temperature: float = 0.5  # of a sample; 0 always takes the likeliest token
+    temperature: float = 0.5  # temperature of a sample; 0 always takes the likeliest token
     checkpoint: Path | None = None  # folder of the run: it continues from the newest checkpoint there and writes more
     save_every: int = 50  # steps from one checkpoint to the next; the last step is always saved
     keep: int = 2  # newest checkpoints to keep

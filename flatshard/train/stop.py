@@ -28,7 +28,7 @@ class Stop:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self.number and time.monotonic() - self._since > _SECONDS:
-            os._exit(128 + number)  # he is in a hurry
+            os._exit(128 + number)  # asked again: end at once
         if not self.number:
             self.number, self._since = number, time.monotonic()
 

@@ -112,7 +112,7 @@ class Trainer:
                 saving.wait()
 
     def _looked_at(self, step: Step) -> Step:
-        """With what there is to see of the model after it."""
+        """The step with its validation loss and its sample, where they are due."""
         settings, number = self.settings, step.number
         if settings.val_every and number % settings.val_every == 0:
             step = replace(step, val_loss=self.validate())

@@ -1,1 +1,1 @@
-"""What tells people what happened when ranks part: a record of launches, an alarm among ranks, and who is to blame."""
+"""What explains a job that fails: a record of launches, an alarm among ranks, and which rank is to blame."""

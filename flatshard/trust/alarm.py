@@ -64,7 +64,7 @@ class Alarm:
     # The process group begins and ends
 
     def start(self, of: Any, group: Watched) -> None:
-        """Watch over a process group. ``of``: an object that lives as long as it, and is not kept here.
+        """Watch over a process group. ``of``: an object that exists as long as the group does, referenced weakly.
 
         ``FLATSHARD_ALARM=off``: record what is launched, and do nothing else.
         """
@@ -85,9 +85,11 @@ class Alarm:
 
     @property
     def _name(self) -> str:
-        """In the store. torchrun keeps that when it starts ranks again: what those before them said is not for them.
+        """The prefix of this alarm's keys in the store.
 
-        Nodes count restarts each for itself. Where they differ, ranks are not connected, and find out by their waits.
+        torchrun keeps the store when it starts ranks again, so the prefix has the number of restarts: earlier ranks'
+        messages are not for these. Each node counts its own. Where the counts differ, ranks are not connected, and
+        learn of a failure by their waits.
         """
         return f"flatshard/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{self._starts}"
 
@@ -146,7 +148,7 @@ class Alarm:
             self._launches.prepare(watch.group.settle_in)
         self._launches.settle_if_idle()
         if watch is not None and self.verdict.reason is None:
-            # What was stopped meanwhile, this process or the machine, does not count as waiting.
+            # Time in which this process, or the machine, was stopped does not count as waiting.
             overdue = self._launches.overdue(min(seconds, 2 * TICK))
             if overdue is not None:
                 threading.Thread(target=watch.time_out, args=overdue, daemon=True).start()
@@ -156,7 +158,7 @@ class Alarm:
     # The process ends
 
     def _uncaught(self, error: BaseException) -> None:
-        """An exception that nobody catches is about to be printed: tell the other ranks, and what was launched last."""
+        """An exception that nobody catches is about to be printed: tell the other ranks, and log the last launches."""
         if self._pid != os.getpid():
             return
         if isinstance(error, PeerError):
@@ -183,12 +185,12 @@ class Alarm:
             self._watch.tell(_named(error))
 
     def _torch_gives_up(self, is_distributed: bool) -> None:
-        """A C++ exception would abort the process now: of torch's own watchdog of NCCL, or of some other code."""
+        """A C++ exception is about to abort the process: one of torch's watchdog of NCCL, or of some other code."""
         if self._pid != os.getpid():
             return
         until = time.monotonic() + (GRACE if is_distributed else TICK)
         while self.verdict.reason is None and time.monotonic() < until:
-            time.sleep(0.05)  # what ended another rank says so, or is missed
+            time.sleep(0.05)  # a rank that has ended says why, or its connection closes
         if self.verdict.reason is None and not is_distributed:
             return
         self.verdict.add("NCCL reports an error, which torch has logged above")
@@ -219,4 +221,4 @@ def _named(error: BaseException) -> str:
     return f"{type(error).__name__}: {one_line(error)}"
 
 
-alarm = Alarm()  # of this process
+alarm = Alarm()  # the one of this process

@@ -31,7 +31,7 @@ def _from_json(path: Path) -> ReadRecord:
 
 
 def _sound(record: ReadRecord) -> ReadRecord:
-    """A record of a rank that there can be, without the entries that a crash, or a disk, has left in pieces."""
+    """A record whose rank is possible, without entries that a crash, or a disk, has left in pieces."""
     rank, world = record.header["rank"], record.header.get("world", 1)
     if type(rank) is not int or type(world) is not int or not 0 <= rank < world <= MOST_RANKS:
         raise ValueError(f"it is of rank {rank!r} of {world!r}")
@@ -59,15 +59,15 @@ def blame(records: dict[int, ReadRecord]) -> str:
     for rank, record in sorted(records.items()):
         said += [f"On rank {rank} {e} timed out." for e in record.entries if record.fate(e) == "timed out"]
     by_group = _by_group(records)
-    parted = [told for group, ranks in by_group.items() if (told := _first_difference(group, ranks)) is not None]
-    if parted:
-        said += [text for _, text in sorted(parted)][:2]
+    differences = [told for group, ranks in by_group.items() if (told := _first_difference(group, ranks)) is not None]
+    if differences:
+        said += [text for _, text in sorted(differences)][:2]
     elif len(said) == 1:
         said.append("In every group all ranks have launched the same, as far as the records go back.")
     pending = Counter(str(e) for r in records.values() for e in r.entries if not e.ended and "looked" in r.header)
-    if not parted and pending:
+    if not differences and pending:
         text, count = pending.most_common(1)[0]
-        # Who has no record may not have come there.
+        # A rank without a record may not have launched it.
         remedy = "" if absent else ": look at the network"
         said.append(f"{count} ranks have launched {text}, and it has not ended{remedy}.")
     return " ".join(said)

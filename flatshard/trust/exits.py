@@ -1,4 +1,4 @@
-"""The end of a process: functions that are called there, last words, and an end that waits for nothing."""
+"""The end of a process: what is called then, its last words, and an end that waits for nothing."""
 
 from __future__ import annotations
 

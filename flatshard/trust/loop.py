@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 
 class Loop:
-    """Of one process. Keys of its ``selector`` carry a function of no arguments, which it calls.
+    """The thread of one process. Keys of its ``selector`` carry a function of no arguments, which it calls.
 
     ``tick(seconds)`` is called about once a second, with how long ago that was the last time. ``pause()`` says how many
     seconds it may sleep at most. ``dump()`` is called on SIGUSR1, also while the main thread sits in a call of C++,

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 CAPACITY = 1024
-MOST_RANKS = 1 << 20  # of a job; a record that says more is none
+MOST_RANKS = 1 << 20  # in a job; a file that says more is no record
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "replay")
 PHASES = ("", "forward", "forward without gradients", "backward")
 
@@ -175,7 +175,7 @@ class FlightRecord:
         try:
             if launched is not None and not launched.has_ended():
                 return False
-        except RuntimeError:  # of CUDA: whoever waits for it will see it
+        except RuntimeError:  # an error of CUDA, which whoever waits for it will see
             return False
         self._launched[slot] = None
         _ENDED.pack_into(self._map, _HEADER + _GROUPS + slot * _ENTRY.size + _ENDED_AT, time.time())
@@ -276,7 +276,7 @@ class FlightRecord:
 _pack, _now = _ENTRY.pack_into, time.time
 assert _ENTRY.size == 128
 
-record = FlightRecord()  # of this process
+record = FlightRecord()  # the one of this process
 
 
 def decoded(data: bytes) -> ReadRecord:

@@ -53,7 +53,7 @@ class TerminateHandler:
             _Handler(self._before)()
 
     def _name_of_exception(self) -> bytes:
-        """Of the class of what was thrown, mangled. A std::type_info is a table of methods and the name."""
+        """The mangled name of its class. A std::type_info is a table of methods and the name."""
         kind = self._kind()
         if not kind:
             return b""

@@ -40,7 +40,7 @@ class Watched:
 
 
 class Watch:
-    """Over one process group. Without a ``loop`` there are no connections, and nothing is heard or said.
+    """The watch over one process group. Without a ``loop`` there are no connections, and nothing is heard or said.
 
     ``name``: by which ranks that belong together find each other in the store.
     """
@@ -96,7 +96,7 @@ class Watch:
         return TICK if self._haste == _HASTE else self._haste
 
     def _find_others(self) -> bool:
-        """Whether there is nobody left to find. Until then, what those say who cannot wait for it is in the store."""
+        """Whether all neighbours have connected. Until then, a rank that ends leaves its message in the store."""
         links = self._links
         if links is None or links.are_complete():
             return True

@@ -193,7 +193,7 @@ def test_a_module_is_planned_from_an_import_path(capsys):
         (["llama-1b", "--tokens", "8"], "both --tokens, or --batch and --length, and --tflops"),
         (["llama-1b", "--tokens", "8", "--tflops", "fast"], "must be a number of TFLOP/s, or 'measured'"),
         (["llama-1b", "--tokens", "8", "--tflops", "nan"], "are more than 0"),
-        (["llama-1b", "--ep", "4"], "has no experts that could lie apart"),
+        (["llama-1b", "--ep", "4"], "has no experts to divide among ranks"),
         (["mixtral-8x7b", "--ep", "16"], "8 experts on 8 devices cannot be in 16 parts"),
         (["mixtral-8x7b", "--ep", "0"], "at least 1"),
         (["llama-1b", "--units", "torch.nn.LSTM"], "contains no module of LSTM"),
