@@ -15,11 +15,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from flatshard.api import fully_shard, microbatch
 from flatshard.buffer import Lane
 from flatshard.engine import steps
+from flatshard.engine.build import units_below
 from flatshard.engine.materialize import materialize
 from flatshard.engine.summary import summary
-from flatshard.megatron.distributed_data_parallel_config import DistributedDataParallelConfig, schedule_of
+from flatshard.megatron.distributed_data_parallel_config import DistributedDataParallelConfig, own_config, schedule_of
 from flatshard.megatron.mixed_precision import MixedPrecisionPolicy, engine_policy
-from flatshard.megatron.param_and_grad_buffer import ParamAndGradBuffer, register_memory
+from flatshard.megatron.param_and_grad_buffer import ParamAndGradBuffer, register_memory, take_first
 from flatshard.megatron.units import distribute_marked, plan_units
 from flatshard.megatron.utils import FSDPDistributedIndex
 from flatshard.module import FSDPModule
@@ -42,7 +43,7 @@ class MegatronFSDP(nn.Module):
 
     With ``sync_model_each_microbatch`` gradients are complete after every backward. Without, those of ``no_sync()`` are
     reduced as far as they rest between micro-batches, and `finish_grad_sync`, which the optimizer's step calls, does
-    the rest.
+    the rest. ``ddp_config`` may be Megatron-Core's; without a policy, its fields say which precision is meant.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class MegatronFSDP(nn.Module):
         module: nn.Module,
         dist_index: FSDPDistributedIndex,
         ddp_config: DistributedDataParallelConfig | None = None,
-        mixed_precision_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+        mixed_precision_policy: MixedPrecisionPolicy | None = None,
         fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None,
         disable_bucketing: bool = False,
         device: torch.device | None = None,
@@ -85,9 +86,9 @@ class MegatronFSDP(nn.Module):
             raise NotImplementedError(
                 "fine_grained_recurse_module_types is not offered: fine-grained units are all modules with parameters"
             )
-        self.ddp_config = ddp_config
+        self.ddp_config = ddp_config = own_config(ddp_config)
         self.dist_index = dist_index
-        self.mp_policy = mixed_precision_policy
+        self.mp_policy = ddp_config.precision() if mixed_precision_policy is None else mixed_precision_policy
         self.calculate_per_token_loss = calculate_per_token_loss
         self.report_nan_in_param_grad = report_nan_in_param_grad or ddp_config.check_for_nan_in_grad
         self.microbatch_count = 0
@@ -112,8 +113,10 @@ class MegatronFSDP(nn.Module):
             self._root.set_decoupled_gradients()
         me = weakref.proxy(self)  # a parameter that owned its model would keep it alive
         for parameter in module.parameters():
-            parameter.__fsdp_param__ = True  # type: ignore[attr-defined]
-            parameter._megatron_fsdp_model = me  # type: ignore[attr-defined]
+            parameter.__dict__.update(__fsdp_param__=True, _megatron_fsdp_model=me, megatron_fsdp_dist_index=dist_index)
+        for group in (group for _, unit in units_below(module) for group in unit.groups):
+            for held in group.main.ranges():  # which elements of a parameter this rank has
+                group.members[held.tensor].sharded.__dict__["megatron_fsdp_slice"] = slice(held.start, held.stop)
         self._has_groups = False
         self._is_last = self._completes = True
         self.set_model_auto_sync(sync_model_each_microbatch)
@@ -305,14 +308,10 @@ class MegatronFSDP(nn.Module):
         for parameter in self.parameters():
             if not isinstance(parameter, DTensor) or not parameter.to_local().numel():
                 continue
-            mesh, local = parameter.device_mesh, parameter.to_local().detach()
-            place = mesh.get_coordinate()
-            assert place is not None
+            mesh = parameter.device_mesh
             for axis, placement in enumerate(parameter.placements):
                 if isinstance(placement, Replicate) and mesh.size(axis) > 1:
-                    if place[axis]:
-                        local.zero_()
-                    lane.all_reduce(lane.group(mesh, axis), [local], after=(lane.mark(),), name="broadcast").wait()
+                    take_first(lane, mesh, axis, parameter.to_local().detach())
         self._root.refresh_weights()
 
     def _replace_param_with_distributed_if_needed(self) -> None:

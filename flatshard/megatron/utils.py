@@ -174,7 +174,7 @@ def is_submodule(module: nn.Module, parent_module: nn.Module, strict: bool = Tru
 
 
 def find_megatron_fsdp(model: nn.Module) -> nn.Module | None:
-    """The wrapper at or below ``model``."""
-    from flatshard.megatron.megatron_fsdp import MegatronFSDP
-
-    return next((each for each in model.modules() if isinstance(each, MegatronFSDP)), None)
+    """The `MegatronFSDP` at or below ``model``."""
+    return next(
+        (each for each in model.modules() if isinstance(vars(each).get("dist_index"), FSDPDistributedIndex)), None
+    )

@@ -2,9 +2,7 @@
 
 import copy
 import gc
-import importlib
 import inspect
-import sys
 import weakref
 from types import SimpleNamespace
 
@@ -101,43 +99,6 @@ def test_older_spellings_of_precision():
     assert policy == MixedPrecisionPolicy(main_grads_dtype=torch.float32, grad_comm_dtype=torch.float32)
     with pytest.raises(TypeError, match="main_dtype"):
         MixedPrecisionPolicy(main_params_dtype=torch.int32)
-
-
-def test_install_and_uninstall(caplog):
-    with pytest.raises(ImportError):
-        importlib.import_module("megatron_fsdp")
-    before = set(sys.modules)
-    with caplog.at_level("INFO", logger="flatshard"):
-        megatron.install()
-        megatron.install()
-    try:
-        assert len(caplog.records) == 1
-        for name in ("megatron_fsdp", "megatron.core.distributed.fsdp.src.megatron_fsdp"):
-            module = importlib.import_module(name)
-            assert module.fully_shard_model is fully_shard_model
-            for below in ("uneven_dtensor", "param_and_grad_buffer", "mixed_precision", "utils", "experimental", "v2"):
-                assert importlib.import_module(f"{name}.{below}") is importlib.import_module(
-                    f"flatshard.megatron.{below}"
-                )
-            deep = importlib.import_module(f"{name}.experimental.dbuffer")
-            assert deep is importlib.import_module("flatshard.megatron.experimental.dbuffer")
-        adapter = importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter")
-        assert adapter.FullyShardedDataParallel is megatron.FullyShardedDataParallel
-    finally:
-        megatron.uninstall()
-    assert not [name for name in set(sys.modules) - before if name.startswith("megatron")]
-    with pytest.raises(ImportError):
-        importlib.import_module("megatron_fsdp")
-
-
-def test_install_stands_in_for_what_was_imported(monkeypatch):
-    for name in ("megatron_fsdp", "megatron_fsdp.utils"):
-        monkeypatch.setitem(sys.modules, name, type(sys)(name))
-    real = sys.modules["megatron_fsdp"]
-    megatron.install()
-    assert sys.modules["megatron_fsdp"] is megatron
-    megatron.uninstall()
-    assert sys.modules["megatron_fsdp"] is real
 
 
 # A quick start, as in the README of megatron-fsdp
