@@ -22,7 +22,7 @@ from flatshard.megatron.distributed_data_parallel_config import DistributedDataP
 from flatshard.megatron.mixed_precision import MixedPrecisionPolicy, engine_policy
 from flatshard.megatron.param_and_grad_buffer import ParamAndGradBuffer, register_memory, take_first
 from flatshard.megatron.units import distribute_marked, plan_units
-from flatshard.megatron.utils import FSDPDistributedIndex
+from flatshard.megatron.utils import FSDPDistributedIndex, initial_values
 from flatshard.module import FSDPModule
 from flatshard.optim.clip import find_nonfinite
 
@@ -142,6 +142,7 @@ class MegatronFSDP(nn.Module):
             "schedule": schedule_of(config),
             "layout": layout,
             "strategy": strategy,
+            "values": initial_values(),
         }
         planned = plan_units(module, classes, fine_grained=fine_grained, single=single)
         units = [(modules, expert, index.mesh_of(expert)) for modules, expert in [*planned, ([module], False)]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,11 @@ def default_mesh(shard: str = "fsdp", tp: str = "tp") -> DeviceMesh:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kind = "cpu" if accelerator is None else accelerator.type
     return init_device_mesh(kind, (dist.get_world_size(), 1), mesh_dim_names=(shard, tp))
+
+
+def initial_values() -> Any:
+    """What becomes of ranks that begin with different values: a warning, unless FLATSHARD_VALUES says other."""
+    return os.environ.get("FLATSHARD_VALUES", "warn")
 
 
 class FSDPDistributedIndex:

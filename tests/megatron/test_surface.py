@@ -3,6 +3,7 @@
 import copy
 import gc
 import inspect
+import warnings
 import weakref
 from types import SimpleNamespace
 
@@ -381,6 +382,48 @@ def _replicas(rank, world):
 
 def test_broadcast_params_makes_replicas_agree(ranks):
     ranks(2, _replicas)
+
+
+def _mixture(rank, world, values):
+    """What is said of them, and which values each rank goes on with."""
+    from flatshard.megatron import experimental, v2
+
+    mesh = init_device_mesh("cpu", (world,))
+    placements = experimental.Placements([0], *[[experimental.Flat()]] * 3)
+    told, kept = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        if values is not None:
+            patch.setenv("FLATSHARD_VALUES", values)
+        for shard in (
+            lambda net: fully_shard_model(net, fsdp_unit_modules=[nn.Linear]),
+            lambda net: experimental.fully_shard(net, mesh, placements),
+            lambda net: v2.fully_shard(net, mesh),
+        ):
+            torch.manual_seed(rank)
+            net = nn.Sequential(nn.Linear(4, 4))
+            own = net[0].weight.data.clone()
+            model = shard(net) or net
+            kept.append(torch.equal(net[0].weight.to_local(), own[2 * rank : 2 * rank + 2]))
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
+                try:
+                    model(torch.ones(1, 4))
+                except RuntimeError as error:
+                    found = [SimpleNamespace(message=error, category=RuntimeError)]
+            told.append([(each.category, str(each.message)) for each in found if "ranks differ" in str(each.message)])
+    return told, kept
+
+
+@pytest.mark.parametrize("values", [None, "same", "first"])
+def test_ranks_that_begin_with_different_values(ranks, values):
+    for rank, (told, kept) in enumerate(ranks(2, _mixture, values)):
+        for said, own in zip(told, kept):
+            assert own == (values != "first" or rank == 0)
+            assert len(said) == (values != "first")
+            for category, text in said:
+                assert category is (RuntimeError if values else UserWarning)
+                assert ("a mixture now" in text) == (values is None)
+                assert "weight' was sharded with other values on rank 1 than on rank 0" in text
 
 
 def _units(rank, world):

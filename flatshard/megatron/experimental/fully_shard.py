@@ -17,6 +17,7 @@ from flatshard.megatron.experimental.module import FsdpContext, FsdpModule
 from flatshard.megatron.experimental.placement import Placements
 from flatshard.megatron.mixed_precision import engine_policy
 from flatshard.megatron.param_and_grad_buffer import register_memory
+from flatshard.megatron.utils import initial_values
 from flatshard.policy import SchedulePolicy
 
 _open: ContextVar[FsdpContext | None] = ContextVar("fully_shard_context", default=None)
@@ -88,6 +89,7 @@ def fully_shard(
             gradient_scale="mean" if grad_divisor == 1 and not placements.sums else scale,
             schedule=SchedulePolicy(separate_groups=not context.unify_communication_stream),
             layout=layout,
+            values=initial_values(),
         )
         _adopt(each, context, mesh, use_symm_mem or context.use_symmetric_memory)
     for each in below if alone else ():  # one context for all units below the last one that was made

@@ -22,6 +22,7 @@ from flatshard.megatron.uneven_dtensor import (
     split_dtensor,
     uneven_dtensor_to_full_tensor,
 )
+from flatshard.megatron.utils import initial_values
 from flatshard.module import FSDPModule
 from flatshard.optim.clip import grad_norms, weight_norms
 
@@ -117,6 +118,7 @@ def fully_shard(
         offload_policy=policy.OffloadPolicy() if offload_policy is None else offload_policy,
         ignored_params=ignored_params,
         strategy=sharding_strategy,
+        values=initial_values(),
         gradient_scale="mean" if gradient_scaling_factor is None else gradient_scaling_factor,
         schedule=policy.SchedulePolicy(
             prefetch=enable_unshard_prefetch, async_reduce=enable_async_reduce_grad, planned_pool=enable_trace_pool
