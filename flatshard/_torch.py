@@ -234,6 +234,11 @@ def data_parallel_mesh(mesh: DeviceMesh, shard: Sequence[str], replicate: Sequen
     return parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
 
 
+def flattened_names(mesh: DeviceMesh) -> list[str]:
+    """The names of axes that were made of several axes of a mesh, or of one that it is a part of."""
+    return list(mesh._get_root_mesh()._flatten_mapping)
+
+
 def mesh_info(mesh: DeviceMesh, sharded: bool) -> DataParallelMeshInfo:
     """What FSDP2 says of a mesh (shard) or (replicate, shard); ``sharded``: off where all axes keep copies."""
     if mesh.ndim == 2:
@@ -1193,6 +1198,14 @@ def rendezvous(tensor: torch.Tensor, group: ProcessGroup) -> Any:
     seen = symmetric.rendezvous(tensor, group=group.group_name)
     torch.cuda.synchronize(tensor.device)  # see `symmetric_memory`
     return seen
+
+
+def is_symmetric(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in memory that other ranks can be shown, as far as this torch can say (2.12)."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    asked = getattr(symmetric, "is_symm_mem_tensor", None)
+    return tensor.is_cuda and asked is not None and bool(asked(tensor))
 
 
 def symmetric_comms(group: ProcessGroup) -> tuple[Any, Any]:

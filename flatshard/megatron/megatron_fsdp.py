@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,16 +16,14 @@ from flatshard.buffer import Lane
 from flatshard.engine import steps
 from flatshard.engine.build import units_below
 from flatshard.engine.materialize import materialize
-from flatshard.engine.summary import summary
+from flatshard.megatron import reports
 from flatshard.megatron.distributed_data_parallel_config import DistributedDataParallelConfig, own_config, schedule_of
 from flatshard.megatron.mixed_precision import MixedPrecisionPolicy, engine_policy
-from flatshard.megatron.param_and_grad_buffer import ParamAndGradBuffer, register_memory, take_first
+from flatshard.megatron.param_and_grad_buffer import ParamAndGradBuffer
 from flatshard.megatron.units import distribute_marked, plan_units
-from flatshard.megatron.utils import FSDPDistributedIndex, initial_values
+from flatshard.megatron.utils import FSDPDistributedIndex, initial_values, register_memory, take_first
 from flatshard.module import FSDPModule
 from flatshard.optim.clip import find_nonfinite
-
-_log = logging.getLogger("flatshard")
 
 # Arguments that are also fields of the configuration.
 ASKED: tuple[str, ...] = (
@@ -120,7 +117,7 @@ class MegatronFSDP(nn.Module):
         self._has_groups = False
         self._is_last = self._completes = True
         self.set_model_auto_sync(sync_model_each_microbatch)
-        _log.info("sharded %s:\n%s", type(module).__name__, summary(module))
+        self.log_parameter_groups()
 
     def _shard(
         self,
@@ -323,6 +320,11 @@ class MegatronFSDP(nn.Module):
         """A forward shows full parameters by itself."""
 
     # Neighbours
+
+    compute_per_param_norms = _compute_per_param_norms = reports.compute_per_param_norms
+    log_per_param_norms = _log_per_param_norms = reports.log_per_param_norms
+    log_parameter_groups = _log_parameter_groups = reports.log_parameter_groups
+    check_all_fsdp_buffers = reports.check_all_fsdp_buffers
 
     def state_dict_for_save_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """`state_dict`."""

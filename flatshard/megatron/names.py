@@ -10,8 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from flatshard import _torch
-from flatshard.megatron.units import is_expert
-from flatshard.megatron.utils import FSDPDistributedIndex
+from flatshard.megatron.utils import FSDPDistributedIndex, is_expert
 
 
 class Names:

@@ -3,6 +3,7 @@
 import copy
 import gc
 import inspect
+import logging
 import warnings
 import weakref
 from types import SimpleNamespace
@@ -29,6 +30,12 @@ from flatshard.megatron import (
     utils,
 )
 from flatshard.megatron.distributed_data_parallel_config import schedule_of
+from flatshard.megatron.fully_shard import ShardingStrategy
+from flatshard.megatron.param_and_grad_buffer import (
+    FixedPoolAllocator,
+    MaxPoolAllocator,
+    StorageResizeBasedBucketAllocator,
+)
 from tests.dist.models import Block, assert_rows, batches, loss_of, make_net
 
 ROWS = 8
@@ -73,13 +80,14 @@ MODEL_ARGUMENTS = [
 
 def test_arguments_are_those_of_megatron_fsdp_and_come_in_its_order():
     ours = list(inspect.signature(fully_shard_model).parameters)
-    assert ours == [*MODEL_ARGUMENTS, "layout"]
-    assert list(inspect.signature(fully_shard).parameters) == ["module", "optimizer", *MODEL_ARGUMENTS[1:], "layout"]
+    further = ["layout", "preserve_fp32_weights", "grad_reduce_in_fp32"]
+    assert ours == [*MODEL_ARGUMENTS, *further]
+    assert list(inspect.signature(fully_shard).parameters) == ["module", "optimizer", *MODEL_ARGUMENTS[1:], *further]
     fields = ["main_params_dtype", "main_grads_dtype", "grad_comm_dtype"]
     assert list(inspect.signature(MixedPrecisionPolicy).parameters)[:3] == fields
 
 
-def test_what_marks_on_parameters_and_meshes_say(monkeypatch):
+def test_what_marks_on_parameters_and_meshes_say(monkeypatch, caplog):
     plain, cut = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
     cut.tensor_model_parallel, cut.partition_dim = True, 1
     assert [utils.is_mcore_tensor_parallel_duplicated(each) for each in (plain, cut)] == [True, False]
@@ -92,6 +100,47 @@ def test_what_marks_on_parameters_and_meshes_say(monkeypatch):
     for said, rank in (("7", 7), ("none", 0)):
         monkeypatch.setenv("RANK", said)
         assert utils.safe_get_rank() == rank
+        for told in (0, 7):
+            utils.log_single_rank(logging.getLogger("flatshard"), logging.WARNING, "%s of %s", said, told, rank=told)
+    assert [record.getMessage() for record in caplog.records] == ["7 of 7", "none of 0"]
+    assert megatron.__version__.count(".") == 2
+
+
+def _named_meshes(rank, world):
+    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "cp"))
+    assert utils.get_mesh_names(mesh) == ["dp", "cp"]
+    mesh["dp", "cp"]._flatten("dp_cp")
+    assert utils.get_mesh_names(mesh) == ["dp", "cp", "dp_cp"]
+    assert utils.get_mesh_names(mesh, only_submesh_dims=True) == ["dp", "cp"]
+    assert utils.get_mesh_names() == []
+    assert utils.contains_submesh(mesh, "dp_cp")
+    assert utils.contains_submesh(mesh, ["dp", "cp"])
+    assert not utils.contains_submesh(mesh, ["dp", "tp"])
+    assert not utils.contains_submesh(None, "dp")
+    assert not utils.contains_submesh(mesh, None)
+
+
+def test_names_of_meshes(ranks):
+    ranks(2, _named_meshes)
+
+
+def _older(rank, world):
+    for given, wanted in (
+        ({"preserve_fp32_weights": False}, MixedPrecisionPolicy(main_params_dtype=None)),
+        ({"grad_reduce_in_fp32": True}, MixedPrecisionPolicy(grad_reduce_in_fp32=True)),
+        ({"preserve_fp32_weights": True, "grad_reduce_in_fp32": False}, MixedPrecisionPolicy()),
+    ):
+        model = sharded(model=make_net(depth=1).bfloat16(), zero_dp_strategy=ShardingStrategy.OPTIM_GRADS, **given)
+        assert model.mp_policy == wanted
+        loss_of(model, tokens_of(rank, world)).backward()
+        weight = model.module.head.weight
+        assert weight.dtype == wanted.main_params_dtype or weight.dtype == BF16
+        assert weight.grad.dtype == (wanted.main_grads_dtype or BF16)
+        assert model.ddp_config.data_parallel_sharding_strategy == "optim_grads"
+
+
+def test_older_spellings_as_arguments(ranks):
+    ranks(2, _older)
 
 
 def test_older_spellings_of_precision():
@@ -364,6 +413,58 @@ def _weights(rank, world):
 
 def test_weights_are_gathered_and_precision_changed_by_hand(ranks):
     ranks(2, _weights)
+
+
+def _groups(rank, world):
+    """What the model is made of, by the names of buckets."""
+    model = sharded(
+        model=make_net(depth=2).bfloat16(),
+        zero_dp_strategy=1,
+        sync_model_each_microbatch=False,
+        fsdp_double_buffer=True,
+    )
+    buffer = model.param_and_grad_buffer
+    groups = buffer.parameter_groups
+    assert buffer.num_buckets == len(groups)
+    assert sum(len(group.params) for group in groups) == len(list(model.parameters()))
+    block = max((group for group in groups if group.fsdp_unit_id == 1), key=lambda group: len(group.params))
+    assert set(block.params) <= set(model.module.blocks[0].parameters())
+    for group in groups:
+        assert (group.dtype, group.grad_dtype, group.requires_grad, group.is_expert_param) == (BF16, BF16, True, False)
+        assert group.main_weight_buffer.data.dtype == torch.float32
+        assert group.main_grad_buffer.data.dtype == BF16
+        assert group.main_weight_buffer.params == group.params
+    assert isinstance(buffer.weight_alloc, FixedPoolAllocator)
+    assert buffer.weight_alloc.pool is None
+    with model.no_sync():
+        loss_of(model, tokens_of(rank, world)).backward()
+    scope = unit_of(model.module).scope
+    assert (buffer.weight_alloc.pool, buffer.main_grad_alloc.pool) == (scope.gather_pool, scope.reduce_pool)
+    assert block.model_weight_buffer.data.dtype == BF16
+    buffer.reduce_scatter_gradients()
+    assert block.main_grad_buffer.data.any()
+    before = block.model_weight_buffer.data.clone()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().add_(1.0)
+    buffer.all_gather_parameters()
+    assert not torch.equal(block.model_weight_buffer.data, before)
+    assert (buffer.mp_policy, buffer.ddp_config, buffer.use_decoupled_grad) == (
+        model.mp_policy,
+        model.ddp_config,
+        False,
+    )
+    with pytest.raises(AttributeError, match="buckets"):
+        buffer.buckets  # noqa: B018
+    other = sharded(maxpool_double_buffer=True)
+    assert isinstance(other.param_and_grad_buffer.main_grad_alloc, MaxPoolAllocator)
+    with pytest.raises(RuntimeError, match="start_param_sync"):
+        other.param_and_grad_buffer.all_gather_parameters()
+    assert isinstance(sharded().param_and_grad_buffer.weight_alloc, StorageResizeBasedBucketAllocator)
+
+
+def test_groups_and_pools_of_a_model(ranks):
+    ranks(2, _groups)
 
 
 def _replicas(rank, world):

@@ -11,7 +11,8 @@ from torch import nn
 
 from flatshard.engine.roots import unit_of
 from flatshard.engine.unit import Phase, Unit
-from flatshard.megatron.experimental.parameter_group import CONTEXTS, ParameterGroup
+from flatshard.megatron.experimental.parameter_group import CONTEXTS
+from flatshard.megatron.groups import ParameterGroup
 from flatshard.module import FSDPModule, share_comm_ctx
 
 _CONTEXT = "_flatshard_megatron_context"
@@ -23,7 +24,7 @@ class FsdpContext:
     def __init__(self, use_symmetric_memory: bool = False, unify_communication_stream: bool = False) -> None:
         self.use_symmetric_memory = use_symmetric_memory
         self.unify_communication_stream = unify_communication_stream
-        self.is_last_microbatch = True
+        self.is_first_microbatch = self.is_last_microbatch = True
         self.device: torch.device | None = None
         self._units: list[weakref.ref[nn.Module]] = []
         self._guards: list[Any] = []  # while the context is open no unit may run
@@ -97,6 +98,12 @@ class FsdpModule(FSDPModule):
         """What it shares with other units."""
         found: FsdpContext = _module(self).__dict__[_CONTEXT]
         return found
+
+    @property
+    def name(self) -> str:
+        """Its name from the outermost unit of its context down; that one's is empty."""
+        named = (found for root in self.context.roots for found in root.named_modules())
+        return str(next(name for name, each in named if each is self))
 
     @property
     def phase(self) -> Any:
