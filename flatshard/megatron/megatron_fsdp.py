@@ -15,6 +15,7 @@ from flatshard.api import fully_shard, microbatch
 from flatshard.buffer import Lane
 from flatshard.engine import steps
 from flatshard.engine.build import units_below
+from flatshard.engine.main_grads import DECOUPLED, MainGrads
 from flatshard.engine.materialize import materialize
 from flatshard.megatron import reports
 from flatshard.megatron.distributed_data_parallel_config import DistributedDataParallelConfig, own_config, schedule_of
@@ -114,7 +115,7 @@ class MegatronFSDP(nn.Module):
         for group in (group for _, unit in units_below(module) for group in unit.groups):
             for held in group.main.ranges():  # which elements of a parameter this rank has
                 group.members[held.tensor].sharded.__dict__["megatron_fsdp_slice"] = slice(held.start, held.stop)
-        self._has_groups = False
+        self._has_groups = self._hides = False
         self._is_last = self._completes = True
         self.set_model_auto_sync(sync_model_each_microbatch)
         self.log_parameter_groups()
@@ -171,6 +172,7 @@ class MegatronFSDP(nn.Module):
             self._use_gather_groups()
         if self.model_auto_sync or self.microbatch_count == 0 or self._steps != steps.taken():
             self.microbatch_count = 0
+            self._hide_gradients()
             output = self.module(*inputs, **kwargs)
         else:  # persistent compute weights are those of the first micro-batch
             with microbatch(self.module, is_first=False, is_last=False):
@@ -218,6 +220,8 @@ class MegatronFSDP(nn.Module):
         """Whether gradients are complete after every backward, whatever `no_sync` says."""
         self.model_auto_sync = sync_model
         self.is_last_microbatch = self._is_last
+        if sync_model:
+            self.attach_grad_to_optimizer_state()
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Start reducing what backwards have left unreduced."""
@@ -230,13 +234,28 @@ class MegatronFSDP(nn.Module):
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Make gradients complete, and the parameters that modules show sharded ones; an optimizer may step then."""
         self.synchronize_gradient_reduce()
+        self.attach_grad_to_optimizer_state()
         if self.report_nan_in_param_grad:
             self.check_for_nan()
         self._replace_param_with_distributed_if_needed()
         self.microbatch_count = 0
 
     def attach_grad_to_optimizer_state(self) -> None:
-        """Gradients are always where optimizers look for them."""
+        """Show gradients where optimizers look for them; where micro-batches are not synchronised, none are before."""
+        for each in self._main_grads() if self._hides else ():
+            each.unhide()
+        self._hides = False
+
+    def _hide_gradients(self) -> None:
+        """Show none until they are complete, unless there are some already, of which none must vanish."""
+        if self.model_auto_sync or self._hides or self._gradients():
+            return
+        for each in self._main_grads():
+            each.hide()
+        self._hides = True
+
+    def _main_grads(self) -> list[MainGrads]:
+        return [group.gradients.main_grads for _, unit in units_below(self.module) for group in unit.groups]
 
     def check_for_nan(self) -> None:
         """Raise, on all ranks, if a gradient is not finite; names parameters, and the ranks that hold those parts."""
@@ -262,7 +281,9 @@ class MegatronFSDP(nn.Module):
         self.microbatch_count = 0
 
     def _gradients(self) -> list[torch.Tensor]:
-        name = "decoupled_grad" if self.ddp_config.megatron_fsdp_use_decoupled_grad else "grad"
+        if self._hides:
+            return [grad for each in self._main_grads() for grad in each.kept or () if grad is not None]
+        name = DECOUPLED if self.ddp_config.megatron_fsdp_use_decoupled_grad else "grad"
         return [grad for parameter in self.parameters() if (grad := getattr(parameter, name, None)) is not None]
 
     # Weights

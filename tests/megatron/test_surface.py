@@ -6,6 +6,7 @@ import inspect
 import logging
 import warnings
 import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -386,6 +387,60 @@ def test_gradients_are_finished_by_hand(ranks):
     ranks(4, _microbatches)
 
 
+def _hidden(rank, world):
+    """No gradient shows before it is complete, and then all do, whatever has happened to them meanwhile."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("outer", "dp"))
+    reference = make_net(depth=2)
+    for number in range(3):
+        (loss_of(reference, list(batches(3, ROWS))[number]) / 2).backward()
+    for case in (
+        *({"zero_dp_strategy": strategy} for strategy in range(4)),
+        {"device_mesh": mesh, "dp_shard_dim": "dp", "dp_outer_dim": "outer"},
+        {"use_decoupled_grad": True},
+        {"cuda_graph_mode": True},
+    ):
+        model = sharded(sync_model_each_microbatch=False, **case)
+        name = "decoupled_grad" if case.get("use_decoupled_grad") else "grad"
+
+        def shown(model=model, name=name):
+            return [each for parameter in model.parameters() if (each := getattr(parameter, name)) is not None]
+
+        def check(factor, model=model, name=name):
+            for mine, plain in zip(model.parameters(), reference.parameters()):
+                assert_rows(getattr(mine, name), plain.grad * factor, rtol=1e-4, atol=1e-6)
+
+        loss_of(model, tokens_of(rank, world)).backward()
+        model.zero_grad_buffer()  # forgets those that do not show, too
+        for number in range(3):
+            with model.no_sync() if number < 2 else nullcontext():
+                loss_of(model, tokens_of(rank, world, number)).backward()
+            assert not shown()
+        model.scale_gradients(0.25)
+        model.start_grad_sync()
+        assert not shown()
+        model.finish_grad_sync()
+        check(0.5)
+        for number in range(3):  # and more on top of them, which nobody has hidden
+            loss_of(model, tokens_of(rank, world, number)).backward()
+        model.finish_grad_sync()
+        check(2.5)
+        model.zero_grad_buffer()
+        assert "cuda_graph_mode" in case or not shown()
+        for number in range(3):
+            model.set_model_auto_sync(number == 2)
+            loss_of(model, tokens_of(rank, world, number)).backward()
+            assert bool(shown()) == (number == 2 or "cuda_graph_mode" in case)
+        check(2.0)
+        with model.sync():
+            model.zero_grad_buffer()
+            loss_of(model, tokens_of(rank, world)).backward()
+            assert shown()
+
+
+def test_gradients_show_when_they_are_complete(ranks):
+    ranks(4, _hidden)
+
+
 # Weights
 
 
@@ -740,6 +795,7 @@ def _configured(rank, world):
         assert index.get_outer_fsdp_group().size() == 2
         assert index.get_logical_hybrid_fsdp_rank() == [0, 2, 1, 3][rank]
         loss_of(model, tokens_of(rank, world)).backward()
+        model.finish_grad_sync()
         for mine, plain in zip(model.parameters(), reference.parameters()):
             assert_rows(mine.grad, plain.grad, rtol=1e-4, atol=1e-6)
         with pytest.raises(ValueError, match="NCCL"):
