@@ -6,6 +6,7 @@ import inspect
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import IntEnum
 from typing import Any
 
@@ -110,7 +111,9 @@ def fully_shard_model(
         device_mesh = default_mesh(dp_shard_dim, tp_dim)
     if outer != "no_shard" and dp_outer_dim is None:
         raise ValueError(f"outer_dp_sharding_strategy={outer!r} needs dp_outer_dim, the axis that it is of")
-    given["mixed_precision_policy"] = mixed_precision_policy.older(preserve_fp32_weights, grad_reduce_in_fp32)
+    older = {name: given[name] for name in ("preserve_fp32_weights", "grad_reduce_in_fp32") if given[name] is not None}
+    if older:
+        given["mixed_precision_policy"] = replace(mixed_precision_policy, **older)
     fields = {field: given[argument] for argument, field in _FIELDS.items()}
     config = DistributedDataParallelConfig(
         data_parallel_sharding_strategy=inner, outer_dp_sharding_strategy=outer, **fields

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -35,10 +35,6 @@ class MixedPrecisionPolicy:
             object.__setattr__(self, "main_grads_dtype", torch.float32)
             object.__setattr__(self, "grad_comm_dtype", torch.float32)
         self.engine()  # checks the dtypes
-
-    def older(self, preserve_fp32_weights: bool | None, grad_reduce_in_fp32: bool | None) -> MixedPrecisionPolicy:
-        """The same, with what the older spellings say where they are given."""
-        return replace(self, preserve_fp32_weights=preserve_fp32_weights, grad_reduce_in_fp32=grad_reduce_in_fp32)
 
     def engine(self) -> EnginePolicy:
         """The same for the engine."""
