@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.table import NETWORK
-from flatshard.engine.roots import unit_of
+from flatshard.engine.units.unit import unit_of
 from flatshard.megatron import MixedPrecisionPolicy, fsdp_no_shard, fully_shard_model, fully_shard_optimizer
 from flatshard.rehearsal import rehearse
 from flatshard.rehearsal.ledger import difference
@@ -59,7 +59,7 @@ def measure(marked: bool, scale: int, world: int = 8) -> dict[str, float]:
         for _ in range(3):
             before = rehearsal.medium.ledger.snapshot()
             model(image).square().mean().backward()
-            pool = unit_of(model.module).scope.gather_pool
+            pool = unit_of(model.module).root.gather_pool
             gathered = max(gathered, pool.peak_bytes)
             optimizer.step()
             optimizer.zero_grad()

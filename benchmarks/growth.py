@@ -29,8 +29,8 @@ from torch.distributed.fsdp import fully_shard as fsdp2_shard
 from torch.distributed.tensor import DTensor
 
 import flatshard
-from flatshard.engine.build import units_below
-from flatshard.engine.unit import unit_of
+from flatshard.engine.tree.build import units_below
+from flatshard.engine.units.unit import unit_of
 from flatshard.policy import placements_for
 from flatshard.rehearsal import rehearse
 from flatshard.rehearsal.ledger import difference
@@ -146,9 +146,9 @@ def bytes_of(model: nn.Module, step: Callable[[], None]) -> dict[str, float]:
     entries = step.optimizer.state.values()  # type: ignore[attr-defined]
     state = [value.to_local() for entry in entries for value in entry.values() if isinstance(value, DTensor)]
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in (*mains, *state)}
-    scope = unit_of(model).scope
-    assert scope is not None
-    return {"bytes": sum(storages.values()) + scope.gather_pool.peak_bytes}
+    root = unit_of(model).root
+    assert root is not None
+    return {"bytes": sum(storages.values()) + root.gather_pool.peak_bytes}
 
 
 def sweep(systems: list[str], device: str, steps: int, rounds: int) -> list[dict[str, Any]]:

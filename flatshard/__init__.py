@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from flatshard.buffer.groups import destroy_groups
     from flatshard.captured import Captured, capture
     from flatshard.checkpoint.sync import Synced, receive_weights, sync_weights
-    from flatshard.engine.materialize import materialize
-    from flatshard.engine.summary import Summary, check_buffers, summary
+    from flatshard.engine.tree.materialize import materialize
+    from flatshard.engine.tree.summary import Summary, check_buffers, summary
     from flatshard.gathering import gathered
     from flatshard.installing import install, uninstall
     from flatshard.model import shard_model
@@ -44,8 +44,8 @@ _HOMES = {
     "buffer.groups": ("destroy_groups",),
     "captured": ("Captured", "capture"),
     "checkpoint.sync": ("Synced", "receive_weights", "sync_weights"),
-    "engine.materialize": ("materialize",),
-    "engine.summary": ("Summary", "check_buffers", "summary"),
+    "engine.tree.materialize": ("materialize",),
+    "engine.tree.summary": ("Summary", "check_buffers", "summary"),
     "gathering": ("gathered",),
     "installing": ("install", "uninstall"),
     "model": ("shard_model",),

@@ -61,7 +61,7 @@ class Recording:
         self.waits: list[Wait] = []
         self.launches: list[Launch] = []
         self.steps: list[Moment] = []
-        self._scopes: dict[int, tuple[Any, list[dict[str, Any]]]] = {}  # and what their units look like
+        self._roots: dict[int, tuple[Any, list[dict[str, Any]]]] = {}  # and what their units look like
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._base: Moment = None
         self._cuda = False
@@ -81,16 +81,16 @@ class Recording:
         return event
 
     @contextmanager
-    def around(self, phase: str, unit: str, scope: Any) -> Iterator[None]:
+    def around(self, phase: str, unit: str, root: Any) -> Iterator[None]:
         """The body makes the current stream (on CUDA) or the caller (on CPU) wait, and does nothing else."""
-        if id(scope) not in self._scopes:
-            self._scopes[id(scope)] = scope, _described(scope)
-        device = scope.device
+        if id(root) not in self._roots:
+            self._roots[id(root)] = root, _described(root)
+        device = root.device
         begin = self.now(device)
         yield
         allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" and launches is self else None
-        end, pools = self.now(device), (scope.gather_pool.live_bytes, scope.reduce_pool.live_bytes)
-        groups = [group for each in scope.units for group in each.groups] if launches is self else ()
+        end, pools = self.now(device), (root.gather_pool.live_bytes, root.reduce_pool.live_bytes)
+        groups = [group for each in root.units for group in each.groups] if launches is self else ()
         gradients = sum(group.gradients.main_grads.live_bytes for group in groups)
         self.waits.append(Wait(phase, unit, begin, end, *pools, gradients, allocated))
 
@@ -159,7 +159,7 @@ class Recording:
                 | {"staging": wait.staging, "gradients": wait.gradients, "allocated": wait.allocated}
                 for wait in waits
             ],
-            "units": [row for _, rows in self._scopes.values() for row in rows],
+            "units": [row for _, rows in self._roots.values() for row in rows],
         }
 
     def _span(self, wait: Wait, start: float) -> dict[str, float]:
@@ -200,7 +200,7 @@ class Recording:
         return found
 
 
-def _described(scope: Any) -> list[dict[str, Any]]:
+def _described(root: Any) -> list[dict[str, Any]]:
     """Layout and waste of every unit."""
     return [
         {
@@ -213,7 +213,7 @@ def _described(scope: Any) -> list[dict[str, Any]]:
             "gathered": group.gathered_bytes,
             "waste": group.layout.waste,
         }
-        for unit in scope.units
+        for unit in root.units
         for group in unit.groups
     ]
 

@@ -16,15 +16,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flatshard import _arguments, _torch
+from flatshard.buffer.rules import add_rules
 from flatshard.copying import copied
-from flatshard.engine.build import NO_SHARD, Choices, Values, Where, build_unit, owned_modules, units_below
-from flatshard.engine.gradients import GradientScale
-from flatshard.engine.homes import OWNER
-from flatshard.engine.roots import unit_of
-from flatshard.engine.unit import Unit
+from flatshard.engine.gradients.gradients import GradientScale
+from flatshard.engine.groups.registry import OWNER
+from flatshard.engine.schedule.root import root_of
+from flatshard.engine.tree.build import NO_SHARD, Choices, Values, Where, build_unit, owned_modules, units_below
+from flatshard.engine.tree.roots import find_root
+from flatshard.engine.units.unit import Unit, unit_of
 from flatshard.hf import methods_for
 from flatshard.layout.planner import LayoutName
 from flatshard.module import unit_class
+from flatshard.optim.step import watch_steps
 from flatshard.policy import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
@@ -149,8 +152,10 @@ def fully_shard(
 
 def make_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     """Make a unit of modules, and let them be of a class that knows of it."""
-    unit = build_unit(modules, choices)
-    unit.settings.refuses_meta = installed.refuses_meta
+    add_rules()
+    watch_steps()
+    unit = build_unit(modules, choices, find_root)
+    unit.ask(refuses_meta=installed.refuses_meta)
     unit.copier = functools.partial(copied, make_unit)
     for each in modules:
         each.__class__ = unit_class(type(each), methods_for, bool(choices.rows))
@@ -326,9 +331,9 @@ def microbatch(module: nn.Module, *, is_first: bool = True, is_last: bool = True
     units = [unit for _, unit in units_below(module)]
     if not units:
         raise ValueError(f"no unit at or below {type(module).__name__}: fully_shard was not called on it")
-    before = [(unit.settings.is_first, unit.settings.is_last) for unit in units]
+    before = [(unit.is_first, unit.is_last) for unit in units]
     for unit in units:
-        unit.settings.is_first, unit.settings.is_last = is_first, is_last
+        unit.is_first, unit.is_last = is_first, is_last
         for group in unit.groups if is_first else ():
             if not group.is_full:
                 group.renew()  # the first forward to use them may be one of a later micro-batch
@@ -336,11 +341,12 @@ def microbatch(module: nn.Module, *, is_first: bool = True, is_last: bool = True
         yield
         if is_last:
             # The last micro-batch may have used nothing that is trained here, and so have had no backward.
-            for scope in dict.fromkeys(unit.scope for unit in units if unit.scope is not None):
-                scope.reduces.flush(units)
+            for root in dict.fromkeys(map(root_of, units)):
+                if root is not None:
+                    root.reduces.flush(units)
     finally:
         for unit, (first, last) in zip(units, before):
-            unit.settings.is_first, unit.settings.is_last = first, last
+            unit.is_first, unit.is_last = first, last
 
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:

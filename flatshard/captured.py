@@ -13,11 +13,11 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from flatshard import _torch
+from flatshard import _epochs, _torch
 from flatshard.buffer import record_replay
 from flatshard.engine import steps
-from flatshard.engine.main_grads import MainGrads
-from flatshard.engine.scope import Scope, scopes_that_ran
+from flatshard.engine.gradients.main_grads import MainGrads
+from flatshard.engine.schedule.root import Root, roots_that_ran
 from flatshard.optim.step import is_settled, state_of, state_places
 from flatshard.optim.together import Together
 from flatshard.policy import MixedPrecisionPolicy
@@ -64,7 +64,7 @@ class Captured:
         self._step, self._warmup, self._other_shapes = step, warmup, other_shapes
         self._graphs: dict[object, _Graph] = {}
         self._calls = 0
-        self._scopes: list[weakref.ref[Scope]] = []
+        self._roots: list[weakref.ref[Root]] = []
         self._optimizers: list[Optimizer] = []
         self._segments = Segments()  # that are recomputed in a step
 
@@ -103,30 +103,30 @@ class Captured:
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the step as it is, and see which models and optimizers are in it."""
         optimizers: list[Optimizer] = []
-        with scopes_that_ran() as scopes, _optimizers_that_step(optimizers), self._segments.counted():
+        with roots_that_ran() as roots, _optimizers_that_step(optimizers), self._segments.counted():
             found = self._step(*args, **kwargs)
-        self._scopes, self._optimizers = [weakref.ref(scope) for scope in scopes], optimizers
+        self._roots, self._optimizers = [weakref.ref(root) for root in roots], optimizers
         return found
 
     def _capture(self, leaves: list[Any], tree: Any) -> _Graph:
-        scopes = [scope for ref in self._scopes if (scope := ref()) is not None]
-        for scope in scopes:
-            _check_capturable(scope)
-            scope.agree()  # of a policy that was set since the last step; no graph could hold it
+        roots = [root for ref in self._roots if (root := ref()) is not None]
+        for root in roots:
+            _check_capturable(root)
+            root.agree()  # of a policy that was set since the last step; no graph could hold it
         _check_optimizers(self._optimizers)
-        before = _gradients(scopes)
+        before = _gradients(roots)
         static = [leaf.clone() for leaf in leaves]
         args, kwargs = _torch.tree_unflatten(static, tree)
         movable = [optimizer for optimizer in self._optimizers if not _is_in_a_graph(optimizer)]
-        with _quiet(scopes) as lasting, _pools_of(scopes) as memory:
+        with _quiet(roots) as lasting, _pools_of(roots) as memory:
             _move_apart([tensor for optimizer in movable for tensor in state_of(optimizer)])
-            graph, output, generators = _captured(lambda: self._step(*args, **kwargs), scopes, lasting, self._segments)
-        if _gradients(scopes) != before:
+            graph, output, generators = _captured(lambda: self._step(*args, **kwargs), roots, lasting, self._segments)
+        if _gradients(roots) != before:
             raise RuntimeError(
                 "the step leaves other gradients behind than it found: a captured step ends with "
                 "optimizer.zero_grad(), or adds to gradients that stay (zero_grad(set_to_none=False))"
             )
-        return _Graph(graph, static, output, scopes, self._optimizers, generators, memory)
+        return _Graph(graph, static, output, roots, self._optimizers, generators, memory)
 
 
 def _move_apart(tensors: Sequence[torch.Tensor]) -> None:
@@ -149,7 +149,7 @@ _LARGE = 1 << 20  # bytes: smaller tensors have segments of their own kind
 
 
 def _captured(
-    step: Callable[[], Any], scopes: Sequence[Scope], lasting: Sequence[MainGrads], segments: Segments
+    step: Callable[[], Any], roots: Sequence[Root], lasting: Sequence[MainGrads], segments: Segments
 ) -> tuple[torch.cuda.CUDAGraph, Any, Generators]:
     """A graph of a step, what it returned, and what it draws from. If it cannot be captured, all is as it was before.
 
@@ -157,7 +157,8 @@ def _captured(
     half open.
     """
     graph, pool, stream = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-    random, generators = _torch.RandomState(), segments.of_graph(graph)
+    random: Any = torch.cuda.default_generators[torch.cuda.current_device()]
+    state, generators = random.clone_state(), segments.of_graph(graph)
     error: BaseException | None = None
     _torch.clear_workspaces()
     torch.cuda.empty_cache()
@@ -169,21 +170,21 @@ def _captured(
                 grads.wake()
             with generators.used():
                 output = step()
-            for scope in scopes:
-                _join_lanes(scope)
+            for root in roots:
+                _join_lanes(root)
         except BaseException as raised:
             error = raised
         try:
             graph.capture_end()
         except RuntimeError as raised:
             error = error or raised
-            _torch.abandon_capture(torch.cuda.current_device(), pool)
-            random.restore()
+            _torch.end_allocating(torch.cuda.current_device(), pool)
+            random.graphsafe_set_state(state)  # else torch's generator is left as if the capture went on
     if error is None:
         return graph, output, generators
-    _torch.epochs.begin()
-    for scope in scopes:
-        scope.reset()
+    _epochs.begin()
+    for root in roots:
+        root.reset()
     if not isinstance(error, RuntimeError):
         raise error
     told = str(error).partition("\n")[0]
@@ -201,7 +202,7 @@ class _Graph:
         graph: torch.cuda.CUDAGraph,
         static: Sequence[torch.Tensor],
         output: Any,
-        scopes: Sequence[Scope],
+        roots: Sequence[Root],
         optimizers: Sequence[Optimizer],
         generators: Generators,
         memory: Sequence[object],
@@ -209,28 +210,26 @@ class _Graph:
         """``memory``: what keeps that of the models' pools."""
         self._generators, self._memory = generators, memory
         self._graph, self._static, self._output = graph, static, output
-        self._scopes = [weakref.ref(scope) for scope in scopes]
+        self._roots = [weakref.ref(root) for root in roots]
         # NCCL cannot destroy a communicator that a graph uses: process groups of lanes that exist are not destroyed.
-        self._lanes = [(scope.gather_lane, scope.rows_lane, scope.reduce_lane) for scope in scopes]
+        self._lanes = [(root.gather_lane, root.rows_lane, root.reduce_lane) for root in roots]
         self.optimizers = list(optimizers)
-        self._ranks = sorted(
-            {rank for scope in scopes for mesh in scope.meshes for rank in mesh.mesh.flatten().tolist()}
-        )
-        self._places, self._gradients = _places(scopes), _gradients(scopes)
+        self._ranks = sorted({rank for root in roots for mesh in root.meshes for rank in mesh.mesh.flatten().tolist()})
+        self._places, self._gradients = _places(roots), _gradients(roots)
         self._numbers, self._states = _numbers(optimizers), [state_places(optimizer) for optimizer in optimizers]
         _graphs.add(self)
 
     def check(self) -> None:
         """RuntimeError if a replay would not be the step."""
-        scopes = [scope for ref in self._scopes if (scope := ref()) is not None]
-        if len(scopes) != len(self._scopes) or _places(scopes) != self._places:
+        roots = [root for ref in self._roots if (root := ref()) is not None]
+        if len(roots) != len(self._roots) or _places(roots) != self._places:
             raise RuntimeError(
                 "the captured step is stale: parameters have been moved, cast, replaced, sharded anew or given "
                 "another policy since; call renew() on it"
             )
-        if any(scope.program.running is not None for scope in scopes):
+        if any(root.program.running is not None for root in roots):
             raise RuntimeError("a captured step cannot run within a forward or backward of its model")
-        if _gradients(scopes) != self._gradients:
+        if _gradients(roots) != self._gradients:
             raise RuntimeError(
                 "a captured step must find gradients as it found them when it was captured, there or set to None; call "
                 "optimizer.zero_grad() before it, or renew()"
@@ -249,20 +248,20 @@ class _Graph:
             )
 
     def replay(self, leaves: Sequence[torch.Tensor]) -> Any:
-        scopes = [scope for ref in self._scopes if (scope := ref()) is not None]
-        for scope in scopes:
-            _join_lanes(scope)
-            scope.count_step()
+        roots = [root for ref in self._roots if (root := ref()) is not None]
+        for root in roots:
+            _join_lanes(root)
+            root.count_step()
         if leaves:
             torch._foreach_copy_(list(self._static), list(leaves))
         self._generators.align()
         self._graph.replay()
         if len(self._ranks) > 1:
-            record_replay(scopes[0].gather_lane, "the captured step", self._ranks)
+            record_replay(roots[0].gather_lane, "the captured step", self._ranks)
         if self.optimizers:
             steps.note()
-        for scope in scopes:
-            scope.refresh_order()
+        for root in roots:
+            root.refresh_order()
         return self._output
 
 
@@ -284,23 +283,23 @@ class _Place:
     policy: MixedPrecisionPolicy
 
 
-def _places(scopes: Sequence[Scope]) -> list[_Place]:
+def _places(roots: Sequence[Root]) -> list[_Place]:
     return [
         _Place(
             group.main.local.data_ptr(),
             id(group.source),
-            tuple([member.sharded.requires_grad for member in group.members]),
+            tuple([member.sharded.requires_grad for member in group.params]),
             group.policy,
         )
-        for scope in scopes
-        for unit in scope.units
+        for root in roots
+        for unit in root.units
         for group in unit.groups
     ]
 
 
-def _gradients(scopes: Sequence[Scope]) -> list[int | None]:
+def _gradients(roots: Sequence[Root]) -> list[int | None]:
     """Where gradients are; None where there is none."""
-    members = [m for scope in scopes for unit in scope.units for group in unit.groups for m in group.members]
+    members = [m for root in roots for unit in root.units for group in unit.groups for m in group.params]
     grads = [member.sharded.grad for member in members]
     return [None if grad is None else grad.to_local().data_ptr() for grad in grads]  # type: ignore[attr-defined]
 
@@ -317,50 +316,50 @@ def _numbers(optimizers: Sequence[Optimizer]) -> list[tuple[tuple[str, object], 
     ]
 
 
-def _check_capturable(scope: Scope) -> None:
+def _check_capturable(root: Root) -> None:
     """ValueError if a graph cannot hold a step of this model, and what to change."""
-    if scope.device.type != "cuda":
-        raise ValueError(f"a step on {scope.device} cannot be captured: CUDA graphs are for NVIDIA GPUs")
-    if any(unit.settings.is_optional for unit in scope.units):
+    if root.device.type != "cuda":
+        raise ValueError(f"a step on {root.device} cannot be captured: CUDA graphs are for NVIDIA GPUs")
+    if any(unit.intent.is_optional for unit in root.units):
         raise ValueError("a step with optional units cannot be captured: what a rank launches depends on its data")
-    if scope.program.checks:
+    if root.program.checks:
         raise ValueError("a step cannot be captured in check mode, in which ranks talk before every launch")
-    for unit in scope.units:
+    for unit in root.units:
         if any(group.home.host for group in unit.groups):
             raise ValueError(f"unit '{unit.name}' has weights in host memory, which a graph cannot step")
-    for lane in (scope.gather_lane, scope.reduce_lane):
-        for mesh in scope.meshes:
+    for lane in (root.gather_lane, root.reduce_lane):
+        for mesh in root.meshes:
             for axis in range(mesh.ndim):
                 if mesh.size(axis) > 1 and lane.backend_in(lane.group(mesh, axis)) == "gloo":
                     raise ValueError("a step over Gloo cannot be captured: it communicates on the host; use NCCL")
 
 
-def _join_lanes(scope: Scope) -> None:
+def _join_lanes(root: Root) -> None:
     """Order the current stream after all that the lanes have been given."""
-    scope.gather_lane.join()
-    scope.reduce_lane.join()
+    root.gather_lane.join()
+    root.reduce_lane.join()
 
 
 @contextmanager
-def _pools_of(scopes: Sequence[Scope]) -> Iterator[list[object]]:
+def _pools_of(roots: Sequence[Root]) -> Iterator[list[object]]:
     """Yields what keeps the memory of these models' pools, also what they get within."""
-    pools = {id(pool): pool for scope in scopes for pool in (scope.gather_pool, scope.reduce_pool)}
+    pools = {id(pool): pool for root in roots for pool in (root.gather_pool, root.reduce_pool)}
     with ExitStack() as stack:
         yield [stack.enter_context(pool.remembering()) for pool in pools.values()]
 
 
-def _start_anew(scope: Scope) -> list[MainGrads]:
+def _start_anew(root: Root) -> list[MainGrads]:
     """Give back what is gathered, also what was to stay, and the memory of gradients that are hidden: which.
 
     A graph must derive all from main itself, and must not write to memory that others may get later.
     """
-    groups = [group for unit in scope.units for group in unit.groups]
-    for unit in scope.units:
+    groups = [group for unit in root.units for group in unit.groups]
+    for unit in root.units:
         unit.release(always=True)
     for group in groups:
         group.source.mark_stale()
     lasting = [group.gradients.main_grads for group in groups if not group.gradients.main_grads.is_empty]
-    scope.rest_gradients(always=True)
+    root.rest_gradients(always=True)
     return [grads for grads in lasting if grads.is_empty]
 
 
@@ -397,19 +396,19 @@ def _optimizers_that_step(found: list[Optimizer]) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet(scopes: Sequence[Scope]) -> Iterator[list[MainGrads]]:
+def _quiet(roots: Sequence[Root]) -> Iterator[list[MainGrads]]:
     """All that was launched before has ended, and nobody waits for it within; nor afterwards for what is captured.
 
     Yields gradients whose memory, hidden between steps, has been given back.
     """
-    lasting = [grads for scope in scopes for grads in _start_anew(scope)]
+    lasting = [grads for root in roots for grads in _start_anew(root)]
     torch.cuda.synchronize()
-    _torch.epochs.begin()
+    _epochs.begin()
     record.captures = True
     try:
         yield lasting
     finally:
-        for scope in scopes:
-            scope.count_no_step()
+        for root in roots:
+            root.count_no_step()
         record.captures = False
-        _torch.epochs.begin()
+        _epochs.begin()

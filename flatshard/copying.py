@@ -14,12 +14,12 @@ from torch import nn
 
 from flatshard import _torch
 from flatshard.checkpoint.converted import of_their_own_classes
-from flatshard.engine.build import Choices, owned_modules, units_below
-from flatshard.engine.homes import OWNER, SUCCESSOR, group_of, successor_of
-from flatshard.engine.parameters import attributes_of
-from flatshard.engine.unit import Unit
-from flatshard.engine.unit_changes import absorb
-from flatshard.engine.weights import Group
+from flatshard.engine.groups.param_group import ParamGroup
+from flatshard.engine.groups.registry import OWNER, SUCCESSOR, group_of, successor_of
+from flatshard.engine.parameters.sharded_param import attributes_of
+from flatshard.engine.tree.build import Choices, owned_modules, units_below
+from flatshard.engine.units.changes import absorb
+from flatshard.engine.units.unit import Unit, unit_of, unit_with
 from flatshard.policy import Sharding
 from flatshard.state import FSDPState
 
@@ -43,11 +43,11 @@ def copied(make_unit: MakeUnit, module: nn.Module, memo: dict[int, Any]) -> nn.M
     _check(module, units, memo)
     dims: dict[int, int] = {}  # that the new parameters are to be cut on
     for group, index in _members(units):
-        sharded = group.members[index].sharded
+        sharded = group.params[index].sharded
         memo[id(sharded)] = blank = _blank(group, index)
         dims[id(blank)] = group.layout.slots[index].dim
     for group, index in _members(units):
-        sharded = group.members[index].sharded
+        sharded = group.params[index].sharded
         own = {name: value for name, value in attributes_of(sharded).items() if name not in (OWNER, SUCCESSOR)}
         memo[id(sharded)].__dict__.update(copy.deepcopy(own, memo))
     for owned in _owned(module):
@@ -58,12 +58,12 @@ def copied(make_unit: MakeUnit, module: nn.Module, memo: dict[int, Any]) -> nn.M
         _remove(vars(each))
     new = {id(unit): make_unit([memo[id(each)] for each in unit.modules], _choices(unit, memo, dims)) for unit in units}
     for group, index in _members(units):
-        _fill(group, index, memo[id(group.members[index].sharded)])
+        _fill(group, index, memo[id(group.params[index].sharded)])
     for unit in units:
         absorb(new[id(unit)])
         _take_settings(unit, new)
     for group, index in _members(units):  # for whatever else is copied with the model: an optimizer
-        sharded = group.members[index].sharded
+        sharded = group.params[index].sharded
         memo[id(sharded)] = successor_of(memo[id(sharded)])
     return made
 
@@ -72,8 +72,8 @@ def _gone(*args: Any) -> None:
     """In the place of what a copy is not to have."""
 
 
-def _members(units: Sequence[Unit]) -> Iterator[tuple[Group, int]]:
-    return ((group, index) for unit in units for group in unit.groups for index in range(len(group.members)))
+def _members(units: Sequence[Unit]) -> Iterator[tuple[ParamGroup, int]]:
+    return ((group, index) for unit in units for group in unit.groups for index in range(len(group.params)))
 
 
 def _check(module: nn.Module, units: Sequence[Unit], memo: dict[int, Any]) -> None:
@@ -83,14 +83,14 @@ def _check(module: nn.Module, units: Sequence[Unit], memo: dict[int, Any]) -> No
         reason = None
         if not inside.issuperset(unit.modules):
             reason = "it is sharded together with modules that are not in the copy; copy the model that has all of them"
-        elif any(group.unit is None or group.unit() not in units for group in unit.needs):
+        elif any(unit_with(group) not in units for group in unit.needs):
             reason = "it has parameters of units that are not in the copy; copy the model that has all of them"
-        elif any(id(member.sharded) in memo for group in unit.groups for member in group.members):
+        elif any(id(member.sharded) in memo for group in unit.groups for member in group.params):
             reason = "what has its parameters, such as an optimizer, was copied before it; copy it after the model"
         elif any(group.is_extended for group in unit.groups):
             reason = "it has parameters of tensor subclasses"
         elif any(
-            member.inner is not None and not member.is_parallel for group in unit.groups for member in group.members
+            member.inner is not None and not member.is_parallel for group in unit.groups for member in group.params
         ):
             reason = "each rank has parameters of its own in it"
         elif any(group.mesh != unit.mesh for group in unit.groups):
@@ -149,23 +149,23 @@ def _ignored(unit: Unit) -> Iterator[nn.Parameter]:
                 yield parameter
 
 
-def _blank(group: Group, index: int) -> nn.Parameter:
+def _blank(group: ParamGroup, index: int) -> nn.Parameter:
     """A parameter like that which a member was made of, without values. Alike, they make the same groups again."""
-    member, (dtype, trainable) = group.members[index], group.made_for
+    member, (dtype, trainable) = group.params[index], group.made_for
     values = torch.empty(group.layout.slots[index].shape, dtype=dtype, device="meta")
     if member.inner is not None:
         values = _torch.dtensor_of(values, member.inner.spec)
     return nn.Parameter(values, trainable)
 
 
-def _fill(group: Group, index: int, blank: nn.Parameter) -> None:
+def _fill(group: ParamGroup, index: int, blank: nn.Parameter) -> None:
     """Put a copy of a shard into the modules that are to have it."""
-    sharded = group.members[index].sharded
+    sharded = group.params[index].sharded
     parameter = successor_of(blank)
     assert parameter is not None
     made = group_of(parameter)
     assert made is not None
-    member = next(each for each in made.members if each.sharded is parameter)
+    member = next(each for each in made.params if each.sharded is parameter)
     fresh = _torch.like_dtensor(sharded, _torch.local_of(sharded).detach().clone())
     for site in member.sites:
         site.put(_torch.as_parameter(fresh, sharded.requires_grad))
@@ -173,16 +173,13 @@ def _fill(group: Group, index: int, blank: nn.Parameter) -> None:
 
 def _take_settings(unit: Unit, new: dict[int, Unit]) -> None:
     """Tell the copy of a unit what this one has been told."""
-    settings, made = unit.settings, new[id(unit)]
-    ahead = [
-        None
-        if refs is None
-        else [weakref.ref(new[id(each)]) for ref in refs if (each := ref()) is not None and id(each) in new]
-        for refs in (settings.prefetch_in_forward, settings.prefetch_in_backward)
-    ]
-    # A body of `microbatch` that may be running is over for the other alone.
-    alone = replace(settings, is_first=True, is_last=True)
-    made.settings = replace(alone, prefetch_in_forward=ahead[0], prefetch_in_backward=ahead[1])
+    intent, made = unit.intent, new[id(unit)]
+    told = dict(vars(intent))
+    for name in ("prefetch_in_forward", "prefetch_in_backward"):
+        if told[name] is not None:
+            others = [unit_of(module) for ref in told[name] if (module := ref()) is not None]
+            told[name] = tuple(weakref.ref(new[id(each)].modules[0]) for each in others if id(each) in new)
+    made.ask(**told)
     made.policy = unit.policy
     for mine, theirs in zip(made.groups, unit.groups, strict=True):
         mine.set_policy(theirs.policy)

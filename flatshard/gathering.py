@@ -8,11 +8,13 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from flatshard.engine.build import units_below
-from flatshard.engine.homes import group_of
-from flatshard.engine.roots import scope_of
-from flatshard.engine.unit import Unit
-from flatshard.engine.unit_changes import written
+from flatshard.engine.groups.registry import group_of
+from flatshard.engine.schedule.root import root_of
+from flatshard.engine.tree.build import units_below
+from flatshard.engine.tree.roots import find_root
+from flatshard.engine.units.changes import written
+from flatshard.engine.units.leases import Lease
+from flatshard.engine.units.unit import Unit, unit_with
 
 
 @contextmanager
@@ -38,15 +40,18 @@ def gathered(module: nn.Module, *, recurse: bool = True, write: bool = False) ->
         return
     before = [(unit.is_gathered, unit.shows_full) for unit in units]
     for unit in units:
-        unit.holders += 1
+        unit.leases[Lease.USER] = unit.leases.get(Lease.USER, 0) + 1
     try:
         for unit in units:
             _hold(unit)
         yield
     finally:
         for unit, (was_gathered, was_shown) in zip(units, before):
-            unit.holders -= 1
-            if unit.holders or unit.is_in_use:
+            unit.leases[Lease.USER] -= 1
+            if unit.leases[Lease.USER]:
+                continue
+            del unit.leases[Lease.USER]
+            if unit.is_in_use:
                 continue
             if not was_gathered or (not was_shown and unit.is_resident):
                 unit.release()
@@ -55,21 +60,22 @@ def gathered(module: nn.Module, *, recurse: bool = True, write: bool = False) ->
 
 
 def _hold(unit: Unit) -> None:
-    assert unit.scope is not None
+    root = root_of(unit)
+    assert root is not None
     if not unit.shows_full:
-        unit.scope.gather_apart([unit])
+        root.gather_apart([unit])
         unit.swap_in()
     for group in unit.groups if torch.is_grad_enabled() else ():
         group.watch()  # of what is called without a forward, nothing else would tell that it has gradients
 
 
 def _units(module: nn.Module, recurse: bool) -> list[Unit]:
-    """The units of a module's parameters, in one order on all ranks, each with a scope."""
+    """The units of a module's parameters, in one order on all ranks, each with a root."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"gathered takes a module, not {type(module).__name__}")
     below = [unit for _, unit in units_below(module)]
     groups = [group_of(parameter) for parameter in module.parameters()]
-    around = [group.unit() for group in groups if group is not None and group.unit is not None]
+    around = [unit_with(group) for group in groups if group is not None]
     found = list(dict.fromkeys(unit for unit in (*around, *below) if unit is not None))
     if not recurse:
         inside = {unit for child in module.children() for _, unit in units_below(child)}
@@ -77,6 +83,6 @@ def _units(module: nn.Module, recurse: bool) -> list[Unit]:
     if not found:
         raise ValueError(f"no parameter of {type(module).__name__} is sharded: fully_shard was not called on it")
     for unit in found:
-        if unit.scope is None:
-            scope_of(unit, unit.modules[0])
+        if unit.root is None:
+            find_root(unit, unit.modules[0])
     return found

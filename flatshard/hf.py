@@ -22,7 +22,7 @@ from flatshard.checkpoint.converted import of_their_own_classes
 from flatshard.checkpoint.errors import together
 from flatshard.checkpoint.full import iter_full_tensors
 from flatshard.checkpoint.promised import Promised, PromisedFile, promise
-from flatshard.engine.roots import unit_of
+from flatshard.engine.units.unit import unit_of
 from flatshard.gathering import gathered
 
 _WRITER = "safe_save_file"  # what Hugging Face libraries call `safetensors.torch.save_file`

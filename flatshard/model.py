@@ -12,9 +12,9 @@ from torch import nn
 
 from flatshard import _arguments
 from flatshard.api import chosen, fully_shard
-from flatshard.engine.build import sort_parameters
-from flatshard.engine.roots import unit_of
-from flatshard.engine.summary import Summary, summary
+from flatshard.engine.tree.build import sort_parameters
+from flatshard.engine.tree.summary import Summary, summary
+from flatshard.engine.units.unit import unit_of
 from flatshard.module import FSDPModule
 from flatshard.optim.step import repoint
 from flatshard.policy import Experts, Sharding

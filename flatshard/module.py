@@ -1,6 +1,6 @@
 """The methods of a unit: PyTorch's `FSDPModule`, over this engine.
 
-They exist for code written for PyTorch's `fully_shard`. What they set is kept by the unit, its groups or its scope,
+They exist for code written for PyTorch's `fully_shard`. What they set is kept by the unit, its groups or its root,
 and nothing else looks at it; new code finds most of it as arguments of `fully_shard` and as `SchedulePolicy`.
 """
 
@@ -21,14 +21,14 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from flatshard import _arguments, _torch
-from flatshard.engine.build import units_below
-from flatshard.engine.reduces import join_reduces
-from flatshard.engine.roots import scope_of, unit_of
-from flatshard.engine.rows import RowEmbedding, class_before
-from flatshard.engine.scope import Scope
-from flatshard.engine.unit import Unit
-from flatshard.engine.unit_changes import applying, check_change
-from flatshard.engine.weights import Group
+from flatshard.engine.groups.param_group import ParamGroup
+from flatshard.engine.schedule.reduces import join_reduces
+from flatshard.engine.schedule.root import Root, root_of
+from flatshard.engine.tree.build import units_below
+from flatshard.engine.tree.roots import find_root
+from flatshard.engine.tree.row_embedding import RowEmbedding, class_before
+from flatshard.engine.units.changes import applying, check_change
+from flatshard.engine.units.unit import Unit, unit_of
 from flatshard.policy import MixedPrecisionPolicy, own_policy
 from flatshard.state import FSDPState, state_of
 
@@ -85,7 +85,7 @@ class FSDPModule(TorchFSDPModule):
 
     def _unshard(self, units: Sequence[Unit], async_op: bool) -> UnshardHandle | None:
         async_op = _arguments.flag("async_op", async_op)
-        _unit_and_scope(self)[1].gather_apart(units)
+        _unit_and_root(self)[1].gather_apart(units)
         handle = UnshardHandle(units)
         if async_op:
             return handle
@@ -103,7 +103,7 @@ class FSDPModule(TorchFSDPModule):
 
     def own_parameters(self) -> list[nn.Parameter]:
         """The sharded parameters of this unit, without those of units below."""
-        return [member.sharded for group in _unit(self).groups for member in group.members]
+        return [member.sharded for group in _unit(self).groups for member in group.params]
 
     def hold_weights(self) -> None:
         """Compute with the weights as they are now, in all units below, whatever becomes of main weights.
@@ -111,7 +111,7 @@ class FSDPModule(TorchFSDPModule):
         Until `refresh_weights`. Where compute weights do not rest on this rank by themselves, they take the memory of a
         shard in the compute dtype meanwhile. Between passes only.
         """
-        _unit_and_scope(self)[1].hold(_units(self, True))
+        _unit_and_root(self)[1].hold(_units(self, True))
 
     def refresh_weights(self) -> None:
         """Start bringing the compute weights of all units below up to date with main, and end `hold_weights`.
@@ -120,14 +120,14 @@ class FSDPModule(TorchFSDPModule):
         overlaps all that comes before the next forward, which then communicates nothing for it. Between passes only.
         What is written through ``parameter.data`` after it is seen when it is called again.
         """
-        _unit_and_scope(self)[1].refresh(_units(self, True))
+        _unit_and_root(self)[1].refresh(_units(self, True))
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change ``reshard_after_forward``."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
         for unit in _units(self, recurse):
-            unit.settings.reshard_after_forward = reshard_after_forward
+            unit.ask(reshard_after_forward=reshard_after_forward)
             unit.parks = False
             for group in unit.groups:
                 group.park_mesh = None
@@ -140,19 +140,19 @@ class FSDPModule(TorchFSDPModule):
         """
         on = _arguments.flag("reshard_after_backward", reshard_after_backward)
         for unit in _units(self, recurse):
-            unit.settings.reshard_after_backward = on
+            unit.ask(reshard_after_backward=on)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Off: backward does not gather this unit, whose weights no gradient needs (an embedding's, for example)."""
-        _unit(self).settings.unshard_in_backward = _arguments.flag("unshard_in_backward", unshard_in_backward)
+        _unit(self).ask(unshard_in_backward=_arguments.flag("unshard_in_backward", unshard_in_backward))
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Gather these units when this one's forward starts, instead of those that the recorded order says."""
-        _unit(self).settings.prefetch_in_forward = _refs("set_modules_to_forward_prefetch", modules)
+        _unit(self).ask(prefetch_in_forward=_refs("set_modules_to_forward_prefetch", modules))
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Gather these units when this one's backward starts, instead of those that the recorded order says."""
-        _unit(self).settings.prefetch_in_backward = _refs("set_modules_to_backward_prefetch", modules)
+        _unit(self).ask(prefetch_in_backward=_refs("set_modules_to_backward_prefetch", modules))
 
     # Gradients
 
@@ -169,14 +169,14 @@ class FSDPModule(TorchFSDPModule):
             for group in unit.groups:
                 group.gradients.drop_partial()
                 group.gradients.main_grads.clear_decoupled(set_to_none)
-            for parameter in (member.sharded for group in unit.groups if group.is_full for member in group.members):
+            for parameter in (member.sharded for group in unit.groups if group.is_full for member in group.params):
                 if set_to_none:
                     parameter.grad = None
                 elif parameter.grad is not None:
                     parameter.grad.zero_()
-        for scope in dict.fromkeys(unit.scope for unit in _units(self, True)):
-            if scope is not None and set_to_none:
-                scope.rest_gradients()
+        for root in dict.fromkeys(map(root_of, _units(self, True))):
+            if root is not None and set_to_none:
+                root.rest_gradients()
 
     def sync_gradients(self, wait: bool = True) -> None:
         """Reduce all the way what backwards have left unreduced in the units below, as if the last one had done so.
@@ -185,7 +185,7 @@ class FSDPModule(TorchFSDPModule):
         It also waits for the reduces of backwards that did not (`set_is_last_backward`). All ranks must call it.
         """
         wait = _arguments.flag("wait", wait)
-        _unit_and_scope(self)[1].reduces.flush(_units(self, True), all_the_way=True, wait=wait)
+        _unit_and_root(self)[1].reduces.flush(_units(self, True), all_the_way=True, wait=wait)
 
     def set_decoupled_gradients(self, enable: bool = True, *, recurse: bool = True) -> None:
         """On: reduced gradients come as ``parameter.decoupled_grad``, and ``.grad`` is left as it is.
@@ -202,13 +202,13 @@ class FSDPModule(TorchFSDPModule):
         """Off: gradients stay on their rank, whole and unreduced, until a backward with it on reduces them all."""
         on = _arguments.flag("requires_gradient_sync", requires_gradient_sync)
         for unit in _units(self, recurse):
-            unit.settings.reduces = unit.settings.all_reduces = on
+            unit.ask(reduces=on, all_reduces=on)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Off: gradients go no further than they rest between micro-batches; under HSDP, the outer axis waits."""
         on = _arguments.flag("requires_all_reduce", requires_all_reduce)
         for unit in _units(self, recurse):
-            unit.settings.all_reduces = on
+            unit.ask(all_reduces=on)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Off: a backward ends without waiting for its reduces, so they overlap the next forward.
@@ -217,7 +217,7 @@ class FSDPModule(TorchFSDPModule):
         `set_requires_gradient_sync`'s to say, or `microbatch`'s.
         """
         on = _arguments.flag("is_last_backward", is_last_backward)
-        _unit_and_scope(self)[1].joins = on
+        _unit_and_root(self)[1].joins = on
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of the ranks' gradients by ``factor``, in this unit, instead of taking their mean."""
@@ -247,7 +247,7 @@ class FSDPModule(TorchFSDPModule):
         """
         on = _arguments.flag("reduce_scatter_unused_params", reduce_scatter_unused_params)
         for unit in _units(self, recurse):
-            unit.settings.reduces_unused = on
+            unit.ask(reduces_unused=on)
             for group in unit.groups:
                 group.gradients.counts_unused = on
 
@@ -268,7 +268,7 @@ class FSDPModule(TorchFSDPModule):
                 f"set_mp_policy: the backward of a forward of unit '{awaited.name}' is to come, and needs weights in "
                 "the dtype that they had; run it first, or give it up with reset() on the root"
             )
-        _unit_and_scope(self)[1].set_precision(units, policy)
+        _unit_and_root(self)[1].set_precision(units, policy)
 
     # Communication
 
@@ -306,9 +306,9 @@ class FSDPModule(TorchFSDPModule):
             raise TypeError(f"set_gather_group({group!r}): must be a process group")
         if mesh is not None and not isinstance(mesh, DeviceMesh):
             raise TypeError(f"set_gather_group(mesh={mesh!r}): must be a DeviceMesh")
-        unit, scope = _unit_and_scope(self)
+        unit, root = _unit_and_root(self)
         mesh = unit.mesh if mesh is None else mesh
-        scope.gather_lane.use(mesh, mesh.ndim - 1, group)
+        root.gather_lane.use(mesh, mesh.ndim - 1, group)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """Call ``hook`` with this rank's flat part of every gradient that has been reduced over all axes.
@@ -329,8 +329,8 @@ class FSDPModule(TorchFSDPModule):
 
         By torch's implementations of ``AllGather`` and ``ReduceScatter`` for it; not together with custom ones.
         """
-        make = _torch.allocating_comms if _arguments.flag("enable", enable) else None
-        self._set_comms("set_allocate_memory_from_process_group_for_comm", make)
+        kind = "ProcessGroupAlloc" if _arguments.flag("enable", enable) else None
+        self._set_comms("set_allocate_memory_from_process_group_for_comm", kind)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Let what this unit communicates lie in symmetric memory, for the faster collectives that NCCL has for it.
@@ -344,18 +344,20 @@ class FSDPModule(TorchFSDPModule):
             raise ValueError(
                 f"set_symm_mem_for_comm: symmetric memory is CUDA's, and this mesh is on {_unit(self).device}"
             )
-        self._set_comms("set_symm_mem_for_comm", _torch.symmetric_comms)
+        self._set_comms("set_symm_mem_for_comm", "SymmMem")
 
-    def _set_comms(self, method: str, make: Callable[[Any], tuple[Any, Any]] | None) -> None:
+    def _set_comms(self, method: str, kind: str | None) -> None:
         for group in _one_mesh(method, _unit(self)):
             custom = [c for c in (group.all_gather_comm, group.gradients.comm) if c is not None]
             if any(not _torch.is_shipped_comm(comm) for comm in custom):
                 raise HasCustomComm(
                     f"{method}: this unit has a custom all-gather or reduce-scatter, which allocates itself"
                 )
-            gather, reduce = make(group.mesh.get_group(group.mesh.ndim - 1)) if make is not None else (None, None)
-            group.all_gather_comm = gather
-            adds = make is not _torch.symmetric_comms or group.gradients.sums_only
+            comms = kind and _torch.shipped_comms(kind, group.mesh.get_group(group.mesh.ndim - 1))
+            if kind and not comms:
+                raise RuntimeError(f"{method}: this torch ({torch.__version__}) has no {kind}AllGather")
+            group.all_gather_comm, reduce = comms or (None, None)
+            adds = kind != "SymmMem" or group.gradients.sums_only
             if adds and not group.gradients.is_encoded:
                 group.gradients.comm = reduce
 
@@ -366,7 +368,7 @@ class FSDPModule(TorchFSDPModule):
         """
         if event is not None and not callable(getattr(event, "wait", None)):
             raise TypeError(f"set_post_optim_event(event={event!r}): must be an event of torch, or None")
-        _unit_and_scope(self)[1].main_event = event
+        _unit_and_root(self)[1].main_event = event
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """`SchedulePolicy.max_reducing`: how many reduces, and their inputs, may be in flight. The highest counts."""
@@ -375,17 +377,15 @@ class FSDPModule(TorchFSDPModule):
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
         for unit in _units(self, recurse):
-            unit.settings.max_reducing = max_input_buffers
-            if unit.scope is not None:
-                unit.scope.reduces.resolve(unit.scope.units)
+            unit.ask(max_reducing=max_input_buffers)
+            _resolve_reduces(unit)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """`SchedulePolicy.separate_groups`: whether reduces have process groups of their own. One choice per model."""
         enable = _arguments.flag("enable", enable)
         for unit in _units(self, recurse):
-            unit.settings.separate_groups = enable
-            if unit.scope is not None:
-                unit.scope.reduces.resolve(unit.scope.units)
+            unit.ask(separate_groups=enable)
+            _resolve_reduces(unit)
 
     def _get_fsdp_state(self) -> FSDPState:  # type: ignore[override]  # not PyTorch's, and so not all of it
         assert isinstance(self, nn.Module)
@@ -401,17 +401,17 @@ class FSDPModule(TorchFSDPModule):
 
     def reset(self) -> None:
         """Give up a step that an exception interrupted: the next one starts clean. Unreduced gradients are lost."""
-        _unit_and_scope(self)[1].reset()
+        _unit_and_root(self)[1].reset()
 
     def reset_iter_state(self) -> None:
         """`reset`, of the root."""
-        unit, scope = _unit_and_scope(self)
-        if scope.units[0] is not unit:
+        unit, root = _unit_and_root(self)
+        if root.units[0] is not unit:
             raise RuntimeError(
                 f"reset_iter_state must be called on the root FSDP module; '{unit.name}' is not the root, "
-                f"'{scope.units[0].name}' is"
+                f"'{root.units[0].name}' is"
             )
-        scope.reset()
+        root.reset()
 
 
 def _refuse(name: str) -> Callable[..., None]:
@@ -474,13 +474,19 @@ def share_comm_ctx(modules: Iterable[TorchFSDPModule]) -> None:
     """Let several roots, such as the stages of a pipeline, communicate over the same lanes and memory pools."""
     given = _arguments.modules("share_comm_ctx", modules)
     _units_of("share_comm_ctx", given)
-    scopes = [_unit_and_scope(module)[1] for module in given]
-    for scope in scopes[1:]:
-        scope.share(scopes[0])
+    roots = [_unit_and_root(module)[1] for module in given]
+    for root in roots[1:]:
+        root.share(roots[0])
 
 
-def _refs(method: str, modules: Iterable[Any]) -> list[weakref.ref[Unit]]:
-    return [weakref.ref(unit) for unit in _units_of(method, modules)]
+def _resolve_reduces(unit: Unit) -> None:
+    root = root_of(unit)
+    if root is not None:
+        root.reduces.resolve(root.units)
+
+
+def _refs(method: str, modules: Iterable[Any]) -> tuple[weakref.ref[nn.Module], ...]:
+    return tuple(weakref.ref(unit.modules[0]) for unit in _units_of(method, modules))
 
 
 def _units_of(function: str, modules: Iterable[Any]) -> list[Unit]:
@@ -509,13 +515,13 @@ def _unit(module: TorchFSDPModule) -> Unit:
     return unit
 
 
-def _unit_and_scope(module: TorchFSDPModule) -> tuple[Unit, Scope]:
+def _unit_and_root(module: TorchFSDPModule) -> tuple[Unit, Root]:
     assert isinstance(module, nn.Module)
     unit = _unit(module)
-    return unit, scope_of(unit, module)
+    return unit, find_root(unit, module)
 
 
-def _one_mesh(method: str, unit: Unit) -> list[Group]:
+def _one_mesh(method: str, unit: Unit) -> list[ParamGroup]:
     if len({group.mesh for group in unit.groups}) > 1:
         raise ValueError(
             f"{method} is not supported with multiple param groups: the parameters of this unit lie on several meshes; "

@@ -10,9 +10,10 @@ from typing import Any
 from torch import nn
 
 from flatshard import _torch
-from flatshard.engine.names import Names
-from flatshard.engine.roots import scope_of, unit_of
-from flatshard.engine.unit import Unit
+from flatshard.engine.groups.names import Names
+from flatshard.engine.schedule.root import root_of
+from flatshard.engine.tree.roots import find_root
+from flatshard.engine.units.unit import Unit, unit_of
 from flatshard.layout import is_sharded
 
 _STATE = "_flatshard_state"
@@ -93,7 +94,7 @@ class FSDPState:
     @property
     def _is_root(self) -> bool | None:
         """Whether it is the outermost unit; None before there has been a forward."""
-        return None if self.unit.scope is None else self.unit.scope.units[0] is self.unit
+        return None if self.unit.root is None else self.unit.root.units[0] is self.unit
 
     @property
     def _mp_policy(self) -> Any:
@@ -102,7 +103,7 @@ class FSDPState:
     @property
     def _state_ctx(self) -> types.SimpleNamespace:
         """With ``all_states``, those of all units that share this one's root, in the order of registration."""
-        units = [self.unit] if self.unit.scope is None else self.unit.scope.units
+        units = [self.unit] if self.unit.root is None else self.unit.root.units
         return types.SimpleNamespace(all_states=[state_of(unit.modules[0]) for unit in units])
 
     @property
@@ -113,12 +114,12 @@ class FSDPState:
     @property
     def _fsdp_param_groups(self) -> list[FSDPParamGroup]:
         unit = self.unit
-        root = None if unit.scope is None else unit.scope.units[0].modules[0]
+        root = None if unit.root is None else unit.root.units[0].modules[0]
         fqn = "" if self._is_root else unit.name
         found = []
         for group in unit.groups:
             names = Names(group, root)
-            found += [FSDPParam(names[index], member.sharded) for index, member in enumerate(group.members)]
+            found += [FSDPParam(names[index], member.sharded) for index, member in enumerate(group.params)]
         return [FSDPParamGroup(fqn, found, self._unit)] if found else []
 
     @property
@@ -129,13 +130,13 @@ class FSDPState:
         """Do now what the first forward would do: this is a root, unless it is known to be below one."""
         module = self._known()
         assert module is not None
-        scope_of(self.unit, module)
+        find_root(self.unit, module)
 
     def _root_post_backward_final_callback(self) -> None:
         self._lazy_init()
-        scope = self.unit.scope
-        assert scope is not None
-        scope.reduce_accumulated()
+        root = root_of(self.unit)
+        assert root is not None
+        root.reduce_accumulated()
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -145,7 +146,8 @@ class FSDPState:
 
 
 def _streams(unit: Unit) -> types.SimpleNamespace:
-    gathers, reduces = (None, None) if unit.scope is None else (unit.scope.gather_lane, unit.scope.reduce_lane)
+    root = root_of(unit)
+    gathers, reduces = (None, None) if root is None else (root.gather_lane, root.reduce_lane)
     gather, reduce = (None if lane is None else lane.stream for lane in (gathers, reduces))
     return types.SimpleNamespace(
         all_gather_copy_in_stream=gather,

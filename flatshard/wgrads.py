@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from flatshard import _torch
-from flatshard.engine.build import units_below
-from flatshard.engine.direct import Destined, destination
+from flatshard.engine.gradients.direct import Destined, destination
+from flatshard.engine.tree.build import units_below
 from flatshard.module import unit_class
 
 
@@ -91,9 +91,25 @@ class _Linear(torch.autograd.Function):
         # First, because the weight may be released as soon as its gradient is there.
         to_input = grad @ weight if needs_input else None
         to_bias = rows.sum(0) if needs_bias else None
-        if _torch.is_wanted(ctx, 1):
+        node = ctx.next_functions[1][0]
+        if node is not None and _torch.will_be_executed(node):
             gradients, index = destination(ctx.weight)
             place, vacant = gradients.place(index), gradients.is_vacant(index)
-            _torch.product_into(place, rows.t(), input.reshape(-1, input.shape[-1]), accumulate=not vacant)
+            product_into(place, rows.t(), input.reshape(-1, input.shape[-1]), accumulate=not vacant)
             gradients.kernels.wrote(index)
         return to_input, None, to_bias
+
+
+def product_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, accumulate: bool) -> None:
+    """Write the matrix product of two matrices of one dtype into ``out``, or add it; computed in the dtype of ``out``.
+
+    On CUDA the product of half-precision matrices can be written in float32; elsewhere they are cast first.
+    """
+    if left.dtype != out.dtype and left.is_cuda and out.dtype == torch.float32:
+        if accumulate:
+            torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
+        else:
+            torch.mm(left, right, out_dtype=out.dtype, out=out)
+        return
+    left, right = left.to(out.dtype), right.to(out.dtype)
+    out.addmm_(left, right) if accumulate else torch.mm(left, right, out=out)

@@ -1,4 +1,4 @@
-"""The rooms of flatshard import downward only, one file communicates, and one file touches what torch keeps private.
+"""The rooms of flatshard import downward only, one file communicates, and one room touches what torch keeps private.
 
 Read from the source with `ast`, nothing is imported; an import for type checking counts like any other.
 """
@@ -8,13 +8,14 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 _ROOT = Path(__file__).parents[1]
 
-_ENGINE_AND_BELOW = {"engine", "buffer", "policy", "layout", "trust", "_arguments", "_torch", "_recording"}
+_ENGINE_AND_BELOW = {"engine", "buffer", "policy", "layout", "trust", "_arguments", "_epochs", "_torch", "_recording"}
 _API_AND_BELOW = {"api", "copying", "module", "state", "hf", *_ENGINE_AND_BELOW}
 _ANY = {
     "api",
@@ -42,6 +43,7 @@ _ANY = {
 # Room (a file or folder of flatshard/) -> the rooms it may import, besides itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "_arguments": set(),
+    "_epochs": set(),
     "_lazy": set(),
     "_torch": set(),
     "_recording": set(),
@@ -50,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "recomputed": set(),
     "policy": {"layout", "_arguments", "_torch"},
     "trust": set(),
-    "buffer": {"layout", "trust", "_recording", "_torch"},
+    "buffer": {"layout", "trust", "_epochs", "_recording", "_torch"},
     "engine": {"buffer", "policy", "layout", "trust", "_arguments", "_torch", "_recording"},
     "state": _ENGINE_AND_BELOW,
     "module": {"state", *_ENGINE_AND_BELOW},
@@ -58,7 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "captured": {"optim", "recomputed", *_ENGINE_AND_BELOW},
     "hf": {"gathering", "checkpoint", *_ENGINE_AND_BELOW},
     "copying": {"state", "checkpoint", *_ENGINE_AND_BELOW},
-    "api": {"copying", "module", "state", "hf", *_ENGINE_AND_BELOW},
+    "api": {"copying", "module", "state", "hf", "optim", *_ENGINE_AND_BELOW},
     "installing": _API_AND_BELOW,
     "optim": _ENGINE_AND_BELOW,
     "model": {"optim", "wrapping", *_API_AND_BELOW},
@@ -66,7 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"optim", *_ENGINE_AND_BELOW},
     "megatron": {"optim", "checkpoint", "wrapping", *_API_AND_BELOW},
     "train": {"optim", "checkpoint", "model", "wrapping", "captured", *_API_AND_BELOW},
-    "rehearsal": {"_lazy", "_torch", "_recording"},
+    "rehearsal": {"_epochs", "_lazy", "_torch", "_recording"},
     "tools": {"optim", "wrapping", "rehearsal", *_ENGINE_AND_BELOW},
     "cli": {"__init__", *_ANY},
     "__main__": _ANY,
@@ -75,9 +77,9 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 # Paths under flatshard/ that may call collectives: lanes, what they do it by, what is apart from them, and the backend
 # that implements them.
-MAY_COMMUNICATE = ("buffer/lanes.py", "buffer/ways.py", "buffer/apart.py", "rehearsal/")
+MAY_COMMUNICATE = ("buffer/lanes.py", "buffer/collectives.py", "buffer/control_plane.py", "rehearsal/")
 # Paths that may use what torch keeps private. The rehearsal backend plugs into torch below its public surface.
-MAY_USE_PRIVATE = ("_torch.py", "rehearsal/")
+MAY_USE_PRIVATE = ("_torch/", "rehearsal/")
 
 # A collective when taken from torch.distributed, or from _torch, which passes some on under a stable name ...
 _COLLECTIVE = re.compile(
@@ -168,7 +170,7 @@ def _communication(tree: ast.Module, uses: list[tuple[int, str, str]], path: str
             _GROUP_METHOD.match(method) or (_GROUP_NAME.match(owner.split(".")[-1]) and _COLLECTIVE.match(method))
         ):
             yield line, f"only {MAY_COMMUNICATE[0]} communicates ({name})"
-    if path == "_torch.py":
+    if path.startswith("_torch/"):
         return  # may name collectives to pass them on; calling one of a process group is caught above
     for line, name, _ in uses:
         module, _, last = name.rpartition(".")
@@ -182,7 +184,7 @@ def _private(uses: list[tuple[int, str, str]], path: str) -> Iterator[tuple[int,
     for line, name, _ in uses:
         parts = name.split(".")
         if parts[0] == "torch" and any(map(_PRIVATE.match, parts)):
-            yield line, f"private to torch, belongs in _torch.py ({name})"
+            yield line, f"private to torch, belongs in _torch/ ({name})"
 
 
 _FILES = sorted(file.relative_to(_ROOT / "flatshard").as_posix() for file in (_ROOT / "flatshard").rglob("*.py"))
@@ -194,13 +196,62 @@ def test_source_keeps_the_rules(path):
     assert not found, "\n" + "\n".join(found)
 
 
+def _imports(path: str) -> set[str]:
+    """The files of flatshard/ that a file imports, in whatever way."""
+    uses = _uses(ast.parse((_ROOT / "flatshard" / path).read_text()), path)
+    names = [name.split(".") for _, name, kind in uses if kind == "import" and name.startswith("flatshard.")]
+    found = set()
+    for _, *parts in names:
+        while parts:
+            target = {f"{'/'.join(parts)}.py", f"{'/'.join(parts)}/__init__.py"} & set(_FILES)
+            found |= target
+            parts = [] if target else parts[:-1]
+    return found - {path, "__init__.py"}
+
+
+def test_files_import_one_way():
+    try:
+        TopologicalSorter({path: _imports(path) for path in _FILES}).prepare()
+    except CycleError as error:
+        pytest.fail(f"files import each other: {' <- '.join(error.args[1])}")
+
+
+# A room of the engine imports those before it.
+ENGINE = (
+    "program",
+    "steps",
+    "parameters",
+    "weights",
+    "gradients",
+    "groups",
+    "rows",
+    "watch",
+    "units",
+    "schedule",
+    "tree",
+)
+
+
+def test_rooms_of_the_engine_import_one_way():
+    rooms = {path.split("/")[1].removesuffix(".py") for path in _FILES if path.startswith("engine/")}
+    assert rooms == {*ENGINE, "__init__"}
+    for path in (path for path in _FILES if path.startswith("engine/") and path != "engine/__init__.py"):
+        room = path.split("/")[1].removesuffix(".py")
+        targets = {found.split("/")[1].removesuffix(".py") for found in _imports(path) if found.startswith("engine/")}
+        above = targets - {room, *ENGINE[: ENGINE.index(room)]}
+        assert not above, f"flatshard/{path}: {room} may not import {', '.join(above)}"
+
+
 def test_the_table_has_no_cycle():
-    below: dict[str, set[str]] = {}
-    remaining = dict(MAY_IMPORT)
-    while remaining:
-        lowest = {room for room, targets in remaining.items() if targets <= below.keys() | {room, "cli"}}
-        assert lowest, f"these rooms import each other: {sorted(remaining)}"
-        below.update({room: remaining.pop(room) for room in lowest})
+    TopologicalSorter({room: targets - {room, "cli"} for room, targets in MAY_IMPORT.items()}).prepare()
+
+
+def test_what_torch_passes_on_is_used():
+    source = (_ROOT / "flatshard/_torch/__init__.py").read_text()
+    passed_on = {name.rpartition(".")[2] for _, name, kind in _uses(ast.parse(source), "_torch/__init__.py")}
+    files = [_ROOT / "flatshard" / path for path in _FILES if not path.startswith("_torch/")]
+    used = {name for file in files for name in re.findall(r"\b_torch\.(\w+)", file.read_text())}
+    assert used == passed_on
 
 
 _PLANTED = [
@@ -209,33 +260,36 @@ _PLANTED = [
     ("layout/planner.py", "from flatshard._torch import x", "layout may not import _torch"),
     ("layout/planner.py", "import torch\ntorch.distributed.get_rank()", "layout may not use torch.distributed"),
     ("buffer/dbuffer.py", "def f():\n    from ..engine.unit import Unit", "buffer may not import engine"),
-    ("buffer/dbuffer.py", "import flatshard.engine.unit", "buffer may not import engine"),
-    ("engine/unit.py", "from flatshard import fully_shard", "engine may not import __init__"),
-    ("engine/unit.py", "import flatshard", "engine may not import __init__"),
-    ("engine/unit.py", "from ..optim.step import f", "engine may not import optim"),
+    ("buffer/dbuffer.py", "import flatshard.engine.units.unit", "buffer may not import engine"),
+    ("engine/units/unit.py", "from flatshard import fully_shard", "engine may not import __init__"),
+    ("engine/units/unit.py", "import flatshard", "engine may not import __init__"),
+    ("engine/units/unit.py", "from ...optim.step import f", "engine may not import optim"),
     ("rehearsal/backend.py", "from flatshard.engine import unit", "rehearsal may not import engine"),
     ("tools/plan.py", "from flatshard.checkpoint.files import read", "tools may not import checkpoint"),
     ("shelf/box.py", "", "room 'shelf' has no row"),
-    ("engine/unit.py", "import torch.distributed as dist\ndist.all_reduce(x)", "communicates"),
-    ("engine/unit.py", "import torch\ntorch.distributed.barrier()", "communicates"),
-    ("engine/unit.py", "from torch.distributed import broadcast", "communicates"),
-    ("engine/unit.py", "from flatshard import _torch\n_torch.all_gather_one(g, x)", "communicates"),
+    ("engine/units/unit.py", "import torch.distributed as dist\ndist.all_reduce(x)", "communicates"),
+    ("engine/units/unit.py", "import torch\ntorch.distributed.barrier()", "communicates"),
+    ("engine/units/unit.py", "from torch.distributed import broadcast", "communicates"),
+    ("engine/units/unit.py", "from flatshard import _torch\n_torch.all_gather_one(g, x)", "communicates"),
     ("optim/clip.py", "import torch.distributed as dist\ndist.all_gather_into_tensor(a, b)", "communicates"),
     ("optim/clip.py", "mesh.get_group().broadcast([x])", "communicates"),
     ("optim/clip.py", "self.pg.allreduce([x])", "communicates"),
     ("optim/clip.py", "group._allgather_base(a, b)", "communicates"),
-    ("_torch.py", "group.allgather_into_tensor_coalesced(a, b)", "communicates"),
-    ("engine/unit.py", "import torch\ntorch._C._current_graph_task_id()", "private to torch"),
-    ("engine/unit.py", "import torch._dynamo", "private to torch"),
-    ("engine/unit.py", "from torch.distributed._composable import contract", "private to torch"),
-    ("engine/unit.py", "from torch.distributed.tensor import _api", "private to torch"),
+    ("_torch/x.py", "group.allgather_into_tensor_coalesced(a, b)", "communicates"),
+    ("engine/units/unit.py", "import torch\ntorch._C._current_graph_task_id()", "private to torch"),
+    ("engine/units/unit.py", "import torch._dynamo", "private to torch"),
+    ("engine/units/unit.py", "from torch.distributed._composable import contract", "private to torch"),
+    ("engine/units/unit.py", "from torch.distributed.tensor import _api", "private to torch"),
 ]
 
 _INNOCENT = [
-    ("engine/unit.py", "from ..buffer.dbuffer import DBuffer\nbuffer.all_reduce()\ngroup.reduce()\nlane.gather(x)"),
-    ("engine/unit.py", "import torch\ntorch.__version__\ntorch.gather(x, 0, i)\ntorch._foreach_copy_(a, b)"),
+    (
+        "engine/units/unit.py",
+        "from ...buffer.dbuffer import DBuffer\nbuffer.all_reduce()\ngroup.reduce()\nlane.gather(x)",
+    ),
+    ("engine/units/unit.py", "import torch\ntorch.__version__\ntorch.gather(x, 0, i)\ntorch._foreach_copy_(a, b)"),
     ("buffer/lanes.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
-    ("_torch.py", "import torch._C\nfrom torch.distributed import ProcessGroup\nf = ProcessGroup._allgather_base"),
+    ("_torch/x.py", "import torch._C\nfrom torch.distributed import ProcessGroup\nf = ProcessGroup._allgather_base"),
     ("__init__.py", "from .api import fully_shard\nfrom .optim.step import fully_shard_optimizer"),
     ("layout/planner.py", "import torch\nfrom . import placement\nfrom flatshard.layout.ranges import x"),
 ]

@@ -58,7 +58,7 @@ def test_the_wheel_and_the_sdist_install_alone(tmp_path):
     (sdist,), (wheel,) = tmp_path.glob("*.tar.gz"), tmp_path.glob("*.whl")
     with tarfile.open(sdist) as file:
         names = {name.partition("/")[2] for name in file.getnames()}
-    assert {"pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md", "flatshard/engine/unit.py"} <= names
+    assert {"pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md", "flatshard/engine/units/unit.py"} <= names
     with zipfile.ZipFile(wheel) as file:
         names = set(file.namelist())
         (metadata,) = [name for name in names if name.endswith("/METADATA")]

@@ -1,17 +1,17 @@
 """Flat local tensors on a mesh, and the only code that communicates."""
 
-from flatshard.buffer.apart import Exchange, from_first, spread
+from flatshard.buffer.collectives import CoalescedGather, Op
+from flatshard.buffer.control_plane import Exchange, from_first, spread
 from flatshard.buffer.dbuffer import DBuffer, turns
 from flatshard.buffer.groups import destroy_unused_within
 from flatshard.buffer.lanes import Lane, record_replay, watch_over
 from flatshard.buffer.planned import Planner, PoolStatistics
 from flatshard.buffer.pools import Pool
 from flatshard.buffer.tickets import DONE, Operation, Ticket
-from flatshard.buffer.ways import Convoy, Op
 
 __all__ = [
     "DONE",
-    "Convoy",
+    "CoalescedGather",
     "DBuffer",
     "Exchange",
     "Lane",

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from flatshard.buffer.collectives import Gather, Op
 from flatshard.buffer.lanes import Lane
 from flatshard.buffer.tickets import DONE, Ticket
-from flatshard.buffer.ways import Gather, Op
 from flatshard.layout import (
     Holding,
     Layout,

@@ -2,21 +2,63 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from flatshard import _torch
 from flatshard.buffer.dbuffer import DBuffer
 from flatshard.buffer.ragged import Cut, RaggedDTensor
 from flatshard.layout import Flat, Replicate
 
-_torch.add_elementwise_rules()
+
+@dataclass(frozen=True)
+class Parallel:
+    """A parameter that is a DTensor before it is sharded.
+
+    ``cut`` and ``copied`` are the axes of its own mesh over which it is then sharded and replicated: data parallelism
+    has axes of that mesh. Both are empty where it has a mesh of its own.
+    ``hidden``: the parameter was a plain tensor, and is one in forward and backward.
+    """
+
+    spec: _torch.Spec
+    cut: tuple[int, ...] = ()
+    copied: tuple[int, ...] = ()
+    hidden: bool = False
+
+    @classmethod
+    def held_apart(cls, local: torch.Tensor, mesh: DeviceMesh) -> Parallel:
+        """Of a plain parameter of which each rank of ``mesh`` has another: all of them, one after another, are one."""
+        shape = torch.Size((local.shape[0] * mesh.size(), *local.shape[1:]))
+        return cls(_torch.make_spec(mesh, [TorchShard(0)], shape, local.stride(), local.dtype), hidden=True)
+
+    def local_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The local part of a gradient, placed as its parameter is; tensor parallelism may have left it otherwise.
+
+        Along data-parallel axes it stays each rank's own: those are what our reduce is for.
+        """
+        if self.hidden:
+            return gradient
+        if isinstance(gradient, _torch.AsyncCollectiveTensor):
+            gradient = gradient.wait()
+        assert isinstance(gradient, DTensor)
+        ours = {*self.cut, *self.copied}
+        wanted = enumerate(self.spec.placements)
+        placements = tuple(gradient.placements[axis] if axis in ours else p for axis, p in wanted)
+        if gradient.placements != placements:
+            gradient = gradient.redistribute(placements=placements)
+        return _torch.local_of(gradient)
 
 
 def as_dtensor(
-    buffer: DBuffer, index: int, inner: _torch.Parallel | None = None, local: torch.Tensor | None = None
+    buffer: DBuffer, index: int, inner: Parallel | None = None, local: torch.Tensor | None = None
 ) -> DTensor:
     """Tensor ``index`` of a buffer as a DTensor over the buffer's memory.
 
@@ -36,7 +78,7 @@ def as_dtensor(
     if inner is not None:
         if not _is_canonical(buffer, index, sharded):
             raise ValueError("a tensor-parallel parameter can be cut over one axis, with layout 'tensor', only")
-        return _torch.composed_dtensor(local, buffer.mesh, sharded, slot.dim, inner)
+        return composed(local, buffer.mesh, sharded, slot.dim, inner)
     placements = [TorchShard(slot.dim) if cut else TorchReplicate() for cut in sharded]
     meta = torch.empty(slot.shape, device="meta")
     made = _torch.make_dtensor(local, buffer.mesh, placements, meta.shape, meta.stride())
@@ -58,3 +100,86 @@ def _is_canonical(buffer: DBuffer, index: int, sharded: tuple[bool, ...]) -> boo
     chunk = -(-slot.shape[slot.dim] // shards) * slot.row
     piece = buffer.layout.segments[slot.segment].piece
     return sum(sharded) == 1 and buffer.held.count == 1 and slot.offset == 0 and piece == chunk
+
+
+# On top of tensor parallelism
+
+
+def composed(local: torch.Tensor, mesh: DeviceMesh, sharded: Sequence[bool], dim: int, parallel: Parallel) -> DTensor:
+    """A DTensor over ``local``, the local part of a ``parallel`` one after a cut on ``dim`` over axes of ``mesh``.
+
+    It lives on the axes of both meshes. Where tensor parallelism has cut that dim too, ours is the second cut of it.
+    """
+    inner = parallel.spec
+    meta = inner.tensor_meta
+    assert meta is not None
+    if parallel.cut or parallel.copied:
+        placed, placements = _within(mesh, sharded, dim, parallel)
+    else:
+        ours = _cut_after(inner, dim, 0)
+        placements = [*(ours if cut else TorchReplicate() for cut in sharded), *inner.placements]
+        placed = _torch.join_meshes([mesh, inner.mesh])
+    return _torch.make_dtensor(local, placed, placements, meta.shape, meta.stride)
+
+
+def _within(
+    mesh: DeviceMesh, sharded: Sequence[bool], dim: int, parallel: Parallel
+) -> tuple[DeviceMesh, list[TorchPlacement]]:
+    """Where a parameter lies that is sharded over axes of its own mesh. Several of them become one, ``mesh``'s last."""
+    inner = parallel.spec
+    placements = list(inner.placements)
+    for axis in parallel.cut:
+        placements[axis] = _cut_after(inner, dim, axis + 1) if sharded[-1] else TorchReplicate()
+    if len(parallel.cut) < 2:
+        return inner.mesh, placements
+    names = inner.mesh.mesh_dim_names
+    assert names is not None
+    parts: list[DeviceMesh] = []
+    placed: list[TorchPlacement] = []
+    for axis, name in enumerate(names):
+        if axis == parallel.cut[0]:
+            parts.append(mesh)
+            placed += [TorchReplicate()] * (mesh.ndim - 1) + [placements[axis]]
+        elif axis not in parallel.cut and axis not in parallel.copied:
+            parts.append(inner.mesh[name])
+            placed.append(placements[axis])
+    return _torch.join_meshes(parts), placed
+
+
+def _cut_after(inner: _torch.Spec, dim: int, first: int) -> TorchPlacement:
+    """A cut of ``dim`` that comes after those of the axes from ``first``."""
+    cuts = [axis for axis, placement in enumerate(inner.placements) if axis >= first and _dim_of(placement) == dim]
+    return _strided(dim, math.prod(map(inner.mesh.size, cuts)))
+
+
+def _strided(dim: int, factor: int) -> TorchPlacement:
+    return _torch.StridedShard(dim, split_factor=factor) if factor > 1 else TorchShard(dim)
+
+
+def _dim_of(placement: TorchPlacement) -> int | None:
+    """Which dim an axis cuts, if it does."""
+    return placement.dim if isinstance(placement, (TorchShard, _torch.StridedShard)) else None
+
+
+def largest_part(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The shape of the largest part of a tensor that any rank has, the same on all of them."""
+    sizes = list(parameter.shape)
+    if isinstance(parameter, DTensor):
+        for axis, placement in enumerate(parameter.placements):
+            if (dim := _dim_of(placement)) is not None:
+                sizes[dim] = -(-sizes[dim] // parameter.device_mesh.size(axis))
+    return tuple(sizes)
+
+
+def without_axis(tensor: DTensor, axis: str, mesh: DeviceMesh) -> DTensor:
+    """What a DTensor is to one rank of an axis that cuts its dim 0 first; ``mesh`` has the other axes."""
+    names = tensor.device_mesh.mesh_dim_names or ()
+    size = tensor.device_mesh.size(names.index(axis))
+    placements: list[TorchPlacement] = []
+    for name, placement in zip(names, _torch.spec_of(tensor).placements):
+        if isinstance(placement, _torch.StridedShard) and placement.dim == 0:
+            placements.append(_strided(0, placement.split_factor // size))
+        elif name != axis:
+            placements.append(placement)
+    meta = torch.empty((tensor.shape[0] // size, *tensor.shape[1:]), device="meta")
+    return _torch.make_dtensor(_torch.local_of(tensor), mesh, placements, meta.shape, meta.stride())

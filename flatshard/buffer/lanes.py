@@ -7,6 +7,7 @@ On CUDA a lane is a stream, on CPU the process group's own queue of asynchronous
 from __future__ import annotations
 
 import functools
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,12 +20,12 @@ from torch.distributed import ProcessGroup, Work
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import _recording, _torch
-from flatshard.buffer import ways
+from flatshard.buffer import collectives
+from flatshard.buffer.collectives import CoalescedGather, Gather, Op, Tensors
 from flatshard.buffer.custom import gather_by, reduce_by
 from flatshard.buffer.groups import IMAGINED, own_group
 from flatshard.buffer.peers import Peers, device_number, may_share_devices, node_number
 from flatshard.buffer.tickets import DONE, Action, Operation, Ticket, Tickets
-from flatshard.buffer.ways import Convoy, Gather, Op, Tensors
 from flatshard.trust.alarm import Watched, alarm
 from flatshard.trust.record import KINDS, Wire, ranges, record
 
@@ -92,12 +93,12 @@ class Lane:
         self.beside: frozenset[tuple[DeviceMesh, int]] | None = None
         self._patience = patience
         self.inside = _Inside(self.stream)
-        self.convoy: Convoy | None = None  # while gathers are held back
+        self.convoy: CoalescedGather | None = None  # while gathers are held back
         self._groups: dict[tuple[DeviceMesh, int, bool], ProcessGroup] = {}
         # By which what serves tensors of its device in a group is called; and by which the flight record knows a group.
         self.backend_in = functools.cache(lambda group: _torch.backend_name(group, device))
         self._wire = functools.cache(lambda group: _wire(name, group))
-        self._peers: dict[ProcessGroup, Peers] = {}
+        self.peers: dict[ProcessGroup, Peers] = {}
 
     def group(self, mesh: DeviceMesh, axis: int) -> ProcessGroup:
         """The process group in which this lane communicates along one axis of a mesh.
@@ -182,7 +183,7 @@ class Lane:
             if comm is None:
                 return Gather(self, group, outputs, inputs).launch(name)
             works, unpack = gather_by(comm, group, outputs, inputs, self.stream is None)
-            return self._finish(group, "all_gather", name, ways.nbytes(outputs), works, unpack)
+            return self.finish(group, "all_gather", name, collectives.nbytes(outputs), works, unpack)
 
     def reduce_scatter(
         self,
@@ -201,15 +202,15 @@ class Lane:
         The ticket is for ``then``, which is done to the outputs when they are there. With ``comm``, a ``ReduceScatter``
         of torch's, that is what communicates, in one call.
         """
-        ways.require_native(inputs, "reduce_scatter")
+        collectives.require_native(inputs, "reduce_scatter")
         op, rest = self._lowered(group, op, outputs)
         if rest is not None:
-            then = ways.one_after_other(rest, then)
+            then = collectives.one_after_other(rest, then)
         if comm is not None:
             with self.entered(after):
                 works, unpack = reduce_by(comm, group, outputs, inputs, op, self.stream is None)
-                after_all = ways.one_after_other(unpack, then)
-                return self._finish(group, "reduce_scatter", name, ways.nbytes(inputs), works, after_all)
+                after_all = collectives.one_after_other(unpack, then)
+                return self.finish(group, "reduce_scatter", name, collectives.nbytes(inputs), works, after_all)
         if self.inside.depth and not after:
             return self._reduce_scatter(group, outputs, inputs, op, then, name)
         with self.entered(after):
@@ -221,35 +222,35 @@ class Lane:
         """Inside the lane, by an operation that the backend knows."""
         options = _torch.REDUCE_SCATTER[op]
         if group.size() == 1 or not inputs:
-            works = ways.copied(outputs, inputs)
-        elif group in self._peers:
-            self._peers[group].reduce(outputs, inputs, ways.REDUCTIONS[op])
+            works = collectives.copied(outputs, inputs)
+        elif group in self.peers:
+            self.peers[group].reduce(outputs, inputs, collectives.REDUCTIONS[op])
             works = []
         elif self.backend_in(group) != "gloo":
             works = [_torch.reduce_scatter_coalesced(group, list(outputs), list(inputs), options)]
         elif self.stream is None:
-            works, reduce = ways.exchange_pieces(group, outputs, inputs, op)
-            then = ways.one_after_other(reduce, then)
+            works, reduce = collectives.exchange_pieces(group, outputs, inputs, op)
+            then = collectives.one_after_other(reduce, then)
         else:
             works = [_torch.reduce_scatter_one(group, out, inp, options) for out, inp in zip(outputs, inputs)]
-        return self._finish(group, "reduce_scatter", name, ways.nbytes(inputs), works, then)
+        return self.finish(group, "reduce_scatter", name, collectives.nbytes(inputs), works, then)
 
     def all_reduce(
         self, group: ProcessGroup, tensors: Tensors, op: Op = "sum", *, after: Tickets = (), name: str = ""
     ) -> Ticket:
         """Reduce each tensor over the ranks, in place."""
-        ways.require_native(tensors, "all_reduce")
+        collectives.require_native(tensors, "all_reduce")
         op, then = self._lowered(group, op, tensors)
         options = _torch.ALL_REDUCE[op]
         with self.entered(after):
             works = [group.allreduce([tensor], options) for tensor in tensors] if group.size() > 1 else []
-            return self._finish(group, "all_reduce", name, ways.nbytes(tensors), works, then)
+            return self.finish(group, "all_reduce", name, collectives.nbytes(tensors), works, then)
 
     def greet(self, groups: Sequence[ProcessGroup]) -> None:
         """Communicate once in each group, also in one of this rank alone: NCCL makes communicators at first use."""
         with self.entered():
             for group in groups:
-                ways.join(group.allreduce([torch.zeros(1, device=self.device)], _torch.ALL_REDUCE["sum"]))
+                collectives.join(group.allreduce([torch.zeros(1, device=self.device)], _torch.ALL_REDUCE["sum"]))
 
     def see_peers(self, groups: Sequence[ProcessGroup]) -> bool:
         """Gather and reduce by copies from now on in groups whose ranks are all on one node; whether there are any.
@@ -270,8 +271,8 @@ class Lane:
                             f'SchedulePolicy(wire="peers"): several ranks of {dist.get_process_group_ranks(group)} use '
                             "one GPU, and each needs one of its own: torch.cuda.set_device(LOCAL_RANK) before sharding"
                         )
-                    self._peers[group] = Peers(group, self.stream)
-        return bool(self._peers) or not others
+                    self.peers[group] = Peers(group, self.stream)
+        return bool(self.peers) or not others
 
     def all_to_all(
         self,
@@ -285,19 +286,19 @@ class Lane:
         name: str = "",
     ) -> Ticket:
         """Send split ``r`` of the input to rank ``r``; splits are counted in elements, and equal if none are given."""
-        (out,), (inp,) = ways.as_bytes([output]), ways.as_bytes([input])
+        (out,), (inp,) = collectives.as_bytes([output]), collectives.as_bytes([input])
         scale = output.element_size() if out.dtype != output.dtype else 1
         sizes = [scale * n for n in output_splits], [scale * n for n in input_splits]
         with self.entered(after):
             if group.size() == 1:
-                works = ways.copied([out], [inp])
+                works = collectives.copied([out], [inp])
             elif self.stream is not None and self.backend_in(group) == "gloo":  # which reads CUDA memory as the host's
                 back = torch.empty(out.shape, dtype=out.dtype)
                 _torch.all_to_all_one(group, back, inp.cpu(), *sizes, _torch.ALL_TO_ALL).wait()
-                works = ways.copied([out], [back])
+                works = collectives.copied([out], [back])
             else:
                 works = [_torch.all_to_all_one(group, out, inp, *sizes, _torch.ALL_TO_ALL)]
-            return self._finish(group, "all_to_all", name, input.nbytes, works)
+            return self.finish(group, "all_to_all", name, input.nbytes, works)
 
     def most(self, meshes: Sequence[DeviceMesh], numbers: Sequence[int], about: str) -> list[int]:
         """The highest of the ranks' numbers, in every place, over all ranks of these meshes, on each of them.
@@ -313,7 +314,7 @@ class Lane:
                     if group.size() > 1:
                         work = _torch.backend_of(group, self.device).allreduce([values], _torch.ALL_REDUCE["max"])
                         if self.stream is not None:
-                            ways.join(work)
+                            collectives.join(work)
                         ticket = Ticket(works=[work]) if self.stream is None else self.mark()
                         ticket.what = "the other ranks,", about
                         record.append(self._wire(group), _KINDS["all_reduce"], about, values.nbytes, ticket)
@@ -327,14 +328,14 @@ class Lane:
             return op, None
         return "sum", lambda: torch._foreach_div_(list(outputs), group.size())
 
-    def _finish(
+    def finish(
         self, group: ProcessGroup, kind: str, name: str, numbytes: int, works: Sequence[Work], then: Action = None
     ) -> Ticket:
         if self.stream is None:
             ticket = Ticket(works=works, then=then)
         else:
             for work in works:
-                ways.join(work)
+                collectives.join(work)
             if then is not None:
                 then()
             ticket = self.mark()
@@ -371,10 +372,9 @@ def watch_over(device: torch.device) -> bool:
     if _torch.backend_name(world, device) == _IN_THREADS:
         return True  # a process has one alarm and one flight record: ranks of it would write over each other's
     store = _torch.default_store()
-    known = weakref.ref(store)
     watched = Watched(
-        store=lambda prefix: _torch.own_store(known(), prefix),
-        kept=_torch.kept_store(store) if dist.get_rank() == 0 else None,
+        store=functools.partial(_own_store, weakref.ref(store)),
+        kept=_kept_store(store) if dist.get_rank() == 0 else None,
         rank=dist.get_rank(),
         world=world.size(),
         is_lost_peer=_torch.lost_a_peer,
@@ -382,3 +382,20 @@ def watch_over(device: torch.device) -> bool:
     )
     alarm.start(store, watched)
     return True
+
+
+def _own_store(known: weakref.ref[Any], prefix: str) -> Any:
+    """A store with a connection of its own: who waits for a key holds up all others of the same connection."""
+    store = known()
+    if store is None:
+        raise RuntimeError("the process group is gone, and its store")
+    return _torch.PrefixStore(prefix, store.clone())
+
+
+def _kept_store(store: Any) -> Any:
+    """What keeps the server of a store alive that this process may have; None if torchrun has it."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true":
+        return None
+    while isinstance(store, _torch.PrefixStore):
+        store = store.underlying_store
+    return store if isinstance(store, _torch.TCPStore) else None

@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from flatshard import _torch
 from flatshard.buffer.groups import joint_group
 from flatshard.buffer.lanes import Lane
+from flatshard.buffer.rules import are_cut_alike, is_masked_fill
 from flatshard.layout import Holding, Layout, holding
 
 
@@ -167,7 +170,7 @@ class RaggedDTensor(DTensor):
         if func._schema.name == "aten::new_empty" and torch.Size(args[1]) == args[0].shape:
             local = _torch.local_of(args[0])
             return args[0].with_local(local.new_empty(local.shape, **kwargs))
-        if not _is_elementwise(func) and not _torch.is_masked_fill(func, args):
+        if not _is_elementwise(func) and not is_masked_fill(func, args):
             raise NotImplementedError(_refusal(str(func), ragged[0]))
         _require_same_rows(func, args, kwargs)
         local_args, local_kwargs = _torch.map_leaves(DTensor, _torch.local_of, (args, kwargs))
@@ -186,14 +189,25 @@ class RaggedDTensor(DTensor):
         if not count and self.shape[dim]:
             return []
         offsets = [first if d == dim else 0 for d in range(self.dim())]
-        return [_torch.chunk(offsets, tuple(_torch.local_of(self).shape))]
+        return [chunk(offsets, _torch.local_of(self).shape)]
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         local = _torch.local_of(self)
-        return [_torch.write_item(fqn, box, self.shape, local) for box in self.__create_chunk_list__()]
+        return [write_item(fqn, box, self.shape, local) for box in self.__create_chunk_list__()]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         return _torch.local_of(self)
+
+
+def chunk(offsets: Sequence[int], sizes: Sequence[int]) -> ChunkStorageMetadata:
+    """A box of a tensor, as torch.distributed.checkpoint describes it."""
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
+def write_item(fqn: str, box: ChunkStorageMetadata, shape: torch.Size, local: torch.Tensor) -> WriteItem:
+    """What torch.distributed.checkpoint writes of one box of a tensor."""
+    data = TensorWriteData(chunk=box, properties=TensorProperties.create_from_tensor(local), size=shape)
+    return WriteItem(index=MetadataIndex(fqn, box.offsets), type=WriteItemType.SHARD, tensor_data=data)
 
 
 _KEEPING = {
@@ -232,7 +246,7 @@ def _require_same_rows(func: Any, args: Any, kwargs: Any) -> None:
             for arg in (*args, *kwargs.values())
         ]
         tensors = [value for value in place if isinstance(value, torch.Tensor)]
-        if not _torch.are_cut_alike(tensors):
+        if not are_cut_alike(tensors):
             first = next((tensor for tensor in tensors if isinstance(tensor, RaggedDTensor)), None)
             raise NotImplementedError(_refusal(f"{func} of tensors that are cut differently", first))
 
@@ -258,14 +272,14 @@ def _wrap(result: Any, args: Any, like: RaggedDTensor) -> Any:
     return [_torch.like_dtensor(template, part) for part, template in zip(result, first)]
 
 
-owner: list[Callable[[torch.Tensor], str | None]] = []  # who tells whose a tensor is, in words
+owner: Callable[[torch.Tensor], str | None] | None = None  # tells whose a tensor is; the engine sets it
 
 
 def _refusal(what: str, tensor: torch.Tensor | None = None) -> str:
-    whose = [told for told in (tell(tensor) for tell in owner if tensor is not None) if told is not None]
+    whose = None if owner is None or tensor is None else owner(tensor)
     remedy = "take full_tensor() first, or shard with layout='tensor'"
-    if whose:
-        remedy = f"this is {whose[0]}: do it within `with flatshard.gathered(module):` of that unit's module, {remedy}"
+    if whose is not None:
+        remedy = f"this is {whose}: do it within `with flatshard.gathered(module):` of that unit's module, {remedy}"
     return f"{what}: not defined for a ragged shard, whose rows are not those of torch.chunk; {remedy}"
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.distributed import Work
 
-from flatshard import _torch
+from flatshard import _epochs, _torch
 from flatshard.trust.alarm import alarm
 from flatshard.trust.record import PHASES, record
 
@@ -48,7 +48,7 @@ class Ticket:
     __slots__ = ("__weakref__", "_device", "_epoch", "_event", "_failed", "_then", "_works", "what")
 
     def __init__(self, event: Any = None, device: int = 0, works: Sequence[Work] = (), then: Action = None) -> None:
-        self._event, self._epoch = event, _torch.epochs.now
+        self._event, self._epoch = event, _epochs.now
         self._device = device
         self._works = works
         self._then = then
@@ -57,7 +57,7 @@ class Ticket:
 
     def wait(self) -> None:
         """Order what follows after the operation: the current stream on CUDA, the caller itself on CPU."""
-        if self._event is not None and self._epoch == _torch.epochs.now:
+        if self._event is not None and self._epoch == _epochs.now:
             self._event.wait(_torch.current_stream(self._device))
         for work in self._works:
             try:
@@ -73,13 +73,13 @@ class Ticket:
 
     def synchronize(self) -> None:
         """Hold up the caller until the operation is over, on CUDA too."""
-        if self._event is not None and self._epoch == _torch.epochs.now:
+        if self._event is not None and self._epoch == _epochs.now:
             self._event.synchronize()
         self.wait()
 
     def hold_up(self, stream: torch.cuda.Stream) -> None:
         """Order what follows on another stream after the operation."""
-        if self._event is not None and self._epoch == _torch.epochs.now:
+        if self._event is not None and self._epoch == _epochs.now:
             self._event.wait(stream)
 
     def done(self) -> bool:
@@ -93,7 +93,7 @@ class Ticket:
     def has_ended(self) -> bool:
         """Whether the communication is over, and did not fail, whatever remains to be done. Any thread may ask."""
         if self._event is not None:
-            return self._epoch != _torch.epochs.now or bool(self._event.query())
+            return self._epoch != _epochs.now or bool(self._event.query())
         return not self._failed and all(work.is_completed() for work in self._works)
 
     def _told(self) -> str:

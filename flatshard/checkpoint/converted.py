@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from flatshard.checkpoint.files import Entry, Source
 from flatshard.checkpoint.reader import Reader
-from flatshard.engine.rows import class_before
+from flatshard.engine.tree.row_embedding import class_before
 
 
 @dataclass

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatshard.engine.roots import scope_of
-from flatshard.engine.unit import Unit
-from flatshard.engine.weights import Group
+from flatshard.engine.groups.param_group import ParamGroup
+from flatshard.engine.tree.roots import find_root
+from flatshard.engine.units.unit import Unit
 from flatshard.megatron.utils import is_expert
 
 
@@ -41,13 +41,13 @@ class BufferView:
 class ParameterGroup:
     """Parameters of one unit that travel together, by the names of both versions."""
 
-    def __init__(self, module: nn.Module, unit: Unit, group: Group, fsdp_unit_id: int | None = None) -> None:
+    def __init__(self, module: nn.Module, unit: Unit, group: ParamGroup, fsdp_unit_id: int | None = None) -> None:
         """``fsdp_unit_id``: the number of the unit; None for what no unit but the model itself has."""
         self._module, self._unit, self._group = weakref.ref(module), weakref.ref(unit), weakref.ref(group)
         self.fsdp_unit_id = fsdp_unit_id
 
     @property
-    def engine(self) -> Group:
+    def engine(self) -> ParamGroup:
         """The group of the engine."""
         group = self._group()
         if group is None:
@@ -62,18 +62,18 @@ class ParameterGroup:
         names = {id(each): f"{name}." if name else "" for name, each in modules}
         return [
             FsdpParameter(tuple(names.get(id(site.module()), "") + site.name for site in member.sites), member.sharded)
-            for member in self.engine.members
+            for member in self.engine.params
         ]
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
         """The first name of each parameter, from its unit down."""
-        return tuple(member.name for member in self.engine.members)
+        return tuple(member.name for member in self.engine.params)
 
     @property
     def sharded_parameters(self) -> tuple[nn.Parameter, ...]:
         """What optimizers see."""
-        return tuple(member.sharded for member in self.engine.members)
+        return tuple(member.sharded for member in self.engine.params)
 
     params = sharded_parameters
 
@@ -131,7 +131,7 @@ class ParameterGroup:
         """Bring compute weights up to date with main."""
         unit, module, group = self._unit(), self._module(), self.engine
         if unit is not None and module is not None and not group.main.local.is_meta:
-            scope_of(unit, module).refresh([unit], [group])
+            find_root(unit, module).refresh([unit], [group])
 
     def _view(self, local: torch.Tensor) -> BufferView:
         layout = self.engine.layout

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from flatshard.api import fully_shard, microbatch
 from flatshard.buffer import Lane
 from flatshard.engine import steps
-from flatshard.engine.build import units_below
-from flatshard.engine.main_grads import DECOUPLED, MainGrads
-from flatshard.engine.materialize import materialize
+from flatshard.engine.gradients.main_grads import DECOUPLED, MainGrads
+from flatshard.engine.tree.build import units_below
+from flatshard.engine.tree.materialize import materialize
 from flatshard.megatron import reports
 from flatshard.megatron.distributed_data_parallel_config import DistributedDataParallelConfig, own_config, schedule_of
 from flatshard.megatron.mixed_precision import MixedPrecisionPolicy, engine_policy
@@ -114,7 +114,7 @@ class MegatronFSDP(nn.Module):
             parameter.__dict__.update(__fsdp_param__=True, _megatron_fsdp_model=me, megatron_fsdp_dist_index=dist_index)
         for group in (group for _, unit in units_below(module) for group in unit.groups):
             for held in group.main.ranges():  # which elements of a parameter this rank has
-                group.members[held.tensor].sharded.__dict__["megatron_fsdp_slice"] = slice(held.start, held.stop)
+                group.params[held.tensor].sharded.__dict__["megatron_fsdp_slice"] = slice(held.start, held.stop)
         self._has_groups = self._hides = False
         self._is_last = self._completes = True
         self.set_model_auto_sync(sync_model_each_microbatch)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from flatshard import _torch
+from flatshard.buffer.dtensor import without_axis
 from flatshard.megatron.utils import FSDPDistributedIndex, is_expert
 
 
@@ -60,7 +61,7 @@ class Names:
         assert self._axis is not None
         names = tuple(each for each in value.device_mesh.mesh_dim_names or () if each != self._axis)
         mine = self._index.mesh_of(is_expert_parallel=True)
-        return _torch.without_axis(value, self._axis, mine if names == mine.mesh_dim_names else root[names])
+        return without_axis(value, self._axis, mine if names == mine.mesh_dim_names else root[names])
 
     def together(self, name: str, value: Any) -> Any:
         """The way back, of a tensor that is cut as `alone` cuts it, or whole."""

@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from flatshard import _torch
 from flatshard.buffer import Lane, Pool
-from flatshard.engine.build import units_below
-from flatshard.engine.roots import unit_of
+from flatshard.buffer.dtensor import Parallel, composed
+from flatshard.engine.tree.build import units_below
+from flatshard.engine.units.unit import unit_of
 from flatshard.layout import is_sharded
 from flatshard.megatron.groups import ParameterGroup
 from flatshard.megatron.uneven_dtensor import update_uneven_dtensor_chunk_metadata, validate_uneven_dtensor
@@ -45,7 +46,7 @@ class TemporaryBucketAllocator:
         """None before the first forward."""
         model = self._model()
         unit = None if model is None else unit_of(model.module)
-        return None if unit is None or unit.scope is None else getattr(unit.scope, self._name)
+        return None if unit is None or unit.root is None else getattr(unit.root, self._name)
 
 
 # Of no use by themselves: which of them an allocator is says what the configuration has asked for.
@@ -161,7 +162,7 @@ def make_fsdp_dtensor(
         if made is None:
             made = _torch.make_dtensor(local, line, [Shard(0) if cut else Replicate()], meta.shape, meta.stride())
         else:
-            made = _torch.composed_dtensor(local, line, [cut], 0, _torch.Parallel(_torch.spec_of(made)))
+            made = composed(local, line, [cut], 0, Parallel(_torch.spec_of(made)))
     assert made is not None
     if run_check:
         validate_uneven_dtensor(made)

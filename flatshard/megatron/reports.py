@@ -6,7 +6,7 @@ import logging
 
 from torch import nn
 
-from flatshard.engine.summary import check_buffers, summary
+from flatshard.engine.tree.summary import check_buffers, summary
 from flatshard.megatron.utils import find_megatron_fsdp, log_single_rank
 from flatshard.optim.clip import grad_norms, weight_norms
 

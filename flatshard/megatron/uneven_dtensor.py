@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 from flatshard import _torch
 from flatshard.buffer import Lane
 from flatshard.buffer.groups import joint_group
-from flatshard.buffer.ragged import RaggedDTensor
+from flatshard.buffer.ragged import RaggedDTensor, chunk, write_item
 from flatshard.checkpoint.errors import CheckpointError
-from flatshard.engine.homes import group_of
+from flatshard.engine.groups.registry import group_of
 
 _ANY = Callable[[Any], bool]
 
@@ -50,21 +50,21 @@ def gather_and_compute_chunk_metadata(dtensor: DTensor) -> Any:
         sizes[placement.dim] = sum(held)
     whole = tuple(sizes) == tuple(dtensor.shape)
     _agree(lane, mesh, int(whole), f"the parts of a tensor do not compose its shape {tuple(dtensor.shape)}", wanted=1)
-    return _torch.chunk(offsets, tuple(local.shape))
+    return chunk(offsets, local.shape)
 
 
 def _described(dtensor: DTensor) -> Any:
     """The box that a tensor says it is of the whole; an empty one where it has none."""
     boxes = dtensor.__create_chunk_list__()
-    return boxes[0] if boxes else _torch.chunk([0] * dtensor.dim(), tuple(_torch.local_of(dtensor).shape))
+    return boxes[0] if boxes else chunk([0] * dtensor.dim(), tuple(_torch.local_of(dtensor).shape))
 
 
 def _inner_first(placements: Sequence[Any]) -> list[int]:
     """The sharded axes, from the one that cuts last. A strided shard is cut after those that follow it."""
     for placement in placements:
-        if not isinstance(placement, (Shard, Replicate)) and not _torch.is_strided(placement):
+        if not isinstance(placement, (Shard, Replicate, _torch.StridedShard)):
             raise ValueError(f"a tensor that is placed {placement} has no parts that make it up")
-    strided = [axis for axis, placement in enumerate(placements) if _torch.is_strided(placement)]
+    strided = [axis for axis, placement in enumerate(placements) if isinstance(placement, _torch.StridedShard)]
     plain = [axis for axis, p in enumerate(placements) if isinstance(p, Shard) and axis not in strided]
     return [*strided, *reversed(plain)]
 
@@ -104,7 +104,7 @@ def _describe(dtensor: DTensor, box: Any) -> None:
     local, shape = _torch.local_of(dtensor), dtensor.shape
 
     def write_items(fqn: str, tensor: Any) -> list[Any]:
-        return [_torch.write_item(fqn, box, shape, local)] if local.numel() else []
+        return [write_item(fqn, box, shape, local)] if local.numel() else []
 
     described: Any = local
     described.__create_chunk_list__ = lambda: [box]
@@ -225,7 +225,7 @@ def make_uneven_dtensor(
     elif copy_chunk_meta_from is not None:
         _describe(made, _described(copy_chunk_meta_from))
     elif chunk_metadata is not None:
-        _describe(made, _torch.chunk(*chunk_metadata))
+        _describe(made, chunk(*chunk_metadata))
     return made
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from flatshard.api import no_shard
-from flatshard.engine.parameters import PLAIN
+from flatshard.engine.parameters.sharded_param import PLAIN
 from flatshard.megatron.utils import FSDPDistributedIndex, get_mcore_tensor_parallel_partition_dim, is_expert
 from flatshard.wrapping import unit_modules
 

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from flatshard import _arguments, _torch
 from flatshard.buffer import DBuffer, Lane, Op
 from flatshard.buffer.groups import joint_group
-from flatshard.engine.main_grads import MAIN_GRAD
-from flatshard.engine.reduces import join_reduces
+from flatshard.engine.gradients.main_grads import MAIN_GRAD
+from flatshard.engine.schedule.reduces import join_reduces
 
 # Where a tensor is: its mesh, and the axes of it that cut the tensor. Plain tensors: (None, ()).
 _Where = tuple[DeviceMesh | None, tuple[int, ...]]

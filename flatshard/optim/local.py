@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from flatshard import _torch
-from flatshard.engine.homes import OWNER, generation, is_replaced
+from flatshard.engine.groups.registry import OWNER, generation, is_replaced
 from flatshard.optim.runs import Run, State, cut, cut_of
 
 

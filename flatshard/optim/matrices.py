@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from flatshard import _torch
 from flatshard.buffer import Lane
-from flatshard.engine.homes import group_of
-from flatshard.engine.main_grads import MAIN_GRAD
+from flatshard.engine.gradients.main_grads import MAIN_GRAD
+from flatshard.engine.groups.registry import group_of
 from flatshard.optim.owners import Matrix
 from flatshard.optim.routes import Meeting, Route, held_of
 from flatshard.optim.runs import cut_of

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from flatshard import _torch
 from flatshard.buffer import DBuffer
-from flatshard.engine.homes import group_of
-from flatshard.engine.main_grads import MAIN_GRAD
-from flatshard.engine.weights import Group
+from flatshard.engine.gradients.main_grads import MAIN_GRAD
+from flatshard.engine.groups.param_group import ParamGroup
+from flatshard.engine.groups.registry import group_of
 
 State = dict[Any, Any]  # of one parameter: name -> tensor or anything else
 
@@ -35,13 +35,13 @@ class Run:
 
     def __init__(
         self,
-        group: Group,
+        group: ParamGroup,
         number: int,
         indices: Sequence[int],
         extent: tuple[int, int] | None,
         flat: bool,
     ) -> None:
-        self.parameters: list[nn.Parameter] = [group.members[index].sharded for index in indices]
+        self.parameters: list[nn.Parameter] = [group.params[index].sharded for index in indices]
         self.number = number  # of the parameter group that it belongs to
         self._flat = flat  # is to be flat wherever its gradients lie in one buffer
         self.main = group.main
@@ -55,7 +55,7 @@ class Run:
         self._views: dict[Any, tuple[torch.Tensor, list[DTensor]]] = {}
 
     @property
-    def group(self) -> Group | None:
+    def group(self) -> ParamGroup | None:
         """The group of its parameters, while it exists."""
         return self._group()
 
@@ -91,7 +91,7 @@ class Run:
         self._set_grad(self._slice_of(gradient), uncast)
         return True
 
-    def _has_gradients_of(self, group: Group) -> bool:
+    def _has_gradients_of(self, group: ParamGroup) -> bool:
         """Whether all gradients are the group's own, which is the rule and is asked first."""
         main_grads = group.gradients.main_grads
         if main_grads.buffer is None or group.main is not self.main:
@@ -240,8 +240,8 @@ def cut(
     """
     absent: list[nn.Parameter] = []
     others: list[list[torch.Tensor]] = []
-    found: dict[Group, dict[int, tuple[int, Any]]] = {}
-    places: dict[Group, dict[int, int]] = {}
+    found: dict[ParamGroup, dict[int, tuple[int, Any]]] = {}
+    places: dict[ParamGroup, dict[int, int]] = {}
     for number, param_group in enumerate(param_groups):
         others.append([])
         for parameter in param_group["params"]:
@@ -252,7 +252,7 @@ def cut(
                 absent.append(parameter)
             else:
                 if group not in places:
-                    places[group] = {id(member.sharded): index for index, member in enumerate(group.members)}
+                    places[group] = {id(member.sharded): index for index, member in enumerate(group.params)}
                 buffer = getattr(parameter.grad, MAIN_GRAD, None)
                 joins = flat and suits(buffer, group.main)
                 mark = (number, id(buffer), _signature(state.get(parameter, {}), parameter)) if joins else None
@@ -261,12 +261,12 @@ def cut(
     return runs, absent, others
 
 
-def _cut_group(group: Group, members: dict[int, tuple[int, Any]], flat: bool) -> list[Run]:
+def _cut_group(group: ParamGroup, members: dict[int, tuple[int, Any]], flat: bool) -> list[Run]:
     main = group.main
     windows = main.layout.windows(main.held.first, main.held.count)
     runs = []
     pieces: list[tuple[Any, list[int]]] = []
-    lying = sorted((i for i in range(len(group.members)) if 0 not in windows[i].shape), key=lambda i: windows[i].offset)
+    lying = sorted((i for i in range(len(group.params)) if 0 not in windows[i].shape), key=lambda i: windows[i].offset)
     empty = [i for i in members if 0 in windows[i].shape]
     for index in lying:
         mark = members.get(index, (0, None))[1]

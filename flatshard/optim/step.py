@@ -16,9 +16,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatshard import _arguments, _torch
 from flatshard.engine import steps
-from flatshard.engine.homes import generation, group_of, is_replaced, successor_of
-from flatshard.engine.main_grads import MAIN_GRAD
-from flatshard.engine.reduces import join_reduces
+from flatshard.engine.gradients.main_grads import MAIN_GRAD
+from flatshard.engine.groups.registry import generation, group_of, is_replaced, successor_of
+from flatshard.engine.schedule.reduces import join_reduces
 from flatshard.optim.choice import BUCKET, Choice, Predicate, Splits
 from flatshard.optim.eight import AdamW8bit
 from flatshard.optim.local import Local, refuse_replaced
@@ -458,7 +458,10 @@ def _wrap_scalars(optimizer: Optimizer) -> None:
                 state[key] = _torch.like_dtensor(parameter, value.to(_torch.local_of(parameter).device))
 
 
-register_optimizer_step_pre_hook(_before_step)
+@functools.cache
+def watch_steps() -> None:
+    """Snapshot at every optimizer of this process before it steps, from now on."""
+    register_optimizer_step_pre_hook(_before_step)
 
 
 def repoint(optimizer: Optimizer) -> None:

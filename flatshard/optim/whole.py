@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from flatshard import _torch
 from flatshard.buffer import Lane
-from flatshard.engine.homes import OWNER, generation, group_of
+from flatshard.engine.groups.registry import OWNER, generation, group_of
 from flatshard.optim.calls import Calls
 from flatshard.optim.choice import Choice
 from flatshard.optim.local import Local, refuse_replaced

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from flatshard._torch import epochs
+from flatshard import _epochs
 from flatshard.rehearsal.driver import Driver
 from flatshard.rehearsal.torch_private import Work, compile_kernel, cuda, current_device, current_raw_stream
 from flatshard.rehearsal.transfer import Transfer
@@ -264,7 +264,7 @@ class CudaClock:
             # one event serves all launches: the wait captures the record that precedes it
             driver.record(self._before, current)
             driver.wait(stream, self._before)
-        epoch = epochs.now
+        epoch = _epochs.now
         if self._last is not None and self._last[1] != stream and self._last[2] == epoch:
             driver.wait(stream, self._last[0].handle)
         pairs, sizes = transfer.pairs, transfer.sizes

@@ -1,6 +1,6 @@
 """A dry run: the engine goes through a step of a model of stand-ins, and what it does is noted in bytes.
 
-Units, scope and program are the engine's own, and so are the hooks, on modules that hold one number for every parameter
+Units, root and program are the engine's own, and so are the hooks, on modules that hold one number for every parameter
 of the model. Only where weights would be gathered and gradients reduced do stand-ins count bytes instead. It needs no
 process group, and no memory worth mentioning.
 """
@@ -14,14 +14,15 @@ import torch
 from torch import nn
 
 from flatshard.buffer import Pool, Ticket
-from flatshard.engine.gradients import Gradients
-from flatshard.engine.parameters import Member
+from flatshard.engine.gradients.gradients import Gradients
+from flatshard.engine.gradients.reduction import Goal, Reduction
+from flatshard.engine.groups.param_group import ParamGroup
+from flatshard.engine.parameters.sharded_param import ShardedParam
 from flatshard.engine.program import Pass
-from flatshard.engine.reduction import Goal, Reduction
-from flatshard.engine.roots import own
-from flatshard.engine.source import Source
-from flatshard.engine.unit import Unit
-from flatshard.engine.weights import Group
+from flatshard.engine.tree.roots import find_root
+from flatshard.engine.units.intent import Intent
+from flatshard.engine.units.unit import Unit, own
+from flatshard.engine.weights.source import Source
 from flatshard.policy import MixedPrecisionPolicy
 from flatshard.tools.groups import Choice, GroupBytes
 from flatshard.tools.shapes import Call, Model
@@ -46,10 +47,11 @@ class DryRun:
         self._root = self._module(model.root)
         self._units = []
         for number, modules in self._modules.items():
-            reshards, schedule = choice.reshards, choice.schedule
-            unit = Unit(modules, self._groups[number], _NO_MESH, _CPU, MixedPrecisionPolicy(), reshards, schedule)
-            unit.tables = frozenset(id(module) for module in modules if module.is_table)
-            unit.settings.unshard_in_backward = len(unit.tables) < len(modules)
+            tables = frozenset(id(module) for module in modules if module.is_table)
+            intent = Intent(choice.reshards, unshard_in_backward=len(tables) < len(modules))
+            mine, precision = self._groups[number], MixedPrecisionPolicy()
+            unit = Unit(modules, mine, _NO_MESH, _CPU, precision, intent, find_root, choice.schedule)
+            unit.tables = tables
             unit.parks = any(group.sizes.parked for group in self._groups[number])
             for module in modules:
                 own(module, unit)
@@ -62,7 +64,7 @@ class DryRun:
         passes = [(False, True), *[(True, False)] * self._accumulates, (True, True)]
         for self.is_noting, is_last in passes:
             for unit in self._units:
-                unit.settings.is_last = is_last
+                unit.is_last = is_last
             for group in (group for unit in self._groups for group in unit):
                 group.gathers = [0, 0]
             self._root(torch.zeros(1)).sum().backward()
@@ -75,7 +77,7 @@ class DryRun:
         for number in range(passes):
             self.is_last = number == passes - 1
             for unit in self._units:
-                unit.settings.is_first, unit.settings.is_last = number == 0, self.is_last
+                unit.is_first, unit.is_last = number == 0, self.is_last
             began = clock.marks
             self._root(torch.zeros(1)).sum().backward()
             if number == 1:
@@ -118,9 +120,9 @@ class DryRun:
         return [[group.gathers for group in unit] for unit in self._groups]
 
     def gathered(self, group: _Group) -> None:
-        scope = self._root_unit.scope
-        assert scope is not None
-        group.gathers[scope.program.running is Pass.BACKWARD] += 1
+        root = self._root_unit.root
+        assert root is not None
+        group.gathers[root.program.running is Pass.BACKWARD] += 1
 
 
 class _Module(nn.Module):
@@ -158,7 +160,7 @@ class _Use(torch.autograd.Function):
         return None, None, grads[0], *[torch.zeros(1) for _ in range(ctx.count)]
 
 
-class _Group(Group):
+class _Group(ParamGroup):
     """Weights that are one number each, and take the bytes that ``sizes`` says."""
 
     def __init__(self, sizes: GroupBytes, choice: Choice, run: DryRun, unit: int) -> None:
@@ -167,13 +169,14 @@ class _Group(Group):
         self.gathers = [0, 0]
         self._appeared = 0  # how often a backward has given gradients
         parameters = [nn.Parameter(torch.zeros(1), requires_grad=sizes.trainable) for _ in sizes.tensors]
-        self.members = [Member("", [], parameter, parameter) for parameter in parameters]
+        self.params = [ShardedParam("", [], parameter, parameter) for parameter in parameters]
         self.placements, self.is_extended = sizes.placements, False
         self.source, self.gathered_bytes = _Source(self), sizes.gathered
         self.gradients = _Gradients(self, choice)
-        self.look = self  # type: ignore[assignment]
-        self.is_full, self.users, self.ticket, self._watched = False, None, None, False
+        self.snapshot = self  # type: ignore[assignment]
+        self.is_full, self.ticket, self._watched = False, None, False
         self.all_gather_comm = self._refreshed = None
+        self.borrowers = []
         self.is_held = False
         self.park_mesh = _NO_MESH if sizes.parked else None
 
@@ -185,7 +188,7 @@ class _Group(Group):
         return False
 
     def used_after(self, position: int) -> list[nn.Parameter]:
-        pairs = zip(self.members, self.sizes.tensors)
+        pairs = zip(self.params, self.sizes.tensors)
         return [member.sharded for member, tensor in pairs if tensor.after == position]
 
     def gradients_appear(self, position: int) -> None:
@@ -252,8 +255,8 @@ class _Source(Source):
 class _Gradients(Gradients):
     def __init__(self, group: _Group, choice: Choice) -> None:
         self._group, self._accumulates = group, choice.microbatches > 1
-        self.members, self.placements = group.members, group.placements
-        self.expected = sum(member.sharded.requires_grad for member in self.members)
+        self.params, self.placements = group.params, group.placements
+        self.expected = sum(member.sharded.requires_grad for member in self.params)
         self.on_complete = self.direct = None
         self.main_grads = self  # type: ignore[assignment]
         self._arrived = set()

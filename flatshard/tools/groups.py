@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from flatshard import _torch
-from flatshard.engine.formats import Formats
+from flatshard.engine.weights.formats import Formats
 from flatshard.layout import Layout, Placement, Replicate, is_sharded, least_padded_dim, plan
 from flatshard.layout.planner import LayoutName
 from flatshard.policy import MixedPrecisionPolicy, Placements, SchedulePolicy, replicated

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from flatshard.engine.formats import chosen
+from flatshard.engine.weights.formats import chosen
 from flatshard.policy import MixedPrecisionPolicy
 from flatshard.tools.known import NAMED, check_source
 from flatshard.wrapping import unit_modules

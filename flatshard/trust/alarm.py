@@ -117,11 +117,11 @@ class Alarm:
         if self._of is not None and self._of() is of and self._pid == os.getpid():
             return
         is_on = os.environ.get("FLATSHARD_ALARM", "").lower() not in ("off", "0")
-        self._of = weakref.ref(of, self._group_is_gone)
+        self._of = weakref.ref(of, self._group_is_gone if is_on else None)
         self._group, self._grace = group, grace()
         self._reset()
         self._starts += 1
-        if is_on and self._pid != os.getpid():  # the first time in this process
+        if is_on and (self._loop is None or self._pid != os.getpid()):  # the first time in this process
             self._loop = Loop(self._tick, self._pause, self._dump)
             self._loop.start()
             os.register_at_fork(after_in_child=self._drop_links)

@@ -15,11 +15,13 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flatshard.buffer.collectives import Gather
 from flatshard.buffer.lanes import Lane
 from flatshard.buffer.pools import Pool
-from flatshard.buffer.ways import Gather
-from flatshard.engine import calls, scope, weights
-from flatshard.engine.unit import Unit
+from flatshard.engine.groups import param_group
+from flatshard.engine.schedule import root
+from flatshard.engine.units.unit import Unit
+from flatshard.engine.watch import calls
 
 
 class Fault(Exception):
@@ -33,8 +35,8 @@ POINTS: dict[str, list[tuple[Any, str]]] = {
         (Unit, "_post_forward"),
         (calls, "gradient_at_output"),
         (calls, "_inputs_passed"),
-        (weights, "gradient_arrived"),
-        (scope._End, "__call__"),
+        (param_group, "gradient_arrived"),
+        (root._End, "__call__"),
     ],
     "launch": [
         (Gather, "launch"),

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from flatshard import fully_shard, fully_shard_optimizer, microbatch
-from flatshard.engine.build import units_below
-from flatshard.engine.unit import unit_of
+from flatshard.engine.tree.build import units_below
+from flatshard.engine.units.unit import unit_of
 from tests.dist.models import assert_rows, batches, make_net
 from tests.dist.test_counts import DIM, Chain
 from tests.dist.test_engine import ROWS, full, shard_net
@@ -41,7 +41,7 @@ class Say:
         return microbatch(model)
 
     @staticmethod
-    def scope(model, number):
+    def root(model, number):
         return microbatch(model, is_first=number == 0, is_last=number == MICRO - 1)
 
     @staticmethod
@@ -53,12 +53,12 @@ class Say:
     def sync_and_scope(model, number):
         """The first is kept whole, the second goes to rest, the third all the way."""
         model.set_requires_gradient_sync(number > 0)
-        return Say.scope(model, number)
+        return Say.root(model, number)
 
     @staticmethod
     def rest_then_keep(model, number):
         model.set_requires_gradient_sync(number != 1)
-        return Say.scope(model, number)
+        return Say.root(model, number)
 
     @staticmethod
     def some_units(model, number):
@@ -71,10 +71,10 @@ class Say:
         return microbatch(model, is_first=number == 0)
 
 
-SAYINGS = ["nothing", "scope", "sync", "sync_and_scope", "rest_then_keep", "some_units", "all_reduce"]
+SAYINGS = ["nothing", "root", "sync", "sync_and_scope", "rest_then_keep", "some_units", "all_reduce"]
 
 
-WAYS = [*((saying, ORDERS) for saying in SAYINGS), ("scope", LATE), ("sync", LATE)]
+WAYS = [*((saying, ORDERS) for saying in SAYINGS), ("root", LATE), ("sync", LATE)]
 
 
 def _accumulated(rank, world, case, layout, ways):
@@ -123,7 +123,7 @@ def _unused_by_all(rank, world, case):
     model = chain(case, world)
     model.order = (0, 2, 3)
     for number in range(MICRO):
-        with Say.scope(model, number):
+        with Say.root(model, number):
             model(torch.ones(2, DIM)).sum().backward()
     assert all(parameter.grad is None for parameter in model.blocks[1].parameters())
     assert all(parameter.grad is not None for parameter in model.blocks[0].parameters())
@@ -139,7 +139,7 @@ def _no_last_backward(rank, world, case):
     model, reference = chain(case, world), chain()
     rows = [torch.randn(8, DIM, generator=torch.Generator().manual_seed(number)) for number in range(MICRO)]
     for number in range(MICRO):
-        with Say.scope(model, number):
+        with Say.root(model, number):
             if number < MICRO - 1:
                 model(rows[number].chunk(world)[rank]).square().mean().backward()
             else:
@@ -149,11 +149,11 @@ def _no_last_backward(rank, world, case):
         reference(rows[number]).square().mean().backward()
     for ours, theirs in zip(model.parameters(), reference.parameters()):
         assert_rows(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
-    counts = [op.kind for op in unit_of(model).scope.reduce_lane.history]
+    counts = [op.kind for op in unit_of(model).root.reduce_lane.history]
     model.zero_grad()
     with microbatch(model):
         model(rows[0].chunk(world)[rank]).square().mean().backward()
-    assert len(unit_of(model).scope.reduce_lane.history) > len(counts)  # as ever, afterwards
+    assert len(unit_of(model).root.reduce_lane.history) > len(counts)  # as ever, afterwards
     axes, strategy, outer = case
     kwargs = {"mesh": mesh_of(axes, world), "strategy": strategy, "outer_strategy": outer}
     torch.manual_seed(1)
@@ -225,7 +225,7 @@ def _scopes(rank, world):
     units = [unit for _, unit in units_below(model)]
 
     def flags():
-        return [(unit.settings.is_first, unit.settings.is_last) for unit in units]
+        return [(unit.is_first, unit.is_last) for unit in units]
 
     counts = []
     for step in range(3):
@@ -237,8 +237,8 @@ def _scopes(rank, world):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        scopes = {id(unit.scope): unit.scope for unit in units}.values()
-        counts.append([sum(op.name.startswith("refresh") for op in scope.gather_lane.history) for scope in scopes])
+        roots = {id(unit.root): unit.root for unit in units}.values()
+        counts.append([sum(op.name.startswith("refresh") for op in root.gather_lane.history) for root in roots])
     # persistent compute weights: refreshed once per step, and per unit
     assert counts == [[1, 2], [2, 4], [3, 6]]
     for ours, theirs in zip(model.parameters(), reference.parameters()):

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import flatshard
 from flatshard import fully_shard, fully_shard_optimizer
-from flatshard.engine.homes import group_of
-from flatshard.engine.unit import unit_of
+from flatshard.engine.groups.registry import group_of
+from flatshard.engine.units.unit import unit_of
 from tests.dist.models import batches, make_net
 from tests.dist.test_engine import ROWS, full, shard_net
 from tests.dist.test_moved import backward, compare, sharded, step

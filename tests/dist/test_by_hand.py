@@ -5,7 +5,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from flatshard import MixedPrecisionPolicy, fully_shard_optimizer
-from flatshard.engine.roots import unit_of
+from flatshard.engine.units.unit import unit_of
 from tests.dist.models import assert_rows, batches, loss_of, make_net
 from tests.dist.test_engine import shard_net
 from tests.dist.test_strategies import STRATEGIES, mesh_of
@@ -56,7 +56,7 @@ def _refreshed_once(rank, world, strategy):
     for by_hand in (False, True):
         loss_of(model, tokens).backward()
         optimizer.step()
-        lane = unit_of(model).scope.gather_lane
+        lane = unit_of(model).root.gather_lane
         start = len(lane.history)
         if by_hand:
             model.refresh_weights()
@@ -132,7 +132,8 @@ def _precision(rank, world, strategy):
         model.set_mp_policy(MixedPrecisionPolicy(main_dtype=torch.bfloat16))
     model.zero_grad()
     model.set_mp_policy(MixedPrecisionPolicy(grad_dtype=torch.bfloat16))
-    assert torch.equal(output_of(model, tokens), exact)
+    # Not to the bit: torch multiplies by another library once a CPU without bfloat16 has been asked for it.
+    torch.testing.assert_close(output_of(model, tokens), exact, rtol=1e-5, atol=1e-6)
     loss_of(model, tokens).backward()
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}

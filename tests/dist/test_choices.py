@@ -43,7 +43,7 @@ def _trains(rank, world, axes, numbers):
         for _ in range(2):
             for micro in range(MICRO):
                 rows = torch.randn(8, DIM, generator=rng)
-                with Say.scope(model, micro):
+                with Say.root(model, micro):
                     model(rows.chunk(world)[rank]).square().mean().backward()
                 reference(rows).square().mean().backward()
             for optimizer in optimizers:

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from flatshard import SchedulePolicy, fully_shard
 from flatshard.buffer import Lane, Operation
-from flatshard.engine.keep import gathered_bytes
-from flatshard.engine.scope import Scope
-from flatshard.engine.unit import unit_of
+from flatshard.engine.schedule.keep import gathered_bytes
+from flatshard.engine.schedule.root import Root
+from flatshard.engine.units.unit import unit_of
 
 DIM, DEPTH = 6, 4
 ROOT = "FSDPChain"
@@ -60,17 +60,17 @@ def step(model: nn.Module) -> None:
     model.zero_grad()
 
 
-def scope_of(model: nn.Module) -> Scope:
-    scope = unit_of(model).scope
-    assert scope is not None
-    return scope
+def root_of(model: nn.Module) -> Root:
+    root = unit_of(model).root
+    assert root is not None
+    return root
 
 
 class Counter:
     """What the lanes of a model launch while the counter is entered."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.scope = scope_of(model)
+        self.root = root_of(model)
 
     def __enter__(self) -> Counter:
         self._before = [lane.launched for lane in self._lanes]
@@ -82,7 +82,7 @@ class Counter:
 
     @property
     def _lanes(self) -> tuple[Lane, Lane]:
-        return self.scope.gather_lane, self.scope.reduce_lane
+        return self.root.gather_lane, self.root.reduce_lane
 
     @staticmethod
     def _names(lane: Lane, before: int) -> list[str]:
@@ -110,7 +110,7 @@ def _per_step(rank: int, world: int, reshard: bool | None, recompute: str | None
     model = sharded_chain(reshard, SchedulePolicy(prefetch=prefetch), recompute=recompute)
     step(model)
     first = Counter(model)
-    equal([op.name for op in first.scope.gather_lane.history], RESHARD[reshard])
+    equal([op.name for op in first.root.gather_lane.history], RESHARD[reshard])
     for _ in range(2):
         with first as counter:
             step(model)
@@ -133,22 +133,22 @@ def _evaluation(rank: int, world: int) -> None:
         with counter, torch.no_grad():
             model(rows())
         equal((counter.gathers, counter.reduces), (FORWARD, []))
-        equal(counter.scope.gather_pool.live_buffers, 0)
+        equal(counter.root.gather_pool.live_buffers, 0)
         with counter:
             step(model)
         equal((counter.gathers, counter.reduces), (FORWARD + BACKWARD, [ROOT, *BACKWARD]))
-        equal(counter.scope.gather_pool.live_buffers, 0)
+        equal(counter.root.gather_pool.live_buffers, 0)
     with counter:
         model(rows())  # with gradients that nobody asks for
     equal(counter.gathers, FORWARD)
     with counter, torch.no_grad():
         model.blocks[2](rows())
     equal(counter.gathers[0], "blocks.2")
-    equal(counter.scope.gather_pool.live_buffers, 1)
+    equal(counter.root.gather_pool.live_buffers, 1)
     with counter:
         step(model)
     equal((counter.gathers, counter.reduces), (FORWARD[1:] + BACKWARD, [ROOT, *BACKWARD]))
-    equal(counter.scope.gather_pool.live_buffers, 0)
+    equal(counter.root.gather_pool.live_buffers, 0)
 
 
 def test_evaluation_between_steps_gathers_once_and_changes_no_count(ranks):
@@ -206,7 +206,7 @@ def _unused(rank: int, world: int) -> None:
         with counter:
             step(model)
         seen.append((sorted(counter.gathers), counter.reduces))
-        equal(counter.scope.gather_pool.live_buffers, 0)
+        equal(counter.root.gather_pool.live_buffers, 0)
     # The order of the step before had block 1 in it: it was gathered ahead, in vain. Then it is no longer expected.
     used = sorted([ROOT, *(["blocks.0", "blocks.2", "blocks.3"] * 2)])
     equal(seen[1], (used, [ROOT, "blocks.3", "blocks.2", "blocks.0"]))
@@ -231,9 +231,9 @@ class _Log(deque[Operation]):
 def _events(model: Chain) -> list[tuple[str, str]]:
     """Launches, and begins and ends of forwards, in the order in which the host makes them; filled by what runs."""
     events: list[tuple[str, str]] = []
-    scope = scope_of(model)
-    scope.gather_lane.history = _Log(events, "gather")
-    scope.reduce_lane.history = _Log(events, "reduce")
+    root = root_of(model)
+    root.gather_lane.history = _Log(events, "gather")
+    root.reduce_lane.history = _Log(events, "reduce")
     for name, block in zip(BLOCKS, model.blocks):
         block[0].register_forward_pre_hook(lambda *_, name=name: events.append(("begin", name)))
         block[0].register_forward_hook(lambda *_, name=name: events.append(("end", name)))
@@ -286,7 +286,7 @@ def _by_bytes(rank: int, world: int) -> None:
             fully_shard(block)
         fully_shard(model, schedule=policy)
         counter = warm(model)
-        pool = counter.scope.gather_pool
+        pool = counter.root.gather_pool
         pool.peak_bytes = pool.peak_buffers = 0
         with counter:
             model(rows()).sum().backward()
@@ -324,7 +324,7 @@ def _explicit(rank: int, world: int) -> None:
     equal(counter.gathers[:5], [ROOT, name[0], name[2], name[1], name[3]])
     equal(counter.gathers[5:], [name[3], name[1], name[2], name[0]])
     equal(counter.reduces, [ROOT, *BACKWARD])
-    equal(counter.scope.gather_pool.live_buffers, 0)
+    equal(counter.root.gather_pool.live_buffers, 0)
 
 
 def test_explicit_prefetch_lists_take_the_place_of_the_recorded_order(ranks):
@@ -333,20 +333,20 @@ def test_explicit_prefetch_lists_take_the_place_of_the_recorded_order(ranks):
 
 def _alive(rank: int, world: int, schedule: dict[str, Any], recompute: str | None) -> tuple[int, int]:
     model = sharded_chain(schedule=SchedulePolicy(**schedule), recompute=recompute)
-    scope = warm(model).scope
+    root = warm(model).root
     reducing = []
-    reduce = scope.reduces.launch
+    reduce = root.reduces.launch
 
     def watched(*args: Any) -> None:
         reduce(*args)
-        reducing.append(len(scope.reduces.in_flight))
+        reducing.append(len(root.reduces.in_flight))
 
-    scope.reduces.launch = watched
-    scope.gather_pool.peak_buffers = 0
+    root.reduces.launch = watched
+    root.gather_pool.peak_buffers = 0
     step(model)
     equal(len(reducing), DEPTH + 1)
-    equal(scope.gather_pool.live_buffers, 0)
-    return scope.gather_pool.peak_buffers, max(reducing)
+    equal(root.gather_pool.live_buffers, 0)
+    return root.gather_pool.peak_buffers, max(reducing)
 
 
 @pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])

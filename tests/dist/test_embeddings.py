@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from flatshard import fully_shard
-from flatshard.engine.unit import unit_of
+from flatshard.engine.units.unit import unit_of
 from tests.dist.test_engine import full
 
 TOKENS = torch.arange(12).view(3, 4)
@@ -34,7 +34,7 @@ def _train(rank, world, whole):
     for _ in range(2):
         for each in (plain, model):
             each(TOKENS).square().sum().backward()
-        lane = unit_of(model).scope.gather_lane
+        lane = unit_of(model).root.gather_lane
     for ours, theirs in zip(model.parameters(), plain.parameters()):
         torch.testing.assert_close(full(ours.grad), theirs.grad)
     names = [operation.name for operation in lane.history if operation.name == "0"]

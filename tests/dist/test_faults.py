@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from flatshard import MixedPrecisionPolicy, SchedulePolicy, fully_shard, fully_shard_optimizer, microbatch
-from flatshard.engine.build import units_below
-from flatshard.engine.calls import Call
-from flatshard.engine.unit import unit_of
+from flatshard.engine.tree.build import units_below
+from flatshard.engine.units.unit import unit_of
+from flatshard.engine.watch.calls import Call
 from tests.bench.script import free_port
 from tests.dist.faults import KINDS, Fault, Faults
 from tests.dist.models import Net, batches, loss_of, make_net
@@ -105,9 +105,9 @@ def same(found, wanted):
 def held(model):
     """What is alive: bytes of storages, calls, buffers and slots of pools, gradients."""
     torch.ones(1, requires_grad=True).sum().backward()  # drops what autograd had queued when it was broken off
-    scope = unit_of(model).scope
+    root = unit_of(model).root
     with torch.no_grad():
-        scope.rest_gradients()  # whose memory may stay from step to step
+        root.rest_gradients()  # whose memory may stay from step to step
     gc.collect()
     storages, kinds = {}, Counter()
     for each in gc.get_objects():
@@ -117,7 +117,7 @@ def held(model):
     pools = [
         (pool.live_bytes, pool.live_buffers, len(pool._taken), pool.num_slots - len(pool._free))
         + (() if pool.planner is None else (len(pool.planner._live), pool.planner.plans))
-        for pool in (scope.gather_pool, scope.reduce_pool)
+        for pool in (root.gather_pool, root.reduce_pool)
     ]
     gradients = [group.gradients.main_grads.in_flight for _, unit in units_below(model) for group in unit.groups]
     return {

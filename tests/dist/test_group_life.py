@@ -15,7 +15,7 @@ import flatshard
 from flatshard import SchedulePolicy, fully_shard
 from flatshard.buffer import Exchange, Lane
 from flatshard.buffer.groups import joint_group
-from flatshard.engine.unit import unit_of
+from flatshard.engine.units.unit import unit_of
 
 SEPARATE, SHARED = (SchedulePolicy(separate_groups=choice) for choice in (True, False))
 
@@ -47,7 +47,7 @@ def _counts(rank, world):
         model = trained(mesh, schedule, **choices)
         found[name] = ours()["flatshard_reduce"]
         if mesh is square:
-            found[name, "outer"] = unit_of(model).scope.reduce_lane.group(mesh, 0) is mesh.get_group(0)
+            found[name, "outer"] = unit_of(model).root.reduce_lane.group(mesh, 0) is mesh.get_group(0)
         del model
         flatshard.destroy_groups()
         assert not ours()
@@ -87,17 +87,17 @@ def test_models_that_come_and_go_leave_no_groups_and_threads(ranks):
 def _shared(rank, world):
     mesh = init_device_mesh("cpu", (2, 2))
     first, second = trained(mesh, SEPARATE), trained(mesh, SEPARATE)
-    lanes = [unit_of(model).scope.reduce_lane for model in (first, second)]
+    lanes = [unit_of(model).root.reduce_lane for model in (first, second)]
     assert lanes[0] is not lanes[1]
     assert lanes[0].group(mesh, 1) is lanes[1].group(mesh, 1)
     del first, lanes
     flatshard.destroy_groups()  # the second model is left
     assert ours() == Counter(flatshard_reduce=1)
     second(torch.ones(2, 8)).sum().backward()
-    group = unit_of(second).scope.reduce_lane.group(mesh, 1)
+    group = unit_of(second).root.reduce_lane.group(mesh, 1)
     del second
     third = trained(again := init_device_mesh("cpu", (2, 2)), SEPARATE)
-    assert unit_of(third).scope.reduce_lane.group(again, 1) is group  # it was left for whoever can use it
+    assert unit_of(third).root.reduce_lane.group(again, 1) is group  # it was left for whoever can use it
     del third, group
     flatshard.destroy_groups()
     assert not ours()

@@ -5,8 +5,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from flatshard import SchedulePolicy, fully_shard, microbatch, summary
-from flatshard.engine.keep import gathered_bytes
-from flatshard.engine.unit import unit_of
+from flatshard.engine.schedule.keep import gathered_bytes
+from flatshard.engine.units.unit import unit_of
 from tests.dist.test_counts import BLOCKS, DIM, ROOT, Chain, Counter, rows
 
 
@@ -53,11 +53,11 @@ def _for_next(rank, world, blocks):
         for number in range(3):
             inputs = torch.full((2, DIM), 0.1 * (step + number + rank), requires_grad=True)
             plain(inputs).sum().backward()
-            before = unit_of(model).scope.gather_lane.launched if step else 0
+            before = unit_of(model).root.gather_lane.launched if step else 0
             with microbatch(model, is_first=number == 0, is_last=number == 2):
                 model(inputs).sum().backward()
             assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-            history = unit_of(model).scope.gather_lane.history
+            history = unit_of(model).root.gather_lane.history
             found = sorted(operation.name for operation in history if operation.number > before)
             if step:  # a small unit saves most per byte: the root is kept first, then blocks as forward needs them
                 forward = [ROOT, *BLOCKS] if number == 0 else BLOCKS[blocks:]

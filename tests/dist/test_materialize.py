@@ -6,7 +6,7 @@ from torch import nn
 
 import flatshard
 from flatshard import fully_shard
-from flatshard.engine.build import units_below
+from flatshard.engine.tree.build import units_below
 from tests.dist.test_engine import full
 
 

@@ -12,18 +12,18 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from flatshard import fully_shard
-from flatshard.engine.unit import unit_of
-from tests.dist.test_counts import DIM, equal, rows, scope_of, sharded_chain
+from flatshard.engine.units.unit import unit_of
+from tests.dist.test_counts import DIM, equal, root_of, rows, sharded_chain
 
 
 def storages(model: nn.Module) -> dict[str, StorageWeakRef]:
     """Every storage that the units hold."""
     found = {}
-    for unit in scope_of(model).units:
+    for unit in root_of(model).units:
         for number, group in enumerate(unit.groups):
             found[f"{unit.name} {number} main"] = StorageWeakRef(group.main.local.untyped_storage())
             found[f"{unit.name} {number} gathered"] = StorageWeakRef(group.source.buffer.local.untyped_storage())
-            for member in group.members:
+            for member in group.params:
                 if member.sharded.grad is not None:
                     local = member.sharded.grad.to_local()
                     found[f"{unit.name} {member.name} gradient"] = StorageWeakRef(local.untyped_storage())
@@ -55,7 +55,7 @@ def _bytes(rank: int, world: int) -> None:
     equal([p.untyped_storage().nbytes() for p in originals], [0] * len(originals))
     model(rows()).sum().backward()
     held = 0
-    for unit in scope_of(model).units:
+    for unit in root_of(model).units:
         for group in unit.groups:
             numel = group.layout.shard_numel  # of a replicated group too: it has one shard
             equal(group.main.local.untyped_storage().nbytes(), numel * group.main.local.element_size())
@@ -65,10 +65,10 @@ def _bytes(rank: int, world: int) -> None:
     ideal = sum(-(-shape[0] // world) * shape[1:].numel() * size if shape else size for shape, size in shapes)
     padding = 15 * 4 * len(shapes)  # every run starts at a multiple of 16 elements
     assert ideal <= held <= ideal + padding
-    scope = scope_of(model)
-    equal((scope.gather_pool.live_bytes, scope.gather_pool.live_buffers), (0, 0))
+    root = root_of(model)
+    equal((root.gather_pool.live_bytes, root.gather_pool.live_buffers), (0, 0))
     model.zero_grad()
-    for unit in scope_of(model).units:
+    for unit in root_of(model).units:
         for group in unit.groups:
             main_grads = group.gradients.main_grads
             assert main_grads.buffer is None or not main_grads.buffer.local.untyped_storage().nbytes()
@@ -109,7 +109,7 @@ def _deletion(rank: int, world: int, recompute: str | None, last: str) -> None:
             with pytest.raises(RuntimeError, match="shapes"):
                 model(torch.ones(1, DIM + 1))
         held = storages(model)
-        dead = [weakref.ref(model), weakref.ref(unit_of(model)), weakref.ref(scope_of(model))]
+        dead = [weakref.ref(model), weakref.ref(unit_of(model)), weakref.ref(root_of(model))]
         if last != "loss":
             del loss
         del model, optimizer

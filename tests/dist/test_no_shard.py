@@ -9,8 +9,8 @@ from torch import nn
 
 import flatshard
 from flatshard import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer, microbatch, no_shard
-from flatshard.engine.build import units_below
-from flatshard.engine.unit import unit_of
+from flatshard.engine.tree.build import units_below
+from flatshard.engine.units.unit import unit_of
 from tests.bench.script import as_script, free_port
 from tests.dist.models import assert_rows
 from tests.dist.test_engine import full
@@ -94,8 +94,8 @@ def _frozen(rank, world, case, own_unit):
     rows = [row for row in flatshard.summary(model).rows if row.placements == "no_shard"]
     assert sum(row.bytes_per_rank for row in rows) == size
     assert {(row.kept, row.trainable) for row in rows} == {("always", False)}
-    scope = unit_of(model).scope
-    assert not any("encoder" in op.name for lane in (scope.gather_lane, scope.reduce_lane) for op in lane.history)
+    root = unit_of(model).root
+    assert not any("encoder" in op.name for lane in (root.gather_lane, root.reduce_lane) for op in lane.history)
     held = sum(group.layout.payload for _, unit in units_below(model) for group in unit.groups)
     assert held == sum(p.numel() for p in make().parameters() if p.requires_grad)
     # Unfrozen later, its gradients would stay each rank's own: that is refused.
@@ -131,12 +131,12 @@ def _saved(rank, world):
             (group,) = unit_of(model.encoder).groups
             encoder = 4 * world * sum(segment.piece for segment in group.layout.segments)
         run(rank, world, model, reference)  # the ranks agree on the order at the end of the first step
-        scope = unit_of(model).scope
-        scope.gather_lane.history.clear()
-        scope.gather_pool.peak_bytes = 0
+        root = unit_of(model).root
+        root.gather_lane.history.clear()
+        root.gather_pool.peak_bytes = 0
         run(rank, world, model, reference, steps=1)
-        sent.append(sum(op.numbytes for op in scope.gather_lane.history))
-        most.append(scope.gather_pool.peak_bytes)
+        sent.append(sum(op.numbytes for op in root.gather_lane.history))
+        most.append(root.gather_pool.peak_bytes)
     # Without the mark it is gathered once a step: no gradient goes through a frozen encoder that comes first.
     assert sent[0] - sent[1] == encoder >= 4 * sum(p.numel() for p in make().encoder.parameters())
     assert most[0] - most[1] > 0
@@ -156,10 +156,10 @@ def _trainable(rank, world, case, layout):
     assert list(model.state_dict()) == list(reference.state_dict())
     run(rank, world, model, reference, micro=2)
     run(rank, world, model, reference, micro=2, scoped=False)
-    scope = unit_of(model).scope
-    scope.gather_lane.history.clear()
+    root = unit_of(model).root
+    root.gather_lane.history.clear()
     run(rank, world, model, reference, steps=1, micro=3)
-    names = [op.name for op in scope.gather_lane.history if op.kind == "all_gather"]
+    names = [op.name for op in root.gather_lane.history if op.kind == "all_gather"]
     (marked,) = unit_of(model.blocks[1]).groups
     sharded_state = strategy != "no_shard"
     # Refreshed once per step and per sharded axis, and gathered for no pass.
@@ -174,7 +174,7 @@ def _trainable(rank, world, case, layout):
     assert rows["blocks.1"].kept == "always"
     if strategy == "optim_grads_params":
         assert rows["blocks.0"].kept == "no"
-        gain = next(g for g in unit_of(model).groups if [m.name for m in g.members] == ["gain"])
+        gain = next(g for g in unit_of(model).groups if [m.name for m in g.params] == ["gain"])
         assert gain.is_resident
         assert [g.is_resident for g in unit_of(model).groups].count(True) == 1
 

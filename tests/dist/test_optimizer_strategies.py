@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from flatshard import clip_grad_norm_, find_nonfinite, fully_shard_optimizer, weight_norms
-from flatshard.engine.homes import group_of
+from flatshard.engine.groups.registry import group_of
 from tests.dist.models import batches, loss_of, make_net
 from tests.dist.test_engine import full, shard_net
 from tests.dist.test_strategies import STRATEGIES, mesh_of

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from flatshard import SchedulePolicy, fully_shard
-from flatshard.engine.unit import unit_of
-from tests.dist.test_counts import BLOCKS, DIM, ROOT, Chain, Counter, rows, scope_of, sharded_chain, warm
+from flatshard.engine.units.unit import unit_of
+from tests.dist.test_counts import BLOCKS, DIM, ROOT, Chain, Counter, root_of, rows, sharded_chain, warm
 
 
 def pair(make: Any) -> tuple[nn.Module, nn.Module]:
@@ -47,7 +47,7 @@ def _fresh_weights(rank: int, world: int) -> None:
     for change in (1.0, 0.5, -2.0):
         kept = model(x)  # the root stays gathered: its full weights are now out of date
         with torch.no_grad():
-            for parameter in unit_of(model).groups[0].members:
+            for parameter in unit_of(model).groups[0].params:
                 parameter.sharded.mul_(change)
             for block in model.blocks:
                 block[0].weight.mul_(change)
@@ -127,11 +127,11 @@ def test_pitfall_17_ranks_that_run_units_in_different_orders_are_told(ranks):
 
 def _recompute_leaves_nothing(rank: int, world: int, mode: str) -> None:
     model = sharded_chain(recompute=mode)
-    scope = warm(model).scope
+    root = warm(model).root
     left = []
 
     def note(index: int) -> None:
-        gathered = [unit.name for unit in scope.units if unit.is_gathered]
+        gathered = [unit.name for unit in root.units if unit.is_gathered]
         left.append([name for name in BLOCKS[index + 1 :] if name in gathered])
 
     for index, block in enumerate(model.blocks):
@@ -285,7 +285,7 @@ def _idle_part(rank: int, world: int) -> None:
     fully_shard(model)
     counter = warm(model)
     events: list[str] = []
-    history = counter.scope.reduce_lane.history
+    history = counter.root.reduce_lane.history
     model.blocks[0][0].register_full_backward_hook(lambda *_: events.append(history[-1].name))
     with counter as counted:
         model(rows()).sum().backward()
@@ -309,7 +309,7 @@ def _no_full_state(rank: int, world: int) -> None:
     with Counter(model) as counter:
         model.state_dict()
     assert counter.counts == [0, 0]
-    assert scope_of(model).gather_pool.live_bytes == 0
+    assert root_of(model).gather_pool.live_bytes == 0
 
 
 def test_pitfall_33_a_state_dict_gathers_nothing(ranks):

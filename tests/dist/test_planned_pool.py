@@ -14,7 +14,8 @@ from flatshard import SchedulePolicy, fully_shard, microbatch, summary
 from flatshard.buffer import Lane, Planner, Pool, Ticket
 from flatshard.buffer.planned import make_plan
 from flatshard.buffer.pools import _Slot
-from flatshard.engine.unit import scope_of, unit_of
+from flatshard.engine.tree.roots import find_root
+from flatshard.engine.units.unit import unit_of
 from tests.dist.models import assert_rows, loss_of, make_net
 from tests.dist.test_counts import DEPTH, DIM, Chain, equal, sharded_chain
 from tests.dist.test_errors import Bomb
@@ -207,7 +208,7 @@ class Trained:
         self.reference = Chain()
         torch.manual_seed(0)
         self.model = sharded_chain(schedule=SchedulePolicy(planned_pool=True, **schedule))
-        self.pool = scope_of(unit_of(self.model), self.model).gather_pool
+        self.pool = find_root(unit_of(self.model), self.model).gather_pool
         self.recorded = Recorded(self.pool)
         self.optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.model, self.reference)]
 
@@ -355,7 +356,7 @@ def _kept(rank, world):
             model.zero_grad()
     found = summary(models[1]).pool
     assert found.plans
-    equal((found.missed, unit_of(models[1]).scope.gather_pool.live_buffers), (0, 0))
+    equal((found.missed, unit_of(models[1]).root.gather_pool.live_buffers), (0, 0))
 
 
 def test_units_kept_between_microbatches(ranks):
@@ -381,7 +382,7 @@ def _sizes(rank, world, depth, recompute):
             for unit in (*net.blocks, net.embed, net.head):
                 fully_shard(unit)
             model = fully_shard(net, schedule=SchedulePolicy(planned_pool=True, **schedule))
-            pool = scope_of(unit_of(model), model).gather_pool
+            pool = find_root(unit_of(model), model).gather_pool
             recorded = Recorded(pool)
             tokens = torch.zeros(2, 5, dtype=torch.int64)
             for number in range(3):
@@ -419,7 +420,7 @@ def _seen(rank, world):
         found = summary(model)
         equal((found.pool.plans, found.pool.slots, found.pool.planned, found.pool.missed), (1, 3, GATHERS, 0))
         assert "3 slots" in str(found).splitlines()[-1]
-        pool = unit_of(model).scope.gather_pool
+        pool = unit_of(model).root.gather_pool
         for name in ("allocate", "release"):
             delattr(pool, name)  # what records refers to the pool
         dead = [weakref.ref(each) for each in (model, pool, pool.planner)]

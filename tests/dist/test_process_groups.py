@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from flatshard import _torch, fully_shard
 from flatshard.buffer import Exchange, Lane
 from flatshard.buffer.groups import joint_group, own_group
-from flatshard.engine.unit import unit_of
+from flatshard.engine.units.unit import unit_of
 
 CPU = torch.device("cpu")
 
@@ -82,7 +82,7 @@ def _unsplit(rank, world):
         if stage == 0:  # the other stage is never here
             module = fully_shard(nn.Linear(4, 4), mesh=mesh)
             module(torch.ones(2, 4)).sum().backward()
-            assert unit_of(module).scope.reduce_lane.group(mesh, 0).bound_device_id is None
+            assert unit_of(module).root.reduce_lane.group(mesh, 0).bound_device_id is None
             lane, value = Lane("test", CPU), torch.ones(1)
             lane.all_reduce(joint_group(line, (1, 2)), [value], name="test").wait()
             assert value.item() == 2

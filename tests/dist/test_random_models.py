@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flatshard import fully_shard, fully_shard_optimizer
-from flatshard.engine.unit import Phase, unit_of
+from flatshard.engine.units.unit import Phase, unit_of
 from tests.dist.models import assert_rows
 from tests.dist.random_models import DIM, Case, build, rows_of
 
@@ -59,12 +59,12 @@ def compare(what: str, ours: torch.Tensor | None, wanted: torch.Tensor | None) -
 
 def at_rest(model: nn.Module, evaluated: bool = False) -> None:
     """Between steps nothing is gathered, but what a pass without a backward keeps for the next, and all units rest."""
-    scope = unit_of(model).scope
-    assert {unit.phase for unit in scope.units} == {Phase.RESTING}
+    root = unit_of(model).root
+    assert {unit.phase for unit in root.units} == {Phase.RESTING}
     if evaluated:
         return
-    assert (scope.gather_pool.live_bytes, scope.gather_pool.live_buffers) == (0, 0)
-    assert not any(group.is_full or group.gradients.waiting for unit in scope.units for group in unit.groups)
+    assert (root.gather_pool.live_bytes, root.gather_pool.live_buffers) == (0, 0)
+    assert not any(group.is_full or group.gradients.waiting for unit in root.units for group in unit.groups)
 
 
 def train_beside_reference(rank: int, world: int, case: Case, reference: Case) -> None:

@@ -17,8 +17,8 @@ from torch import nn
 
 import flatshard
 from flatshard import fully_shard, fully_shard_optimizer, microbatch, no_shard
-from flatshard.engine.build import units_below
-from flatshard.engine.unit import Phase
+from flatshard.engine.tree.build import units_below
+from flatshard.engine.units.unit import Phase
 from tests.dist.random_models import DIM, Case, Leaf, build, rows_of
 from tests.dist.test_random_models import compare, loss_of, optimizer_of
 from tests.dist.test_strategies import mesh_of
@@ -50,7 +50,7 @@ def choose(seed: int, world: int) -> tuple[Case, Choice]:
         units.append({**known, **own})
     leaves = [name for name, module in case.model.named_modules() if isinstance(module, Leaf)]
     marked = [name for name in leaves if rng.random() < 0.2]
-    choice = Choice(axes, units, marked, rng.choice(("nothing", "scope", "sync", "both")), rng.choice((1, 2, 3)))
+    choice = Choice(axes, units, marked, rng.choice(("nothing", "root", "sync", "both")), rng.choice((1, 2, 3)))
     choice.scale, choice.local_step = rng.choice(("mean", "sum", 0.25, 8)), rng.random() < 0.5
     case.micro = choice.micro
     return case, choice
@@ -85,7 +85,7 @@ def said(model: nn.Module, choice: Choice, number: int) -> AbstractContextManage
         model.set_requires_gradient_sync(last)
     elif choice.saying == "both":
         model.set_requires_gradient_sync(last or number == 1)
-    return microbatch(model, is_first=first, is_last=last) if choice.saying in ("scope", "both") else microbatch(model)
+    return microbatch(model, is_first=first, is_last=last) if choice.saying in ("root", "both") else microbatch(model)
 
 
 def at_rest(model: nn.Module, evaluated: bool) -> None:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from flatshard import fully_shard_optimizer, microbatch
-from flatshard.engine.build import units_below
-from flatshard.engine.unit import Phase, unit_of
+from flatshard.engine.tree.build import units_below
+from flatshard.engine.units.unit import Phase, unit_of
 from tests.dist.models import batches, loss_of, make_net
 from tests.dist.test_errors import Bomb
 from tests.dist.test_moved import KINDS, sharded
@@ -22,10 +22,10 @@ def oops(*_):
 
 def at_rest(model):
     """Nothing is gathered beyond what rests whole, nothing is on its way, nothing unreduced is left."""
-    scope = unit_of(model).scope
-    assert (scope.gather_pool.live_bytes, scope.gather_pool.live_buffers) == (0, 0)
-    assert not scope.reduces.in_flight
-    assert scope.program.running is None
+    root = unit_of(model).root
+    assert (root.gather_pool.live_bytes, root.gather_pool.live_buffers) == (0, 0)
+    assert not root.reduces.in_flight
+    assert root.program.running is None
     for _, unit in units_below(model):
         assert unit.phase is Phase.RESTING
         for group in unit.groups:
@@ -75,7 +75,7 @@ def train(model, rank, world, interrupted=None, reset=False):
                     del caught  # its traceback holds a graph, and that graph might still have its backward
                     handle.remove()
             if not redone:
-                assert all(unit.settings.is_first and unit.settings.is_last for _, unit in units_below(model))
+                assert all(unit.is_first and unit.is_last for _, unit in units_below(model))
                 if reset:
                     model.reset()
                 model.zero_grad()

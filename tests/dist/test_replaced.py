@@ -7,7 +7,7 @@ import torch
 
 import flatshard
 from flatshard import fully_shard
-from flatshard.engine.unit import unit_of
+from flatshard.engine.units.unit import unit_of
 from tests.dist.models import make_net, train
 from tests.dist.test_engine import ROWS, STEPS, full, shard_net
 
@@ -17,7 +17,7 @@ def _check_storage(model):
     for module in model.modules():
         unit = unit_of(module)
         for group in unit.groups if unit else ():
-            assert all(member.sites[0].get() is member.sharded for member in group.members)
+            assert all(member.sites[0].get() is member.sharded for member in group.params)
 
 
 def _meta_then_to_empty(rank, world):

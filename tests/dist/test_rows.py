@@ -18,7 +18,7 @@ from flatshard import (
     shard_model,
     summary,
 )
-from flatshard.engine.unit import unit_of
+from flatshard.engine.units.unit import unit_of
 from tests.dist.test_engine import full
 
 VOCAB, WIDTH = 23, 6
@@ -125,10 +125,10 @@ def _bytes(rank, world):
     for text in texts:
         (plain(text).sum() / world).backward()
     torch.testing.assert_close(full(model[0].weight.grad), plain[0].weight.grad)
-    scope = unit_of(model).scope
+    root = unit_of(model).root
     sent = [
         operation.numbytes
-        for lane in (scope.rows_lane, scope.reduce_lane)
+        for lane in (root.rows_lane, root.reduce_lane)
         for operation in lane.history
         if operation.name == "0"
     ]

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from flatshard import MixedPrecisionPolicy, fully_shard, shard_model
 from flatshard.buffer import DONE
-from flatshard.engine.unit import unit_of
+from flatshard.engine.units.unit import unit_of
 from tests.dist.test_engine import full
 from tests.dist.test_rows import VOCAB, _model, _shard
 
@@ -79,7 +79,7 @@ def _after_the_optimizer(rank, world):
     """An optimizer on another stream: what a look-up reads of main is ordered after the event that it is given."""
     model, event = _shard(_model()), torch.Event("cpu")
     model(torch.tensor([[1]])).backward()
-    lane = unit_of(model).scope.rows_lane
+    lane = unit_of(model).root.rows_lane
     with mock.patch.object(type(lane), "ticket", autospec=True, return_value=DONE) as ticket:
         model.set_post_optim_event(event)
         model(torch.tensor([[1]]))
@@ -139,7 +139,7 @@ def _prefetched(rank, world):
     model.set_modules_to_forward_prefetch([model.embed, model.mix])
     model.mix.set_modules_to_backward_prefetch([model.embed])
     model(torch.tensor([[1]])).backward()
-    gathers = [operation.name for operation in unit_of(model).scope.gather_lane.history]
+    gathers = [operation.name for operation in unit_of(model).root.gather_lane.history]
     assert "mix" in gathers
     assert "embed" not in gathers
 
@@ -165,7 +165,7 @@ def _held(rank, world):
     model(torch.tensor([[1]])).backward()
     with pytest.raises(NotImplementedError, match="looked up by rows: nothing holds it"):
         model.hold_weights()
-    assert not any(group.is_held for unit in unit_of(model).scope.units for group in unit.groups)
+    assert not any(group.is_held for unit in unit_of(model).root.units for group in unit.groups)
 
 
 def _perturbed(rank, world):

@@ -8,8 +8,8 @@ from torch import nn
 
 import flatshard
 from flatshard import shard_model
-from flatshard.engine.build import units_below
-from flatshard.engine.unit import unit_of
+from flatshard.engine.tree.build import units_below
+from flatshard.engine.units.unit import unit_of
 from tests.dist.models import Block, loss_of, make_net, train
 from tests.dist.test_engine import ROWS, STEPS, full
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from flatshard import MixedPrecisionPolicy, Placements, fully_shard, fully_shard_optimizer, microbatch
-from flatshard.engine.build import units_below
-from flatshard.engine.unit import unit_of
+from flatshard.engine.tree.build import units_below
+from flatshard.engine.units.unit import unit_of
 from flatshard.layout import Flat, Partial, Replicate
 from tests.bench.pairs import pairwise
 from tests.dist.models import assert_rows, batches, loss_of, make_net
@@ -111,13 +111,13 @@ def _counts(rank, world, case, micro, scoped):
     model = shard_net(make_net(), mesh=mesh_of(axes, world), strategy=strategy, outer_strategy=outer)
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     train_in_microbatches(model, optimizer, 2, rank, world, micro, scoped)
-    scope = unit_of(model).scope
-    scope.gather_lane.history.clear()
-    scope.reduce_lane.history.clear()
+    root = unit_of(model).root
+    root.gather_lane.history.clear()
+    root.reduce_lane.history.clear()
     train_in_microbatches(model, optimizer, 1, rank, world, micro, scoped)
     groups = sum(any(isinstance(p, Flat) for p in g.main.placements) for _, u in units_below(model) for g in u.groups)
     scalars = sum(len(u.groups) for _, u in units_below(model)) - groups
-    kinds = [op.kind for lane in (scope.gather_lane, scope.reduce_lane) for op in lane.history]
+    kinds = [op.kind for lane in (root.gather_lane, root.reduce_lane) for op in lane.history]
     return groups, scalars, {kind: kinds.count(kind) for kind in set(kinds)}
 
 
@@ -156,7 +156,7 @@ def _bytes(rank, world, case):
             assert group.main.local.numel() == group.layout.buffer_numel(1)
             assert all(
                 m.sharded.grad is None or m.sharded.grad.to_local().shape == m.sharded.to_local().shape
-                for m in group.members
+                for m in group.params
             )
             everything = 2 * group.layout.buffer_numel(shards)
             if group.source.compute is not None:
@@ -184,7 +184,7 @@ def _resharded_to(rank, world, size):
     losses = torch.tensor(train_in_microbatches(model, optimizer, 2, rank, world, 1, True))
     dist.all_reduce(losses)
     torch.testing.assert_close(losses / world, wanted, rtol=2e-5, atol=2e-5)
-    sizes = {op.numbytes for op in unit_of(model).scope.gather_lane.history if op.name == "blocks.1"}
+    sizes = {op.numbytes for op in unit_of(model).root.gather_lane.history if op.name == "blocks.1"}
     return len(sizes)
 
 

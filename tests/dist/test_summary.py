@@ -5,7 +5,7 @@ import torch
 
 import flatshard
 from flatshard import MixedPrecisionPolicy, fully_shard
-from flatshard.engine.unit import unit_of
+from flatshard.engine.units.unit import unit_of
 from tests.dist.models import loss_of, make_net
 from tests.dist.test_engine import shard_net
 
@@ -51,7 +51,7 @@ def _check(rank, world):
     flatshard.check_buffers(model)
     model.reshard()
     unit = unit_of(model.blocks[1])
-    member = unit.groups[0].members[0]
+    member = unit.groups[0].params[0]
     member.sharded._local_tensor = member.sharded._local_tensor.clone()
     with pytest.raises(AssertionError, match=r"blocks\.1.*does not lie in its main buffer"):
         flatshard.check_buffers(model)

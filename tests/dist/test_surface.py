@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from flatshard import FSDPModule, fully_shard, microbatch
-from flatshard.engine.unit import unit_of
+from flatshard.engine.units.unit import unit_of
 from tests.dist.models import loss_of, make_net
 from tests.dist.test_engine import full, shard_net
 
@@ -47,12 +47,12 @@ def _late(rank, world):
     model.append(fully_shard(nn.Linear(4, 4)))
     late = unit_of(model[2])
     model.set_requires_gradient_sync(False)
-    assert not late.settings.reduces
+    assert not late.intent.reduces
     model.set_requires_gradient_sync(True)
     with microbatch(model, is_last=False):
-        assert not late.settings.is_last
+        assert not late.is_last
         model(torch.ones(2, 4)).sum().backward()
-    assert late.settings.is_last
+    assert late.is_last
     assert model[2].weight.grad is not None
 
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import flatshard
 from flatshard import fully_shard
-from flatshard.engine.unit import unit_of
+from flatshard.engine.units.unit import unit_of
 
 
 class Layer(nn.Module):
@@ -45,7 +45,7 @@ def _train(rank, world, strategy):
         fully_shard(layer, mesh=mesh["dp"], strategy=strategy)
     fully_shard(model, mesh=mesh["dp"], strategy=strategy)
     groups = unit_of(model[0]).groups
-    kinds = [all(member.inner is not None for member in group.members) for group in groups]
+    kinds = [all(member.inner is not None for member in group.params) for group in groups]
     assert sorted(kinds) == [False, True]  # the norm, and what tensor parallelism has distributed
     names = [name for name, _ in build().named_parameters()]
     assert [name for name, _ in model.named_parameters()] == names

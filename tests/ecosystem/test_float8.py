@@ -10,7 +10,7 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
 import flatshard
-from flatshard.engine.unit import unit_of
+from flatshard.engine.units.unit import unit_of
 
 WIDTH, STEPS = 32, 3
 
@@ -55,7 +55,7 @@ def _as_on_fsdp2(rank, world, precomputes):
     assert found[0] == pytest.approx(wanted[0], rel=1e-6)
     for one, other in zip(found[1], wanted[1]):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    gathers = [each.numbytes for each in unit_of(ours).scope.gather_lane.history if each.kind == "all_gather"]
+    gathers = [each.numbytes for each in unit_of(ours).root.gather_lane.history if each.kind == "all_gather"]
     passes = 2 * STEPS  # a forward and a backward each
     matrices, bias = 2 * 2 * WIDTH * WIDTH, 4 * 2 * WIDTH  # a byte per element; float32
     assert gathers == [matrices + bias] * len(ours) * passes

@@ -1,4 +1,4 @@
-"""Models of Transformers, sharded by `shard_model`: training, generation between steps, files both ways."""
+"""Models of Transformers, sharded by `shard_model`: training, generation between steps, files both collectives."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flatshard import MixedPrecisionPolicy
 from flatshard.buffer.blocks import decode_rows, encode_rows
-from flatshard.engine.unit import unit_of
+from flatshard.engine.units.unit import unit_of
 from tests.dist.models import Net
 
 BLOCK = 16  # the rows of the small models have 12 and 20 elements: less than a block, and more
@@ -49,9 +49,9 @@ def sent(model: nn.Module, lane: str) -> dict[str, list[int]]:
     """The bytes of each collective of a lane so far, by kind."""
     unit = unit_of(model)
     assert unit is not None
-    assert unit.scope is not None
+    assert unit.root is not None
     found: dict[str, list[int]] = {}
-    for operation in getattr(unit.scope, f"{lane}_lane").history:
+    for operation in getattr(unit.root, f"{lane}_lane").history:
         found.setdefault(operation.kind, []).append(operation.numbytes)
     return found
 

@@ -12,7 +12,7 @@ from torch import nn
 import flatshard
 from flatshard import MixedPrecisionPolicy, SchedulePolicy, fully_shard, fully_shard_optimizer, gathered, summary
 from flatshard.captured import _places
-from flatshard.engine.unit import unit_of
+from flatshard.engine.units.unit import unit_of
 from tests.dist.models import batches, loss_of, make_net
 from tests.formats.cases import is_encoded, mesh_of, policy, sent, through, units_of
 
@@ -119,7 +119,7 @@ def _ahead(rank, world):
                 fully_shard(each, mesh=mesh_of([world]), mp_policy=precision, schedule=schedule)
             for _ in range(3):
                 net(torch.ones(1, 256, dtype=BF16)).sum().backward()
-                pool = unit_of(net).scope.gather_pool
+                pool = unit_of(net).root.gather_pool
                 peak, pool.peak_bytes = pool.peak_bytes, 0
             assert (peak, pool.live_bytes) == (most, 0), schedule
 
@@ -156,7 +156,7 @@ def _under_a_limit(rank, world, dtype):
                 )
             for _ in range(3):
                 net(torch.ones(2, 64, dtype=dtype)).backward()
-                pool = unit_of(net).scope.gather_pool
+                pool = unit_of(net).root.gather_pool
                 peak, pool.peak_bytes = pool.peak_bytes, 0
             assert not least or peak <= least + more, (shape, kept, more, least)
             least = least or peak
@@ -402,16 +402,16 @@ def _what_graphs_take_for_granted(rank, world):
     net = sharded([world])
     step(net, next(iter(batches(1, 4))))
     net.zero_grad()
-    scopes = [unit_of(net).scope]
+    roots = [unit_of(net).root]
     for changed in (
         policy(gather_format="int8"),
         policy(reduce_format="int8"),
         MixedPrecisionPolicy(reduce_dtype=BF16),
     ):
-        before = _places(scopes)
-        assert _places(scopes) == before
+        before = _places(roots)
+        assert _places(roots) == before
         net.set_mp_policy(changed)
-        assert _places(scopes) != before
+        assert _places(roots) != before
 
 
 def test_a_captured_step_knows_another_policy(ranks):
@@ -500,7 +500,7 @@ def _default(rank, world):
     found = {}
     for unit in units:
         for group in unit_of(unit).groups:
-            found.update((member.name, mark) for member, mark in zip(group.members, group.formats.encoded))
+            found.update((member.name, mark) for member, mark in zip(group.params, group.formats.encoded))
     assert {name for name, mark in found.items() if mark} == {"proj.weight", "gate_proj.weight"}
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from flatshard import fully_shard
-from flatshard.engine.unit import unit_of
+from flatshard.engine.units.unit import unit_of
 
 DIM, DEPTH = 6, 3
 
@@ -68,7 +68,7 @@ class Launched:
     """How many collectives of each lane a body launches."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._scope = unit_of(model).scope
+        self._root = unit_of(model).root
 
     def __enter__(self) -> Launched:
         self._before = self._now()
@@ -78,4 +78,4 @@ class Launched:
         self.gathers, self.reduces = (now - before for now, before in zip(self._now(), self._before))
 
     def _now(self) -> tuple[int, int]:
-        return self._scope.gather_lane.launched, self._scope.reduce_lane.launched
+        return self._root.gather_lane.launched, self._root.reduce_lane.launched

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flatshard import MixedPrecisionPolicy, SchedulePolicy, fully_shard, share_comm_ctx
-from flatshard.engine.unit import unit_of
+from flatshard.engine.units.unit import unit_of
 from tests.fsdp2.cases import DEPTH, Launched, chain, check_grads, mine, reference_grads, sharded_chain
 
 
@@ -102,18 +102,18 @@ def _in_flight(rank, world):
             model.set_reduce_scatter_max_input_buffers(wrong)
     model.blocks[0].set_reduce_scatter_max_input_buffers(1, recurse=False)
     model(mine(rank, world)).sum().backward()
-    scope = unit_of(model).scope
-    assert scope.reduces._most == 1  # said before there was a scope
+    root = unit_of(model).root
+    assert root.reduces._most == 1  # said before there was a root
     model.set_reduce_scatter_max_input_buffers(2)
     model.blocks[0].set_reduce_scatter_max_input_buffers(1)
-    assert scope.reduces._most == 2
-    most, reduce = [], scope.reduces.launch
+    assert root.reduces._most == 2
+    most, reduce = [], root.reduces.launch
 
     def counted(*args):
         reduce(*args)
-        most.append(len(scope.reduces.in_flight))
+        most.append(len(root.reduces.in_flight))
 
-    scope.reduces.launch = counted
+    root.reduces.launch = counted
     model(mine(rank, world)).sum().backward()
     assert max(most) == 2
     check_grads(model, reference_grads(world, (0, 0)))
@@ -130,15 +130,15 @@ def _groups(rank, world):
         model.set_separate_reduce_scatter_group(enable)
         model.zero_grad()
         model(mine(rank, world)).sum().backward()
-        scope, mesh = unit_of(model).scope, unit_of(model).mesh
-        assert (scope.reduce_lane.group(mesh, 0) is scope.gather_lane.group(mesh, 0)) is not enable
+        root, mesh = unit_of(model).root, unit_of(model).mesh
+        assert (root.reduce_lane.group(mesh, 0) is root.gather_lane.group(mesh, 0)) is not enable
         check_grads(model, reference_grads(world))
     other = sharded_chain()
     other.set_separate_reduce_scatter_group()
     other(mine(rank, world)).sum().backward()
     model.set_separate_reduce_scatter_group()
     model(mine(rank, world)).sum().backward()
-    lanes = [unit_of(net).scope.reduce_lane for net in (model, other)]
+    lanes = [unit_of(net).root.reduce_lane for net in (model, other)]
     assert lanes[0] is not lanes[1]
     assert lanes[0].group(mesh, 0) is lanes[1].group(unit_of(other).mesh, 0)  # of the same ranks, for the same
 
@@ -154,10 +154,10 @@ def _shared(rank, world):
     for stage in stages:
         fully_shard(stage)
     share_comm_ctx(stages)
-    scopes = [unit_of(stage).scope for stage in stages]
-    assert len({id(scope) for scope in scopes}) == len(stages)
-    assert len({id(scope.gather_lane) for scope in scopes}) == len({id(scope.reduce_lane) for scope in scopes}) == 1
-    assert len({id(scope.gather_pool) for scope in scopes}) == 1
+    roots = [unit_of(stage).root for stage in stages]
+    assert len({id(root) for root in roots}) == len(stages)
+    assert len({id(root.gather_lane) for root in roots}) == len({id(root.reduce_lane) for root in roots}) == 1
+    assert len({id(root.gather_pool) for root in roots}) == 1
     x = mine(rank, world)
     for _ in range(2):
         for net in (model, reference):
@@ -189,7 +189,7 @@ def _event(rank, world):
         for rank_ in range(world):
             (reference(mine(rank_, world, number)).sum() / world).backward()
         other.step()
-    assert unit_of(model).scope.main_event is None
+    assert unit_of(model).root.main_event is None
     model._set_unshard_async_op(True)  # it always is
     for found, wanted in zip(model.parameters(), reference.parameters()):
         torch.testing.assert_close(found.full_tensor(), wanted.data)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from flatshard import MixedPrecisionPolicy, fully_shard
-from flatshard.engine.unit import unit_of
+from flatshard.engine.units.unit import unit_of
 from tests.dist.models import DIM, batches, loss_of, make_net, train
 
 pytestmark = [
@@ -65,8 +65,8 @@ def compiled_net(way: str | None, recompute: str | None, backend: str = "aot_eag
 
 def launched(model: nn.Module) -> list[tuple[int, list[str]]]:
     """How many collectives each lane has launched, and the names of the last ones."""
-    scope = unit_of(getattr(model, "_orig_mod", model)).scope
-    lanes = (scope.gather_lane, scope.reduce_lane)
+    root = unit_of(getattr(model, "_orig_mod", model)).root
+    lanes = (root.gather_lane, root.reduce_lane)
     return [(lane.launched, [op.name.replace("._orig_mod", "") for op in lane.history]) for lane in lanes]
 
 

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 import flatshard
 from flatshard import _torch, fully_shard, fully_shard_optimizer
-from flatshard.engine.unit import scope_of, unit_of
+from flatshard.engine.tree.roots import find_root
+from flatshard.engine.units.unit import unit_of
 
 
 def encode(rows):
@@ -134,9 +135,9 @@ def _train(rank, world, kind, sizes, choices):
         torch.testing.assert_close(local._data if "weight" in name else local, part)
     flatshard.check_buffers(model)
     if kind is Simple:  # matrices and biases are gathered by one launch, and reduced by two
-        launches = [each.kind for each in unit_of(model).scope.gather_lane.history]
+        launches = [each.kind for each in unit_of(model).root.gather_lane.history]
         assert launches == ["all_gather"] * len(data)
-        assert unit_of(model).scope.reduces.launched == 2 * len(data)
+        assert unit_of(model).root.reduces.launched == 2 * len(data)
     if kind is Coded:
         given, size, stride, module, policy = Coded.seen[0]
         assert (given.ndim, given.size()) == (1, sizes[-1])
@@ -219,7 +220,7 @@ def _refused(rank, world, folder):
     if rank:
         unit = unit_of(uneven)
         with pytest.raises(ValueError, match=r"'weight' is cut unevenly.*\(2, 2\)"):
-            unit.groups[0].gather(scope_of(unit, uneven).gather_pool, "uneven")
+            unit.groups[0].gather(find_root(unit, uneven).gather_pool, "uneven")
     with pytest.raises(flatshard.checkpoint.CheckpointError, match="is a Coded"):
         flatshard.checkpoint.save(folder, fully_shard(build(Coded)), progress=False)
     patched = fully_shard(nn.Linear(2, 2))

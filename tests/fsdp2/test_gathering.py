@@ -7,7 +7,7 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from torch.distributed.tensor import DTensor
 
 from flatshard import UnshardHandle, fully_shard
-from flatshard.engine.unit import unit_of
+from flatshard.engine.units.unit import unit_of
 from tests.fsdp2.cases import DEPTH, Chain, Launched, check_grads, mine, reference_grads, sharded_chain
 
 UNITS = DEPTH + 1
@@ -213,10 +213,10 @@ def test_a_module_of_a_list_can_be_called_by_itself(ranks):
 def _alone(rank, world):
     model = sharded_chain()
     model(mine(rank, world)).sum().backward()
-    scope = unit_of(model).scope
-    assert scope.gather_lane.launched > 0
-    group = scope.gather_lane.group(unit_of(model).mesh, 0)
-    assert scope.reduce_lane.group(unit_of(model).mesh, 0) is group  # no communicator for one rank
+    root = unit_of(model).root
+    assert root.gather_lane.launched > 0
+    group = root.gather_lane.group(unit_of(model).mesh, 0)
+    assert root.reduce_lane.group(unit_of(model).mesh, 0) is group  # no communicator for one rank
     check_grads(model, reference_grads(world))
 
 

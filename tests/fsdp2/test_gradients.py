@@ -12,7 +12,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from flatshard import MixedPrecisionPolicy, fully_shard
 from flatshard.buffer import lanes
-from flatshard.engine.unit import unit_of
+from flatshard.engine.units.unit import unit_of
 from tests.fsdp2.cases import DEPTH, Launched, check_grads, mine, reference_grads, sharded_chain
 
 UNITS = DEPTH + 1
@@ -48,12 +48,12 @@ def test_set_requires_gradient_sync_and_all_reduce(ranks):
 
 def _last(rank, world):
     model = sharded_chain()
-    scope = None
+    root = None
     for number in range(3):
         model.set_is_last_backward(number == 2)
         model(mine(rank, world, number)).sum().backward()
-        scope = unit_of(model).scope
-        in_flight = len(scope.reduces.in_flight)
+        root = unit_of(model).root
+        in_flight = len(root.reduces.in_flight)
         assert in_flight == (0 if number == 2 else 2)
     check_grads(model, reference_grads(world, (0, 1, 2)))
 

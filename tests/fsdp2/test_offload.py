@@ -9,8 +9,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import flatshard
 from flatshard import CPUOffloadPolicy, fully_shard, fully_shard_optimizer
-from flatshard.engine.host import Home
-from flatshard.engine.unit import unit_of
+from flatshard.engine.units.unit import unit_of
+from flatshard.engine.weights.offload import Home
 
 
 def build() -> nn.Sequential:

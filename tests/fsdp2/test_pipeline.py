@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 import flatshard
 from flatshard import fully_shard
 from flatshard._torch import SUBCLASSES_DISPATCH
-from flatshard.engine.unit import unit_of
+from flatshard.engine.units.unit import unit_of
 
 DIM, MICRO, VOCAB = 6, 4, 10
 
@@ -77,7 +77,7 @@ def _pipeline(rank, world, kind):
                 wanted = names[name].grad
                 torch.testing.assert_close(parameter.grad.full_tensor(), wanted, msg=lambda m, n=name: f"{n}: {m}")
             stage.submod.zero_grad()
-            assert not unit_of(stage.submod).scope.reduces.in_flight
+            assert not unit_of(stage.submod).root.reduces.in_flight
         reference.zero_grad()
 
 

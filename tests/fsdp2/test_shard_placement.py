@@ -11,9 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import flatshard
-from flatshard import _torch, fully_shard, fully_shard_optimizer
+from flatshard import fully_shard, fully_shard_optimizer
 from flatshard._torch import SUBCLASSES_DISPATCH
-from flatshard.engine.unit import unit_of
+from flatshard.buffer.rules import is_cut_alike
+from flatshard.engine.units.unit import unit_of
 
 pytestmark = pytest.mark.sampled(2)
 
@@ -177,7 +178,7 @@ def _checkpoint(rank, world, folder):
             assert torch.equal(ours.full_tensor(), theirs.full_tensor())
             for key in ("exp_avg", "exp_avg_sq"):
                 mine, loaded = optimizer.state[ours][key], its.state[theirs][key]
-                assert _torch.is_cut_alike(loaded, theirs)
+                assert is_cut_alike(loaded, theirs)
                 assert torch.equal(mine.full_tensor(), loaded.full_tensor())
         saved = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
         for name, whole in flatshard.checkpoint.iter_full_tensors(other, bucket_bytes=1):
@@ -314,7 +315,7 @@ def _resident_bytes(rank, world, strategy, choose):
         optimizer.step()
         optimizer.zero_grad()
     group = unit_of(model).groups[0]
-    storages = [group.source.buffer.local.untyped_storage(), *(m.full.untyped_storage() for m in group.members)]
+    storages = [group.source.buffer.local.untyped_storage(), *(m.full.untyped_storage() for m in group.params)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from flatshard import check_buffers, fully_shard, materialize
-from flatshard.engine.unit import unit_of
+from flatshard.engine.units.unit import unit_of
 from tests.fsdp2.cases import Launched
 
 VOCAB, DIM = 11, 6

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from flatshard import MixedPrecisionPolicy, fully_shard
-from flatshard.engine.unit import unit_of
+from flatshard.engine.units.unit import unit_of
 
 DIM, ROWS = 6, 4
 
@@ -94,9 +94,9 @@ def _as_one_process(rank, world, way, reshard, dtype):
             for ours, theirs in zip(model.parameters(), reference.parameters()):
                 torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, **tolerance)
                 assert ours.shape == theirs.shape, "sharded parameters are shown after backward"
-        scope = unit_of(model).scope
-        launched.append((scope.gather_lane.launched, scope.reduce_lane.launched))
-        assert scope.gather_pool.live_bytes == 0 or not wanted.requires_grad
+        root = unit_of(model).root
+        launched.append((root.gather_lane.launched, root.reduce_lane.launched))
+        assert root.gather_pool.live_bytes == 0 or not wanted.requires_grad
         for each in (model, reference):
             each.zero_grad()
     return [tuple(late - early for early, late in zip(*pair)) for pair in pairwise(launched[1:])]

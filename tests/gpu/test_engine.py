@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from flatshard import MixedPrecisionPolicy, fully_shard
-from flatshard.engine.unit import unit_of
+from flatshard.engine.units.unit import unit_of
 from flatshard.rehearsal import Link, Network, rehearse
 from tests.dist.models import make_net, train
 from tests.dist.test_engine import ROWS, STEPS, shard_net
@@ -156,7 +156,7 @@ def test_slots_are_used_again(widths):
         for _ in range(4):
             model(data).sum().backward()
             model.zero_grad()
-            pools = unit_of(model).scope.gather_pool, unit_of(model).scope.reduce_pool
+            pools = unit_of(model).root.gather_pool, unit_of(model).root.reduce_pool
             known.append((*(pool.num_slots for pool in pools), torch.cuda.memory_reserved()))
         assert known[1] == known[2] == known[3], known
         assert known[-1][0] <= 4  # two at a time, of at most two sizes that cannot share

@@ -15,13 +15,13 @@ from flatshard import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     SchedulePolicy,
-    _torch,
     capture,
     direct_wgrads,
     fully_shard,
     fully_shard_optimizer,
 )
 from flatshard.rehearsal import rehearse
+from flatshard.wgrads import product_into
 from tests.dist.models import batches, loss_of, make_net, train
 from tests.dist.test_engine import ROWS, STEPS, shard_net
 
@@ -37,9 +37,9 @@ def test_products_are_written_and_added_in_float32(dtype):
     left, right = torch.randn(300, 70, device="cuda").to(dtype), torch.randn(300, 50, device="cuda").to(dtype)
     wanted = left.double().t() @ right.double()
     out = torch.full((70, 50), float("nan"), device="cuda")
-    _torch.product_into(out, left.t(), right, accumulate=False)
+    product_into(out, left.t(), right, accumulate=False)
     torch.testing.assert_close(out.double(), wanted, rtol=1e-3, atol=1e-2 if dtype == torch.float32 else 1e-3)
-    _torch.product_into(out, left.t(), right, accumulate=True)
+    product_into(out, left.t(), right, accumulate=True)
     torch.testing.assert_close(out.double(), 2 * wanted, rtol=1e-3, atol=2e-2 if dtype == torch.float32 else 2e-3)
 
 

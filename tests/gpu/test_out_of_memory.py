@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from flatshard import CPUOffloadPolicy, MixedPrecisionPolicy, SchedulePolicy, fully_shard, fully_shard_optimizer
-from flatshard.engine.unit import unit_of
+from flatshard.engine.units.unit import unit_of
 from tests.dist.test_recovery import at_rest
 
 WIDTH, DEPTH, TOKENS = 1024, 6, 4096
@@ -62,10 +62,10 @@ def grads_of(model: nn.Module) -> list[torch.Tensor]:
 def settled(model: nn.Module) -> int:
     """The bytes in use when nothing is going on."""
     model.zero_grad()
-    scope = unit_of(model).scope
-    assert scope is not None
+    root = unit_of(model).root
+    assert root is not None
     with torch.no_grad():
-        scope.rest_gradients()
+        root.rest_gradients()
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -98,7 +98,7 @@ def _in_forward_and_backward(rank: int, world: int, kind: str) -> int:
         before = settled(model)
     tries, phases = 0, set()
     while runs_out(tries * MORE, step):
-        phases.add(unit_of(model).scope.program.running)  # type: ignore[union-attr]
+        phases.add(unit_of(model).root.program.running)  # type: ignore[union-attr]
         model.reset()
         model.zero_grad()
         at_rest(model)

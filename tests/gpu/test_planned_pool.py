@@ -11,7 +11,8 @@ from torch import nn
 
 from flatshard import SchedulePolicy, fully_shard
 from flatshard.buffer import Pool
-from flatshard.engine.unit import scope_of, unit_of
+from flatshard.engine.tree.roots import find_root
+from flatshard.engine.units.unit import unit_of
 from flatshard.rehearsal import rehearse
 from tests.dist.models import make_net, train
 from tests.dist.test_engine import ROWS, STEPS, shard_net
@@ -37,7 +38,7 @@ def chain(widths: tuple[int, ...], **schedule: Any) -> tuple[nn.Sequential, Pool
     for layer in model:
         fully_shard(layer)
     fully_shard(model, schedule=SchedulePolicy(**schedule))
-    return model, scope_of(unit_of(model), model).gather_pool
+    return model, find_root(unit_of(model), model).gather_pool
 
 
 def slot_bytes(pool: Pool) -> int:

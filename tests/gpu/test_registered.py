@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from flatshard import MixedPrecisionPolicy, SchedulePolicy
-from flatshard.engine.unit import unit_of
+from flatshard.engine.units.unit import unit_of
 from tests.gpu.test_capture import Trainer, ranks, run
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -18,10 +18,10 @@ def test_registered_memory_trains_alike_and_outlives_its_process_group():
         for registered in (False, True):
             trainer = Trainer(mp_policy=POLICY, schedule=SchedulePolicy(registered=registered))
             found.append((run(trainer, trainer, 6), trainer.weights()))
-        scope = unit_of(trainer.model).scope
-        assert scope.gather_pool.groups
-        assert scope.reduce_pool.groups
-    del trainer, scope  # torch would end the process if that freed the memory
+        root = unit_of(trainer.model).root
+        assert root.gather_pool.groups
+        assert root.reduce_pool.groups
+    del trainer, root  # torch would end the process if that freed the memory
     assert found[0][0] == found[1][0]
     for plain, staged in zip(found[0][1], found[1][1]):
         assert torch.equal(plain, staged)
@@ -31,7 +31,7 @@ def test_nccl_communicates_in_memory_of_the_pool_and_gets_it_back():
     with ranks("nccl"):
         trainer = Trainer(schedule=SchedulePolicy(registered=True))
         run(trainer, trainer, 2)
-        pool = unit_of(trainer.model).scope.gather_pool
+        pool = unit_of(trainer.model).root.gather_pool
         before = torch.cuda.memory_reserved()
         tensor = pool.empty(1 << 24, torch.float32)
         for _ in range(3):

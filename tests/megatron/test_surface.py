@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import flatshard
 import flatshard.megatron as megatron
-from flatshard.engine.roots import unit_of
+from flatshard.engine.units.unit import unit_of
 from flatshard.megatron import (
     DistributedDataParallelConfig,
     FSDPDistributedIndex,
@@ -367,7 +367,7 @@ def _microbatches(rank, world):
         assert model.is_last_microbatch
         loss_of(reference, list(batches(3, ROWS))[number]).backward()
     assert model.microbatch_count == 3
-    lane = unit_of(model.module).scope.reduce_lane
+    lane = unit_of(model.module).root.reduce_lane
     before = [op.kind for op in lane.history].count("all_reduce")
     model.start_grad_sync()
     model.finish_grad_sync()
@@ -493,8 +493,8 @@ def _groups(rank, world):
     assert buffer.weight_alloc.pool is None
     with model.no_sync():
         loss_of(model, tokens_of(rank, world)).backward()
-    scope = unit_of(model.module).scope
-    assert (buffer.weight_alloc.pool, buffer.main_grad_alloc.pool) == (scope.gather_pool, scope.reduce_pool)
+    root = unit_of(model.module).root
+    assert (buffer.weight_alloc.pool, buffer.main_grad_alloc.pool) == (root.gather_pool, root.reduce_pool)
     assert block.model_weight_buffer.data.dtype == BF16
     buffer.reduce_scatter_gradients()
     assert block.main_grad_buffer.data.any()
@@ -611,9 +611,9 @@ def _gather_group(rank, world):
         fsdp_group_ag=group, device_mesh=init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)), dp_shard_dim="dp"
     )
     loss_of(model, tokens_of(rank, world)).backward()
-    scope, index = unit_of(model.module).scope, model.get_distributed_index()
-    assert scope.gather_lane.group(index.dp_mesh, 0) is group
-    assert scope.reduce_lane.group(index.dp_mesh, 0) is not group
+    root, index = unit_of(model.module).root, model.get_distributed_index()
+    assert root.gather_lane.group(index.dp_mesh, 0) is group
+    assert root.reduce_lane.group(index.dp_mesh, 0) is not group
     assert index.get_fsdp_group(independent_all_gather=True) is group
     other = dist.new_group(list(range(world - 1)))
     wrong = sharded(fsdp_group_ag=other, device_mesh=index.device_mesh, dp_shard_dim="dp") if rank < world - 1 else None
@@ -678,7 +678,7 @@ def test_what_is_not_there_is_refused_with_the_reason(ranks):
 def _schedule(rank, world):
     model = sharded(overlap_grad_reduce=False, overlap_param_gather=False, maxpool_double_buffer=True)
     loss_of(model, tokens_of(rank, world)).backward()
-    policy = unit_of(model.module).scope.policy
+    policy = unit_of(model.module).root.policy
     assert (policy.prefetch, policy.async_reduce, policy.planned_pool) == (False, False, True)
     assert model.ddp_config.fsdp_double_buffer
 
@@ -727,7 +727,7 @@ def _whole(rank, world):
             model(torch.arange(12.0).view(2, 6)[rank : rank + 1]).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        gathers = [op for op in unit_of(towers).scope.gather_lane.history if op.kind == "all_gather"]
+        gathers = [op for op in unit_of(towers).root.gather_lane.history if op.kind == "all_gather"]
         found[marked] = sum(op.numbytes for op in gathers)
         values = {name: p.full_tensor() if isinstance(p, DTensor) else p.data for name, p in towers.named_parameters()}
         found[marked, "values"] = values

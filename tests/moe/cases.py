@@ -186,7 +186,7 @@ def build(depth: int = 2) -> Model:
 
 
 def spread(model: Model, ep: DeviceMesh, held: Held) -> Model:
-    """Leave each rank of ``ep`` its part of the experts, held in one of three ways."""
+    """Leave each rank of ``ep`` its part of the experts, held in one of three collectives."""
     place, count = ep.get_local_rank(), EXPERTS // ep.size()
     for block in model.blocks:
         mixture = block.mixture

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import flatshard
 from flatshard import Experts, Sharding, fully_shard, shard_model
 from flatshard._torch import SUBCLASSES_DISPATCH
-from flatshard.engine.roots import unit_of
+from flatshard.engine.units.unit import unit_of
 from flatshard.rehearsal import rehearse
 from tests.moe.cases import DIM, Mixture, Model, Stacked, build, meshes, spread
 
@@ -88,8 +88,8 @@ def _placed(rank, world):
     unit = unit_of(model.blocks[0])
     assert [group.mesh for group in unit.groups] == [dense, edp]
     assert [group.gradients.scale for group in unit.groups] == ["mean", 1 / 4]
-    assert unit_of(model).settings.reduces_unused is False
-    assert unit.settings.reduces_unused is True
+    assert unit_of(model).intent.reduces_unused is False
+    assert unit.intent.reduces_unused is True
     model.blocks[0].unshard()
     assert type(experts.up) is nn.Parameter
     assert experts.up.shape == (4, DIM, 8)  # in forward, this rank's

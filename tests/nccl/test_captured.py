@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from flatshard import MixedPrecisionPolicy, SchedulePolicy, capture, fully_shard
 from flatshard._torch import SUBCLASSES_DISPATCH
-from flatshard.engine.unit import unit_of
+from flatshard.engine.units.unit import unit_of
 from tests.gpu.test_capture import CASES, Trainer, run, tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.limit(120)]
@@ -113,8 +113,8 @@ def _registered(rank: int, world: int) -> list[tuple[list[float], list[torch.Ten
         trainer = Trainer(mp_policy=POLICY, schedule=SchedulePolicy(registered=registered))
         step = capture(trainer) if is_captured else trainer
         found.append((run(trainer, step, 8, 10 * rank), trainer.weights()))
-        scope = unit_of(trainer.model).scope
-        assert bool(scope.gather_pool.groups) == bool(scope.reduce_pool.groups) == registered
+        root = unit_of(trainer.model).root
+        assert bool(root.gather_pool.groups) == bool(root.reduce_pool.groups) == registered
     return found
 
 

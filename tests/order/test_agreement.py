@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from flatshard import CPUOffloadPolicy, MixedPrecisionPolicy, SchedulePolicy, fully_shard, gathered
 from flatshard.buffer import Lane
 from flatshard.engine import steps
-from flatshard.engine.agreement import checksum, patience, spread
-from flatshard.engine.build import units_below
+from flatshard.engine.parameters.values import checksum, spread
+from flatshard.engine.schedule.agreement import patience
+from flatshard.engine.tree.build import units_below
 from tests.order.cases import DIM, Chain, make, rows, shard
 
 pytestmark = [pytest.mark.xdist_group("interpreters"), pytest.mark.limit(60)]
@@ -178,7 +179,7 @@ def _exchanges(rank, world):
     with mock.patch.object(Lane, "most", autospec=True, side_effect=Lane.most) as most:
         model.unshard()
         count = [len(call.args[2]) for call in most.call_args_list]
-    return count, sum(len(group.members) for _, unit in units_below(model) for group in unit.groups)
+    return count, sum(len(group.params) for _, unit in units_below(model) for group in unit.groups)
 
 
 def test_the_comparison_takes_two_small_exchanges(interpreters):

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from flatshard import MixedPrecisionPolicy, fully_shard, microbatch
-from flatshard.buffer import Pool, ways
-from flatshard.engine.roots import unit_of
+from flatshard.buffer import Pool, collectives
+from flatshard.engine.units.unit import unit_of
 from tests.order.cases import compare, grads_of, rows
 
 DIM = 16
@@ -46,7 +46,7 @@ def shard(model, **kwargs):
 
 def gathers_of(model):
     """The names of the units that have been gathered since the last time."""
-    history = unit_of(model[0]).scope.gather_lane.history
+    history = unit_of(model[0]).root.gather_lane.history
     found = sorted(operation.name for operation in history if operation.kind == "all_gather")
     history.clear()
     return found
@@ -111,7 +111,7 @@ def _break(rank, world):
     with _no_memory(4), pytest.raises(MemoryError):
         model(rows(rank, 1, dim=DIM))
     model.reset()
-    assert unit_of(model[0]).scope.gather_pool.live_bytes == 0
+    assert unit_of(model[0]).root.gather_pool.live_bytes == 0
     check(model, rank, world, 2)
 
 
@@ -123,14 +123,14 @@ def _break_one(rank, world):
     """On one rank: it says so at once, and has launched nothing that has not the size of what the others launch."""
     model = shard(make())
     check(model, rank, world, 0)
-    scope = unit_of(model[0]).scope
-    launched = scope.gather_lane.launched
+    root = unit_of(model[0]).root
+    launched = root.gather_lane.launched
     if rank == 1:
         with _no_memory(2), pytest.raises(MemoryError):
             model[1].unshard()
         assert not unit_of(model[1]).is_gathered
-        assert scope.gather_pool.live_bytes == 0
-    assert scope.gather_lane.launched == launched
+        assert root.gather_pool.live_bytes == 0
+    assert root.gather_lane.launched == launched
     check(model, rank, world, 1)
 
 
@@ -147,7 +147,7 @@ def _break_launch(rank, world, choices):
         for parameter in (*model.parameters(), *reference.parameters()):
             parameter.add_(1)
     x = rows(rank, 1, dim=DIM)
-    failing = mock.patch.object(ways.Gather, "launch_now", side_effect=MemoryError)
+    failing = mock.patch.object(collectives.Gather, "launch_now", side_effect=MemoryError)
     with microbatch(model, is_last=False), failing, pytest.raises(MemoryError):
         model(x)
     with microbatch(model, is_first=False):

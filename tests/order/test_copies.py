@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 from flatshard import MixedPrecisionPolicy, fully_shard, gathered, microbatch
-from flatshard.engine.roots import unit_of
+from flatshard.engine.units.unit import unit_of
 from tests.order.cases import backward_of_all, compare, grads_of, make, optimizer_of, rows, shard, weights_of
 
 pytestmark = [pytest.mark.xdist_group("interpreters"), pytest.mark.limit(30)]
@@ -69,8 +69,8 @@ def _with_settings(rank, world):
         _trained_alone(each, rank)
     compare(weights_of(twin), weights_of(model))
     assert all(p.dtype == torch.float32 and p.placements == (Shard(p.dim() - 1),) for p in twin.parameters())
-    (ahead,) = unit_of(twin.blocks[0]).settings.prefetch_in_forward
-    assert ahead() is unit_of(twin.blocks[1])
+    (ahead,) = unit_of(twin.blocks[0]).intent.prefetch_in_forward
+    assert ahead() is twin.blocks[1]
 
 
 def _trained_alone(model, rank):
@@ -97,8 +97,8 @@ def _changed_since(rank, world):
     model[0].weight.requires_grad_(False)
     with microbatch(model, is_first=False, is_last=False):
         twin = copy.deepcopy(model)
-    assert unit_of(twin).settings.is_first
-    assert unit_of(twin).settings.is_last
+    assert unit_of(twin).is_first
+    assert unit_of(twin).is_last
     for each in (model, twin):
         each(torch.ones(2, 5)).square().sum().backward()
     compare(weights_of(twin), weights_of(model))

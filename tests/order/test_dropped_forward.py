@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flatshard.engine.unit import unit_of
+from flatshard.engine.units.unit import unit_of
 from tests.order.cases import Chain, backward_of_all, compare, grads_of, make, rows, shard
 
 pytestmark = [pytest.mark.xdist_group("interpreters"), pytest.mark.limit(30)]
@@ -27,15 +27,15 @@ class Traced(Chain):
         return self.output(self.norm(x))
 
     def look(self, number: int) -> None:
-        scope = unit_of(self).scope
-        self.trace.append((number, scope.gather_pool.live_buffers, scope.reduce_lane.launched))
+        root = unit_of(self).root
+        self.trace.append((number, root.gather_pool.live_buffers, root.reduce_lane.launched))
 
 
 def step(model: Traced, rank: int, number: int) -> list[tuple[int, int, int]]:
     """Where the backward stood at each block: the block, buffers gathered, reduces launched by then."""
     model.zero_grad()
     model.trace.clear()
-    launched = unit_of(model).scope.reduce_lane.launched if unit_of(model).scope else 0
+    launched = unit_of(model).root.reduce_lane.launched if unit_of(model).root else 0
     model(rows(rank, number).requires_grad_()).square().mean().backward()
     return [(block, live, reduces - launched) for block, live, reduces in model.trace]
 

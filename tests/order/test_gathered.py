@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from flatshard import MixedPrecisionPolicy, _torch, clip_grad_norm_, fully_shard, gathered
+from flatshard import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, gathered
 from tests.order.cases import DIM, backward_of_all, compare, grads_of, make, optimizer_of, rows, shard, weights_of
 from tests.order.test_generation import Gathers
 
@@ -118,6 +118,7 @@ class Narrow(nn.Module):
 
 
 def _outside(rank, world, layout):
+    """Ragged shards know whose they are; of the others DTensor speaks."""
     block, x = fully_shard(make(Narrow), layout=layout, reshard_after_forward=True), rows(rank)
     unseen = {
         "gate.weight": lambda: block.gate(x),
@@ -132,8 +133,8 @@ def _outside(rank, world, layout):
     }
     for grads in (torch.enable_grad, torch.no_grad, torch.inference_mode):
         for name, use in unseen.items():
-            kinds = (RuntimeError, NotImplementedError)
-            with grads(), pytest.raises(kinds, match=rf"'{name}' of unit '(FSDP)?Narrow'.*flatshard\.gathered"):
+            whose = rf"'{name}' of unit '(FSDP)?Narrow'.*flatshard\.gathered"
+            with grads(), pytest.raises(RuntimeError, match=whose if layout == "flat" else "torch.Tensor and DTensor"):
                 use()
         block(x)
     with gathered(block):
@@ -142,38 +143,43 @@ def _outside(rank, world, layout):
 
 
 @pytest.mark.parametrize("layout", ["tensor", "flat"])
-def test_layers_called_outside_of_a_forward_say_whose_they_are_and_what_to_do(interpreters, layout):
+def test_layers_called_outside_of_a_forward_are_refused(interpreters, layout):
     interpreters(2, _outside, layout)
 
 
-def _outside_in_parallel(rank, world):
-    """Before and after passes, and not while they run: then operations on DTensors are not asked about."""
+class Peeking(nn.Module):
+    """Its forward reads a weight of a unit inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = Narrow(), nn.Linear(DIM, 1)
+
+    def forward(self, x):
+        return F.linear(self.head(x) + x, self.inner.up.weight)
+
+
+def _peeks(rank, world, tp):
     mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("dp", "tp"))
-    block, x = make(Narrow), rows(rank)
-    parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(output_layouts=Replicate())})
-    fully_shard(block, mesh=mesh["dp"])
-    unseen = {
-        "gate.weight": lambda: block.gate(x),
-        "up.(bias|weight)": lambda: block.up(x),  # has become a DTensor of another mesh
-        "up.weight": lambda: F.linear(x, block.up.weight),
-        "norm.weight": lambda: block.norm(x),
-    }
-    asked = []
-    block.up.register_forward_pre_hook(lambda *_: asked.append(bool(_torch._mixed)))
-    block.up.register_full_backward_hook(lambda *_: asked.append(bool(_torch._mixed)))
-    for _ in range(2):
-        for name, use in unseen.items():
-            with pytest.raises(RuntimeError, match=rf"'{name}' of unit '(FSDP)?Narrow'.*flatshard\.gathered"):
-                use()
-        asked.clear()
-        block(x).sum().backward()
-        assert asked == [False, False]
-    with gathered(block):
-        block.up(x)
+    model = make(Peeking)
+    if tp:  # the input is a DTensor then, of another mesh than the sharded weight
+        parallelize_module(model, mesh["tp"], {"head": ColwiseParallel(use_local_output=False)})
+    fully_shard(model.inner, mesh=mesh["dp"], reshard_after_forward=True)
+    fully_shard(model, mesh=mesh["dp"])
+    x = rows(rank)
+    if tp:
+        x = DTensor.from_local(x, mesh["tp"], [Replicate()])
+    for grads in (torch.enable_grad, torch.no_grad):
+        with grads(), pytest.raises(RuntimeError, match="different mesh" if tp else "mixed torch.Tensor") as error:
+            model(x)
+        assert str(error.value).count("with flatshard.gathered(module)") == 1
+    if not tp:
+        with gathered(model.inner):
+            model(x)
 
 
-def test_layers_under_tensor_parallelism_say_so_too(interpreters):
-    interpreters(2, _outside_in_parallel)
+@pytest.mark.parametrize("tp", [False, True])
+def test_a_forward_that_reads_weights_of_another_unit_is_told_what_to_do(interpreters, tp):
+    interpreters(2, _peeks, tp)
 
 
 def _parts(rank, world, policy):

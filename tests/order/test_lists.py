@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 import flatshard
-from flatshard.engine.calls import Call
+from flatshard.engine.watch.calls import Call
 from tests.order.cases import BOTH, backward_of_all, compare, grads_of, make, optimizer_of, rows, weights_of
 
 pytestmark = [pytest.mark.xdist_group("interpreters"), pytest.mark.limit(30)]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flatshard import fully_shard_optimizer, microbatch
-from flatshard.engine.unit import unit_of
+from flatshard.engine.units.unit import unit_of
 from tests.dist.models import assert_rows
 from tests.order.random_use import DIM, Case, Meshes, build, shard
 
@@ -40,8 +40,8 @@ class Log:
 
     def look(self, model: nn.Module, when: str) -> None:
         """Take over what came since the last look; lanes do not remember for long."""
-        scope = unit_of(model).scope
-        for title, lane in (("gather", scope.gather_lane), ("reduce", scope.reduce_lane)):
+        root = unit_of(model).root
+        for title, lane in (("gather", root.gather_lane), ("reduce", root.reduce_lane)):
             count, self.known[title] = lane.launched - self.known[title], lane.launched
             assert count <= len(lane.history), "the history is too short to tell"
             recent = list(lane.history)[len(lane.history) - count :]
@@ -106,7 +106,7 @@ def run(rank: int, case: Case, alone: Case, meshes: Meshes, spoken: bool) -> Non
     model, log = shard(case, meshes), Log()
     if spoken:
         model.set_is_last_backward(True)  # from now on there are lanes
-        for lane in (unit_of(model).scope.gather_lane, unit_of(model).scope.reduce_lane):
+        for lane in (unit_of(model).root.gather_lane, unit_of(model).root.reduce_lane):
             lane.history = Spoken(lane.history, lane.history.maxlen)
     case.clock.delays = random.Random(f"{case.seed} {rank}")
     trained = [[p for p in each.parameters() if p.dim() < 3 and p.requires_grad] for each in (model, alone.model)]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from flatshard import SchedulePolicy
-from flatshard.engine.build import units_below
-from flatshard.engine.unit import unit_of
+from flatshard.engine.tree.build import units_below
+from flatshard.engine.units.unit import unit_of
 from flatshard.layout import planner
 from flatshard.rehearsal import rehearse
 from flatshard.rehearsal.clock_cpu import CpuClock, CpuWork, carry_out
@@ -38,22 +38,22 @@ def _by_category(rank, world, case):
     model = case.build()
     optimizer = case.warmed_up(model)
     groups = [group for _, unit in units_below(model) for group in unit.groups]
-    scope = unit_of(model).scope
-    scope.gather_pool.peak_bytes = 0
+    root = unit_of(model).root
+    root.gather_pool.peak_bytes = 0
     staging = []
-    reduce = scope.reduces.launch
+    reduce = root.reduces.launch
 
     def watched(*args):
         """At a reduce: the gradients that autograd has left, and what the reduces in flight hold."""
         for moment in (lambda: None, lambda: reduce(*args)):
             moment()
-            grads = [m.full.grad for group in groups for m in group.members if m.full is not None]
-            kept = [tensor for reduction in scope.reduces.in_flight for tensor in reduction.held]
-            mains = {id(m.sharded.grad.__dict__["_flatshard_main_grad"].local) for g in groups for m in g.members
+            grads = [m.full.grad for group in groups for m in group.params if m.full is not None]
+            kept = [tensor for reduction in root.reduces.in_flight for tensor in reduction.held]
+            mains = {id(m.sharded.grad.__dict__["_flatshard_main_grad"].local) for g in groups for m in g.params
                      if m.sharded.grad is not None}  # fmt: skip
             staging.append(storages([*grads, *(tensor for tensor in kept if id(tensor) not in mains)]))
 
-    scope.reduces.launch = watched
+    root.reduces.launch = watched
     case.passes(model)
     state = [local(value) for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
     return {
@@ -63,7 +63,7 @@ def _by_category(rank, world, case):
         ),
         "state": storages(state),
         "gradients": storages([local(p.grad) for p in model.parameters()]),
-        "gathered": scope.gather_pool.peak_bytes,
+        "gathered": root.gather_pool.peak_bytes,
         "staging": max(staging),
     }
 

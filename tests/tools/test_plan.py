@@ -17,7 +17,7 @@ from benchmarks.systems import SYSTEMS
 from benchmarks.table import CASES, NETWORK
 from flatshard import shard_model
 from flatshard.cli import main
-from flatshard.engine.build import units_below
+from flatshard.engine.tree.build import units_below
 from flatshard.rehearsal import rehearse
 from flatshard.rehearsal.ledger import difference
 from flatshard.rehearsal.network import get_network
@@ -85,9 +85,9 @@ def test_units_and_groups_are_those_that_shard_model_makes(units):
     by_name = {unit.name: unit for unit in wanted.units}
     assert {name for name, _ in found} == by_name.keys()
     for name, unit in found:
-        members = [(tuple(m.sharded.shape), m.sharded.requires_grad) for group in unit.groups for m in group.members]
+        members = [(tuple(m.sharded.shape), m.sharded.requires_grad) for group in unit.groups for m in group.params]
         assert sorted(members) == sorted((t.shape, t.trainable) for t in by_name[name].tensors)
-        assert unit.settings.unshard_in_backward != by_name[name].is_embedding
+        assert unit.unshard_in_backward != by_name[name].is_embedding
 
 
 def net():

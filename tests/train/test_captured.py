@@ -35,7 +35,7 @@ class _Graph:
 
 
 def _stand_in(stack, graphs, refuse=None):
-    def make(step, scopes, lasting, segments):
+    def make(step, roots, lasting, segments):
         if refuse is not None:
             raise RuntimeError(refuse)
         graphs.append(_Graph(step))

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatshard.engine.roots import unit_of
-from flatshard.engine.unit import Phase, Unit
+from flatshard.engine.units.unit import Phase, Unit, unit_of
 from flatshard.megatron.experimental.parameter_group import CONTEXTS
 from flatshard.megatron.groups import ParameterGroup
 from flatshard.module import FSDPModule, share_comm_ctx

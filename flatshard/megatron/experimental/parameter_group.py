@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import nn
 
-from flatshard.engine.homes import group_of
-from flatshard.engine.weights import Group
+from flatshard.engine.groups.param_group import ParamGroup
+from flatshard.engine.groups.registry import group_of
 from flatshard.megatron.groups import FsdpParameter, ParameterGroup
 
 __all__ = ["CONTEXTS", "FsdpParameter", "FsdpParameterGroup", "sync_model_weights_from_main_weights"]
 
 FsdpParameterGroup = ParameterGroup
-CONTEXTS: weakref.WeakKeyDictionary[Group, Any] = weakref.WeakKeyDictionary()  # the `FsdpContext` of each group
+CONTEXTS: weakref.WeakKeyDictionary[ParamGroup, Any] = weakref.WeakKeyDictionary()  # the `FsdpContext` of each group
 
 
 def sync_model_weights_from_main_weights(parameters: Iterable[nn.Parameter]) -> None:

@@ -1,0 +1,158 @@
+"""Autograd, transforms and compilers: may touch autograd's engine, hooks and gradients of tensors, and `torch._C`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch.autograd import forward_ad
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.distributed.tensor import DTensor
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Backwards
+
+graph_task: Callable[[], int] = torch._C._current_graph_task_id  # what autograd runs on this thread, by number
+
+
+def in_backward() -> bool:
+    """Whether the autograd engine is running on this thread: a forward called now is a recompute."""
+    return graph_task() != -1
+
+
+def will_be_executed(node: Any) -> bool:
+    """Within a backward: whether it goes, or went, through a node of the graph."""
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+def at_end_of_backward(action: Callable[[], None]) -> None:
+    """Call ``action`` when the backward that is running on this thread has finished."""
+    torch.autograd.Variable._execution_engine.queue_callback(action)
+
+
+def keeping_versions(tensors: Sequence[torch.Tensor]) -> Any:
+    """A context in which writing to the tensors does not count as a change that autograd must not overlook."""
+    return _unsafe_preserve_version_counter(tuple(tensors))
+
+
+# Gradients
+
+PlainAttributes = torch._C.DisableTorchFunctionSubclass  # within, those of DTensors cost no more than a tensor's
+_GRAD: Any = torch.Tensor.grad
+_use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count")  # noqa: B009  # it has no type
+
+
+def grad_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Its ``.grad`` as it is, whoever wants to know of reads."""
+    with PlainAttributes():
+        found: torch.Tensor | None = _GRAD.__get__(parameter)
+    return found
+
+
+def on_grad_read(action: Callable[[], None] | None) -> None:
+    """Call ``action`` before somebody reads the ``.grad`` of a DTensor; not within `PlainAttributes`. None: no longer.
+
+    Only while there is something to do: a property in Python, in the place of the one of C++, costs every read.
+    """
+    if action is None:
+        if "grad" in DTensor.__dict__:
+            del DTensor.grad
+        return
+
+    def read(parameter: torch.Tensor) -> torch.Tensor | None:
+        if torch._C._is_torch_function_enabled():
+            action()
+        return grad_of(parameter)
+
+    DTensor.grad = property(read, _GRAD.__set__, _GRAD.__delete__)  # type: ignore[assignment]
+
+
+def allow_grad_of(tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Let ``tensor`` have a gradient of another dtype than its own. Drops one of a third dtype."""
+    if tensor.grad_dtype != dtype:
+        if tensor.grad is not None and tensor.grad.dtype != dtype:
+            tensor.grad = None  # autograd refuses the change while a gradient is there
+        tensor.grad_dtype = dtype
+
+
+def holders(tensors: Sequence[DTensor]) -> list[int]:
+    """Numbers that grow when somebody takes hold of one of these DTensors, of its local part, or of its memory.
+
+    They also change when a tensor becomes a gradient for the first time.
+    """
+    if not tensors:
+        return []
+    memory: int = torch._C._storage_Use_Count(tensors[0]._local_tensor.untyped_storage()._cdata)
+    return [
+        memory,
+        *map(_use_count, tensors),
+        *map(sys.getrefcount, tensors),
+        *map(sys.getrefcount, [tensor._local_tensor for tensor in tensors]),
+    ]
+
+
+# Hooks
+
+
+def grads_and_hooks(parameters: Sequence[torch.Tensor]) -> tuple[list[bool], list[int], list[int]]:
+    """Whether each has a gradient; which have tensor hooks; which have post-accumulate hooks."""
+    had_grad, changed, finished = [False] * len(parameters), [], []
+    with PlainAttributes():
+        for index, parameter in enumerate(parameters):
+            had_grad[index] = parameter.grad is not None
+            if parameter._backward_hooks:
+                changed.append(index)
+            if parameter._post_accumulate_grad_hooks:
+                finished.append(index)
+    return had_grad, changed, finished
+
+
+def hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:
+    """``register_hook``, before all that there are."""
+    before = dict(tensor._backward_hooks or {})
+    tensor.register_hook(hook)
+    hooks = tensor._backward_hooks
+    if before and hooks is not None:
+        for number in before:  # torch calls them in the order in which they were put in
+            hooks[number] = hooks.pop(number)
+
+
+def tensor_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
+    """What was given to ``register_hook``, in that order."""
+    return list((parameter._backward_hooks or {}).values())
+
+
+def post_accumulate_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
+    """What was given to ``register_post_accumulate_grad_hook``, in that order."""
+    return list((parameter._post_accumulate_grad_hooks or {}).values())
+
+
+# Transforms, compilers, the profiler
+
+Untransformed = torch._C._DisableFuncTorch  # within, operations are outside of the transforms of torch.func
+_SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+
+
+def transforming() -> bool:
+    """Whether a transform of torch.func (jvp, vmap ...) or forward-mode differentiation is going on."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def uncompiled(function: F) -> F:
+    """Let torch.compile leave a function alone, with all that it calls: one graph ends before it, another begins after.
+
+    torch.compiler.disable does the same with a wrapper, which costs microseconds a call and imports the compiler.
+    """
+    marks: Any = function
+    marks._torchdynamo_disable, marks._torchdynamo_disable_msg = True, "hooks of flatshard are not compiled"
+    set_code_exec_strategy(marks.__code__, _SKIP)
+    return function
+
+
+def profiling() -> bool:
+    """Whether the torch profiler is recording."""
+    return torch.autograd.profiler._is_profiler_enabled

@@ -1,0 +1,213 @@
+"""DTensors and meshes: may touch spec, local tensor and constructor of a DTensor, and how meshes are joined.
+
+A DTensor takes on the storage offset of the local tensor that it is made with, although it has no storage, and torch
+then takes it for a tensor that has one: deepcopy and data_ptr go wrong. So it is made with a twin at offset 0.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor as AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+Spec: TypeAlias = DTensorSpec  # mesh, placements and global shape of a DTensor
+StridedShard = _StridedShard  # a cut that comes after those of axes that follow it in the mesh
+
+# On torch 2.11 every operation on a DTensor, of whatever class, goes to DTensor's own dispatch: a subclass cannot say
+# what its operations mean. On 2.13 it can.
+SUBCLASSES_DISPATCH = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+
+
+def make_spec(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
+) -> Spec:
+    """A spec; ``shape`` and ``stride`` are global."""
+    return Spec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, dtype))
+
+
+def make_dtensor(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: torch.Size,
+    stride: tuple[int, ...],
+) -> DTensor:
+    """A DTensor over ``local`` without communication, autograd or checks; ``shape`` and ``stride`` are global."""
+    return _wrapped(local, make_spec(mesh, placements, shape, stride, local.dtype))
+
+
+def dtensor_of(local: torch.Tensor, spec: Spec) -> DTensor:
+    """A DTensor of spec ``spec`` over another local tensor, whose dtype it takes."""
+    return _wrapped(local, spec_with_dtype(spec, local.dtype))
+
+
+def like_dtensor(like: torch.Tensor, local: torch.Tensor, at: torch.Tensor | None = None) -> DTensor:
+    """A DTensor over ``local`` with the mesh, placements and global shape of another one, and of its class.
+
+    ``at``: what says at which storage offset it claims to be; else that is 0.
+    """
+    assert isinstance(like, DTensor)
+    if type(like) is DTensor:
+        return _wrapped(local, spec_with_dtype(like._spec, local.dtype), at)
+    made: DTensor = like.with_local(local)  # type: ignore[attr-defined]
+    return made
+
+
+def _wrapped(local: torch.Tensor, spec: Spec, at: torch.Tensor | None = None) -> DTensor:
+    # Without __init__, which does nothing but to keep compilers out, and takes longer than all the rest.
+    made: DTensor = DTensor.__new__(DTensor, _at_zero(local) if at is None else at, spec, requires_grad=False)
+    made._local_tensor = local
+    return made
+
+
+def bare_wrapper(cls: type[Any], local: torch.Tensor, spec: Spec) -> Any:
+    """An instance of a subclass of DTensor, without what DTensor's own constructor derives from ``local``."""
+    meta = spec.tensor_meta
+    assert meta is not None
+    made = torch.Tensor._make_wrapper_subclass(
+        cls, meta.shape, strides=meta.stride, dtype=local.dtype, device=local.device, layout=local.layout
+    )
+    made._spec, made._local_tensor = spec, local
+    return made
+
+
+def as_parameter(made: DTensor, requires_grad: bool) -> nn.Parameter:
+    """A DTensor that nobody else has, as a parameter. ``nn.Parameter`` would dispatch a ``detach``: 1 ms for each."""
+    parameter: Any = made
+    parameter.requires_grad_(requires_grad)
+    parameter._is_param = True
+    assert isinstance(parameter, nn.Parameter)
+    return parameter
+
+
+def _at_zero(local: torch.Tensor) -> torch.Tensor:
+    return local if local.storage_offset() == 0 else local.as_strided(local.shape, local.stride(), 0)
+
+
+def rebased(local: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor at the start of a storage of its own, which keeps the whole one alive.
+
+    What torch derives from a DTensor over it (detach, copies of state dicts) has no storage offset to mistake.
+    """
+    if local.storage_offset() == 0 or local.is_meta or not local.numel():
+        return _at_zero(local)
+    start = local.storage_offset() * local.element_size()
+    storage = local.untyped_storage()[start : start + local.nbytes]
+    return torch.empty(0, dtype=local.dtype, device=local.device).set_(storage, 0, local.shape, local.stride())
+
+
+_SAME = ("dtype", "device", "shape", "requires_grad", "_spec")
+
+
+def lie_over(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Let a DTensor be over the local tensor of another one; False where the two differ in more than that.
+
+    The object, its hooks, its gradient and its attributes stay.
+    """
+    assert isinstance(tensor, DTensor)
+    assert isinstance(other, DTensor)
+    if type(tensor) is not type(other) or tensor.storage_offset() or tensor.is_inference():
+        return False
+    if any(getattr(tensor, name) != getattr(other, name) for name in _SAME):
+        return False
+    tensor._local_tensor = other._local_tensor
+    return True
+
+
+# What a DTensor is made of
+
+
+def spec_of(tensor: torch.Tensor) -> Spec:
+    """Mesh, placements and global shape of a DTensor."""
+    assert isinstance(tensor, DTensor)
+    return tensor._spec
+
+
+def spec_with_dtype(spec: Spec, dtype: torch.dtype) -> Spec:
+    """The spec of a DTensor, for a local tensor of this dtype."""
+    meta = spec.tensor_meta
+    assert meta is not None
+    return spec if meta.dtype == dtype else make_spec(spec.mesh, spec.placements, meta.shape, meta.stride, dtype)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor, without autograd or dispatch."""
+    assert isinstance(tensor, DTensor)
+    return tensor._local_tensor
+
+
+def held_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor: the local one of a DTensor, all of any other."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def have_other_locals(pairs: Sequence[tuple[Any, torch.Tensor]]) -> bool:
+    """Whether one of some DTensors has another local tensor than the one beside it."""
+    for tensor, local in pairs:
+        if tensor._local_tensor is not local:
+            return True
+    return False
+
+
+# Which rows a rank holds
+
+
+def boxes_of(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The boxes of a DTensor that this rank holds, as (offsets, sizes): one, or none."""
+    assert isinstance(tensor, DTensor)
+    return [(tuple(found.offsets), tuple(found.sizes)) for found in tensor.__create_chunk_list__()]
+
+
+@functools.lru_cache(maxsize=1 << 16)  # a rank asks for all others, parameter after parameter
+def box_at(
+    shape: tuple[int, ...], mesh: tuple[int, ...], place: tuple[int, ...], placements: tuple[Placement, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offsets and sizes of what the rank at ``place`` of a mesh of this shape holds of a DTensor."""
+    sizes, offsets = _compute_local_shape_and_global_offset(shape, mesh, list(place), placements)
+    return tuple(offsets), tuple(sizes)
+
+
+def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a whole tensor, cut as the DTensor ``like`` is: a view of it. Nothing is communicated."""
+    for box in boxes_of(like):
+        return _in_box(whole, *box)
+    return whole.new_empty(local_of(like).shape)
+
+
+def local_rows(whole: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """This rank's part of a whole tensor, as a DTensor of spec ``spec`` would hold it. Nothing is communicated."""
+    place = spec.mesh.get_coordinate()
+    assert place is not None
+    return _in_box(whole, *box_at(whole.shape, spec.mesh.shape, tuple(place), spec.placements)).contiguous()
+
+
+def _in_box(whole: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    return whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes))]
+
+
+# Meshes
+
+
+def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """A mesh of the axes of all of these, which are of one mesh."""
+    return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(list(meshes))
+
+
+def flattened_names(mesh: DeviceMesh) -> list[str]:
+    """The names of axes that were made of several axes of a mesh, or of one that it is a part of."""
+    return list(mesh._get_root_mesh()._flatten_mapping)
+
+
+def data_parallel_mesh(mesh: DeviceMesh, shard: Sequence[str], replicate: Sequence[str]) -> DeviceMesh:
+    """The mesh (replicate, shard), or of one of them, made of these axes of ``mesh``; several of a kind become one."""
+    kinds = [tuple(names) for names in (replicate, shard) if names]
+    return join_meshes([mesh[k[0]] if len(k) == 1 else mesh[k]._flatten("_".join(k)) for k in kinds])

@@ -1,0 +1,145 @@
+"""Process groups and stores: may touch `torch.distributed.distributed_c10d` and the backends of a process group."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+from torch._C._distributed_c10d import TCPStore as TCPStore
+from torch.distributed import ProcessGroup
+
+PrefixStore = c10d.PrefixStore  # public, but not to type checkers
+
+
+def default_store() -> Any:
+    """The store at which the ranks of the default process group met."""
+    return c10d._get_default_store()
+
+
+def exists(group: ProcessGroup) -> bool:
+    """Whether a process group of torch's has not been destroyed."""
+    return group in c10d._world.pg_map
+
+
+def backends_of(group: ProcessGroup) -> str | None:
+    """The backends that a process group was made with. None: torch did not make it."""
+    known = c10d._world.pg_map.get(group)
+    return None if known is None else str(known[0])
+
+
+def backend_of(group: ProcessGroup, device: torch.device) -> Any:
+    """What serves tensors of this device in a process group. Calls of it pass by what counts collectives."""
+    if device.type not in {served.type for served in group._device_types}:
+        return group  # a group written in Python is its own backend
+    return group._get_backend(device)
+
+
+def backend_name(group: ProcessGroup, device: torch.device) -> str:
+    """The name of the backend that serves tensors of this device in a process group."""
+    name: str = backend_of(group, device).name()
+    return name
+
+
+def timeout_of(group: ProcessGroup) -> timedelta | None:
+    """The time-out that a process group was given: the longest of its backends'. None: their default, or unknown."""
+    # A group written in Python is its own backend. Some have options, and a C++ one without raises when asked for them.
+    backends: list[Any] = [group._get_backend(device) for device in group._device_types] or [group]
+    given = []
+    for backend in backends:
+        try:
+            found = backend.options._timeout
+        except (AttributeError, RuntimeError):
+            continue
+        if isinstance(found, timedelta) and found != c10d._get_default_timeout(c10d.Backend(backend.name())):
+            given.append(found)
+    return max(given, default=None)
+
+
+def limit_of(group: ProcessGroup) -> timedelta:
+    """How long collectives of a process group may take: its own time-out, or the default of its backend."""
+    found, names = timeout_of(group), [group._get_backend(device).name() for device in group._device_types]
+    return c10d._get_default_timeout(c10d.Backend((names or ["gloo"])[-1])) if found is None else found
+
+
+def lost_a_peer(error: BaseException) -> bool:
+    """Whether an exception tells that another rank is gone or does not answer.
+
+    NCCL and the store have classes for it. Gloo raises RuntimeError, which begins with the place in its own source.
+    """
+    return isinstance(error, torch.distributed.DistError) or (
+        isinstance(error, RuntimeError) and "gloo/" in str(error).split("]")[0]
+    )
+
+
+def new_group(
+    ranks: Sequence[int],
+    like: ProcessGroup,
+    name: str,
+    title: str,
+    patience: timedelta | None = None,
+    backend: str | None = None,
+) -> ProcessGroup:
+    """A process group of ``ranks``, with the backend and the time-out of ``like`` unless others are given.
+
+    Collective among the ranks alone. ``name`` must be the same on all of them, and no other group's. ``title`` is for
+    people.
+    """
+    listed = list(ranks)
+    # torch 2.11 has sorted groups only, and not this argument.
+    order: dict[str, Any] = {} if listed == sorted(listed) else {"sort_ranks": False}
+    with _named(listed, name), _unsplit():
+        made = torch.distributed.new_group(
+            listed,
+            timeout=timeout_of(like) if patience is None else patience,
+            backend=backends_of(like) if backend is None else backend,
+            use_local_synchronization=True,
+            group_desc=title,
+            **order,
+        )
+    assert isinstance(made, ProcessGroup)
+    return made
+
+
+@contextmanager
+def _named(ranks: list[int], name: str) -> Iterator[None]:
+    """Within, a process group of these ranks gets this name.
+
+    Ranks find each other by the name of the group. Those that torch makes up for a group that only its members know of
+    contain the number of groups which the rank is in, so that members wait for ever where one is in more than another.
+    """
+    theirs, thread = c10d._process_group_name, threading.get_ident()
+
+    def ours(given: Sequence[int], use_hashed_name: bool) -> Any:
+        mine = use_hashed_name and threading.get_ident() == thread and list(given) == ranks
+        return name if mine else theirs(given, use_hashed_name)
+
+    c10d._process_group_name = ours  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        c10d._process_group_name = theirs
+
+
+@contextmanager
+def _unsplit() -> Iterator[None]:
+    """Within, communicators of new process groups are not split off the default one's.
+
+    With ``init_process_group(device_id=...)`` torch makes them by ncclCommSplit, which waits for all ranks of the
+    default group, members or not. A group that is made when the first gradients of a pipeline stage arrive would wait
+    for stages that wait for this one. Without a device, NCCL makes a communicator of the members alone, at first use.
+    """
+    default = torch.distributed.group.WORLD
+    device = getattr(default, "bound_device_id", None)
+    if default is None or device is None:
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device

@@ -1,0 +1,252 @@
+"""How the backends gather and reduce lists of tensors: what a lane calls, once, to get works to wait for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol, TypeAlias
+
+import torch
+from torch.distributed import ProcessGroup, Work
+
+from flatshard import _torch
+from flatshard.buffer.custom import gather_by
+from flatshard.buffer.peers import PeerGather, Peers
+from flatshard.buffer.tickets import DONE, Action, Pending, Ticket, Tickets
+
+Op: TypeAlias = Literal["sum", "avg", "max"]
+Tensors: TypeAlias = Sequence[torch.Tensor]
+_Started: TypeAlias = tuple[list[Work], Action]
+
+# What every backend reduces and moves as it is. Anything else is moved as bytes, and cannot be reduced.
+_NATIVE = frozenset(
+    {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
+)
+REDUCTIONS: dict[Op, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "sum": torch.sum,
+    "avg": torch.mean,
+    "max": torch.amax,
+}
+
+
+class LaneProtocol(Protocol):
+    """What a gather asks of the lane that it is launched on."""
+
+    stream: torch.cuda.Stream | None
+    convoy: CoalescedGather | None
+    peers: dict[ProcessGroup, Peers]
+
+    @property
+    def backend_in(self) -> Callable[[ProcessGroup], str]: ...
+
+    def entered(self, after: Tickets = ()) -> Any: ...
+
+    def mark(self) -> Ticket: ...
+
+    def finish(
+        self, group: ProcessGroup, kind: str, name: str, numbytes: int, works: Sequence[Work], then: Action = None
+    ) -> Ticket: ...
+
+
+class Gather:
+    """An all-gather that can be launched again and again: what is the same every time is looked up once."""
+
+    __slots__ = ("_call", "_joined", "_lane", "_numbytes", "_tensors", "group", "is_kept")
+
+    _call: Callable[[], _Started]
+
+    def __init__(
+        self, lane: LaneProtocol, group: ProcessGroup, outputs: Tensors, inputs: Tensors, is_kept: bool = False
+    ) -> None:
+        """``is_kept``: it will be launched again, so its tensors stay anyway."""
+        self._lane, self.group, self.is_kept = lane, group, is_kept
+        self._joined: tuple[Sequence[Gather], Gather] | None = None  # with which others, the last time
+        self._numbytes = nbytes(outputs)
+        self._tensors = outputs, inputs
+        outputs, inputs = list(as_bytes(outputs)), list(as_bytes(inputs))
+        # What to wait for, and what to do then.
+        if group.size() == 1:
+            self._call = lambda: (copied(outputs, inputs), None)
+        elif group in lane.peers:
+            self._call = functools.partial(_by_copies, lane.peers[group].gather(outputs, inputs))
+        elif lane.backend_in(group) != "gloo":
+            self._call = lambda: ([_torch.all_gather_coalesced(group, outputs, inputs, _torch.ALL_GATHER)], None)
+        elif lane.stream is None and len(inputs) > 1:
+            self._call = lambda: gather_by(_OneCall(), group, outputs, inputs, asynchronous=True)
+        else:
+            pairs = list(zip(outputs, inputs))
+            self._call = lambda: ([_torch.all_gather_one(group, *pair, _torch.ALL_GATHER) for pair in pairs], None)
+
+    def launch(self, name: str) -> Ticket:
+        """Inside `Lane.entered`. In a `CoalescedGather` it is held back until that leaves."""
+        convoy = self._lane.convoy
+        return self.launch_now(name) if convoy is None else convoy.add(self, name)
+
+    def launch_now(self, name: str) -> Ticket:
+        """Inside `Lane.entered`."""
+        works, then = self._call()
+        return self._lane.finish(self.group, "all_gather", name, self._numbytes, works, then)
+
+    def joined(self, others: Sequence[Gather]) -> Gather:
+        """This one and others, of the same process group, as one."""
+        if not others:
+            return self
+        if self._joined is not None and self._joined[0] == others:
+            return self._joined[1]
+        outputs, inputs = ([tensor for each in (self, *others) for tensor in each._tensors[side]] for side in (0, 1))
+        made = Gather(self._lane, self.group, outputs, inputs)
+        if self.is_kept and all(other.is_kept for other in others):
+            self._joined = others, made
+        return made
+
+
+class CoalescedGather:
+    """Within it, gathers of a lane wait for each other: those of one process group in a row leave in one launch.
+
+    They leave at the end, or when one of another group comes, or when somebody waits for one of them. If the body
+    raises, what is held back is not launched: other ranks launch more at once, and sizes would not match.
+    """
+
+    def __init__(self, lane: LaneProtocol) -> None:
+        self._lane = lane
+        self._waiting: list[Gather] = []
+        self._then: list[Callable[[], None]] = []  # what the lane is to do once they have gone
+        self._ticket: Pending | None = None
+        self._name = ""
+
+    def __enter__(self) -> None:
+        self._lane.convoy = self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._lane.convoy = None
+        if kind is None:
+            self.leave()
+        else:
+            self.disband()
+
+    def add(self, gather: Gather, name: str) -> Ticket:
+        """Hold a gather back; a ticket for it and for all that leaves with it."""
+        if self._waiting and self._waiting[0].group is not gather.group:
+            self.leave()
+        if self._ticket is None:
+            self._ticket = Pending(self.leave)
+        self._waiting.append(gather)
+        self._name = name
+        return self._ticket
+
+    def follow(self, ticket: Ticket, action: Callable[[], None]) -> bool:
+        """Do something on the lane's stream after what is held back, if that is what the ticket is for: whether it is.
+
+        The ticket is for that, too, then.
+        """
+        if ticket is not self._ticket:
+            return False
+        self._then.append(action)
+        return True
+
+    def disband(self) -> None:
+        """Forget what has been held back: nobody has anything to wait for."""
+        if self._ticket is not None:
+            self._ticket.launched = DONE
+        self._ticket, self._waiting, self._then = None, [], []
+
+    def leave(self) -> None:
+        """Launch what has been held back."""
+        ticket, waiting, then = self._ticket, self._waiting, self._then
+        self.disband()  # there is nothing to wait for if it cannot be launched
+        if ticket is None:
+            return
+        with self._lane.entered():
+            ticket.launched = waiting[0].joined(waiting[1:]).launch_now(self._name)
+            for action in then:
+                action()
+            if then:
+                ticket.launched = self._lane.mark()
+
+
+def _by_copies(gather: PeerGather) -> _Started:
+    gather()
+    return [], None
+
+
+class _OneCall:
+    """Packs a list for Gloo, as fast as Gloo's own list form, which must not be used.
+
+    After each operation Gloo's two threads write its name into one string without a lock. A name of more than 15 bytes,
+    as that of the list form, is on the heap, and is freed twice once in thousands of operations (seen with torch 2.13).
+    """
+
+    allocate = staticmethod(torch.empty)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: ProcessGroup, async_op: bool
+    ) -> Work:
+        return _torch.all_gather_one(group, output_tensor, input_tensor, _torch.ALL_GATHER)
+
+
+def exchange_pieces(group: ProcessGroup, outputs: Tensors, inputs: Tensors, op: Op) -> _Started:
+    """A reduce-scatter for Gloo, whose own is an all-reduce per tensor: twice the bytes, and many times the messages.
+
+    Each rank sends the others their pieces and reduces what it is sent, always in the order of ranks.
+    """
+    sizes, world = [tensor.numel() for tensor in outputs], group.size()
+    sent = inputs[0]
+    if len(inputs) > 1:
+        sent = inputs[0].new_empty(world, sum(sizes))
+        places = list(sent.split(sizes, dim=1))
+        torch._foreach_copy_(places, [tensor.view(world, size) for tensor, size in zip(inputs, sizes)])
+    received = torch.empty_like(sent)
+    work = _torch.all_to_all_one(group, received.view(-1), sent.view(-1), [], [], _torch.ALL_TO_ALL)
+
+    def reduce() -> None:
+        mine = REDUCTIONS[op](received.view(world, -1), 0)
+        torch._foreach_copy_(list(outputs), list(mine.split(sizes)))
+
+    return [work], reduce
+
+
+# What they share
+
+
+def join(work: Work | None) -> None:
+    """Let the current stream wait for what was launched in it. NCCL, which ran in it itself, gives None."""
+    if work is not None:
+        work.wait()
+
+
+def nbytes(tensors: Tensors) -> int:
+    return sum([tensor.nbytes for tensor in tensors])
+
+
+def one_after_other(*actions: Action) -> Action:
+    """All of them as one, in their order; None if there are none."""
+    found = list(filter(None, actions))
+    if len(found) < 2:
+        return found[0] if found else None
+
+    def act() -> None:
+        for action in found:
+            action()
+
+    return act
+
+
+def copied(outputs: Tensors, inputs: Tensors) -> list[Work]:
+    """What a collective of one rank does."""
+    apart = [(out, inp) for out, inp in zip(outputs, inputs) if out.data_ptr() != inp.data_ptr()]
+    if apart:
+        torch._foreach_copy_([out for out, _ in apart], [inp for _, inp in apart])
+    return []
+
+
+def as_bytes(tensors: Tensors) -> Tensors:
+    """The tensors of one call as the backend can move them: of one dtype that it knows."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) < 2 and dtypes <= _NATIVE:
+        return tensors
+    return [tensor.view(torch.uint8) for tensor in tensors]
+
+
+def require_native(tensors: Tensors, kind: str) -> None:
+    if tensors and tensors[0].dtype not in _NATIVE:
+        raise TypeError(f"{kind} of {tensors[0].dtype}: no backend can add it; cast to float32 or bfloat16 first")

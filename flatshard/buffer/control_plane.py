@@ -1,0 +1,57 @@
+"""Collectives apart from all lanes, before training and beside it: messages, and tensors of one rank for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, Work
+from torch.distributed.device_mesh import DeviceMesh
+
+from flatshard.buffer.collectives import as_bytes
+from flatshard.buffer.groups import own_group
+
+
+class Exchange:
+    """Short messages among all ranks, over a Gloo group of its name, so that a second thread can use it.
+
+    Making the first one of a name is a collective call. Without torch.distributed there is one rank.
+    """
+
+    def __init__(self, name: str) -> None:
+        world = dist.group.WORLD if dist.is_initialized() else None
+        self.rank = 0 if world is None else world.rank()
+        self.size = 1 if world is None else world.size()
+        self._group = None
+        if world is not None and self.size > 1:
+            self._group = own_group(world, f"flatshard_{name}", backend="gloo", user=self)
+
+    def gather(self, message: bytes) -> list[bytes]:
+        """The messages of all ranks, in their order, on each of them."""
+        if self._group is None:
+            return [message]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(message)]), group=self._group)
+        longest = max(int(size) for size in sizes)
+        padded = torch.frombuffer(bytearray(message.ljust(longest, b" ") or b" "), dtype=torch.uint8)
+        found = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(found, padded, group=self._group)
+        return [part.numpy().tobytes()[: int(size)] for part, size in zip(found, sizes)]
+
+
+def from_first(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> list[torch.Tensor]:
+    """The tensors as the first rank of a mesh has them, in the places of these. All its ranks call it."""
+    found = [tensor.contiguous() for tensor in tensors]
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        for tensor in found if group.size() > 1 else ():
+            (whole,) = as_bytes([tensor]) if tensor.dim() else [tensor]
+            dist.broadcast(whole, group=group, group_src=0)
+    return found
+
+
+def spread(group: ProcessGroup, tensor: torch.Tensor) -> Work:
+    """Begin to send a tensor of a group's rank 0 to all of its ranks, which give the place for it."""
+    work: Work = group.broadcast(tensor, root=0)
+    return work

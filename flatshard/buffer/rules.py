@@ -1,0 +1,85 @@
+"""What DTensor does with operations that torch.optim and users ask of sharded tensors, and it has no rule for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from flatshard import _torch
+
+
+@functools.cache
+def add_rules() -> None:
+    """Teach DTensor the rest of Rprop, fused SGD and Adagrad, and to take its rows of a whole tensor copied into it.
+
+    For all DTensors of the process, from the first sharded model on. What DTensor has a rule for stays as it is, and
+    so does what these rules do not cover.
+    """
+    aten = torch.ops.aten
+    for packet in (aten._foreach_copy_, aten._fused_sgd_, aten._fused_adagrad_, aten.index_put_):
+        for overload in packet.overloads():
+            if overload != "out":
+                _torch.handle(getattr(packet, overload), _on_shards)
+    _torch.handle(aten.copy_.default, _copy)
+
+
+def _on_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An elementwise operation in place on the shards, where the tensors of each place in its lists are cut alike."""
+    if op._schema.name != "aten::index_put_":
+        columns = list(zip(*[arg for arg in args if isinstance(arg, (list, tuple)) and arg]))
+    elif is_masked_fill(op, args):
+        columns = [(args[0], args[1][0])]
+    elif args[0].numel() == 1 and all(p.is_replicate() for p in args[0].placements):
+        columns = [(args[0],)]  # without dims: torch has read the mask already and made an index of it
+    else:
+        columns = [(None,)]
+    if not all(are_cut_alike(column) for column in columns):
+        return _torch.unhandled(op, args, kwargs)
+    local_args, local_kwargs = _torch.map_leaves(DTensor, _torch.local_of, (args, kwargs))
+    op(*local_args, **local_kwargs)
+    return args[0] if op._schema.returns else None
+
+
+def _copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``sharded.copy_(whole)``: every rank takes its own rows of a plain tensor of the same shape."""
+    target, source = args[:2]
+    plain = isinstance(target, DTensor) and not isinstance(source, DTensor) and target.shape == source.shape
+    if not plain or target.numel() <= 1 or any(placement.is_partial() for placement in target.placements):
+        return _torch.unhandled(op, args, kwargs)
+    op(_torch.local_of(target), _torch.part_of(source, target), *args[2:], **kwargs)
+    return target
+
+
+def is_masked_fill(op: Any, args: Sequence[Any]) -> bool:
+    """Whether an operation is ``x[mask] = number`` with a mask of the shape of ``x``, which is elementwise."""
+    if op._schema.name != "aten::index_put_" or any(args[3:]) or len(args[1]) != 1:
+        return False
+    mask = args[1][0]
+    return bool(mask is not None and mask.dtype == torch.bool and mask.shape == args[0].shape and args[2].numel() == 1)
+
+
+def are_cut_alike(tensors: Sequence[torch.Tensor | None]) -> bool:
+    """Whether the same rows of all tensors are here, none waiting for a sum. A number on every rank suits them all."""
+    cut: list[Any] = [tensor for tensor in tensors if tensor is None or not _is_number_everywhere(tensor)]
+    if not all(isinstance(tensor, DTensor) and is_cut_alike(cut[0], tensor) for tensor in cut):
+        return False
+    return not any(placement.is_partial() for tensor in cut[:1] for placement in _torch.spec_of(tensor).placements)
+
+
+def is_cut_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two DTensors of one shape hold the same rows on every rank."""
+    if type(one) is not type(other) or one.shape != other.shape:
+        return False
+    mine, theirs = _torch.spec_of(one), _torch.spec_of(other)
+    same = mine.mesh == theirs.mesh and mine.placements == theirs.placements
+    return same and getattr(one, "_cut", None) == getattr(other, "_cut", None)  # of ragged ones
+
+
+def _is_number_everywhere(tensor: torch.Tensor) -> bool:
+    return tensor.numel() <= 1 and not (
+        isinstance(tensor, DTensor) and any(not p.is_replicate() for p in tensor.placements)
+    )

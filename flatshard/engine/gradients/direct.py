@@ -1,0 +1,132 @@
+"""Weight gradients that kernels write where the reduce reads them, instead of leaving them to autograd.
+
+A group that offers this has, during a backward, one full-size buffer in the reduce dtype. A full parameter's part of
+it is its ``main_grad``. A kernel that computes a weight gradient writes it there, or adds to it, and says so; autograd
+then has nothing for that parameter, or something to be ignored. What autograd does deliver for the group (norms,
+biases) is brought into the same buffer before it is reduced.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence, Set
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from flatshard.buffer import DBuffer
+
+_PLACE = "_flatshard_main_grad_of"
+
+
+class Direct:
+    """What kernels have written of the gradients of a group, in the running backward."""
+
+    def __init__(self) -> None:
+        self.staging: DBuffer | None = None
+        self.written: set[int] = set()
+        self.alone: set[int] = set()  # of those, the ones for which autograd's gradient is to be ignored
+        self._cleared: set[int] = set()
+
+    def drop(self) -> None:
+        """Forget all of it."""
+        self.staging = None
+        for known in (self.written, self.alone, self._cleared):
+            known.clear()
+
+    def wrote(self, index: int, alone: bool = False) -> None:
+        """A kernel has written a gradient. ``alone``: what autograd delivers for it is to be ignored."""
+        self.written.add(index)
+        if alone:
+            self.alone.add(index)
+
+    def view(self, index: int, clear: bool, make: Callable[[], DBuffer]) -> torch.Tensor:
+        """The place of a gradient. Its values are undefined, or zero with ``clear``, until it has been written."""
+        if self.staging is None:
+            self.staging = make()
+        view = self.staging.local_view(index)
+        if clear and index not in self._cleared | self.written:
+            view.zero_()
+            self._cleared.add(index)
+        return view
+
+
+def fill(staging: DBuffer, gradients: Sequence[torch.Tensor | None], turned: Set[int], written: Set[int]) -> None:
+    """Bring what autograd has delivered into a buffer of which kernels have written some. ``turned`` are left out."""
+    places: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for index, gradient in enumerate(gradients):
+        if index in turned:
+            continue
+        view = staging.local_view(index)
+        if index in written:
+            if gradient is not None:
+                view.add_(gradient)
+        elif gradient is None:
+            view.zero_()
+        else:
+            places.append(view)
+            sources.append(gradient)
+    if places:
+        torch._foreach_copy_(places, sources)
+
+
+class Destination(Protocol):
+    """The gradients of a group, as kernels see them."""
+
+    @property
+    def kernels(self) -> Direct: ...
+
+    def place(self, index: int, clear: bool = False) -> torch.Tensor: ...
+
+    def is_vacant(self, index: int) -> bool: ...
+
+
+class Destined(nn.Parameter):
+    """A full parameter whose gradient has a place before it exists. The names are those of Megatron's convention."""
+
+    @property
+    def main_grad(self) -> torch.Tensor:
+        """Full-size, in the reduce dtype: what this backward has written, after what waits to be reduced; else zero.
+
+        To be read and written within a backward only. Add to it, and set `grad_added_to_main_grad`.
+        """
+        gradients, index = destination(self)
+        return gradients.place(index, clear=True)
+
+    @property
+    def overwrite_main_grad(self) -> bool:
+        """Whether nothing is in `main_grad` yet: a kernel may write instead of adding."""
+        gradients, index = destination(self)
+        return gradients.is_vacant(index)
+
+    @property
+    def grad_added_to_main_grad(self) -> bool:
+        """Whether a kernel has written this parameter's gradient; what autograd delivers for it is then ignored."""
+        gradients, index = destination(self)
+        return index in gradients.kernels.alone
+
+    @grad_added_to_main_grad.setter
+    def grad_added_to_main_grad(self, value: bool) -> None:
+        gradients, index = destination(self)
+        if value:
+            gradients.kernels.wrote(index, alone=True)
+
+
+def destine(full: nn.Parameter, gradients: Destination, index: int) -> None:
+    """Give a full parameter the attributes of `Destined`."""
+    full.__class__ = Destined
+    full.__dict__[_PLACE] = (weakref.ref(gradients), index)
+
+
+def destination(full: torch.Tensor) -> tuple[Destination, int]:
+    """Whose gradient a kernel is about to write."""
+    ref, index = full.__dict__[_PLACE]
+    found: Destination | None = ref()
+    if found is None:
+        raise RuntimeError(
+            "the gradient of a sharded parameter is written that has been moved, cast or deleted since its forward; "
+            "run the backward before that"
+        )
+    return found, index

@@ -1,0 +1,527 @@
+"""The gradients of one group: collected as autograd delivers them, reduced as far as asked, shown on the parameters.
+
+Gradients go through up to three placements of a mesh:
+
+    unreduced   (Partial, Partial)    every rank has its own, full size
+    resting     Placements.gradient   between micro-batches, e.g. (Partial, Flat) under HSDP
+    final       Placements.optimizer  what the optimizer reads, e.g. (Replicate, Flat)
+
+A backward takes its gradients to one of them. What stops short of final is kept in a buffer of that placement and joins
+the next backward that goes further, so every axis is reduced once for all micro-batches that rested before it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from flatshard import _torch
+from flatshard.buffer import DONE, DBuffer, Pool, Ticket
+from flatshard.buffer.collectives import one_after_other
+from flatshard.buffer.tickets import Action
+from flatshard.engine.gradients.direct import Direct, fill
+from flatshard.engine.gradients.main_grads import MainGrads, zero_between
+from flatshard.engine.gradients.reduction import Goal, Reduction, Stage, stages_to, sum_dtype
+from flatshard.engine.gradients.staging import add_to, fill_runs, sole_owners
+from flatshard.engine.gradients.uses import Uses
+from flatshard.engine.parameters.hooks import call_finished, change_gradients
+from flatshard.engine.parameters.sharded_param import ShardedParam
+from flatshard.engine.weights.codec import as_plain
+from flatshard.engine.weights.formats import Formats
+from flatshard.engine.weights.offload import Home
+from flatshard.layout import Layout, Partial, Placement, is_sharded
+from flatshard.policy import MixedPrecisionPolicy, Placements
+
+GradientScale: TypeAlias = Literal["mean", "sum"] | float
+
+
+class Gradients:
+    """Collects, reduces and shows the gradients of the params of a group.
+
+    The result is the mean over ranks (``scale="mean"``), the sum, or the sum times a number.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ShardedParam],
+        main: DBuffer,
+        placements: Placements,
+        policy: MixedPrecisionPolicy,
+        compute: torch.dtype,
+        home: Home,
+        formats: Formats,
+    ) -> None:
+        self.params = params
+        self.home = home
+        self.main = main
+        self.placements = placements
+        self.grad_dtype = policy.grad_of(main.dtype, compute)
+        self.reduce_dtype = policy.reduce_of(compute, self.grad_dtype)
+        self.scale: GradientScale = "mean"
+        self.sums_only = False  # collectives add; the mean is taken afterwards
+        self.counts_unused = False  # a missing gradient is one of zero, and is shown
+        self.takes_part = False  # it may be reduced although this rank has used none of its params
+        self.comm: Any = None  # a `ReduceScatter` of torch's to reduce by
+        # Called with what has been reduced over all axes before it is shown; and the stream to call it on.
+        self.hook: tuple[Callable[[torch.Tensor], None], torch.Stream | None] | None = None
+        self.expected = sum(param.sharded.requires_grad for param in params)  # by a backward that uses them all
+        self.on_complete: Callable[[], None] | None = None  # called when all expected ones have arrived, if watched
+        self.on_first: Callable[[], None] | None = None  # called when one arrives and none has, if watched
+        self._arrived: set[int] = set()  # of those watched
+        self._sole = sole_owners(main.layout)
+        self._set_stages(formats)
+        # As many of them as there are axes that gradients rest reduced over.
+        self._rests_after = sum(is_sharded(placement) for placement in placements.gradient)
+        self._unreduced: DBuffer | None = None
+        self._resting: DBuffer | None = None
+        self._rested = DONE  # when the last reduce into it is over
+        self._used: set[int] = set()  # params that have had a gradient in backwards that stopped short of final
+        self._uses = Uses(len(params))
+        self.main_grads = MainGrads(params, main, self.grad_dtype, home, self._room)
+        self.direct: Direct | None = None  # set: kernels may write gradients themselves
+
+    def take_settings(self, other: Gradients) -> None:
+        """Be set as another object that this one takes the place of."""
+        for name in ("on_complete", "on_first", "scale", "sums_only", "counts_unused", "takes_part", "comm", "hook"):
+            setattr(self, name, getattr(other, name))
+        self.direct = None if other.direct is None else Direct()
+        self.main_grads.is_decoupled, self.main_grads.kept = other.main_grads.is_decoupled, other.main_grads.kept
+
+    def set_dtypes(self, policy: MixedPrecisionPolicy, compute: torch.dtype, formats: Formats) -> None:
+        """Reduce, and keep gradients, in what another policy says; ``compute`` is the dtype of full parameters."""
+        before, self.grad_dtype = self.grad_dtype, policy.grad_of(self.main.dtype, compute)
+        self.reduce_dtype = policy.reduce_of(compute, self.grad_dtype)
+        self._set_stages(formats)
+        if self.grad_dtype != before:
+            known = self.main_grads
+            self.main_grads = MainGrads(self.params, self.main, self.grad_dtype, self.home, self._room)
+            self.main_grads.is_decoupled, self.main_grads.kept = known.is_decoupled, known.kept
+
+    def _set_stages(self, formats: Formats) -> None:
+        self._stages = self._plan(formats)
+        # Elements behind reduced gradients, for what is told of uses.
+        self._room = len(self.params) * max(stage.room for stage in self._stages)
+
+    def _plan(self, formats: Formats) -> list[Stage]:
+        return stages_to(self.main.mesh, self.placements.optimizer, formats, self.reduce_dtype)
+
+    @property
+    def layout(self) -> Layout:
+        return self.main.layout
+
+    @property
+    def what(self) -> str:
+        """What ranks say that they do when they compare reduces."""
+        return "reduce"
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether a reduce over some axis travels in a format of its own."""
+        return any(stage.is_encoded for stage in self._stages)
+
+    def _result(self, number: int, stages: Sequence[Stage]) -> torch.dtype:
+        """What one of some stages results in: sums of encoded inputs stay in float32 unless a plain stage is next."""
+        goes_on = number + 1 < len(stages) and not stages[number + 1].is_encoded
+        return sum_dtype(self.reduce_dtype) if stages[number].is_encoded and not goes_on else self.reduce_dtype
+
+    @property
+    def _op(self) -> Literal["avg", "sum"]:
+        averages = self.scale == "mean" and not self.sums_only and self.reduce_dtype is not torch.float16
+        return "avg" if averages else "sum"
+
+    @property
+    def _multiple(self) -> float:
+        """How much of the sum over ranks the result is."""
+        if isinstance(self.scale, float):
+            return self.scale
+        return 1.0 / self.main.mesh.size() if self.scale == "mean" else 1.0
+
+    @property
+    def _before(self) -> float:
+        """What the inputs of the collectives are multiplied by.
+
+        The sum of a few large numbers is infinite in float16, and a small number divided by all ranks is 0: half of the
+        division is done before the sum and half after it. A power of two, so that it rounds nothing else.
+        """
+        if self.reduce_dtype is not torch.float16:
+            return 1.0
+        multiple = abs(self._multiple)
+        if not 0.0 < multiple < 1.0:
+            return 1.0
+        return 2.0 ** -math.ceil(-math.log2(multiple) / 2)
+
+    @property
+    def _factor(self) -> float:
+        """What the result of the collectives is multiplied by."""
+        return 1.0 if self._op == "avg" else self._multiple / self._before
+
+    @property
+    def has_partial(self) -> bool:
+        """Whether gradients of earlier backwards wait for a reduce that goes further."""
+        return self._unreduced is not None or self._resting is not None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether some have arrived and are not reduced."""
+        if self.direct is not None and self.direct.written:
+            return True
+        for param in self.params:
+            if param.full is not None and param.full.grad is not None:
+                return True
+        return False
+
+    def arrived(self, index: int) -> None:
+        """Autograd has put a gradient on one full parameter; reentrant checkpointing may do so more than once."""
+        if not self._arrived and self.on_first is not None:
+            self.on_first()
+        self._arrived.add(index)
+        if len(self._arrived) == self.expected and self.on_complete is not None:
+            self.on_complete()
+
+    def take(self) -> list[torch.Tensor | None]:
+        """What has arrived; it is no longer on the full parameters."""
+        if self._arrived:
+            self._arrived.clear()
+        params = self.params
+        taken = [None if param.full is None else param.full.grad for param in params]
+        for index, gradient in enumerate(taken):
+            full, inner = params[index].full, params[index].inner
+            if full is not None and gradient is not None:
+                full.grad = None
+                if inner is not None:
+                    gradient = taken[index] = inner.local_gradient(gradient)
+                if type(gradient) is not torch.Tensor:
+                    taken[index] = as_plain(gradient)
+        return taken
+
+    @property
+    def kernels(self) -> Direct:
+        """What kernels have written; only where they may."""
+        assert self.direct is not None
+        return self.direct
+
+    def place(self, index: int, clear: bool = False) -> torch.Tensor:
+        """Where a kernel may write the gradient of a full parameter. With ``clear`` it is zero if it is vacant."""
+        if self._unreduced is not None:
+            return self._unreduced.local_view(index)
+        return self.kernels.view(index, clear, self._unwritten)
+
+    def is_vacant(self, index: int) -> bool:
+        """Whether that place holds nothing yet."""
+        return self._unreduced is None and index not in self.kernels.written
+
+    def drop(self) -> None:
+        """Forget what has arrived and is not reduced."""
+        self.take()
+        if self.direct is not None:
+            self.direct.drop()
+
+    def drop_partial(self) -> None:
+        """Forget also what earlier backwards left unreduced."""
+        self._unreduced = self._resting = None
+        self._used.clear()
+        if self.direct is not None:
+            self.direct.drop()
+
+    def goal(self, asked: Goal) -> Goal:
+        """How far the gradients of this group go, if they are asked to go so far."""
+        if asked is Goal.REST and self.placements.gradient == self.placements.optimizer:
+            return Goal.FINAL  # nothing rests on the way
+        if asked is Goal.REST and not is_sharded(self.placements.gradient[-1]):
+            return Goal.UNREDUCED  # the innermost axis rests unreduced, so all of it does
+        return asked
+
+    def reduce(self, pool: Pool, goal: Goal, name: str) -> Reduction:
+        """Start taking what has arrived to ``goal``, one of `goal`. A missing gradient counts as zero.
+
+        A gradient that autograd left in the reduce dtype, and whose segment has no padding, is sent from where it is;
+        the others are copied into a staging buffer first.
+        """
+        gradients = self.take()
+        self._used.update([index for index, gradient in enumerate(gradients) if gradient is not None])
+        if self.counts_unused:
+            self._used.update(index for index, param in enumerate(self.params) if param.sharded.requires_grad)
+        if self.direct is not None and self.direct.written:
+            gradients = self._join_written(self.direct, gradients)
+        if goal is Goal.UNREDUCED:
+            self._add_unreduced(gradients)
+            return Reduction(pool, name)
+        reduction = Reduction(pool, name, self._op, self.comm)
+        if goal is Goal.REST:
+            self._reduce_to_rest(gradients, reduction)
+        else:
+            self._reduce_to_final(gradients, reduction)
+        return reduction
+
+    def _join_written(self, direct: Direct, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Make what kernels have written an unreduced buffer, with the rest in it; what is left to add to it."""
+        self._used |= direct.written
+        left = [None if index in direct.alone else gradient for index, gradient in enumerate(gradients)]
+        if direct.staging is not None:  # else they were written into the unreduced buffer of earlier backwards
+            turned = {index for index in range(len(left)) if self.layout.is_turned(index, self.layout.num_shards)}
+            fill(direct.staging, left, turned, direct.written)
+            self._unreduced = direct.staging
+            left = [gradient if index in turned else None for index, gradient in enumerate(left)]
+        direct.drop()
+        return left
+
+    def _unwritten(self) -> DBuffer:
+        """A buffer for unreduced gradients; where none will be written, it is zero."""
+        numel = self.layout.buffer_numel(self.layout.num_shards)
+        full = numel == sum(slot.numel for slot in self.layout.slots)
+        turned = any(self.layout.is_turned(index, self.layout.num_shards) for index in range(len(self.params)))
+        local = self._empty(numel, self.reduce_dtype)
+        return DBuffer(self.layout, self.main.mesh, self._partial(), local if full and not turned else local.zero_())
+
+    # Stopping short
+
+    def _add_unreduced(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        if self._unreduced is not None and self._unreduced.dtype != self.grad_dtype:
+            self._unreduced = self._unreduced.cast(self.grad_dtype)  # written by kernels, in the reduce dtype
+        if self._unreduced is None:
+            self._unreduced = DBuffer.zeros(
+                self.layout, self.main.mesh, self._partial(), dtype=self.grad_dtype, device=self.home.device
+            )
+        add_to(self._unreduced, gradients)
+
+    def _reduce_to_rest(self, gradients: Sequence[torch.Tensor | None], reduction: Reduction) -> None:
+        pool, stages, lane = reduction.pool, self._stages[: self._rests_after], reduction.pool.lane
+        resting, fresh = self._resting, self._resting is None
+        if resting is None:
+            resting = self._buffer(stages[-1].placements, self.grad_dtype, self._empty)
+        with lane.entered((lane.mark(),)):
+            inputs, reduction.held = self._inputs(gradients, pool)
+            target = self._buffer(stages[-1].placements, self._result(len(stages) - 1, stages), pool.temporary)
+            write = functools.partial(_add_or_write, resting, target, fresh, 1.0)
+            reduction.ticket = self._rested = self._through(stages, inputs, target, reduction, write)
+        self._resting = resting  # once something is on its way there
+        reduction.held.append(target.local)
+
+    # Going all the way
+
+    def _reduce_to_final(self, gradients: Sequence[torch.Tensor | None], reduction: Reduction) -> None:
+        pool, lane = reduction.pool, reduction.pool.lane
+        own, had_grad, changed, finished = self.main_grads.couple_for_launch()
+        main_grad, fresh, replaced = self.main_grads.take(had_grad, lane)
+        self._tell_uses(reduction)
+        used, factor = sorted(self._used), self._factor
+        asked = self._unknown(reduction, had_grad, {*changed, *finished})
+        with lane.entered((lane.mark(),)):
+            inputs, reduction.held = self._inputs(gradients, pool)
+            reduction.held += replaced if reduction.uses is None else (*replaced, reduction.uses)
+            result = self._result(len(self._stages) - 1, self._stages)
+            in_place = fresh and self.grad_dtype == result and not self.home.host
+            target = main_grad if in_place else self._buffer(self.main.placements, result, pool.temporary)
+            # What is done to the result, in the order of the lane.
+            then: list[Callable[[], None]] = []
+            noted: torch.Tensor | None = None
+            if asked:
+                noted = self._empty(len(self.params), result)
+                then.append(lambda: _note(noted, reduction.uses))
+            if self.hook is not None:
+                then.append(functools.partial(_call_hook, *self.hook, target.local))
+            if changed:
+                then.append(
+                    functools.partial(
+                        change_gradients,
+                        self.params,
+                        functools.partial(self._used_of, changed, used, asked, noted),
+                        target,
+                        factor,
+                    )
+                )
+                factor = 1.0
+            if not self.home.host and (not in_place or factor != 1.0):
+                then.append(functools.partial(_add_or_write, main_grad, target, fresh, factor))
+            ticket = self._through(self._stages, inputs, target, reduction, one_after_other(*then))
+            if self.home.host:
+                ticket = self.home.bring(target, ticket, lane, main_grad, fresh, factor)
+        self.main_grads.show([index for index in used if not had_grad[index]])
+        if own is not None:
+            self.main_grads.uncouple(own)
+        if finished:
+            mine = functools.partial(self._used_of, finished, used, asked, noted)
+            reduction.then = call_finished(self.params, mine)
+        if noted is not None:
+            self.main_grads.open.update(asked)
+            reduction.asks = functools.partial(self._learn, asked, noted)
+        self._used.clear()
+        self.main_grads.in_flight += 1
+        reduction.held.append(target.local)
+        reduction.ticket, reduction.writes = ticket, self.main_grads
+
+    # Which params ranks have used
+
+    def _tell_uses(self, reduction: Reduction) -> None:
+        """Let all ranks know, unless they do anyway: of one param there is a reduce only if all have used it.
+
+        Members without elements are not communicated at all.
+        """
+        if self.layout.payload and not self.counts_unused and (len(self.params) > 1 or self.takes_part):
+            stage, device = self._stages[0], self.home.device
+            reduction.uses = self._uses.given(self._used, stage.copies, self.reduce_dtype, device)
+            reduction.parameters = len(self.params)
+
+    def _unknown(self, reduction: Reduction, had_grad: Sequence[bool], hooked: Collection[int]) -> list[int]:
+        """Members that this rank has not used, and that do not show already that another one has.
+
+        And those that have hooks, which are called if another rank has used them now.
+        """
+        if reduction.uses is None or len(self._used) >= self.expected:
+            return []
+        return [
+            index
+            for index, param in enumerate(self.params)
+            if index not in self._used and param.sharded.requires_grad and (not had_grad[index] or index in hooked)
+        ]
+
+    def _used_of(
+        self, hooked: Sequence[int], used: Sequence[int], asked: Sequence[int], noted: torch.Tensor | None
+    ) -> list[int]:
+        """Of params with hooks, those that any rank has used."""
+        known = set(used)
+        if any(index in asked for index in hooked):
+            assert noted is not None
+            known.update(self._uses.answer(noted, asked))
+        return [index for index in hooked if index in known]
+
+    def _learn(self, asked: Sequence[int], noted: torch.Tensor) -> None:
+        """The reduce has been waited for: show the gradients of params that other ranks have used."""
+        self.main_grads.close(asked, self._uses.answer(noted, asked))
+
+    def _through(
+        self, stages: Sequence[Stage], inputs: list[torch.Tensor], target: DBuffer, reduction: Reduction, then: Action
+    ) -> Ticket:
+        """Take full-size runs through some stages into ``target`` and do ``then``, inside the lane.
+
+        What rests on the way comes along.
+        """
+        pool, lane, held = reduction.pool, reduction.pool.lane, reduction.held
+        after: tuple[Ticket, ...] = ()
+        for number, stage in enumerate(stages[:-1], start=1):
+            reduced = self._buffer(stage.placements, self._result(number - 1, stages), pool.temporary)
+            held.append(reduced.local)
+            ticket = stage.launch(inputs, reduced, reduction, after)
+            inputs, after, reduction.comm = reduced.runs(), (ticket,), None
+            if number == self._rests_after and self._resting is not None:
+                resting, self._resting = self._resting, None
+                if lane.stream is None:  # else the lane keeps their order
+                    self._rested.wait()
+                with lane.entered(after):
+                    resting.local.add_(reduced.local)
+                    reduced.local.copy_(resting.local)
+                held.append(resting.local)
+                after = ()
+        return stages[-1].launch(inputs, target, reduction, after, then)
+
+    def _partial(self) -> tuple[Placement, ...]:
+        return tuple(Partial(self._op) for _ in self.main.placements)
+
+    # The input of a reduce
+
+    def _inputs(
+        self, gradients: Sequence[torch.Tensor | None], pool: Pool
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Per non-empty segment, the full-size input of the reduce; and what must live until it is done."""
+        held = [gradient for gradient in gradients if gradient is not None]
+        before = self._before
+        unreduced, self._unreduced = self._unreduced, None
+        if unreduced is not None:
+            add_to(unreduced, gradients)
+            held.append(unreduced.local)
+            if before != 1.0:
+                unreduced.local.mul_(before)
+            if unreduced.dtype != self.reduce_dtype and not self._stages[0].is_encoded:  # else it is rounded once
+                cast = pool.temporary(unreduced.local.numel(), self.reduce_dtype)
+                cast.copy_(unreduced.local)
+                unreduced = unreduced.like(cast)
+                held.append(cast)
+            return unreduced.runs(), held
+        layout = self.main.layout
+        runs: list[torch.Tensor | None] = [None] * len(layout.segments)
+        staged = 0
+        for number, segment in enumerate(layout.segments):
+            # Else it would change where it is; or it would be in other memory than is to be sent.
+            owner = self._sole[number] if before == 1.0 and not pool.groups else None
+            gradient = None if owner is None else gradients[owner]
+            if gradient is not None and gradient.dtype == self.reduce_dtype and gradient.is_contiguous():
+                runs[number] = gradient.view(-1)
+            else:
+                staged += segment.piece * layout.num_shards
+        if staged:
+            staging = pool.temporary(staged, self.reduce_dtype)
+            held.append(staging)
+            fill_runs(layout, staging, runs, gradients)
+            if before != 1.0:
+                staging.mul_(before)
+        return [run for run, segment in zip(runs, layout.segments) if run is not None and segment.piece], held
+
+    # Buffers of reduced gradients
+
+    def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=self.home.device)
+
+    def _buffer(
+        self, placements: tuple[Placement, ...], dtype: torch.dtype, empty: Callable[[int, torch.dtype], torch.Tensor]
+    ) -> DBuffer:
+        """A buffer for reduced gradients. What lies between its runs is never written by a reduce, so it is zeroed."""
+        main, room = self.main, self._room
+        if placements == main.placements:
+            made = main.like(empty(main.local.numel() + room, dtype)[: main.local.numel()])
+        else:
+            made = DBuffer.made(self.layout, main.mesh, placements, lambda numel: empty(numel + room, dtype)[:numel])
+        zero_between(made)
+        return made
+
+
+@_torch.uncompiled
+def gradient_arrived(gradients: weakref.ref[Gradients], index: int, full: torch.Tensor) -> None:
+    """The autograd hook of a parameter that is watched."""
+    target = gradients()
+    if target is None:
+        refuse_orphan()
+    elif full.grad is not None or (target.direct is not None and index in target.direct.written):
+        target.arrived(index)
+
+
+def refuse_orphan() -> None:
+    """For a gradient whose destination is gone."""
+    raise RuntimeError(
+        "a gradient arrived for a sharded parameter that has been moved, cast or deleted since its forward; run the "
+        "backward before that"
+    )
+
+
+def _call_hook(hook: Callable[[torch.Tensor], None], stream: torch.Stream | None, reduced: torch.Tensor) -> None:
+    """Call a user's hook in the order of the lane, on its stream or on another one."""
+    with torch.no_grad():
+        if stream is None:
+            hook(reduced)
+            return
+        streams = torch.get_device_module(reduced.device)  # hooks look which one they run on, CPUs' too
+        lane = streams.current_stream()
+        stream.wait_stream(lane)
+        with streams.stream(stream):
+            hook(reduced)
+        lane.wait_stream(stream)
+
+
+def _note(noted: torch.Tensor, uses: torch.Tensor | None) -> None:
+    """Keep what is told of uses apart from where the next reduce will tell of them."""
+    assert uses is not None
+    noted.copy_(uses)
+
+
+def _add_or_write(main_grad: DBuffer, reduced: DBuffer, fresh: bool, factor: float) -> None:
+    """Bring reduced gradients, times a factor, into a buffer; they may be in it already."""
+    if reduced is main_grad:
+        main_grad.local.mul_(factor)
+    elif fresh:
+        torch.mul(reduced.local, factor, out=main_grad.local) if factor != 1.0 else main_grad.local.copy_(reduced.local)
+    else:
+        main_grad.local.add_(reduced.local, alpha=factor)

@@ -1,0 +1,239 @@
+"""The reduced gradients of a group, as its sharded parameters show them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from flatshard import _torch
+from flatshard.buffer import DBuffer, Lane
+from flatshard.engine.parameters.sharded_param import ShardedParam
+from flatshard.engine.weights.offload import Home
+
+# On a gradient that we have put on a parameter: the buffer it lies in.
+MAIN_GRAD = "_flatshard_main_grad"
+DECOUPLED = "decoupled_grad"
+
+
+class MainGrads:
+    """One buffer that lies as main does, and a DTensor over it for each param.
+
+    Setting a parameter's ``.grad`` to None only hides it: the objects stay for the next backward, and once all are
+    hidden, `rest` gives the storage back. If somebody else holds one of them by then, they are left to him.
+
+    Decoupled gradients are shown as ``decoupled_grad``, and are ``.grad`` for the time of a launch only. Between `hide`
+    and `unhide` none are shown: they are ``kept`` here.
+    """
+
+    def __init__(
+        self, params: Sequence[ShardedParam], main: DBuffer, dtype: torch.dtype, home: Home, room: int = 0
+    ) -> None:
+        """``room``: how many more elements there are behind them, for who reduces into the buffer."""
+        self.params, self.main, self.dtype, self.home, self._room = params, main, dtype, home, room
+        self.buffer: DBuffer | None = None
+        self.shown: list[DTensor] = []
+        self.in_flight = 0  # reduces that write here
+        # Members whose gradient is here if some rank has used them, which this one has not, and has not been told yet.
+        self.open: Counter[int] = Counter()
+        self.is_decoupled = False
+        self.kept: list[torch.Tensor | None] | None = None
+        self._accumulates = False  # the last backward added to what was there
+        self.is_empty = False  # there is a buffer, without storage
+        self._size = 0  # of the storage
+        self._holders: list[int] = []  # of what is shown, while nobody but us does
+
+    def rest(self, always: bool = False) -> None:
+        """Give back the storage of gradients that `zero_grad` has hidden.
+
+        Where steps have several backwards it stays for the next, unless ``always`` is said: in all but the first it is
+        there anyway, and other tensors that come to lie in its place make the heap larger.
+        Within `_torch.PlainAttributes`, since it looks at every parameter.
+        """
+        if self.buffer is None or self.is_empty or self.in_flight or self.open or self.home.host:
+            return
+        if self._accumulates and not always:
+            return
+        if self.kept is not None and any(grad is not None for grad in self.kept):
+            return
+        for param in self.params:
+            if param.sharded.grad is not None or (self.is_decoupled and getattr(param.sharded, DECOUPLED) is not None):
+                return
+        if self._is_held:
+            self.buffer, self.shown = None, []
+        else:
+            self.buffer.local.untyped_storage().resize_(0)
+            self.is_empty = True
+
+    @property
+    def live_bytes(self) -> int:
+        """What they take on the device now."""
+        return 0 if self.buffer is None or self.home.host else self.buffer.local.untyped_storage().nbytes()
+
+    def wake(self) -> None:
+        """Give storage to gradients that have been at rest."""
+        assert self.buffer is not None
+        self.buffer.local.untyped_storage().resize_(self._size)
+        self.is_empty = False
+        zero_between(self.buffer)
+
+    def take(self, had_grad: Sequence[bool], lane: Lane) -> tuple[DBuffer, bool, list[torch.Tensor]]:
+        """The buffer; whether it is to be written, not added to; and what the lane reads to make it so."""
+        any_had, buffer = any(had_grad) or bool(self.open), self.buffer
+        self._accumulates = any_had
+        if buffer is not None and self.is_empty:
+            self.wake()
+        elif buffer is None or (not any_had and self._is_held):
+            buffer = self._make()
+        if not any_had:
+            return buffer, True, []
+        with _torch.PlainAttributes():
+            others = [i for i in range(len(self.params)) if self._grad(i) is not self.shown[i]]
+        others = [i for i in others if i not in self.open] if self.open else others
+        return buffer, False, self._bring(others, buffer, lane) if others else []
+
+    def hide(self) -> None:
+        """Show no gradients from now on; there are none now."""
+        self.kept = [None] * len(self.params)
+
+    def unhide(self) -> None:
+        """Show gradients again, those that have come meanwhile too."""
+        kept, self.kept = self.kept or [], None
+        for param, grad in zip(self.params, kept):
+            if grad is not None and self.is_decoupled:
+                setattr(param.sharded, DECOUPLED, grad)
+            elif grad is not None:
+                _replace(param, grad)
+
+    def _grad(self, index: int) -> torch.Tensor | None:
+        return self.params[index].sharded.grad if self.kept is None else self.kept[index]
+
+    def couple_for_launch(self) -> tuple[list[torch.Tensor | None] | None, list[bool], list[int], list[int]]:
+        """What `uncouple` is to put back afterwards, and what `_torch.grads_and_hooks` says of the parameters."""
+        own = self.couple() if self.is_decoupled and self.kept is None else None
+        had_grad, changed, finished = _torch.grads_and_hooks([param.sharded for param in self.params])
+        return own, had_grad if self.kept is None else [grad is not None for grad in self.kept], changed, finished
+
+    def show(self, indices: Sequence[int]) -> None:
+        """Put gradients on parameters that have none."""
+        if self.kept is not None:
+            for index in indices:
+                self.kept[index] = self.shown[index]
+            return
+        other_dtype = self.dtype != self.main.dtype
+        with _torch.PlainAttributes():
+            for index in indices:
+                if other_dtype:
+                    _torch.allow_grad_of(self.params[index].sharded, self.dtype)
+                self.params[index].sharded.grad = self.shown[index]
+
+    def close(self, asked: Sequence[int], used: Sequence[int]) -> None:
+        """This rank has been told which of the open ones some rank has used."""
+        self.open -= Counter(asked)
+        own = self.couple() if self.is_decoupled and self.kept is None else None
+        with _torch.PlainAttributes():
+            wanted = [index for index in used if self._grad(index) is None]
+        self.show(wanted)
+        if own is not None:
+            self.uncouple(own)
+
+    def decouple(self, enable: bool) -> None:
+        """Show gradients as ``decoupled_grad``, or as ``grad``, from now on."""
+        self.is_decoupled = enable
+        for param in self.params:
+            setattr(param.sharded, DECOUPLED, None)
+
+    def couple(self) -> list[torch.Tensor | None]:
+        """Put decoupled gradients where all others are; what was there."""
+        own = [_torch.grad_of(param.sharded) for param in self.params]
+        for param in self.params:
+            _replace(param, getattr(param.sharded, DECOUPLED))
+        return own
+
+    def uncouple(self, own: Sequence[torch.Tensor | None]) -> None:
+        """Show them as decoupled ones again, and put back what was there."""
+        for param, mine in zip(self.params, own):
+            setattr(param.sharded, DECOUPLED, _torch.grad_of(param.sharded))
+            _replace(param, mine)
+
+    def clear_decoupled(self, set_to_none: bool) -> None:
+        """Forget decoupled gradients, and those that are not shown, or make them zero."""
+        for index, kept in enumerate(self.kept or ()):
+            if self.kept is not None and set_to_none:
+                self.kept[index] = None
+            elif kept is not None:
+                kept.zero_()
+        for sharded in (param.sharded for param in self.params if self.is_decoupled):
+            grad = getattr(sharded, DECOUPLED)
+            if set_to_none:
+                setattr(sharded, DECOUPLED, None)
+            elif grad is not None:
+                grad.zero_()
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether somebody holds a gradient that is hidden, or a part of its memory."""
+        return _torch.holders(self.shown) != self._holders
+
+    def _make(self) -> DBuffer:
+        numel = self.main.local.numel()
+        buffer = self.buffer = self.main.like(self.home.empty(numel + self._room, self.dtype)[:numel])
+        zero_between(buffer)
+        self.shown = [_over(buffer, index, param) for index, param in enumerate(self.params)]
+        buffer.runs()  # views that stay
+        self._size = buffer.local.untyped_storage().nbytes()
+        self._holders = _torch.holders(self.shown)
+        return buffer
+
+    def _bring(self, others: Sequence[int], buffer: DBuffer, lane: Lane) -> list[torch.Tensor]:
+        """Bring gradients that users have replaced or set to None into the buffer; what the lane reads for that."""
+        replaced: list[torch.Tensor] = []
+        with lane.entered((lane.mark(),)):  # an earlier reduce of the group may still write there
+            for index in others:
+                param, view = self.params[index], buffer.local_view(index)
+                with _torch.PlainAttributes():
+                    grad = self._grad(index)
+                if grad is None:
+                    view.zero_()  # set to None alone, while others of the group were kept
+                else:
+                    replaced.append(_torch.local_of(grad))
+                    view.copy_(replaced[-1])
+                    if self.kept is None:
+                        _show(param, self.shown[index])
+                    else:
+                        self.kept[index] = self.shown[index]
+        return replaced
+
+
+def zero_between(buffer: DBuffer) -> None:
+    """Zero a buffer for reduced gradients, unless reduces write all of it: what lies between its runs they never do."""
+    if buffer.local.numel() != buffer.layout.run_numel * buffer.held.count:
+        buffer.local.zero_()
+
+
+def _over(buffer: DBuffer, index: int, param: ShardedParam) -> DTensor:
+    """A gradient for a param. Compilers imitate it, and refuse it if it is not at the offset of its local part."""
+    view = buffer.local_view(index)
+    shown = _torch.like_dtensor(param.sharded, view, at=view)
+    shown.__dict__[MAIN_GRAD] = buffer
+    if _torch.grad_of(param.sharded) is None:  # else it is shown and hidden before anybody asks
+        _show(param, shown)
+        param.sharded.grad = None
+    return shown
+
+
+def _show(param: ShardedParam, grad: DTensor) -> None:
+    sharded = param.sharded
+    if grad.dtype != sharded.dtype:
+        _torch.allow_grad_of(sharded, grad.dtype)
+    sharded.grad = grad
+
+
+def _replace(param: ShardedParam, grad: torch.Tensor | None) -> None:
+    """Make a gradient, or none, that of a parameter, whatever the dtype of the one before."""
+    param.sharded.grad = None
+    if grad is not None:
+        _torch.allow_grad_of(param.sharded, grad.dtype)
+        param.sharded.grad = grad

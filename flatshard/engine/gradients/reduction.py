@@ -1,0 +1,221 @@
+"""The way of the gradients of a group through the axes of its mesh: stages, built once, and a reduce on its way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from flatshard.buffer import DONE, DBuffer, Lane, Op, Pool, Ticket
+from flatshard.buffer.collectives import Tensors
+from flatshard.buffer.dbuffer import held_by_this_rank
+from flatshard.buffer.tickets import Action, Tickets
+from flatshard.engine.gradients.main_grads import MainGrads
+from flatshard.engine.weights.formats import Formats
+from flatshard.layout import Partial, Placement, is_sharded
+
+if TYPE_CHECKING:
+    from flatshard.buffer.blocks import Coder
+
+
+class Goal(Enum):
+    """How far a backward takes its gradients."""
+
+    UNREDUCED = "unreduced"  # nowhere: they are added to what this rank has
+    REST = "rest"
+    FINAL = "final"
+
+
+@dataclass
+class Reduction:
+    """A reduce: what its stages have in common, and where it stands."""
+
+    pool: Pool
+    name: str
+    op: Op = "sum"
+    comm: Any = None  # a `ReduceScatter` of torch's that the first stage is to use
+    held: list[torch.Tensor] = field(default_factory=list)  # what the lane reads until it is over
+    ticket: Ticket = DONE
+    then: Action = None  # called when it is over
+    writes: MainGrads | None = None  # which are its result
+    # Which parameters ranks have used (`Uses`): what the next stage is given, and what the last has made of it.
+    uses: torch.Tensor | None = None
+    parameters: int = 0  # how many they are
+    asks: Action = None  # called when it is over, and the host may wait: this rank has not used all of them
+
+    def wait(self) -> None:
+        """Order the current stream after it. It is not on its way any more, also if that fails."""
+        try:
+            self.ticket.wait()
+        finally:
+            if self.writes is not None:
+                self.writes.in_flight -= 1
+
+
+class Stage:
+    """A reduce over one axis of the mesh. ``placements`` are those of the result; inputs and result have one dtype."""
+
+    is_encoded = False
+
+    def __init__(self, mesh: DeviceMesh, axis: int, placements: tuple[Placement, ...]) -> None:
+        self.placements = placements
+        self._mesh, self._axis = mesh, axis
+        self._scatters = is_sharded(placements[axis])
+        self._group: tuple[object, ProcessGroup] | None = None
+
+    @property
+    def copies(self) -> int:
+        """How many ranks get a piece of what it is given."""
+        return self._mesh.size(self._axis) if self._scatters else 1
+
+    @property
+    def room(self) -> int:
+        """Whether a result needs room behind it for a number per parameter, 1 or 0."""
+        return int(not self._scatters)
+
+    def launch(self, inputs: Tensors, out: DBuffer, of: Reduction, after: Tickets = (), then: Action = None) -> Ticket:
+        """Reduce runs into ``out`` and do ``then``, inside the lane. What that reads besides the inputs is held."""
+        if not inputs:  # only empty tensors
+            return Ticket()
+        lane, op, name = of.pool.lane, of.op, of.name
+        group = self._among(lane)
+        if self._scatters:
+            outputs = out.runs()
+            if of.uses is not None:
+                inputs, outputs = self._with_uses(inputs, outputs, of, after)
+            return lane.reduce_scatter(group, outputs, inputs, op, after=after, then=then, name=name, comm=of.comm)
+        with lane.entered(after):
+            torch._foreach_copy_(out.runs(), list(inputs))
+            reduced = out.local
+            if of.uses is not None:  # behind the gradients there is room for them
+                reduced = reduced.as_strided((reduced.numel() + of.parameters,), (1,))
+                of.uses = reduced[out.local.numel() :].copy_(of.uses)
+        ticket = lane.all_reduce(group, [reduced], op, name=name)
+        return ticket if then is None else lane.follow(ticket, then)
+
+    def _with_uses(
+        self, inputs: Tensors, outputs: Tensors, of: Reduction, after: Tickets
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Inputs and outputs of a reduce-scatter, which tells all ranks of uses besides."""
+        given, dtype = of.uses, inputs[0].dtype
+        assert given is not None
+        if given.numel() < self.copies * of.parameters or given.dtype != dtype:  # of the stage before
+            with of.pool.lane.entered(after):
+                given = given.to(dtype).repeat(self.copies)
+        elif of.pool.groups:  # what is sent lies in memory of theirs
+            given = of.pool.temporary(given.numel(), dtype).copy_(given)
+        of.uses = of.pool.temporary(of.parameters, dtype)
+        of.held += (given, of.uses)
+        return [*inputs, given], [*outputs, of.uses]
+
+    def _among(self, lane: Lane) -> ProcessGroup:
+        now = lane, lane.own_groups, lane.beside
+        if self._group is None or self._group[0] != now:
+            self._group = now, lane.group(self._mesh, self._axis)
+        return self._group[1]
+
+
+class EncodedStage(Stage):
+    """A reduce whose inputs travel encoded and are added in float32, in the order of ranks, where they are wanted.
+
+    Each rank sends the others their pieces; where all of them want the whole, all that it has. Inputs and result may
+    have any floating-point dtypes.
+    """
+
+    is_encoded = True
+    copies = 1
+    room = 0
+
+    def __init__(
+        self, mesh: DeviceMesh, axis: int, placements: tuple[Placement, ...], coder: Coder, stochastic: bool
+    ) -> None:
+        super().__init__(mesh, axis, placements)
+        self._coder = coder
+        before = (*placements[:axis], Partial(), *placements[axis + 1 :])
+        self._from = held_by_this_rank(coder.wire.layout, mesh, before)
+        self._is_padded = coder.wire.layout.payload < coder.wire.layout.num_shards * coder.wire.layout.run_numel
+        self._is_stochastic = stochastic
+        self._noise: torch.Tensor | None = None  # another number on each rank, and in each reduce
+
+    def launch(self, inputs: Tensors, out: DBuffer, of: Reduction, after: Tickets = (), then: Action = None) -> Ticket:
+        if not inputs:
+            return Ticket()
+        assert of.comm is None  # refused where it is set
+        pool, coder, lane, piece = of.pool, self._coder, of.pool.lane, self._coder.wire.piece
+        group = self._among(lane)
+        ranks = group.size()
+        with lane.entered(after):
+            if of.uses is not None:
+                of.uses = of.uses.clone()  # the next stage, or whoever asks, is given another
+                of.held.append(of.uses)
+            sent = coder.as_they_are(inputs)
+            if sent is None:
+                sent = pool.temporary(piece * self._from.count, torch.uint8)
+                coder.encode(inputs, self._from, sent, self._next_noise(sent.device))
+                if of.uses is not None and coder.wire.told is not None:
+                    self._told(sent, of).copy_((of.uses > 0).expand(self._from.count, -1))
+            received = pool.temporary(ranks * piece * out.held.count, torch.uint8)
+        of.held += (sent, received)
+        noted = self._note_alone(of, group) if coder.wire.told is None else DONE
+        if self._scatters:
+            ticket = lane.all_to_all(group, received, sent, [], [], name=of.name)
+        else:
+            ticket = lane.all_gather(group, [received], [sent], name=of.name)
+        factor = 1.0 / ranks if of.op == "avg" else 1.0
+
+        def add() -> None:
+            noted.wait()
+            if of.uses is not None and coder.wire.told is not None:
+                of.uses.copy_(self._told(received, of).amax(0))
+            if self._is_padded:
+                out.local.zero_()
+            coder.decode(received.view(ranks, -1), out.held, out.local, factor)
+            if then is not None:
+                then()
+
+        return lane.follow(ticket, add)
+
+    def _told(self, pieces: torch.Tensor, of: Reduction) -> torch.Tensor:
+        """What pieces tell of uses."""
+        first = self._coder.wire.told
+        assert first is not None
+        return pieces.view(-1, self._coder.wire.piece)[:, first : first + of.parameters]
+
+    def _note_alone(self, of: Reduction, group: ProcessGroup) -> Ticket:
+        """Tell all ranks whether the one tensor was used, which is sent from where it is: its bytes have no room."""
+        if of.uses is None:
+            return DONE
+        return of.pool.lane.all_reduce(group, [of.uses], "sum", name=f"uses {of.name}")
+
+    def _next_noise(self, device: torch.device) -> torch.Tensor | None:
+        if not self._is_stochastic:
+            return None
+        if self._noise is None:
+            rank = self._mesh.get_rank()
+            self._noise = torch.tensor(rank * 0x9E3779B1 + self._axis, dtype=torch.int64, device=device)
+        return self._noise.add_(0x2545F491)
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What encoded gradients, or rows of them, that would travel in ``dtype`` are added in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def stages_to(mesh: DeviceMesh, final: tuple[Placement, ...], formats: Formats, dtype: torch.dtype) -> list[Stage]:
+    """From unreduced gradients, every rank's own, to placements ``final``: one axis after the other, the last first.
+
+    ``dtype``: what travels where no format says otherwise.
+    """
+    unreduced = (Partial(),) * len(final)
+    stages: list[Stage] = []
+    for axis in reversed(range(len(final))):
+        placements = (*unreduced[:axis], *final[axis:])
+        if formats.reduces[axis] is None:
+            stages.append(Stage(mesh, axis, placements))
+        else:
+            stages.append(EncodedStage(mesh, axis, placements, formats.reduce_coder(axis, dtype), formats.stochastic))
+    return stages

@@ -1,0 +1,350 @@
+"""What users do to parameters after sharding: `.to`, `to_empty`, `load_state_dict(assign=True)`, plain assignment.
+
+All of it gives a module other parameters, or a parameter other memory, than the group's buffers. Either the group takes
+the new values over, into a new main buffer, or it refuses with the reason and everything is as before. A parameter that
+was put into a module is the group's from then on, since an optimizer may hold it; one that holds the parameter which it
+replaced is told at its next step. Only what `load_state_dict` of a unit assigns is copied into the parameters that are
+there: nobody can have taken them from the module yet, and an optimizer goes on with those that it has.
+
+Modules, and what loads them, change parameters one after another, and a group can be taken over only as a whole: its
+parameters have one dtype and one device. While they differ, nothing is done. They must agree when they are used next,
+which is in a forward of the root, or by `unshard`; a part of a group that was cast or moved alone is refused then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from flatshard import _torch
+from flatshard.buffer import DBuffer
+from flatshard.buffer.dtensor import as_dtensor
+from flatshard.buffer.rules import is_cut_alike
+from flatshard.engine.groups.names import Names
+from flatshard.engine.groups.param_group import ParamGroup
+from flatshard.engine.groups.registry import OWNER, adopt, group_of, supersede
+from flatshard.engine.parameters.sharded_param import ShardedParam
+from flatshard.engine.parameters.snapshot import Snapshot
+from flatshard.engine.weights.codec import unfilled
+from flatshard.engine.weights.source import lasting_tensors
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+@lasting_tensors()
+def absorb(
+    group: ParamGroup, awaited: bool, *, root: nn.Module | None = None, wait: bool = False, ours: bool = False
+) -> None:
+    """Take over what the modules hold in the place of our parameters; raise, and put ours back, where that is wrong.
+
+    ``awaited``: a backward is to come that will read the gathered weights of now. ``root``: what names in errors start
+    from. ``wait``: parameters that differ in dtype or device are left as they are, for the rest to follow. ``ours``:
+    the parameter objects stay those that we have.
+    """
+    names = Names(group, root)
+    _refuse_data(group, names)
+    found = given(group, names)
+    if group.is_extended:
+        _absorb_extended(group, found, awaited, names, ours, wait)
+    elif any(p is not m.sharded for p, m in zip(found, group.params)) or not _owns_storage(group):
+        if wait and not ours and _foreign(group, found):
+            return  # it may be shared, which can be told when all units are known
+        try:
+            _refuse_others(group, found, names, ours)
+            if wait and len(_kinds(found)) > 1:
+                for param in group.params:
+                    _put_attributes_back(param)
+                return
+            _refuse_change(group, awaited, names)
+            main = _as_main(group, found, names)
+        except (ValueError, RuntimeError):
+            _restore(group)
+            raise
+        _take(group, main, found, ours)
+        group.set_main(main)
+    _show(group)
+
+
+def _show(group: ParamGroup) -> None:
+    """Let the modules hold our parameters."""
+    for param in group.params:
+        _put_attributes_back(param)
+        for site in param.sites:
+            site.put(param.sharded)
+    group.snapshot = Snapshot(group.params)
+
+
+def _put_attributes_back(param: ShardedParam) -> None:
+    """Put on the parameter what users had put on it before it was replaced."""
+    for name, value in param.attributes.items():
+        param.sharded.__dict__.setdefault(name, value)
+
+
+@contextmanager
+def applying(group: ParamGroup, change: Change) -> Iterator[None]:
+    """Around `module._apply(change)`: what is held here survives it, or is converted with the weights."""
+    held = [(param.sharded, param.sharded.grad) for param in group.params]
+    for param in group.params:
+        param.attributes = dict(param.sharded.__dict__)
+        param.sharded.grad = None  # `_apply` could not put back one of another dtype than the parameter's
+    before = group.main
+    try:
+        yield
+    finally:
+        same = group.main is before
+        for sharded, grad in held:
+            if grad is not None and not same:
+                device = _torch.local_of(sharded).device
+                local = _torch.local_of(grad).to(device, group.gradients.grad_dtype)
+                grad = _torch.like_dtensor(sharded, local)
+            if grad is not None:
+                _torch.allow_grad_of(sharded, grad.dtype)
+                sharded.grad = grad
+
+
+def check_change(group: ParamGroup, change: Change, awaited: bool, root: nn.Module | None) -> None:
+    """Refuse a change of all parameters that could not be taken over, before it is made."""
+    probe = torch.empty(0, dtype=group.main.dtype, device=_torch.local_of(group.params[0].sharded).device)
+    changed = change(probe)
+    if changed is probe:
+        return
+    names = Names(group, root)
+    _refuse_device(group, changed.device, names)
+    _refuse_change(group, awaited, names)
+    if changed.is_complex() and any(param.sharded.requires_grad for param in group.params):
+        raise ValueError(f"parameter '{names[0]}' would be {changed.dtype}, which cannot be reduced; keep real numbers")
+
+
+def _refuse_change(group: ParamGroup, awaited: bool, names: Names) -> None:
+    if awaited:
+        raise RuntimeError(
+            f"parameter '{names[0]}' was replaced or moved between a forward and its backward, which needs it as it "
+            "was; run the backward first, or give it up with reset() on the root"
+        )
+    if group.gradients.has_partial:
+        raise RuntimeError(
+            f"parameter '{names[0]}' was replaced or moved while gradients of earlier micro-batches wait to be "
+            "reduced; finish the optimizer step first, or give them up with zero_grad() on the model"
+        )
+
+
+def _refuse_device(group: ParamGroup, device: torch.device, names: Names) -> None:
+    rests = "cpu" if group.home.host else group.mesh.device_type
+    if device.type not in (group.mesh.device_type, rests, _torch.local_of(group.params[0].sharded).device.type):
+        raise ValueError(
+            f"parameter '{names[0]}' was moved to {device}, and the mesh it is sharded over is on "
+            f"{group.mesh.device_type}; shard a model that is already there, over a mesh of that device"
+        )
+
+
+def _refuse_data(group: ParamGroup, names: Names) -> None:
+    """A DTensor takes no `.data`: torch changes what it says of itself, and drops the values."""
+    changed = group.snapshot.other_data()
+    for index in changed:
+        parameter = group.params[index].sharded
+        whole = _torch.like_dtensor(parameter, _torch.local_of(parameter))
+        _become(parameter, _torch.as_parameter(whole, parameter.requires_grad), parameter.grad)
+        group.snapshot.accept_data(index)
+    if changed:
+        raise ValueError(
+            f"`.data` of parameter '{names[changed[0]]}' was replaced, which does not change the values of a DTensor; "
+            "it is as before. Write into it, as by `.data.copy_(...)`, or put another parameter into its module"
+        )
+
+
+def _absorb_extended(
+    group: ParamGroup, found: Sequence[nn.Parameter], awaited: bool, names: Names, ours: bool, wait: bool
+) -> None:
+    pairs = list(enumerate(zip(found, group.params)))
+    changed = [index for index, (p, param) in pairs if p is not param.sharded or group.snapshot.is_moved(index)]
+    if not changed:
+        return
+    if wait and len(_kinds(found)) > 1:
+        return
+    _refuse_change(group, awaited, names)
+    try:
+        _refuse_others(group, found, names, ours)
+    except ValueError:
+        _restore(group)
+        raise
+    for index in changed:
+        param, parameter = group.params[index], found[index]
+        param.attributes.update(param.sharded.__dict__)
+        if not ours:
+            _adopt(group, index, parameter)
+        if parameter is not param.sharded:
+            torch.utils.swap_tensors(param.sharded, parameter)
+    local = _torch.local_of(group.params[0].sharded)
+    if local.dtype != group.main.dtype:
+        group.set_main(unfilled(group.layout, group.mesh, group.placements, local.dtype))
+
+
+def given(group: ParamGroup, names: Names) -> list[nn.Parameter]:
+    """What the modules hold in the place of our parameters."""
+    result = []
+    for index, param in enumerate(group.params):
+        found = [site.look() for site in param.sites] or [param.sharded]
+        first = next((each for each in found if each is not param.sharded), found[0])
+        same = [each is first or each is param.sharded or _equal(first, each) for each in found]
+        if first is None or not all(same):
+            _restore(group)
+            raise ValueError(
+                f"parameter '{names[index]}' was removed, or replaced by different values in the modules that share "
+                "it; change sharded parameters in place"
+            )
+        result.append(first)
+    return result
+
+
+def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if not isinstance(one, DTensor) or not isinstance(other, DTensor):
+        return False
+    return torch.equal(_torch.local_of(one), _torch.local_of(other))
+
+
+def _kinds(found: Sequence[nn.Parameter]) -> set[tuple[torch.dtype, torch.device]]:
+    """The dtypes and devices of sharded parameters."""
+    return {(local.dtype, local.device) for local in map(_torch.local_of, found)}
+
+
+def _as_main(group: ParamGroup, found: Sequence[nn.Parameter], names: Names) -> DBuffer:
+    """A main buffer with the values of the parameters found, of their dtype and on their device."""
+    locals_ = [_torch.local_of(parameter) for parameter in found]
+    kinds = _kinds(found)
+    if len(kinds) > 1:
+        listed = ", ".join(f"'{names[i]}' {part.dtype} on {part.device}" for i, part in enumerate(locals_))
+        raise ValueError(
+            f"parameters that are sharded together were given different dtypes or devices: {listed}. They are as "
+            "before; change all of them, or make a unit of those that are to differ"
+        )
+    ((dtype, device),) = kinds
+    _refuse_device(group, device, names)
+    main = DBuffer.zeros(group.layout, group.mesh, group.main.placements, dtype=dtype, device=device)
+    for index, local in enumerate(locals_):
+        main.local_view(index).copy_(local)
+    return group.home.take(main)
+
+
+def _refuse_others(group: ParamGroup, found: Sequence[nn.Parameter], names: Names, ours: bool = False) -> None:
+    """Raise if one of the parameters found is not such as ours are; or, unless only values count, is somebody's."""
+    foreign = [] if ours else _foreign(group, found)
+    for index in foreign:
+        raise ValueError(
+            f"parameter '{names[index]}' was replaced by '{found[index].__dict__[OWNER][0]}', which is sharded "
+            "otherwise or belongs to another model; let modules share parameters before fully_shard"
+        )
+    for index, (parameter, param) in enumerate(zip(found, group.params)):
+        if isinstance(parameter, DTensor) and not isinstance(parameter, nn.Parameter):
+            raise ValueError(
+                f"parameter '{names[index]}' was replaced by a tensor that is no nn.Parameter, as by "
+                "torch.func.functional_call; a sharded model takes parameters only, and keeps them"
+            )
+        expected = param.sharded if group.is_extended else as_dtensor(group.main, index, param.inner)
+        if not isinstance(parameter, DTensor) or not is_cut_alike(parameter, expected):
+            raise ValueError(
+                f"parameter '{names[index]}' was replaced by {_described(parameter)}; a sharded parameter can be "
+                f"replaced only by {_described(expected)}, cut like it over the same mesh"
+            )
+
+
+def _foreign(group: ParamGroup, found: Sequence[nn.Parameter]) -> list[int]:
+    """Which of the parameters found are those of another place."""
+    pairs = enumerate(zip(found, group.params))
+    return [index for index, (p, param) in pairs if p is not param.sharded and group_of(p) is not None]
+
+
+def _take(group: ParamGroup, main: DBuffer, found: Sequence[nn.Parameter], ours: bool) -> None:
+    """Let the parameters found be the group's, over ``main``; or ``ours``, with their gradients and requires_grad."""
+    for index, (parameter, param) in enumerate(zip(found, group.params)):
+        param.attributes.update(param.sharded.__dict__)
+        if not ours:
+            _adopt(group, index, parameter)
+        kept = param.sharded
+        _put_attributes_back(param)
+        fresh = _torch.as_parameter(as_dtensor(main, index, param.inner), parameter.requires_grad)
+        grad = parameter.grad
+        if kept is not parameter:
+            kept.grad = None
+        if not _torch.lie_over(kept, fresh):
+            _become(kept, fresh, grad)
+        elif grad is not None and kept.grad is not grad:
+            _torch.allow_grad_of(kept, grad.dtype)
+            kept.grad = grad
+
+
+def _become(parameter: nn.Parameter, fresh: nn.Parameter, grad: torch.Tensor | None) -> None:
+    """Let a parameter be what ``fresh`` is, with its own attributes and this gradient."""
+    parameter.grad = None
+    fresh.__dict__.update(parameter.__dict__)
+    if grad is not None:
+        _torch.allow_grad_of(fresh, grad.dtype)
+        fresh.grad = grad
+    torch.utils.swap_tensors(parameter, fresh)
+
+
+def _adopt(group: ParamGroup, index: int, parameter: nn.Parameter) -> None:
+    """Let a parameter that was put into the modules be the group's."""
+    param = group.params[index]
+    if parameter is param.sharded:
+        return
+    param.sharded.grad = None
+    adopt(group, index, parameter)
+    _put_attributes_back(param)
+    for other in (site.look() for site in param.sites):
+        if isinstance(other, nn.Parameter) and other is not parameter and group_of(other) is None:
+            supersede(group, index, other)  # equal, in another module that shares it
+
+
+def _restore(group: ParamGroup) -> None:
+    """Let everything be as it was before a change that is refused."""
+    if not group.is_extended:  # else it lies in no buffer that could be told from others
+        _take(group, group.main, [param.sharded for param in group.params], ours=True)
+    _show(group)
+
+
+def _owns_storage(group: ParamGroup) -> bool:
+    """Whether our parameters lie where the main buffer has their rows."""
+    for index, param in enumerate(group.params):
+        local, view = _torch.local_of(param.sharded), group.main.local_view(index)
+        if local.device != view.device or local.dtype != view.dtype or local.data_ptr() != view.data_ptr() != 0:
+            return False
+    return True
+
+
+def _described(value: torch.Tensor) -> str:
+    if isinstance(value, DTensor):
+        return f"a {type(value).__name__} of shape {tuple(value.shape)} with placements {tuple(value.placements)}"
+    return f"a {type(value).__name__} of shape {tuple(value.shape)}"
+
+
+def check_given(group: ParamGroup, found: Sequence[nn.Parameter], names: Names) -> None:
+    """Raise if what modules hold, some of it on the meta device, could not be taken over by `fill`."""
+    _refuse_others(group, found, names)
+    for index, parameter in enumerate(found):
+        if parameter.dtype != group.main.dtype:
+            raise ValueError(
+                f"parameter '{names[index]}' was given values of {parameter.dtype}; others that are sharded together "
+                f"with it are {group.main.dtype} and have none yet. Give all of them values of one dtype"
+            )
+
+
+def fill(group: ParamGroup, full: Sequence[torch.Tensor], found: Sequence[nn.Parameter], names: Names) -> None:
+    """Take values from full tensors that every rank has, into a new main buffer on their device.
+
+    ``found`` is what the modules had before. Where that has values already, those are kept.
+    """
+    if group.is_extended:
+        raise ValueError(f"parameter '{names[0]}' is of a tensor subclass; give it values yourself, after to_empty()")
+    parallel = [param.inner for param in group.params]
+    mine = [whole if p is None else _torch.local_rows(whole, p.spec) for whole, p in zip(full, parallel)]
+    main = group.home.take(DBuffer.distribute(mine, group.layout, group.mesh, group.main.placements))
+    for index, parameter in enumerate(found):
+        if not parameter.is_meta:
+            main.local_view(index).copy_(_torch.local_of(parameter))
+    _take(group, main, found, ours=False)
+    group.set_main(main)
+    _show(group)

@@ -1,0 +1,386 @@
+"""The parameters of a unit that travel together: their weights, and in which form the modules see them."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from flatshard.buffer import DBuffer, Pool, Ticket
+from flatshard.engine import steps
+from flatshard.engine.gradients.direct import Direct, destine
+from flatshard.engine.gradients.gradients import Gradients, gradient_arrived
+from flatshard.engine.parameters.sharded_param import ShardedParam
+from flatshard.engine.parameters.snapshot import Snapshot
+from flatshard.engine.parameters.values import Initial
+from flatshard.engine.weights.codec import Blocks, Cast, CombinedCodec, DecodingCodec, Extension, is_extended
+from flatshard.engine.weights.formats import Formats, chosen
+from flatshard.engine.weights.leafwise import Composed
+from flatshard.engine.weights.offload import Home
+from flatshard.engine.weights.source import Source, source_for
+from flatshard.layout import Layout
+from flatshard.policy import MixedPrecisionPolicy, Placements
+
+
+class ParamGroup:
+    """Weights of parameters with the same dtype, ``requires_grad`` and placements, and their `Gradients`.
+
+    Between its uses the modules hold the sharded parameters. `gather` starts to bring the full weights here from where
+    the `Source` has them, `swap_in` shows them to the modules, `swap_out` hides them again, `release` gives their
+    memory back.
+    """
+
+    def __init__(
+        self,
+        params: list[ShardedParam],
+        main: DBuffer,
+        placements: Placements,
+        policy: MixedPrecisionPolicy,
+        home: Home | None = None,
+        is_extended: bool = False,
+        own: torch.dtype | None = None,
+        owner: str = "",
+        kind: type[Gradients] = Gradients,
+        marks: Sequence[bool] = (),
+    ) -> None:
+        """``own``: the dtype of the parameters before they were sharded, if it is not main's.
+
+        ``owner``: the class of the unit's module. ``kind``: of its gradients; with another one than `Gradients`,
+        forwards look rows up, and use no full weights. ``marks``: which parameters were `chosen` to be encoded, before
+        they were sharded.
+        """
+        self.params = params
+        self.is_extended = is_extended  # parameters of a tensor subclass: ``main`` has a layout, and no memory
+        self.placements = placements
+        self.policy = policy
+        self.home = Home(main.device) if home is None else home
+        self.snapshot = Snapshot(params)  # at the sharded parameters in their modules
+        self.is_full = False  # the modules hold full parameters
+        # The unit that owns it (`owner_of` in unit.py), and those whose modules share some of the parameters.
+        self.owner: weakref.ref[Any] | None = None
+        self.borrowers: list[weakref.ref[Any]] = []
+        self.park_mesh: DeviceMesh | None = None  # between forward and backward, shard over this smaller mesh
+        self._watched = False
+        self.ticket: Ticket | None  # of the gather, from its start to the release
+        self.all_gather_comm: Any = None  # an `AllGather` of torch's to gather by
+        self._refreshed: tuple[int, ...] | None = None  # to this state of main, by hand
+        self.initial: Initial | None = None  # for the ranks to compare before the first launch
+        self.main, self.own = main, main.dtype if own is None else own
+        self.made_for = self.own, params[0].sharded.requires_grad  # of each parameter, whatever has changed since
+        self._owner, self._kind, self.by_rows = owner, kind, kind is not Gradients
+        self._marks = list(marks) or [False] * len(params)
+        self.set_main(main)
+
+    def set_main(self, main: DBuffer) -> None:
+        """Make ``main``, over which the sharded parameters lie, the main buffer; all else is derived from it anew."""
+        known: Gradients | None = self.__dict__.get("gradients")
+        self.own = self.own if main.dtype == self.main.dtype else main.dtype
+        self.main = main
+        self._set_codec()
+        self.gradients = self._kind(
+            self.params, main, self.placements, self.policy, self.codec.dtype, self.home, self.formats
+        )
+        if known is not None:
+            self.gradients.take_settings(known)
+        self._set_source()
+
+    def _set_codec(self) -> None:
+        main, policy, dtype = self.main, self.policy, self.policy.compute_of(self.own)
+        encodes = not self.is_extended and not self.by_rows  # rows are looked up in main
+        marks = [mark and encodes for mark in self._marks]
+        self.formats = Formats.of(main.layout, marks, policy, main.mesh.shape, self.placements.optimizer)
+        if self.by_rows:
+            self.formats = replace(self.formats, reduces=(*self.formats.reduces[:-1], None))
+        self.codec: Cast | Blocks | DecodingCodec
+        if self.is_extended:
+            self.codec = CombinedCodec(
+                [
+                    (Extension if param.made_of is None else Composed)(
+                        param, main.layout, main.mesh, policy, self.home.device, dtype, index
+                    )
+                    for index, param in enumerate(self.params)
+                ]
+            )
+        elif self.formats.gather is not None:
+            self.codec = Blocks(self.formats, dtype)
+        else:
+            self.codec = Cast(main.dtype, dtype)
+
+    def check_policy(self, policy: MixedPrecisionPolicy) -> None:
+        """Raise if another policy cannot be taken over now."""
+        name, main = self.params[0].name, self.main.dtype
+        if policy.main_dtype not in (None, main) and main.is_floating_point and self.gradients.expected:
+            raise ValueError(
+                f"main_dtype={policy.main_dtype}: the main weights of '{name}' and its group are {main}, and keep it"
+            )
+        if self.gradients.comm is not None and policy.reduce_format is not None:
+            raise ValueError(
+                f"reduce_format={policy.reduce_format!r}: '{name}' has a custom reduce-scatter; leave one out"
+            )
+        dtype, known = policy.grad_of(main, policy.compute_of(self.own)), self.gradients.grad_dtype
+        has_some = self.gradients.has_partial or any(param.sharded.grad is not None for param in self.params)
+        if has_some and dtype != known:
+            raise RuntimeError(
+                f"grad_dtype={dtype}: '{name}' and its group have gradients in {known}; change it after zero_grad()"
+            )
+
+    def set_policy(self, policy: MixedPrecisionPolicy) -> None:
+        """Compute and reduce in other dtypes; what was gathered has been released."""
+        known, self.policy, before = self.policy, policy, (self.codec.dtype, self.formats)
+        if policy.has_formats and not (known.has_formats and policy.encodes is known.encodes):
+            self._marks = [
+                chosen(param.name, param.sharded, [site.module() for site in param.sites], policy, self._owner)
+                for param in self.params
+            ]
+        self._set_codec()
+        self.gradients.set_dtypes(policy, self.codec.dtype, self.formats)
+        if (self.codec.dtype, self.formats) != before or self.is_extended:
+            self._set_source()
+
+    def _set_source(self, is_held: bool = False) -> None:
+        """Let full weights come from main as it is from now on, or as it was (``is_held``)."""
+        self.is_held = is_held
+        self.source: Source = source_for(self.main, self.placements, self.codec, self.home, is_held)
+        # Device memory that the full weights take, beyond what rests on this rank anyway.
+        self.gathered_bytes = 0 if self.is_resident else self._full_bytes()
+        self.ticket = self._refreshed = None
+        for param in self.params:
+            param.full = None
+            param.attributes = dict(param.sharded.__dict__)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self.main.mesh
+
+    @property
+    def layout(self) -> Layout:
+        return self.main.layout
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        """Numbers that change with main weights: by an optimizer, an operation on a parameter or on its local part.
+
+        What is written through `.data` changes none of them.
+        """
+        versions = [local._version for local in self.snapshot.locals]
+        return (steps.taken(), self.main.local._version, *versions, *[m.sharded._version for m in self.params])
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether the full weights rest on this rank: nothing is gathered for a pass."""
+        return self.source.is_resident
+
+    def _full_bytes(self) -> int:
+        layout, shards = self.layout, self.layout.num_shards
+        turned = sum(slot.numel for index, slot in enumerate(layout.slots) if layout.is_turned(index, shards))
+        return (layout.buffer_numel(shards) + turned) * self.codec.dtype.itemsize
+
+    @property
+    def arriving_bytes(self) -> int:
+        """As `gathered_bytes`, from the launch of a gather on until what has arrived is needed, and decoded."""
+        if isinstance(self.codec, Blocks) and self.source.decodes:
+            return self.codec.layout.buffer_numel(self.layout.num_shards)
+        return self.gathered_bytes
+
+    @property
+    def opening_bytes(self) -> int:
+        """What their use will take on top of that: full weights that are still to be decoded."""
+        return self.gathered_bytes if self.source.decodes and not self.is_full else 0
+
+    @property
+    def launches(self) -> bool:
+        """Whether `gather` would communicate now."""
+        return self.ticket is None and self.source.launches
+
+    def mark_stale(self) -> None:
+        """Main may have changed: derive compute weights from it anew, the next time they are needed."""
+        if self.is_held:
+            return
+        self._refreshed = None
+        self.source.mark_stale()
+        if self.source.is_resident:
+            if self.ticket is not None and not self.is_full:
+                self.ticket.wait()  # a refresh that nobody used may still be on its way
+            self.swap_out()
+            self.ticket = None
+
+    def renew(self) -> None:
+        """A pass begins that is to see main as it is."""
+        if self._refreshed is None or self._refreshed != self.state:
+            self.mark_stale()
+
+    def check_hold(self) -> None:
+        """Raise if `hold` cannot be."""
+        if self.by_rows:
+            raise NotImplementedError(
+                f"parameter '{self.params[0].name}' is looked up by rows: nothing holds it; leave its unit out"
+            )
+        if self.is_extended:
+            raise NotImplementedError(
+                f"parameter '{self.params[0].name}' is encoded anew in each gather: nothing holds it; "
+                "leave its unit out"
+            )
+
+    def hold(self, pool: Pool, name: str) -> None:
+        """Let full weights be those of now until `refresh`; the lane is ordered after what made main."""
+        if self.is_held:
+            return
+        if self.source.compute is None:
+            self.release()
+            self._set_source(is_held=True)
+        else:
+            self.mark_stale()
+        self.is_held = True
+        self._derive(pool, name)
+
+    def refresh(self, pool: Pool, name: str) -> None:
+        """Start deriving compute weights from main as it is, where they rest elsewhere."""
+        held, self.is_held = self.is_held, False
+        if held and self.placements.parameter == self.placements.optimizer and isinstance(self.codec, Cast):
+            self.release()
+            self._set_source()
+        elif self.source.compute is not None:
+            self.mark_stale()
+            self._derive(pool, name)
+            self._refreshed = self.state
+
+    def _derive(self, pool: Pool, name: str) -> None:
+        """Start deriving persistent compute weights from main, which may be written next."""
+        compute = self.source.compute
+        assert compute is not None
+        compute.refresh(pool, name)
+        compute.has_read.wait()
+
+    def gather(self, pool: Pool, name: str, lasting: bool = False) -> None:
+        """Start gathering full weights, which are to stay for long if ``lasting``. No effect on what is gathered."""
+        if self.ticket is not None:
+            return
+        try:
+            self.ticket = self.source.gather(pool, name, lasting, self.all_gather_comm)
+        except BaseException:
+            if pool.lane.convoy is not None:
+                pool.lane.convoy.disband()  # it was to arrive in memory that is given back next
+            self.source.give_up()
+            raise
+
+    def give_up(self) -> None:
+        """The gather of its unit has raised: give back what it has got, and count on nothing that was to come."""
+        if self.ticket is not None:
+            self.release()
+            self.source.give_up()
+        self.mark_stale()
+
+    def wait(self) -> None:
+        """Wait for the gather, if there is one."""
+        if self.ticket is not None:
+            self.ticket.wait()
+
+    def heed_requires_grad(self) -> None:
+        """Expect gradients of what is trained now, without a forward of this rank that uses it."""
+        if self.is_full:
+            return  # it counts when the sharded parameters are shown again
+        for param in self.params:
+            if param.full is not None:
+                param.full.requires_grad = param.sharded.requires_grad
+        self.gradients.expected = sum(param.sharded.requires_grad for param in self.params)
+
+    def swap_in(self) -> None:
+        """Wait for the gather and show the full parameters to the modules."""
+        assert self.ticket is not None
+        self.ticket.wait()
+        if self.is_full:
+            return
+        self.source.open()
+        if self.params[0].full is None:
+            self._make_full()
+        for param in self.params:
+            full, sharded = param.full, param.sharded
+            assert full is not None
+            if full.requires_grad != sharded.requires_grad:
+                full.requires_grad = sharded.requires_grad
+                self.gradients.expected += 1 if sharded.requires_grad else -1
+            for site in param.sites:
+                if site.slots is not None:  # `put` without a call
+                    site.slots[site.name] = full
+                else:
+                    site.put(full)
+        self.is_full = True
+
+    def swap_out(self) -> None:
+        """Show the sharded parameters to the modules."""
+        if not self.is_full:
+            return
+        for param in self.params:
+            full, sharded = param.full, param.sharded
+            assert full is not None
+            if full.requires_grad != sharded.requires_grad:  # toggled while the full one was shown
+                sharded.requires_grad = full.requires_grad
+                self.gradients.expected += 1 if full.requires_grad else -1
+            for site in param.sites:
+                if site.slots is not None:
+                    site.slots[site.name] = sharded
+                else:
+                    site.put(sharded)
+        self.is_full = False
+
+    def release(self) -> None:
+        """Give the memory of full weights back, once the current stream is done with it."""
+        if self.ticket is None:
+            return
+        if not self.is_full:
+            # A prefetch that nobody used may still be on its way.
+            self.ticket.wait()
+        self.swap_out()
+        if not self.source.is_resident:
+            self.ticket = None
+            self.source.release()
+
+    def park(self) -> None:
+        """Before a release after forward: keep this rank's part of the full weights on the smaller mesh."""
+        if self.park_mesh is not None and self.ticket is not None:
+            self.source.park(self.park_mesh)
+
+    def _make_full(self) -> None:
+        for index, param in enumerate(self.params):
+            if not self.is_extended and is_extended(param.sharded):
+                raise TypeError(
+                    f"the local part of parameter '{param.name}' became a tensor that says itself how it is gathered; "
+                    "shard a parameter that is of such a class from the start"
+                )
+            param.make_full(self.source.full(index))
+        self._watched = False
+        self.gradients.expected = sum(param.sharded.requires_grad for param in self.params)
+        if self.gradients.direct is not None:
+            self._destine()
+
+    def offer_main_grads(self) -> None:
+        """Let kernels write the gradients of the full parameters themselves."""
+        if self.gradients.direct is None and self.main.dtype.is_floating_point and not self.is_extended:
+            self.gradients.direct = Direct()
+            self._destine()
+
+    def _destine(self) -> None:
+        for index, param in enumerate(self.params):
+            # DTensors and other subclasses, and what lies in another order in the buffer, are left to autograd.
+            if type(param.full) is nn.Parameter and not self.layout.is_turned(index, self.layout.num_shards):
+                destine(param.full, self.gradients, index)
+
+    def watch(self) -> None:
+        """From now on, notice when all gradients have arrived: a hook on every full parameter, the frozen ones too."""
+        if self._watched or self.params[0].full is None:
+            return
+        self._watched = True
+        for index, param in enumerate(self.params):
+            full = param.full
+            assert full is not None
+            if full.is_floating_point():
+                hook = functools.partial(gradient_arrived, weakref.ref(self.gradients), index)
+                full.requires_grad = True  # a hook can be put only on what needs a gradient
+                full.register_post_accumulate_grad_hook(hook)
+                full.requires_grad = param.sharded.requires_grad

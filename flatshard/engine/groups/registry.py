@@ -1,0 +1,105 @@
+"""From a parameter to its group, for those who hold parameters and no model: optimizers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from flatshard.engine.groups.param_group import ParamGroup
+
+# By the identity of the sharded parameter, which lives as long as its group. Kept beside the parameters, not on them:
+# what is put on a parameter is pickled and copied with it.
+_GROUPS: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
+SUCCESSOR = "_flatshard_successor"
+OWNER = "_flatshard_owner"  # on a parameter of a group, in any of its forms: its name, and whose it is
+_generation = 0
+
+
+def register(group: ParamGroup, originals: Iterable[nn.Parameter], in_main: bool = True) -> None:
+    """Remember where the params of ``group`` belong, and which parameters they have replaced.
+
+    ``in_main=False``: they do not lie in its main buffer, so that nobody is to step them there.
+    """
+    global _generation
+    _generation += 1
+    for index, (param, original) in enumerate(zip(group.params, originals)):
+        if in_main:
+            _GROUPS[id(param.sharded)] = group
+        # Not a weak reference to the parameter itself: torch cannot move or cast one that has any.
+        original.__dict__[SUCCESSOR] = (weakref.ref(group), index)
+
+
+def adopt(group: ParamGroup, index: int, parameter: nn.Parameter) -> None:
+    """Let ``parameter`` be param ``index`` of a group; whoever holds the one that was finds out."""
+    param = group.params[index]
+    if _GROUPS.pop(id(param.sharded), None) is not None:
+        _GROUPS[id(parameter)] = group
+    old, param.sharded = param.sharded, parameter
+    parameter.__dict__.pop(SUCCESSOR, None)  # it may have been ours before
+    supersede(group, index, old)
+
+
+def supersede(group: ParamGroup, index: int, parameter: nn.Parameter) -> None:
+    """Let whoever holds ``parameter`` find out that param ``index`` of a group has taken its place."""
+    global _generation
+    _generation += 1
+    parameter.__dict__[SUCCESSOR] = (weakref.ref(group), index)
+    mark = group.params[index].sharded.__dict__.get(OWNER)
+    if mark is not None:
+        parameter.__dict__[OWNER] = mark
+
+
+def retire(group: ParamGroup, index: int, successors: ParamGroup, place: int) -> None:
+    """ShardedParam ``index`` of a group is in no module any more; another one has taken its place there."""
+    parameter = group.params[index].sharded
+    _GROUPS.pop(id(parameter), None)
+    parameter.grad = None
+    parameter.requires_grad_(False)  # nothing waits for a gradient of it
+    supersede(successors, place, parameter)
+
+
+def generation() -> int:
+    """A number that is new when parameters may have been replaced."""
+    return _generation
+
+
+def group_of(parameter: torch.Tensor) -> ParamGroup | None:
+    """The group that a sharded parameter belongs to; None for any other tensor."""
+    return _GROUPS.get(id(parameter))
+
+
+def groups() -> list[ParamGroup]:
+    """All groups whose parameters lie in main buffers."""
+    return list(dict.fromkeys(_GROUPS.values()))
+
+
+def is_replaced(parameter: torch.Tensor) -> bool:
+    """Whether another parameter has been put in the place of this one, by `fully_shard` or later."""
+    if SUCCESSOR not in parameter.__dict__:
+        return False
+    group, index = parameter.__dict__[SUCCESSOR]
+    known: ParamGroup | None = group()
+    # It may have been put back since, which the next forward will find out.
+    return known is None or not any(site.look() is parameter for site in known.params[index].sites)
+
+
+def owner_of(parameter: torch.Tensor) -> tuple[ParamGroup, int] | None:
+    """The group, and the place in it, of a sharded parameter or of one that it has replaced, while it exists."""
+    found = group_of(parameter)
+    if found is not None:
+        return found, next(i for i, param in enumerate(found.params) if param.sharded is parameter)
+    group, index = parameter.__dict__.get(SUCCESSOR, (lambda: None, 0))
+    known: ParamGroup | None = group()
+    return None if known is None else (known, index)
+
+
+def successor_of(original: torch.Tensor) -> nn.Parameter | None:
+    """The sharded parameter in the place of ``original``, while it exists."""
+    if SUCCESSOR not in original.__dict__:
+        return None
+    group, index = original.__dict__[SUCCESSOR]
+    found: ParamGroup | None = group()
+    return None if found is None else found.params[index].sharded

@@ -1,0 +1,50 @@
+"""Hooks that users put on sharded parameters, called when autograd would call them on whole ones.
+
+`register_hook`: with the reduced gradient of a backward, before it is added to what is there; what it returns takes the
+gradient's place. `register_post_accumulate_grad_hook`: with the parameter, when its `.grad` is final for the current
+stream, or on CPU complete. Both once per backward that reduces all the way, and only for parameters that it used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from flatshard import _torch
+from flatshard.buffer import DBuffer
+from flatshard.buffer.rules import is_cut_alike
+from flatshard.engine.parameters.sharded_param import ShardedParam
+
+
+def change_gradients(
+    params: Sequence[ShardedParam], hooked: Callable[[], Sequence[int]], reduced: DBuffer, factor: float
+) -> None:
+    """Scale the reduced gradients, and let the tensor hooks of the params ``hooked`` see and change theirs."""
+    if factor != 1.0:
+        reduced.local.mul_(factor)
+    for index in hooked():
+        param, view = params[index], reduced.local_view(index)
+        for hook in _torch.tensor_hooks(param.sharded):
+            changed = hook(_torch.like_dtensor(param.sharded, view))
+            if changed is None:
+                continue
+            if not isinstance(changed, DTensor) or not is_cut_alike(changed, param.sharded):
+                raise TypeError(
+                    f"a hook on parameter '{param.name}' returned {type(changed).__name__} instead of a gradient that "
+                    "is sharded as the parameter is; compute it from the gradient that the hook was given"
+                )
+            view.copy_(_torch.local_of(changed))
+
+
+def call_finished(params: Sequence[ShardedParam], hooked: Callable[[], Sequence[int]]) -> Callable[[], None]:
+    """What to call when the gradients of the params ``hooked`` are final."""
+
+    def call() -> None:
+        with torch.no_grad():
+            for index in hooked():
+                for hook in _torch.post_accumulate_hooks(params[index].sharded):
+                    hook(params[index].sharded)
+
+    return call

@@ -1,0 +1,160 @@
+"""Parameters of a model: where they are registered, and the forms in which a group shows them there."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from flatshard import _torch
+from flatshard.buffer import DBuffer
+from flatshard.buffer.dtensor import Parallel, as_dtensor
+from flatshard.engine.parameters.structure import Structure
+
+PLAIN = "_flatshard_plain"  # on a parameter that is a DTensor, of which its module wants the local part
+
+
+@dataclass
+class Site:
+    """One place where a parameter is registered. Tied parameters have several."""
+
+    module: weakref.ref[nn.Module]
+    name: str
+    slots: dict[str, nn.Parameter | None] | None  # the module's own dict, unless it overrides __setattr__ (RNNs do)
+
+    @classmethod
+    def of(cls, module: nn.Module, name: str) -> Site:
+        plain = type(module).__setattr__ is nn.Module.__setattr__
+        return cls(weakref.ref(module), name, module._parameters if plain else None)
+
+    def look(self) -> nn.Parameter | None:
+        """What is there, whatever it is."""
+        slots = self.slots
+        if slots is None:
+            module = self.module()
+            assert module is not None
+            slots = module._parameters
+        return slots.get(self.name)
+
+    def get(self) -> nn.Parameter:
+        found = self.look()
+        assert found is not None
+        return found
+
+    def put(self, parameter: nn.Parameter) -> None:
+        if self.slots is not None:
+            self.slots[self.name] = parameter
+        else:
+            module = self.module()
+            assert module is not None
+            setattr(module, self.name, parameter)
+
+
+@dataclass
+class ShardedParam:
+    """One parameter of a group."""
+
+    name: str  # from the unit's module down
+    sites: list[Site]
+    sharded: nn.Parameter  # a DTensor over main: what optimizers and checkpoints see
+    full: nn.Parameter | None = None  # what the forward sees, once there has been one
+    inner: Parallel | None = None  # of the full parameter, where tensor parallelism made it a DTensor
+    attributes: dict[str, object] = field(default_factory=dict)  # of `sharded`, should it be replaced
+    made_of: tuple[Structure, list[bool]] | None = None  # a subclass that is gathered leaf by leaf, and which are cut
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether the full parameter is a DTensor."""
+        return self.inner is not None and not self.inner.hidden
+
+    def make_full(self, values: torch.Tensor) -> None:
+        """Make the full parameter of its values."""
+        if self.inner is not None and not self.inner.hidden:
+            values = _torch.dtensor_of(values, self.inner.spec)
+        self.full = nn.Parameter(values, requires_grad=values.is_floating_point())
+        self.attributes = dict(self.sharded.__dict__)
+        own = self.full.__dict__
+        own.update({name: value for name, value in self.attributes.items() if name not in own})
+        if self.full.requires_grad:
+            self.full.requires_grad = self.sharded.requires_grad
+
+
+def make_params(
+    main: DBuffer,
+    named: Sequence[tuple[str, nn.Parameter, list[Site]]],
+    axes: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
+    locals_: Sequence[torch.Tensor] | None = None,
+    apart: DeviceMesh | None = None,
+) -> list[ShardedParam]:
+    """Sharded parameters over ``main``, in the place of the originals and with their attributes.
+
+    ``axes``: where data parallelism has axes of the parameters' own mesh, those that shard, and those that replicate.
+    ``locals_``: this rank's parts of the parameters, if ``main`` does not hold them.
+    ``apart``: a mesh of which each rank has other parameters, which are plain.
+    """
+    params = []
+    for index, (name, original, sites) in enumerate(named):
+        hidden = bool(original.__dict__.get(PLAIN))
+        inner = Parallel(_torch.spec_of(original), *axes, hidden) if isinstance(original, DTensor) else None
+        inner = inner if apart is None else Parallel.held_apart(original, apart)
+        local = None if locals_ is None else locals_[index]
+        sharded = _torch.as_parameter(as_dtensor(main, index, inner, local), original.requires_grad)
+        sharded.__dict__.update(attributes_of(original))
+        for site in sites:
+            site.put(sharded)
+        params.append(ShardedParam(name, sites, sharded, inner=inner))
+    return params
+
+
+def attributes_of(parameter: nn.Parameter) -> dict[str, object]:
+    """What users have put on a parameter."""
+    own = {"_spec", "_local_tensor", "_is_param"}  # a DTensor's own
+    if _torch.is_wrapper(parameter):
+        own |= {name for name, value in parameter.__dict__.items() if isinstance(value, torch.Tensor)}
+    return {name: value for name, value in parameter.__dict__.items() if name not in own}
+
+
+@dataclass
+class Plain:
+    """A frozen parameter that `no_shard` leaves as it is in its module: no group holds it, nothing communicates it.
+
+    It is known by where it is registered: `materialize` and `to_empty` replace it.
+    """
+
+    name: str  # from the unit's module down
+    sites: list[Site]
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return self.sites[0].get()
+
+    def place(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        """Bring it to the device and the dtype that compute wants."""
+        parameter = self.parameter
+        if not parameter.is_meta:
+            wanted = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+            parameter.data = parameter.data.to(device, wanted)
+        self.guard()
+
+    def guard(self) -> None:
+        """See to it that a gradient of it raises: nothing would average it, and the ranks' copies would part."""
+        parameter = self.parameter
+        if parameter._post_accumulate_grad_hooks or not parameter.is_floating_point() or parameter.requires_grad:
+            return
+        parameter.requires_grad_(True)  # a hook can be put only on what needs a gradient
+        parameter.register_post_accumulate_grad_hook(functools.partial(_refuse_gradient, self.name))
+        parameter.requires_grad_(False)
+
+
+def _refuse_gradient(name: str, parameter: torch.Tensor) -> None:
+    parameter.grad = None
+    raise RuntimeError(
+        f"parameter '{name}' was marked with no_shard while it was frozen, so nothing averages its gradient over the "
+        "ranks; let it need gradients before fully_shard, or keep it frozen"
+    )

@@ -1,0 +1,188 @@
+"""Embeddings by rows: a batch reads a few thousand rows of a large table, so those travel, and the table does not.
+
+A look-up asks the ranks that hold its rows for them; its backward sends each row's gradient there. With U different
+tokens in a batch and rows of H numbers, that is U x H each way instead of the table:
+
+    tokens      5 0 7 5            of this rank; ranks 0 and 1 hold rows 0-3 and 4-7
+    asked       0 | 5 7            sorted, each once: that many rows of each rank
+    seats       1 0 2 1            where among these the row of each token is
+    rows        r0 | r5 r7         come back in the order in which they were asked for
+    gradients   g2 | g1+g4 g3      go the same way, and are added in the order of ranks
+
+How many rows a rank asks for depends on its tokens, and collectives want to know it: the host waits for the counts of
+all ranks, once per look-up. Even look-ups, of as many tokens on each rank, need no counts: every rank asks every other
+one for as many rows as could be needed, which is never more than the table. So are those that a CUDA graph captures.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from flatshard import _torch
+from flatshard.buffer import Lane
+from flatshard.engine.gradients.gradients import refuse_orphan
+from flatshard.engine.groups.param_group import ParamGroup
+from flatshard.engine.rows.gradients import LookUp
+
+
+class Rows:
+    """The look-ups of one embedding."""
+
+    def __init__(self, group: ParamGroup, even: bool) -> None:
+        self._even = even
+        self._group = weakref.ref(group)
+        layout, mesh = group.layout, group.mesh
+        self._number = layout.slots[0].shape[0]
+        starts = [layout.rows(layout.slots[0], rank, 1) for rank in range(layout.num_shards)]
+        self._first = [start for start, _ in starts]
+        self._most = max(count for _, count in starts)
+        self._least = min(count for _, count in starts)
+        self._axis = mesh.ndim - 1
+        self._tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        # A backward comes to it after all look-ups that it goes through, and then all gradients are there.
+        self._anchor = nn.Parameter(torch.empty(0, device=group.home.device))
+        self._anchor.register_post_accumulate_grad_hook(functools.partial(_complete, weakref.ref(group)))
+
+    def look_up(self, tokens: torch.Tensor, lane: Lane, name: str, announce: Callable[[str], None]) -> torch.Tensor:
+        """The rows of ``tokens``, in the compute dtype. ``announce``: is told what all ranks are about to do."""
+        group = self._group()
+        assert group is not None
+        if _torch.transforming():
+            raise RuntimeError(
+                f"unit '{name}' is an embedding by rows, which functional transforms do not know: "
+                "call fully_shard on it without rows=True"
+            )
+        if tokens.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"unit '{name}': tokens must be int32 or int64, not {tokens.dtype}")
+        even = self._even or (tokens.is_cuda and torch.cuda.is_current_stream_capturing())
+        if even and not self._least:
+            raise ValueError(
+                f"unit '{name}' has {self._number} rows over {len(self._first)} ranks, some of which hold none: "
+                "its look-ups cannot be even, or captured; call fully_shard on it without rows=True"
+            )
+        announce(f"look up {tokens.numel()} rows of" if even else "look up rows of")
+        trains = group.params[0].sharded.requires_grad
+        if self._anchor.requires_grad != trains:
+            self._anchor.requires_grad = trains
+        group.gradients.expected = int(trains)
+        found: torch.Tensor = _LookUp.apply(self._anchor, tokens, self, even, lane, name)  # type: ignore[no-untyped-call]
+        return found
+
+    def exchange(self, tokens: torch.Tensor, even: bool, lane: Lane, name: str) -> tuple[torch.Tensor, LookUp]:
+        """Ask for rows, serve those that others ask for."""
+        group = self._group()
+        assert group is not None
+        among = lane.group(group.mesh, self._axis)
+        table, dtype = group.main.local_view(0), group.codec.dtype
+        mine = tokens.reshape(-1).clone()  # the caller may use the memory for the next batch
+        ask, seats, asked, served = self._sorted(mine, even, lane, among, name)
+        wanted = ask.new_empty(sum(served))
+        lane.all_to_all(among, wanted, ask, served, asked, after=(lane.mark(),), name=name).wait()
+        width = table.shape[1]
+        sent = table.index_select(0, wanted).to(dtype)
+        got = sent.new_empty(sum(asked), width)
+        splits = [count * width for count in asked], [count * width for count in served]
+        lane.all_to_all(among, got.view(-1), sent.view(-1), *splits, after=(lane.mark(),), name=name).wait()
+        rows = got.index_select(0, seats)
+        return rows.view(*tokens.shape, width), LookUp(mine, seats, asked, wanted, served)
+
+    def _sorted(
+        self, tokens: torch.Tensor, even: bool, lane: Lane, among: ProcessGroup, name: str
+    ) -> tuple[torch.Tensor, torch.Tensor, list[int], list[int]]:
+        """What to ask for (rows as their holders number them), the seats, and how many are asked and served."""
+        # No scatter is among these operations: every one of them gives the same bits each time, and none waits.
+        first, stop = self._on(tokens.device)
+        ids, order = tokens.long().sort()
+        holder = torch.bucketize(ids, stop, right=True).clamp_(max=len(self._first) - 1)
+        is_new = torch.ones_like(ids, dtype=torch.bool)
+        torch.ne(ids[1:], ids[:-1], out=is_new[1:])
+        number = is_new.cumsum(0)  # of each different token, from 1 on
+        until = torch.cat((number.new_zeros(1), number))[torch.searchsorted(ids, stop)]  # how many, up to each rank
+        counts = until.diff(prepend=until.new_zeros(1))
+        here = ids - first[holder]
+        if even:
+            most = min(len(ids), self._most)
+            asked = served = [most] * len(self._first)
+            place = holder * most + number - 1 - (until - counts)[holder]
+            of_rank = torch.arange(most, device=ids.device)
+            taken = ((until - counts)[:, None] + of_rank + 1).clamp_(max=len(ids))
+            is_taken = of_rank < counts[:, None]
+            found = torch.searchsorted(number, taken).clamp_(max=len(ids) - 1)
+            # What is asked for in vain is spread: of one row, all these zeros would be added one after another.
+            ask = torch.where(is_taken, here[found], of_rank % self._least).view(-1)
+            if ids.is_cuda:
+                _torch.assert_on_device(((ids >= 0) & (ids < self._number)).all())
+            else:
+                self._check_ends(_ends(ids).tolist(), name)
+        else:
+            asked, served = self._counted(ids, counts, lane, among, name)
+            place = number - 1
+            ask = here[torch.searchsorted(number, torch.arange(1, sum(asked) + 1, device=ids.device))]
+        return ask, place[order.argsort()], asked, served
+
+    def _counted(
+        self, ids: torch.Tensor, counts: torch.Tensor, lane: Lane, among: ProcessGroup, name: str
+    ) -> tuple[list[int], list[int]]:
+        theirs = torch.empty_like(counts)
+        lane.all_to_all(among, theirs, counts, [], [], after=(lane.mark(),), name=name).wait()
+        told = torch.cat((_ends(ids), counts, theirs)).tolist()  # the host waits here, once
+        self._check_ends(told[:2], name)
+        return told[2 : 2 + len(counts)], told[2 + len(counts) :]
+
+    def _check_ends(self, tokens: Sequence[int], name: str) -> None:
+        for token in tokens:
+            if not 0 <= token < self._number:
+                raise IndexError(f"token {token} in '{name}', an embedding of {self._number} rows")
+
+    def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first row of each rank, and the first row after those of each rank."""
+        if device not in self._tables:
+            first = torch.tensor(self._first, device=device)
+            stop = torch.tensor([*self._first[1:], self._number], device=device)
+            self._tables[device] = first, stop
+        return self._tables[device]
+
+
+class _LookUp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, tokens: torch.Tensor, rows: Rows, even: bool, lane: Lane, name: str
+    ) -> torch.Tensor:
+        found, ctx.look_up = rows.exchange(tokens, even, lane, name)
+        group = rows._group()
+        assert group is not None
+        ctx.gradients = weakref.ref(group.gradients)
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        gradients = ctx.gradients()
+        if gradients is None:
+            refuse_orphan()
+        # A copy: autograd may give the memory to a leaf that was added to the rows, whose next gradient is added there.
+        kept = grad.clone(memory_format=torch.contiguous_format)
+        gradients.came.append((kept.view(-1, grad.shape[-1]), ctx.look_up))
+        return grad.new_empty(0), None, None, None, None, None
+
+
+@_torch.uncompiled
+def _complete(group: weakref.ref[ParamGroup], anchor: torch.Tensor) -> None:
+    """A backward has been through all look-ups that it is going to."""
+    anchor.grad = None
+    found = group()
+    if found is not None:
+        found.gradients.arrived(0)
+
+
+def _ends(ids: torch.Tensor) -> torch.Tensor:
+    """The smallest and the largest of sorted tokens."""
+    return torch.stack((ids[0], ids[-1])) if len(ids) else ids.new_zeros(2)

@@ -1,0 +1,240 @@
+"""What all ranks must have alike: what a model is made of, what it holds, and what is launched next.
+
+Ranks compare numbers, by as many small exchanges on one as on all, and every rank comes to know of a difference; only
+then do they ask each other for words. So all of them raise, and say the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from flatshard.buffer import Lane
+from flatshard.engine.groups.param_group import ParamGroup
+from flatshard.engine.parameters.sharded_param import ShardedParam
+from flatshard.engine.parameters.values import Held, spread
+from flatshard.engine.program import Program
+from flatshard.engine.units.unit import Unit
+from flatshard.policy import SchedulePolicy
+from flatshard.trust.alarm import GRACE
+from flatshard.trust.record import record
+
+_WORDS = 768  # bytes of one text
+_NONE = -(1 << 62)
+
+
+def patience() -> timedelta | None:
+    """How long the ranks wait for each other before every launch in check mode; None: it is off.
+
+    ``FLATSHARD_CHECK``: 1 for ten seconds, or another number of seconds.
+    """
+    given = os.environ.get("FLATSHARD_CHECK", "").strip().lower()
+    if given in ("", "0", "off", "false", "no"):
+        return None
+    try:
+        seconds = 10.0 if given in ("1", "on", "true", "yes") else float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e6:
+        raise ValueError(f"FLATSHARD_CHECK={given!r}: must be 1, or how many seconds ranks wait for each other, or 0")
+    return timedelta(seconds=max(seconds - GRACE, 1.0))  # then they are asked who is there
+
+
+class Agreement:
+    """Among all ranks of some meshes. Every method is called by all of them."""
+
+    def __init__(self, lane: Lane, meshes: Sequence[DeviceMesh]) -> None:
+        self._lane, self._meshes = lane, list(meshes)
+
+    def differs(self, number: int, about: str) -> bool:
+        """Whether the ranks have different numbers."""
+        lowest, highest = self._lane.most(self._meshes, [-number, number], about)
+        return -lowest != highest
+
+    def check(self, said: Sequence[str], about: str) -> str | None:
+        """None if all ranks say the same. Else the first thing in which one differs from the first rank, and who."""
+        if not self.differs(digest(said), about):
+            return None
+        same, longest = 0, max(self._lane.most(self._meshes, [len(said)], about))
+        while same < longest:  # so many are known to be alike, and one of those up to `longest` is not
+            middle = (same + longest) // 2
+            if self.differs(digest(said[: middle + 1]) if middle < len(said) else -1 - len(said), about):
+                longest = middle
+            else:
+                same = middle + 1
+        mine = said[same] if same < len(said) else "nothing more"
+        first, other = self.odd_one(digest(mine), about)
+        words = [self._words(mine if dist.get_rank() == rank else None, about) for rank in (first, other)]
+        return f"rank {first}: {words[0]}; rank {other}: {words[1]}"
+
+    def different_values(self, held: Sequence[Held], about: str) -> list[int]:
+        """Which of these differ between the ranks that hold parts, apart from those that some rank has changed."""
+        numbers = []
+        for each in held:
+            numbers += [each.sum, -each.sum] if each.has_part else [_NONE, _NONE]
+            numbers.append(int(each.is_changed))
+        found = self._lane.most(self._meshes, numbers, about)
+        places = zip(found[::3], found[1::3], found[2::3])
+        return [at for at, (most, least, changed) in enumerate(places) if not changed and _NONE < most != -least]
+
+    def odd_one(self, value: int, about: str) -> tuple[int, int]:
+        """The first rank, and the first that has another number than that."""
+        rank = dist.get_rank()
+        first = -self._most(-rank, about)
+        theirs = self._most(value if rank == first else _NONE, about)
+        return first, -self._most(-rank if value != theirs else _NONE, about)
+
+    def _most(self, number: int, about: str) -> int:
+        return self._lane.most(self._meshes, [number], about)[0]
+
+    def _words(self, text: str | None, about: str) -> str:
+        """The text of the one rank that has one."""
+        data = (text or "").encode()[:_WORDS].ljust(_WORDS, b"\0")
+        return bytes(self._lane.most(self._meshes, list(data), about)).rstrip(b"\0").decode(errors="replace")
+
+
+class Announcer:
+    """Lets ranks compare what a root is about to do: in passes of a kind that has not been before, else in check mode.
+
+    Other passes follow what has been recorded. Where units are optional, some ranks wait for others at other places,
+    and a launch must not wait: their order is that of the program from the start.
+    """
+
+    def __init__(self, program: Program, lane: Lane, has_optional: bool, root: weakref.ref[Unit]) -> None:
+        self.agreement: Agreement | None = None  # once the ranks have compared their models
+        self.lane = lane
+        self._program, self._has_optional, self._root = program, has_optional, root
+
+    def announce(self, what: str, unit: Unit, group: int = 0) -> None:
+        """See that all ranks are about to do this, or raise on all. Only where the program ``announces``."""
+        if not self._has_optional:
+            self._compare(what, unit, f" (group {group})" if group else "", "")
+
+    def end_pass(self, gathers: Lane, reduces: Lane) -> None:
+        """The first pass of its kind that communicates says how those to come will go, if all ranks agree."""
+        program = self._program
+        if not (program.has_launched or program.checks):
+            return
+        if program.announces:
+            after = f", after {gathers.launched} gathers and {reduces.launched} reduces" if program.checks else ""
+            root = self._root()
+            assert root is not None
+            self._compare("end the pass of", root, "", after)
+        if program.is_first and self.agreement is not None:
+            proposal = program.proposal()
+            if not self.agreement.differs(digest(proposal), "the order of launches"):
+                program.adopt(proposal)
+
+    def _compare(self, what: str, unit: Unit, of: str, after: str) -> None:
+        if self.agreement is None:
+            return
+        running = self._program.running
+        place = "" if running is None else f" in a {running.value}"
+        if self._program.checks:
+            root = self._root()
+            assert root is not None
+            mode = "training" if root.modules[0].training else "evaluation"
+            place += f" of step {record.step}, in {mode} mode"
+        said = f"about to {what} unit '{unit.name}'{of}{place}{after}"
+        told = self.agreement.check([said], f"before {what} {unit.name}")
+        if told is not None:
+            raise RuntimeError(
+                f"ranks differ in what they do next: {told}. All ranks must run the same units in the same order. If "
+                "their batches use different parameters, call set_reduce_scatter_unused_params(True) on the model; if "
+                "some do not use a unit, call fully_shard on it with optional=True"
+            )
+
+
+def digest(said: object) -> int:
+    """A number that two share if, and almost surely only if, what they say is the same."""
+    return int.from_bytes(hashlib.sha256(repr(said).encode()).digest()[:7], "big")
+
+
+def check_model(units: Sequence[Unit], policy: SchedulePolicy, lane: Lane, meshes: Sequence[DeviceMesh]) -> None:
+    """Before the first launch of a root: raise on all ranks if their models differ, in structure or in values.
+
+    Ranks of a mesh are asked about what is sharded over it: experts may differ between those of different meshes.
+    """
+    described = f"meshes {[tuple(mesh.shape) for mesh in meshes]}, {policy}"
+    told = _difference(units, lane, meshes[0], [described]) if meshes else None
+    if told is None:  # else the ranks may not even have the same meshes to go on with; all of the first know by now
+        found = [_difference(units, lane, mesh, []) for mesh in meshes[1:]]
+        told = next((difference for difference in found if difference is not None), None)
+    else:
+        meshes = meshes[:1]
+    if len(meshes) > 1 and Agreement(lane, meshes).differs(int(told is not None), "the comparison of models"):
+        told = told or "ranks of another mesh; they say in what"
+    if told is not None:
+        raise RuntimeError(f"ranks differ in their models. {told}")
+
+
+def _difference(units: Sequence[Unit], lane: Lane, mesh: DeviceMesh, said: Sequence[str]) -> str | None:
+    agreement, about = Agreement(lane, [mesh]), "the comparison of models, before the first launch"
+    told = agreement.check([*said, *_described(units, mesh)], about)
+    if told is not None:
+        return f"The first difference is, {told}"
+    groups = [(unit, group) for unit in units for group in unit.groups if group.mesh == mesh]
+    names = [_full_name(unit, param) for unit, group in groups for param in group.params]
+    warns = any(group.initial is not None and group.initial.warns for _, group in groups)
+    held = [values for _, group in groups for values in _held(group)]
+    different = agreement.different_values(held, about) if held else []
+    if not different:
+        return None
+    at, more = different[0], len(different) - 1
+    ranks = agreement.odd_one(held[at].sum, about)
+    told = (
+        f"Parameter '{names[at]}' was sharded with other values on rank {ranks[1]} than on rank {ranks[0]}"
+        + (f", and so were {more} more" if more else "")
+        + ". Give all ranks the same (a seed, a checkpoint), keep those of the first rank with "
+        "fully_shard(..., values='first') or FLATSHARD_VALUES=first, or mix what they have with 'own'"
+    )
+    if warns:
+        warnings.warn(f"ranks differ in their models, which are a mixture now. {told}", stacklevel=2)
+    return None if warns else told
+
+
+def _described(units: Sequence[Unit], mesh: DeviceMesh) -> list[str]:
+    """What is the same on all ranks of a mesh, in the order of registration."""
+    said: list[str] = []
+    for unit in units:
+        groups = [group for group in unit.groups if group.mesh == mesh]
+        if unit.mesh == mesh or groups:
+            said.append(
+                f"unit '{unit.name}', {unit.policy}, reshard_after_forward={unit.reshard_after_forward}, "
+                f"optional={unit.is_optional}, rows={unit.rows is not None}"
+            )
+        for group in groups:
+            layout, rests = group.main.layout, group.placements
+            where = f"{rests.parameter} {rests.gradient} {rests.optimizer}, in one of {len(layout.segments)} segments"
+            formats = str(group.formats)
+            for param, slot, encoded in zip(group.params, layout.slots, group.formats.encoded):
+                said.append(
+                    f"parameter '{_full_name(unit, param)}' of shape {tuple(slot.shape)}, {group.main.dtype}, "
+                    f"requires_grad={param.sharded.requires_grad}, cut on dim {slot.dim} at {slot.offset}, {where}"
+                    + (f", {'encoded' if encoded else 'not encoded'} by {formats}" if formats else "")
+                )
+    return said
+
+
+def _full_name(unit: Unit, param: ShardedParam) -> str:
+    return f"{unit.name}.{param.name}" if unit.index else param.name
+
+
+def _held(group: ParamGroup) -> list[Held]:
+    """Per parameter. ``initial`` is given up: what is written from now on was not sharded."""
+    initial, group.initial = group.initial, None
+    if initial is None:  # on this rank; others may have had values
+        return [Held(0, False, True)] * len(group.params)
+    device = initial.full[0].device
+    sums = [*initial.full, *initial.parts, *initial.of_parts(group.main)]
+    full, before, now = torch.stack([each.to(device) for each in sums]).view(3, -1)
+    has_part = [group.main.local_view(index).numel() > 0 for index in range(len(group.params))]
+    return [Held(*each) for each in zip(spread(full).tolist(), has_part, (before != now).tolist())]

@@ -1,0 +1,163 @@
+"""Optional units: a rank whose batch uses nothing of one takes part in what the others launch for it (decision 020).
+
+Every rank launches the gather of an optional unit once in every pass, at its place in the program: after what is
+expected before it, and before what is expected after it. A rank that uses nothing of it finds out when it comes to what
+is after it, or to the end. What such ranks could not follow is refused.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Protocol
+
+from flatshard.engine.program import Pass
+from flatshard.engine.units.unit import RootProtocol, Unit, unit_with
+
+
+class RootWithOptional(RootProtocol, Protocol):
+    """What optional units ask of their root besides."""
+
+    task: int  # of autograd, of which the running backward is
+
+    def unit_at(self, index: int) -> Unit | None: ...
+
+    def gather_early(self, unit: Unit) -> None: ...
+
+    def is_amid(self, task: int) -> bool: ...
+
+
+_roots: weakref.WeakSet[RootWithOptional] = weakref.WeakSet()  # that have optional units
+
+
+class OptionalUnits:
+    """Where the running pass of a root stands among its optional units. The root owns it, and is given to it."""
+
+    def __init__(self, root: RootWithOptional, own_groups: bool) -> None:
+        """``own_groups``: reduces have process groups of their own."""
+        self._passed_over: set[int] = set()  # units that the running pass came to nothing of
+        self._lingering: tuple[int, bool] | None = None  # a unit after its forward, which may be run again
+        self._forward: int | None = None  # that the running backward belongs to
+        _check(root, own_groups)
+        for group in [group for unit in root.units for group in unit.groups]:
+            group.gradients.takes_part = True
+        _roots.add(root)
+
+    def begin_pass(self) -> None:
+        self._passed_over.clear()
+        self._forward = None
+
+    def give_up(self) -> None:
+        """The running pass was broken off."""
+        self._lingering = None
+
+    def goes_through(self, forward: int) -> None:
+        """The running backward has come to a unit's call in this forward; there is one only.
+
+        Which of two forwards a unit's gather is for, ranks that skip it in one of them cannot tell.
+        """
+        if self._forward not in (None, forward):
+            raise RuntimeError(
+                "one backward goes through two forwards of a model with optional units; call backward after each "
+                "forward, or put both batches into one"
+            )
+        self._forward = forward
+
+    def come_to(self, root: RootWithOptional, unit: Unit) -> None:
+        """The running pass is about to use a unit."""
+        self._check_place(root, unit)
+        if self._lingering is not None and self._lingering[0] != unit.index:
+            self.end_lingering(root)
+        self.pass_over(root, root.program.before(unit.index))
+
+    def _check_place(self, root: RootWithOptional, unit: Unit) -> None:
+        if not unit.is_optional or unit.is_gathered or unit.index in root.program.upcoming:
+            return
+        if unit.index in self._passed_over or not root.program.is_first:
+            raise RuntimeError(
+                f"optional unit '{unit.name}' is used after units that come after it: ranks that do not use it have "
+                "gathered it before them. Use units in the order in which they are registered, and an optional one in "
+                "one place"
+            )
+
+    def pass_over(self, root: RootWithOptional, indices: Sequence[int], over: bool = False) -> None:
+        """The pass is going beyond these units. ``over``: it is at its end, or theirs, and will not come back.
+
+        What is launched for those that it came to nothing of, gathers and reduces, is launched in the order of a rank
+        that uses them: whoever waits for a launch of another rank has launched all that this one needs to come there.
+        """
+        program = root.program
+        within: list[Unit] = []  # units that have been passed over, as far as those inside them
+        for index in list(indices):
+            unit = root.unit_at(index)
+            if unit is None or not unit.is_optional or index in self._passed_over:
+                continue
+            if not over and program.running is Pass.BACKWARD and unit.is_ahead:
+                if not unit.is_gathered and unit.unshard_in_backward:
+                    root.gather_early(unit)
+                continue
+            while within and not program.is_inside(index, within[-1].index):
+                within.pop().passed_over()
+            self._passed_over.add(index)
+            unit.pass_over()
+            within.append(unit)
+        while within:
+            within.pop().passed_over()
+
+    def pass_over_inside(self, root: RootWithOptional, unit: Unit) -> None:
+        """The backward has left a unit, and with it those inside."""
+        program = root.program
+        inside = [index for index in program.upcoming if program.is_inside(index, unit.index)]
+        self.pass_over(root, inside, over=True)
+
+    def linger(self, unit: Unit, grads: bool) -> None:
+        """Its forward is over, and may be called again before that of another unit: the others gather it once."""
+        self._lingering = unit.index, grads
+
+    def end_lingering(self, root: RootWithOptional) -> None:
+        """Another unit is used, or the forward is over."""
+        lingering, self._lingering = self._lingering, None
+        unit = None if lingering is None else root.unit_at(lingering[0])
+        if unit is not None and lingering is not None:
+            unit.leave(keep=False, grads=lingering[1])
+
+
+def refuse_forward_within(root: RootWithOptional) -> None:
+    """Raise if a forward that begins is called within that of another model that has optional units."""
+    for other in _roots:
+        if other is not root and other.entry is not None:
+            raise RuntimeError(
+                "a sharded model is called within the forward of another that has optional units: ranks that use one "
+                "and ranks that do not would launch in different orders. Call it before or after that"
+            )
+
+
+def refuse_backward_of_two(root: RootWithOptional) -> None:
+    """Raise if a backward that begins goes through another model too, which has optional units that it may skip."""
+    for other in _roots:
+        if other is not root and other.is_amid(root.task):
+            raise RuntimeError(
+                "one backward goes through two sharded models, and the first that it comes to has optional units: "
+                "ranks that skip some of them would launch in another order. Make one model of both, or call backward "
+                "for each"
+            )
+
+
+def _check(root: RootWithOptional, own_groups: bool) -> None:
+    """ValueError if a model cannot have optional units."""
+    for unit in root.units:
+        for group, param, _ in unit.borrowed:
+            owner = unit_with(group)
+            if owner is not None and (unit.is_optional or owner.is_optional):
+                raise ValueError(
+                    f"units '{unit.name}' and '{owner.name}' share parameter '{param.name}', and one of them is "
+                    "optional: ranks that use one and ranks that use both would gather it at other places. Make them "
+                    "one unit, or neither optional"
+                )
+    if any(unit.rows is not None for unit in root.units):
+        raise ValueError("rows=True is not for models with optional units: ranks that skip one ask for no rows")
+    if not own_groups:
+        raise ValueError(
+            "optional units need reduces with process groups of their own, not SchedulePolicy(separate_groups=False): "
+            "ranks that use one and ranks that do not come to its reduce at different places among the gathers"
+        )

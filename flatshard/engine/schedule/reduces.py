@@ -1,0 +1,261 @@
+"""The reduces of a root: whose turn it is, how far the gradients go, and what is in flight."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from flatshard import _recording, _torch
+from flatshard.buffer import Pool
+from flatshard.engine.gradients.reduction import Goal, Reduction
+from flatshard.engine.groups.param_group import ParamGroup
+from flatshard.engine.program import Program
+from flatshard.engine.schedule.agreement import Announcer
+from flatshard.engine.units.unit import RootProtocol, Unit
+from flatshard.layout import is_sharded
+from flatshard.policy import SEPARATE_GROUPS, SchedulePolicy
+
+
+class Reduces:
+    """Groups are numbers, in the order of registration, as in `Turns`. The root owns it; its links are weak."""
+
+    def __init__(
+        self,
+        root: RootProtocol,
+        units: Sequence[Unit],
+        pool: Pool,
+        policy: SchedulePolicy,
+        program: Program,
+        announcer: Announcer,
+    ) -> None:
+        self.pool = pool
+        self.in_flight: deque[Reduction] = deque()
+        self._asking: list[Callable[[], None]] = []  # those that are over, to be asked which parameters ranks have used
+        self.launched = 0
+        self.is_alike = True  # all ranks use the same parameters
+        self.is_one_of_several = False  # roots that are asked to reduce what they have accumulated, one after another
+        self._root = weakref.ref(root)
+        self._policy, self._program, self._announcer = policy, program, announcer
+        self._groups = [(weakref.ref(unit), weakref.ref(group)) for unit in units for group in unit.groups]
+        self._had: set[int] = set()  # groups that the running backward has reduced
+        self._has_optional = any(unit.is_optional for unit in units)
+        self._has_stopped = False  # a backward has stopped short of final gradients
+        # Axes of meshes along which weights are gathered, in a pass or from what the optimizer has written.
+        self._gathered = frozenset(
+            (group.mesh, axis)
+            for unit in units
+            for group in unit.groups
+            for rests in (group.placements.parameter, group.placements.optimizer)
+            for axis, placement in enumerate(rests)
+            if is_sharded(placement)
+        )
+        self.resolve(units)
+
+    def resolve(self, units: Sequence[Unit]) -> None:
+        """Let what units were told about all reduces count: the highest number, the last word on process groups."""
+        intents = [unit.intent for unit in units]
+        highest = max((asked.max_reducing for asked in intents if asked.max_reducing is not None), default=None)
+        self._most = self._policy.max_reducing if highest is None else highest
+        told = [asked.separate_groups for asked in intents if asked.separate_groups is not None]
+        chosen, lane = any(told) if told else self._policy.separate_groups, self.pool.lane
+        lane.own_groups = SEPARATE_GROUPS or self._has_optional if chosen is None else chosen
+        self.tell_lane()
+
+    def tell_lane(self) -> None:
+        """Let the lane know what is gathered over, besides what models gather that share it."""
+        self.pool.lane.beside = (self.pool.lane.beside or frozenset()) | self._gathered
+
+    # Turns
+
+    @property
+    def counts(self) -> bool:
+        """Whether a group may be reduced as soon as all its gradients have arrived, before its unit is left.
+
+        On ranks that use different parameters of it, that happens at different moments, before or after a gather that
+        others wait for. And reduces that share process groups with gathers must keep their place among them.
+        """
+        return self.is_alike and self.pool.lane.own_groups
+
+    def begin(self, units: Sequence[Unit]) -> None:
+        """A backward begins."""
+        self._had.clear()
+        self.is_alike = True not in [self._takes_part(unit) for unit in units]
+
+    def group_complete(self, number: int) -> None:
+        """All gradients of a group have arrived."""
+        if self.counts:
+            self._program.turns.mark(number, over=False)
+            self.take_due()
+        elif not self._has_optional:  # else what counts is when units are left, which ranks that skip some can follow
+            self._program.turns.see(number)
+
+    def take_due(self) -> None:
+        """Reduce the marked groups whose turn it is."""
+        for number in self._program.turns.due(self._is_to_come):
+            self._take_turn(number)
+
+    def take_left(self, units: Sequence[Unit]) -> None:
+        """At the end of a backward: reduce what has not had its turn, and what has another."""
+        self._has_stopped = any(unit.goal is not Goal.FINAL for unit in units)
+        turns = self._program.turns
+        for number in turns.left():
+            self._take_turn(number)
+        for number in turns.again(self._is_waiting):
+            found = self._at(number)
+            if found is not None and (number in self._had or found[1].gradients.waiting):
+                self.launch(number, *found, self._goal(*found))
+
+    def flush(self, units: Sequence[Unit], all_the_way: bool = False, wait: bool = True) -> None:
+        """Reduce what waits in these units for a backward that goes all the way: the last micro-batch had none.
+
+        Or, with ``all_the_way``, what waits there whatever for. With ``wait``, order the current stream after it.
+        """
+        for number in reversed(range(len(self._groups))):
+            found = self._at(number)
+            if found is None or found[0] not in units:
+                continue
+            unit, group = found
+            # A rank that has used nothing of such a unit takes part in what the others reduce.
+            unused = all_the_way and self._takes_part(unit) and self._has_stopped and group.gradients.expected > 0
+            goes = all_the_way or group.gradients.goal(unit.goal) is Goal.FINAL
+            if goes and (group.gradients.has_partial or unused):
+                self.launch(number, unit, group, Goal.FINAL)
+        if all_the_way:
+            self._has_stopped = False
+        if wait:
+            self.join()
+
+    def is_awaited_elsewhere(self, group: ParamGroup) -> bool:
+        """Whether a unit of another root that uses a group has backwards to come, or has not asked to reduce them."""
+        for ref in (group.owner, *group.borrowers) if group.borrowers else ():
+            unit: Unit | None = None if ref is None else ref()
+            if unit is not None and unit.root is not self._root() and (unit.is_awaited or not unit.intent.reduces):
+                return True
+        return False
+
+    def _at(self, number: int) -> tuple[Unit, ParamGroup] | None:
+        """A group and its unit; None once the unit's modules, or all parameters of the group, have left the model."""
+        of, which = self._groups[number]
+        unit, group = of(), which()
+        return None if unit is None or group is None else (unit, group)
+
+    def _takes_part(self, unit: Unit) -> bool:
+        """Whether a unit is reduced, with zeros, also where this rank's batch has used nothing of it.
+
+        Where some units are optional the others are, too: nothing tells ranks of one of which only some use parameters.
+        """
+        return self._has_optional or unit.intent.reduces_unused
+
+    def _is_to_come(self, number: int) -> bool:
+        found = self._at(number)
+        return found is not None and found[1].gradients.expected > 0 and found[0].is_ahead
+
+    def _is_waiting(self, number: int) -> bool:
+        found = self._at(number)
+        return found is not None and found[1].gradients.waiting
+
+    def _goal(self, unit: Unit, group: ParamGroup) -> Goal:
+        """How far the gradients of a group go now."""
+        if self.is_one_of_several and self.is_awaited_elsewhere(group):
+            return Goal.UNREDUCED
+        return group.gradients.goal(unit.goal)
+
+    def _take_turn(self, number: int) -> None:
+        """Reduce a group at its turn, if there is anything to reduce, or if it takes part with zeros."""
+        found = self._at(number)
+        if found is None:
+            return
+        unit, group = found
+        gradients = group.gradients
+        goal = self._goal(unit, group) if self.is_one_of_several else gradients.goal(unit.goal)
+        unused = self._takes_part(unit) and gradients.expected and goal is not Goal.UNREDUCED
+        if unused or gradients.waiting or (gradients.has_partial and goal is Goal.FINAL):
+            self.launch(number, unit, group, goal)
+
+    # In flight
+
+    def launch(self, number: int, unit: Unit, group: ParamGroup, goal: Goal) -> None:
+        """Start reducing the gradients of a group."""
+        while len(self.in_flight) >= self._most and self._may_land():
+            self._land()
+        gradients, pool = group.gradients, self.pool
+        if goal is not Goal.UNREDUCED:
+            if self._program.announces:
+                self._announcer.announce(gradients.what, unit, unit.numbers.index(number))
+            self._program.has_launched = True
+        if self._program.is_profiled:
+            with torch.profiler.record_function(f"flatshard::reduce {unit.name}"):
+                self.in_flight.append(gradients.reduce(pool, goal, unit.name))
+        else:
+            self.in_flight.append(gradients.reduce(pool, goal, unit.name))
+        self._had.add(number)
+        self.launched += 1
+        if not self._policy.async_reduce and self._may_land():
+            self._land()
+
+    def end_backward(self, joins: bool) -> None:
+        """Order the current stream after all reduces, if it ``joins`` them; else after those that somebody awaits."""
+        while self.in_flight and (joins or any(reduction.then is not None for reduction in self.in_flight)):
+            self._land()
+        if joins:
+            self._ask()
+        elif self.in_flight or self._asking:
+            _unjoined.add(self)
+            _torch.on_grad_read(join_reduces)
+
+    def land(self) -> None:
+        """Order the current stream after all reduces."""
+        while self.in_flight:
+            self._land()
+
+    def join(self) -> None:
+        """The same, for whoever reads gradients: they are there on all ranks or on none."""
+        self.land()
+        self._ask()
+
+    def _ask(self) -> None:
+        asking, self._asking = self._asking, []
+        for ask in asking:
+            ask()
+
+    def _may_land(self) -> bool:
+        """Whether the oldest reduce can be waited for before anything else is launched.
+
+        Where units are optional, a rank that skips some may come to it only after a gather that this rank has yet to
+        launch: then it has to be over already.
+        """
+        return not self._has_optional or self.in_flight[0].ticket.has_ended()
+
+    def _land(self) -> None:
+        """Order the current stream after the oldest reduce; what it read may be freed."""
+        reduction = self.in_flight.popleft()
+        recording = _recording.active
+        if recording is None:
+            reduction.wait()
+        else:
+            with recording.around("reduce", reduction.name, self._root()):
+                reduction.wait()
+        if reduction.asks is not None:
+            self._asking.append(reduction.asks)
+        if reduction.then is not None:
+            self._ask()
+            for other in self.in_flight:  # of the same group, it may still add to what `then` sees
+                other.ticket.wait()
+            reduction.then()
+
+
+_unjoined: weakref.WeakSet[Reduces] = weakref.WeakSet()  # of roots that have left a backward before them
+
+
+def join_reduces() -> None:
+    """Order the current stream after the reduces of all models: somebody is going to read gradients.
+
+    Who reads a ``.grad`` need not call it.
+    """
+    _torch.on_grad_read(None)
+    for reduces in list(_unjoined):
+        reduces.join()
+    _unjoined.clear()

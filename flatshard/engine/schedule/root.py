@@ -1,0 +1,616 @@
+"""What the units of one root share: lanes, pools, the program, and where the current pass stands."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from flatshard import _recording, _torch
+from flatshard.buffer import CoalescedGather, Lane, Planner, Pool, destroy_unused_within, watch_over
+from flatshard.engine import steps
+from flatshard.engine.gradients.reduction import Goal
+from flatshard.engine.groups.param_group import ParamGroup
+from flatshard.engine.program import Pass, Program
+from flatshard.engine.schedule.agreement import Agreement, Announcer, check_model, patience
+from flatshard.engine.schedule.keep import arriving_bytes, opening_bytes
+from flatshard.engine.schedule.optional import OptionalUnits, refuse_backward_of_two, refuse_forward_within
+from flatshard.engine.schedule.reduces import Reduces
+from flatshard.engine.units.changes import absorb_moved
+from flatshard.engine.units.leases import Lease
+from flatshard.engine.units.unit import Unit, unit_of, unit_with
+from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy
+from flatshard.trust.record import PHASES, record
+
+
+class Root:
+    """Owned by its units, and knows them weakly or by number: nothing here keeps a model alive."""
+
+    def __init__(self, units: Sequence[Unit], device: torch.device, policy: SchedulePolicy) -> None:
+        self.policy = policy
+        self.device = device
+        self.joins = True  # a backward ends with all its reduces done
+        self.main_event: Any = None  # gathers of the next forward wait for it, and not for the current stream
+        self.gather_lane = Lane("gather", device)
+        # Snapshot-ups, if there are any, do not queue behind gathers that run ahead: the host may be waiting for one.
+        looks_up = any(unit.rows is not None for unit in units)
+        own_rows = policy.separate_groups is not False
+        self.rows_lane = Lane("rows", device, own_groups=own_rows) if looks_up else self.gather_lane
+        self.gather_pool = Pool(self.gather_lane, Planner() if policy.planned_pool else None)
+        self.program = Program([len(unit.groups) for unit in units], [unit.place.parent for unit in units])
+        self.forwards = self.backwards = 0
+        self._units = [weakref.ref(unit) for unit in units]
+        of_units = [mesh for unit in units for mesh in (unit.mesh, *(group.mesh for group in unit.groups))]
+        self.meshes = list(dict.fromkeys(of_units))  # in one order on all ranks
+        checking = patience()
+        self.program.checks = checking is not None
+        # What ranks compare, they compare over a lane of its own in check mode, whose groups do not wait for long.
+        talk = self.gather_lane if checking is None else Lane("check", torch.device("cpu"), patience=checking)
+        has_optional = any(unit.is_optional for unit in units)
+        self.announcer = Announcer(self.program, talk, has_optional, self._units[0])
+        self._has_agreed = False  # the ranks have compared their models as they are now
+        pool = Pool(Lane("reduce", device))
+        self.reduces = Reduces(self, units, pool, policy, self.program, self.announcer)
+        self.entry: int | None = None  # the outermost unit whose forward is running
+        self._retained: int | None = None  # a unit gathered by a recompute, its backward to come
+        self._ahead: set[int] = set()  # gathered by prefetch and not needed yet
+        self._apart = frozenset(_experts(units)) if len(self.meshes) > 1 else frozenset[int]()
+        self._done: set[int] = set()  # units that the running backward has left
+        # Ranks compare steps in check mode. Those of the process are more where a rank trains something of its own.
+        self._step, self._taken = 1, steps.taken()
+        self.task = -1  # of autograd, of which the running backward is
+        self._end: weakref.ref[_End] | None = None  # what is to happen at the end of the running backward
+        self.optional = OptionalUnits(self, self.reduce_lane.own_groups) if has_optional else None
+        if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            warnings.warn(
+                "CUDA_DEVICE_MAX_CONNECTIONS=1 puts communication and compute into one hardware queue, so gathers and "
+                "reduces cannot overlap compute; unset it for sharded data parallelism",
+                stacklevel=2,
+            )
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units in the order of registration."""
+        return [unit for ref in self._units if (unit := ref()) is not None]
+
+    def unit_at(self, index: int) -> Unit | None:
+        """A unit by its number, if it still exists."""
+        return self._units[index]()
+
+    @property
+    def has_optional(self) -> bool:
+        return self.optional is not None
+
+    @property
+    def reduce_pool(self) -> Pool:
+        return self.reduces.pool
+
+    @property
+    def reduce_lane(self) -> Lane:
+        return self.reduces.pool.lane
+
+    def share(self, other: Root) -> None:
+        """Communicate over the lanes, and from the pools, of another root."""
+        if self.program.running is not None or self.reduces.in_flight:
+            raise RuntimeError(
+                "a model cannot change its lanes during a forward or backward; call share_comm_ctx between steps"
+            )
+        for unit in self.units:
+            unit.release()
+        self.gather_lane, self.rows_lane = other.gather_lane, other.rows_lane
+        self.gather_pool, self.reduces.pool = other.gather_pool, other.reduces.pool
+        self.reduces.tell_lane()
+
+    # Passes
+
+    def begin_forward(self, entry: Unit) -> None:
+        """A forward starts at ``entry``. What is left of an earlier pass is cleared: its weights may be out of date."""
+        self.agree()
+        if self.program.running is not None:
+            self.recover()
+        refuse_forward_within(self)
+        self.entry = entry.index
+        self.forwards += 1
+        if _ran is not None:
+            _ran.add(self)
+        self.rest_gradients()
+        grads = torch.is_grad_enabled()
+        for unit in self.units:
+            if unit.keeps():
+                continue
+            unit.release(always=True)
+            absorb_moved(unit)
+            if unit.is_first:
+                for group in unit.groups:
+                    group.renew()
+        self._ahead.clear()
+        if self.optional is not None:
+            self.optional.begin_pass()
+        self.gather_pool.end_pass()
+        # The gathers of this pass read main after all that has been enqueued so far, the optimizer's writes included.
+        self.refresh_order()
+        kind = Pass.FORWARD if grads else Pass.FORWARD_NO_GRAD
+        self.count_step()
+        record.phase = _PHASE[kind]
+        self.program.is_profiled = _torch.profiling()
+        self.program.begin(kind, entry.index)
+        for unit in self.units:
+            if Lease.USER in unit.leases and not unit.shows_full:
+                self.gather(unit)
+                unit.swap_in()
+                unit.keep()
+
+    def count_step(self) -> None:
+        """What is launched next is of another step than before, if an optimizer has taken one."""
+        if self._taken != steps.taken():
+            self._taken, self._step = steps.taken(), self._step + 1
+        record.step = self._step
+
+    def count_no_step(self) -> None:
+        """Steps that optimizers have taken since are none: they were captured."""
+        self._taken = steps.taken()
+
+    def rest_gradients(self, always: bool = False) -> None:
+        """Give back the storage of gradients that `zero_grad` has hidden."""
+        always = always or not torch.is_grad_enabled()
+        with _torch.PlainAttributes():
+            for unit in self.units:
+                for group in unit.groups:
+                    group.gradients.main_grads.rest(always)
+
+    def end_forward(self, grads: bool) -> None:
+        """The forward of ``entry`` is over; ``grads``: a gradient may come to its output."""
+        if self.optional is not None:
+            self.optional.end_lingering(self)
+            self.optional.pass_over(self, self.program.upcoming)
+        self.entry = None
+        for unit in self.units:
+            unit.forward_over(grads)
+        self._release_ahead()
+        self._end_pass()
+
+    def begin_backward(self) -> None:
+        """A gradient has reached a unit. The first call of a backward starts its pass."""
+        if self._end is not None:
+            if self._end() is not None:
+                return
+            self.give_up_broken()  # and no forward has been since
+        self.backwards += 1
+        self.task = _torch.graph_task()
+        refuse_backward_of_two(self)
+        self._done.clear()
+        self.reduces.begin(self.units)
+        if self.optional is not None:
+            self.optional.begin_pass()
+        record.phase = _PHASE[Pass.BACKWARD]
+        self.program.is_profiled = _torch.profiling()
+        self.program.begin(Pass.BACKWARD, free=self.reduces.is_alike)
+        end = _End(self)
+        self._end = weakref.ref(end)
+        _torch.at_end_of_backward(end)
+
+    def is_amid(self, task: int) -> bool:
+        """Whether a backward that is of this task of autograd has come here, and not yet to the root."""
+        return self._end is not None and self.task == task and 0 not in self._done
+
+    @property
+    def is_nested(self) -> bool:
+        """Within a backward: whether a segment of it is recomputed, and gone through, as a graph of its own."""
+        return _torch.graph_task() != self.task
+
+    def end_backward(self) -> None:
+        """All gradients are there."""
+        if self.optional is not None:
+            self.optional.pass_over(self, self.program.upcoming, over=True)
+        self._finish_backward()
+
+    def _finish_backward(self) -> None:
+        """Reduce what is left, order the current stream after all reduces, rest."""
+        self._end = None
+        self.reduces.take_left(self.units)
+        for unit in reversed(self.units):
+            if not unit.is_at_rest:
+                unit.backward_over()
+        self._release_ahead()
+        self._retained = None
+        self.reduces.end_backward(joins=self.joins and any(unit.is_last for unit in self.units))
+        self._end_pass()
+
+    def reduce_accumulated(self) -> None:
+        """Reduce what backwards without gradient synchronisation have left, as the end of a backward does.
+
+        Parameters that several roots share, the first and the last stage of a pipeline on one rank, are reduced when
+        the last of these roots asks for it.
+        """
+        self.program.begin(Pass.BACKWARD)
+        self.reduces.is_one_of_several = True
+        try:
+            self._finish_backward()
+        finally:
+            self.reduces.is_one_of_several = False
+        for unit in self.units:
+            for group in unit.needs:
+                owner = unit_with(group)
+                other = None if owner is None else root_of(owner)
+                if other is None or other is self:
+                    continue
+                if group.gradients.waiting:  # whoever asked is going to scale the gradients of this root's parameters
+                    group.gradients.reduce(self.reduces.pool, Goal.UNREDUCED, unit.name)
+                if group.gradients.has_partial and not self.reduces.is_awaited_elsewhere(group):
+                    other.reduce_accumulated()
+
+    def recover(self) -> None:
+        """Give up the running pass, which an exception broke off. What earlier micro-batches left is kept."""
+        broken = self.program.running is Pass.BACKWARD
+        self.reduces.join()
+        for unit in self.units:
+            unit.recover(broken)
+        self._ahead.clear()
+        self._retained, self.entry, self._end = None, None, None
+        if self.optional is not None:
+            self.optional.give_up()
+        self.gather_pool.forget()
+        self.program.abandon()
+
+    def give_up_broken(self) -> None:
+        """Recover if an exception has broken the last pass off: nothing runs any more, and nobody has noticed."""
+        broken_backward = self._end is not None and self._end() is None
+        if broken_backward or (self._end is None and self.entry is None and self.program.running is not None):
+            self.recover()
+
+    def reset(self) -> None:
+        """Give up the running pass, whatever it was: nothing stays gathered, no unreduced gradient is kept."""
+        self.recover()
+        for unit in self.units:
+            unit.reset()
+
+    # Gathers
+
+    def need(self, unit: Unit, gather: bool = True) -> None:
+        """Make the full parameters of ``unit`` usable by what follows, and start gathering what comes next.
+
+        Without ``gather``, the first is left out: the unit's turn has come, but not for its parameters.
+        """
+        if self.program.checks and self.program.running is not Pass.BACKWARD:  # a recompute may have nothing to do
+            self.announcer.announce("run", unit)
+        if self.optional is not None:
+            self.optional.come_to(self, unit)
+        self.arrive(unit, gather)
+        if not gather:
+            return
+        recording = _recording.active
+        if recording is None:
+            unit.swap_in()
+            return
+        phase = "backward" if self.program.running is Pass.BACKWARD else "forward"
+        with recording.around(phase, unit.name, self):
+            unit.swap_in()
+
+    def arrive(self, unit: Unit, gather: bool) -> None:
+        """The running pass has come to a unit: launch its gather, if there is to be one, and those of the next."""
+        if not (unit.is_optional and self.program.has_needed(unit.index)):  # again is nobody else's affair
+            self.program.need(unit.index, self._comes_later)
+        self._ahead.discard(unit.index)
+        if self._retained == unit.index:
+            self._retained = None  # in use again
+        if gather and not unit.is_gathered:
+            self.gather(unit)
+        self._gather_next(unit, self.policy.max_gathered - 1)
+        if self.reduces.in_flight and self.program.running is not Pass.BACKWARD and self.program.is_halfway:
+            self.reduces.land()  # of the last micro-batch, whose gradients should not lie beside all activations
+
+    def gather_ahead(self, unit: Unit) -> None:
+        """Start gathering what comes next, in the place of ``unit``, which is done and released."""
+        if unit.intent.prefetch_in_backward is None:
+            self._gather_next(unit, self.policy.max_gathered - (unit.index in self._apart))
+
+    def gather_early(self, unit: Unit) -> None:
+        """Start gathering a unit that the running pass comes to later."""
+        self._ahead.add(unit.index)
+        self.gather(unit)
+
+    def gather(self, unit: Unit) -> None:
+        """Start gathering a unit. No effect on what has been gathered."""
+        if self.program.announces and any(group.launches for group in unit.needs):
+            self.announcer.announce("gather", unit)
+        if torch.is_inference_mode_enabled() or self.program.is_profiled:
+            # What is made here outlives the pass; made under inference mode, training could never write it again.
+            training = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+            with training, torch.profiler.record_function(f"flatshard::gather {unit.name}"):
+                self._launch_gather(unit)
+        else:
+            self._launch_gather(unit)
+
+    def gather_apart(self, units: Sequence[Unit]) -> None:
+        """Start gathering units, to stay beyond any pass: the next forward uses them as they are, if it still can."""
+        self.agree()
+        for unit in units:
+            absorb_moved(unit)
+        self.refresh_order()
+        for unit in units:
+            for group in unit.groups:
+                if unit.is_first and not group.is_full:
+                    group.renew()
+            self.gather(unit)
+            unit.keep()
+
+    def _comes_later(self, index: int) -> bool:
+        unit = self.unit_at(index)
+        return unit is not None and unit.is_ahead
+
+    def _launch_gather(self, unit: Unit) -> None:
+        self.program.gather(unit.index)
+        if not self.program.has_launched:
+            self.program.has_launched = any(group.launches for group in unit.needs)
+        lasting = self.program.running is Pass.BACKWARD and unit.is_kept_for_next
+        absent = [group for group in unit.needs if group.ticket is None]
+        if len(absent) < 2:
+            for group in absent:
+                group.gather(self.gather_pool, unit.name, lasting)
+            return
+        try:
+            with CoalescedGather(self.gather_lane):  # groups of several dtypes, frozen and trained ones: one launch
+                for group in absent:
+                    group.gather(self.gather_pool, unit.name, lasting)
+        except BaseException:
+            for group in absent:
+                group.give_up()
+            raise
+
+    def refresh_order(self) -> None:
+        """Gathers and look-ups from now on read main after all that the current stream has been given.
+
+        Or after what `main_event` is of; then look-ups, too, which are after the current stream anyway, wait for it.
+        """
+        event, self.main_event = self.main_event, None
+        for lane in (self.gather_lane,) if event is None else (self.gather_lane, self.rows_lane):
+            with lane.entered((lane.mark() if event is None else lane.ticket(event),)):
+                pass
+
+    def hold(self, units: Sequence[Unit]) -> None:
+        """Keep the compute weights of these units as they are."""
+        self._check_rest("hold_weights")
+        for unit in units:
+            for group in unit.groups:
+                group.check_hold()
+        self.refresh_order()
+        for unit in units:
+            for group in unit.groups:
+                group.hold(self.gather_pool, unit.name)
+
+    def refresh(self, units: Sequence[Unit], only: Sequence[ParamGroup] | None = None) -> None:
+        """Start bringing the compute weights of these units, or of these groups of theirs, up to date."""
+        self._check_rest("refresh_weights")
+        self.refresh_order()
+        for unit in units:
+            for group in unit.groups:
+                if only is None or group in only:
+                    group.refresh(self.gather_pool, unit.name)
+
+    def set_precision(self, units: Sequence[Unit], policy: MixedPrecisionPolicy) -> None:
+        """Change the dtypes of these units, apart from that of main."""
+        self._check_rest("set_mp_policy")
+        for unit in units:
+            for group in unit.groups:
+                group.check_policy(policy)
+        for unit in units:
+            unit.release()
+            unit.policy = policy
+            for group in unit.groups:
+                group.set_policy(policy)
+        self._has_agreed = False
+
+    def _check_rest(self, method: str) -> None:
+        self.give_up_broken()
+        if self.program.running is not None:
+            raise RuntimeError(
+                f"{method}: a {self.program.running.value} is running; call it between passes, or, if an exception "
+                "interrupted that one, after reset() on the root"
+            )
+
+    def retain(self, unit: Unit) -> None:
+        """Keep a recomputed unit gathered for its backward, which usually is next; only the last one is kept."""
+        if self.optional is not None:
+            return  # which one is the last depends on what a rank uses: all of a recomputed segment stay
+        earlier, self._retained = self._retained, unit.index
+        other = None if earlier is None or earlier == unit.index else self.unit_at(earlier)
+        if other is not None and not other.in_backward and Lease.USER not in other.leases:
+            other.release()
+
+    def _gather_next(self, unit: Unit, most: int) -> None:
+        """Gather ahead what the user said, or what the recorded order says: so many units, and as many more as fit."""
+        if not self.policy.prefetch:
+            return
+        backward, ahead = self.program.running is Pass.BACKWARD, self._ahead
+        explicit = unit.intent.prefetch_in_backward if backward else unit.intent.prefetch_in_forward
+        if explicit is not None:
+            for module in (ref() for ref in explicit):
+                other = None if module is None else unit_of(module)
+                if other is not None and not other.is_gathered and other.rows is None:
+                    self.gather_early(other)
+            return
+        room, bytes_ahead = most - len(ahead - self._apart if self._apart else ahead), self.policy.max_gathered_bytes
+        if room <= 0 and not bytes_ahead:
+            return
+        for index in tuple(self.program.upcoming):
+            other = self.unit_at(index)
+            if other is None or other is unit or index in ahead:
+                continue
+            if other.is_gathered:
+                return  # the next one is there; what comes after it is gathered when that is needed
+            if not (other.unshard_in_backward if backward else other.unshard_in_forward):
+                continue
+            if backward and index in self._done:
+                continue  # a recompute passed through it, or it needs none: nothing of this backward will need it
+            if room <= 0 and self._bytes_with(unit, other) > bytes_ahead:
+                return
+            self.gather_early(other)
+            room -= index not in self._apart
+            if room <= 0 and not bytes_ahead:
+                return
+        if backward and self.policy.keep_for_next and self.optional is None:
+            # On the way to the next micro-batch, which begins with units that this backward does not gather.
+            for other in self.units:
+                if other.is_kept_for_next and not other.unshard_in_backward and not other.is_gathered:
+                    self.gather(other)
+
+    def _bytes_with(self, unit: Unit, other: Unit) -> int:
+        """What gathered weights take at most with one more unit ahead; ``unit`` is used now, the others come after it.
+
+        Those that other units are in, or that are kept, are there beside the next ones; of the rest one at a time is.
+        """
+        ahead = [each for index in self._ahead if (each := self.unit_at(index)) is not None]
+        staying = one = 0
+        for each in (unit, *ahead, other):
+            opening = opening_bytes(each)
+            if each.nests or each.stays:
+                staying += opening
+            else:
+                one = max(one, opening)
+        return self.gather_pool.live_bytes + arriving_bytes(other) + staying + one
+
+    def _release_ahead(self) -> None:
+        """Give back what was gathered ahead and not needed after all."""
+        for index in sorted(self._ahead):
+            unit = self.unit_at(index)
+            if unit is not None:
+                unit.release()
+        self._ahead.clear()
+
+    def unit_left(self, unit: Unit) -> None:
+        """The running backward has left a unit: the gradients of its groups are complete, if there are any."""
+        if self.optional is not None and unit.nests:
+            self.optional.pass_over_inside(self, unit)
+        self._done.add(unit.index)
+        for number in unit.numbers:
+            self.program.turns.mark(number)
+        self.reduces.take_due()
+
+    def group_complete(self, number: int) -> None:
+        """All gradients of a group have arrived."""
+        self.reduces.group_complete(number)
+
+    # Features that most models do not use
+
+    def linger(self, unit: Unit, grads: bool) -> None:
+        """The forward of an optional unit is over, and may be called again before that of another unit."""
+        assert self.optional is not None
+        self.optional.linger(unit, grads)
+
+    def goes_through(self, forward: int) -> None:
+        """The running backward has come to a unit's call in this forward."""
+        if self.optional is not None:
+            self.optional.goes_through(forward)
+
+    def look_up(self, unit: Unit, tokens: torch.Tensor) -> torch.Tensor:
+        """The rows of ``tokens`` in a unit that is an embedding by rows."""
+        assert unit.rows is not None
+        return unit.rows.look_up(tokens, self.rows_lane, unit.name, functools.partial(self._announce, unit))
+
+    def _announce(self, unit: Unit, what: str) -> None:
+        if self.program.announces:
+            self.announcer.announce(what, unit)
+
+    # Agreement
+
+    def agree(self) -> None:
+        """See that all ranks have the same model, before anything is launched for it as it is now."""
+        if self._has_agreed:
+            return
+        lane = self.announcer.lane
+        if watch_over(lane.device):
+            for unit in self.units:
+                absorb_moved(unit)  # what was put in the place of parameters counts as written
+            check_model(self.units, self.policy, lane, [mesh for mesh in self.meshes if mesh.ndim])
+        self._has_agreed = True
+        if self.announcer.agreement is not None:
+            return
+        self.announcer.agreement = Agreement(lane, self.meshes)
+        for mesh in self.meshes:
+            if mesh.ndim:
+                destroy_unused_within(mesh)  # what models that are gone have left
+        if self.policy.registered or self.policy.wire == "peers":
+            self._prepare_wires()
+
+    def _prepare_wires(self) -> None:
+        """Let lanes copy from peers; or pools have memory of NCCL's, once all groups of its use have communicators."""
+        for lane, pool in ((self.gather_lane, self.gather_pool), (self.reduce_lane, self.reduce_pool)):
+            groups = [lane.group(mesh, axis) for mesh in self.meshes for axis in range(mesh.ndim)]
+            if self.policy.wire == "peers":
+                if not lane.see_peers(groups):
+                    raise ValueError(
+                        'SchedulePolicy(wire="peers"): no axis of the mesh lies within one node; leave it out'
+                    )
+                continue
+            names = {_torch.backend_name(group, self.device) for group in groups}
+            if names != {"nccl"}:
+                given = ", ".join(names)
+                raise ValueError(
+                    f"SchedulePolicy(registered=True): only NCCL registers memory, not {given}; leave it out"
+                )
+            lane.greet(groups)
+            pool.register(groups)
+
+    def _end_pass(self) -> None:
+        """The running pass is over."""
+        if self.rows_lane is not self.gather_lane:
+            self.program.has_launched = True  # a look-up
+        self.announcer.end_pass(self.gather_lane, self.reduces.pool.lane)
+        self.program.end(is_held=any(Lease.USER in unit.leases for unit in self.units))
+        record.phase = 0
+
+
+def root_of(unit: Unit) -> Root | None:
+    """The root of a unit, if it has one by now."""
+    assert unit.root is None or isinstance(unit.root, Root)
+    return unit.root
+
+
+_ran: set[Root] | None = None  # roots whose forwards somebody wants to know of
+
+
+@contextmanager
+def roots_that_ran() -> Iterator[list[Root]]:
+    """A list that at the end has the roots of which a forward has begun within."""
+    global _ran
+    before, _ran, found = _ran, set(), list[Root]()
+    try:
+        yield found
+    finally:
+        found += _ran
+        _ran = before
+
+
+def _experts(units: Sequence[Unit]) -> Iterator[int]:
+    """The units on another mesh than the unit that they are in, unless that is the root: experts in their blocks.
+
+    They come on top of what is gathered ahead. Before them the host waits for the counts of tokens, and what comes
+    behind them must be on its way by then.
+    """
+    for number, unit in enumerate(units):
+        around = [other for other in units[1:] if unit.name.startswith(f"{other.name}.")]
+        if around and around[-1].mesh != unit.mesh:
+            yield number
+
+
+_PHASE = {kind: PHASES.index(kind.value) for kind in Pass}
+
+
+class _End:
+    """Called by autograd at the end of a backward. Autograd owns it: gone uncalled, it tells of an exception."""
+
+    def __init__(self, root: Root) -> None:
+        self._root = weakref.ref(root)
+
+    @_torch.uncompiled
+    def __call__(self) -> None:
+        root = self._root()
+        if root is not None:
+            with _torch.Untransformed() if _torch.transforming() else nullcontext():
+                root.end_backward()

@@ -1,0 +1,510 @@
+"""From modules to a unit: which parameters it owns, in which groups, and their buffers."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from flatshard import _torch
+from flatshard.buffer import DBuffer, from_first, watch_over
+from flatshard.buffer.dtensor import largest_part
+from flatshard.buffer.groups import group_among
+from flatshard.engine.gradients.gradients import Gradients, GradientScale
+from flatshard.engine.groups.param_group import ParamGroup
+from flatshard.engine.groups.registry import OWNER, owner_of, register
+from flatshard.engine.parameters.sharded_param import Plain, ShardedParam, Site, make_params
+from flatshard.engine.parameters.structure import Structure
+from flatshard.engine.parameters.values import Initial
+from flatshard.engine.rows.gradients import RowGradients
+from flatshard.engine.tree.row_embedding import look_up_rows
+from flatshard.engine.units.changes import hook_state_dicts
+from flatshard.engine.units.entry_points import EntryPoints
+from flatshard.engine.units.intent import Intent
+from flatshard.engine.units.unit import RootProtocol, Unit, own, unit_of
+from flatshard.engine.weights.codec import is_extended, unfilled
+from flatshard.engine.weights.formats import chosen
+from flatshard.engine.weights.offload import Home
+from flatshard.layout import Layout, is_sharded, least_padded_dim, plan
+from flatshard.layout.planner import LayoutName
+from flatshard.policy import (
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    Placements,
+    Refusal,
+    SchedulePolicy,
+    Sharding,
+    Unsupported,
+    on_another_mesh,
+    replicated,
+    resident,
+)
+
+Named = tuple[str, nn.Parameter, list[Site]]
+
+NO_SHARD = "_flatshard_no_shard"  # the mark that `no_shard` leaves on modules and parameters
+
+
+def owned_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules below ``roots`` that no nested unit owns, with their names from their root down."""
+    seen: set[nn.Module] = set()
+    for root in roots:
+        yield from _walk("", root, seen)
+
+
+def _walk(name: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    if module in seen:
+        return
+    seen.add(module)
+    yield name, module
+    for child_name, child in module.named_children():
+        if unit_of(child) is None and not _torch.is_replicated(child):
+            yield from _walk(f"{name}.{child_name}" if name else child_name, child, seen)
+
+
+def owned_parameters(roots: Sequence[nn.Module], ignored: AbstractSet[nn.Parameter]) -> list[Named]:
+    """The parameters of a unit, each once, with every place where it is registered."""
+    found: dict[nn.Parameter, Named] = {}
+    for prefix, module in owned_modules(roots):
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter in ignored:
+                continue
+            full_name = f"{prefix}.{name}" if prefix else name
+            if OWNER in parameter.__dict__:
+                continue  # another unit's: `borrowed_parameters`
+            _refuse(full_name, parameter)
+            entry = found.setdefault(parameter, (full_name, parameter, []))
+            entry[2].append(Site.of(module, name))
+    return list(found.values())
+
+
+def borrowed_parameters(
+    roots: Sequence[nn.Module], ignored: AbstractSet[nn.Parameter], mesh: DeviceMesh
+) -> list[tuple[ParamGroup, ShardedParam, Site]]:
+    """The parameters of a unit that are tied to those of another one, which keeps them, and where this one has them."""
+    found = []
+    for prefix, module in owned_modules(roots):
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter in ignored or OWNER not in parameter.__dict__:
+                continue
+            full_name, (known, unit) = f"{prefix}.{name}" if prefix else name, parameter.__dict__[OWNER]
+            tied = f"parameter '{full_name}' is tied to '{known}', which another unit ({unit}) already owns"
+            owner = owner_of(parameter)
+            if owner is None or owner[0].is_full:
+                raise RuntimeError(f"{tied} and shows in full; call reshard() on it first")
+            group, index = owner
+            if group.mesh != mesh:
+                raise ValueError(f"{tied}, over another mesh; shard both over one")
+            found.append((group, group.params[index], Site.of(module, name)))
+    return found
+
+
+def _refuse(name: str, parameter: nn.Parameter) -> None:
+    if parameter.is_complex() and parameter.requires_grad:
+        raise ValueError(f"parameter '{name}' is {parameter.dtype}, which cannot be reduced; hold it as real numbers")
+    if not parameter.is_contiguous():
+        raise Unsupported(
+            f"FSDP does not support non-contiguous parameters, and '{name}' is one; make it contiguous before "
+            "fully_shard"
+        )
+
+
+@dataclass(frozen=True)
+class Where:
+    """What says on which dim and over which mesh each parameter is sharded."""
+
+    choose: Callable[[nn.Parameter], Any] | None = None  # the user's ``shard_placement_fn``
+    mesh: DeviceMesh | None = None  # of all parameters, if data parallelism has axes of it
+    axes: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # those axes: that shard, that replicate
+    by_waste: bool = False  # where nobody has said on which dim, take one that pads little
+
+    def of(self, name: str, parameter: nn.Parameter) -> tuple[Sharding, bool]:
+        """How it is sharded; and whether its gradient is the mean over its own mesh, whatever ranks have data."""
+        self._check_mesh(name, parameter)
+        answer: Any = None if self.choose is None else self.choose(parameter)
+        if isinstance(answer, Sharding):
+            given, means_own = answer, False
+        else:
+            info = getattr(answer, "mesh_info", None)  # of torch 2.13, where an answer may name a mesh
+            placement, mesh = (answer, None) if info is None else (answer.placement, info.mesh)
+            if placement is not None and type(placement) is not Shard:
+                raise Refusal(
+                    f"Invalid shard_placement_fn result: {answer!r} for parameter '{name}'; it must be Shard(dim), "
+                    "flatshard.Sharding(...) or None"
+                )
+            dim = placement.dim if placement is not None else None if self.by_waste else 0
+            given, means_own = Sharding(dim, mesh), mesh is not None
+        is_plain = not isinstance(parameter, DTensor) and not is_extended(parameter) and parameter.dim()
+        if given.apart is not None and not is_plain:
+            raise ValueError(
+                f"parameter '{name}' cannot be held apart: that is for plain tensors with dims, of which each rank has "
+                "its own. A DTensor says by itself which part of it a rank has"
+            )
+        if given.dim is None:
+            return given, means_own
+        dims, shape = max(parameter.dim(), 1), tuple(parameter.shape)
+        if not -dims <= given.dim < dims:
+            raise Refusal(
+                f"Shard dim {given.dim} is invalid for {parameter.dim()}D tensor: shard_placement_fn returned it for "
+                f"parameter '{name}', whose shape is {shape}"
+            )
+        return replace(given, dim=given.dim % dims), means_own
+
+    def _check_mesh(self, name: str, parameter: nn.Parameter) -> None:
+        if self.mesh is None or not isinstance(parameter, DTensor):
+            return
+        if parameter.device_mesh != self.mesh:
+            raise ValueError(
+                f"parameter '{name}' is a DTensor on another mesh than the one given; with dp_mesh_dims all that are "
+                "DTensors are on that, for example by torch.distributed.tensor.distribute_module"
+            )
+        for axis in (*self.axes[0], *self.axes[1]):
+            if not isinstance(parameter.placements[axis], Replicate):
+                raise ValueError(
+                    f"Expected Replicate() for parameter '{name}' on axis {axis} of its mesh, which dp_mesh_dims gives "
+                    f"to data parallelism, but got {parameter.placements[axis]}"
+                )
+
+
+Values: TypeAlias = Literal["same", "warn", "first", "own"]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a call of `fully_shard` chose, checked."""
+
+    mesh: DeviceMesh
+    device: torch.device
+    placements: Placements
+    precision: MixedPrecisionPolicy
+    layout: LayoutName
+    reshard_after_forward: bool | int | Literal["auto"] | None
+    gradient_scale: GradientScale
+    schedule: SchedulePolicy | None
+    ignored: frozenset[nn.Parameter]
+    where: Where
+    offload: OffloadPolicy
+    optional: bool = False
+    rows: bool | Literal["even"] = False  # of an embedding, exchange rows instead of the table
+    strategy: tuple[Any, Any] = (None, None)  # of the inner and the outer axis, for parameters with a mesh of their own
+    values: Values = "same"  # of the ranks' parameters
+    data_mesh: DeviceMesh | None = None  # whose ranks' data the gradients come from, if it is not `mesh`
+
+    def placements_on(self, mesh: DeviceMesh) -> Placements:
+        return self.placements if mesh == self.mesh else on_another_mesh(*self.strategy, mesh.ndim)
+
+    def scale_on(self, mesh: DeviceMesh, means_own: bool) -> GradientScale:
+        """Of gradients that are reduced over ``mesh``."""
+        data = mesh if means_own else self.data_mesh or self.mesh
+        if self.gradient_scale != "mean" or data.size() == mesh.size():
+            return self.gradient_scale
+        return 1.0 / data.size()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the parameters of a group have in common."""
+
+    dtype: torch.dtype
+    trainable: bool
+    has_rows: bool  # a tensor without dims has none to shard
+    marked: bool  # by `no_shard`
+    mesh: DeviceMesh
+    parallel: DeviceMesh | None  # tensor parallelism has made them DTensors on it
+    apart: DeviceMesh | None
+    scale: GradientScale
+    extended: type | None  # the tensor subclass that they are of
+
+    def placements(self, choices: Choices) -> Placements:
+        """Of a group of them."""
+        found = choices.placements_on(self.mesh) if self.has_rows else replicated(self.mesh.ndim)
+        return resident(found) if self.marked else found
+
+
+Sorted = tuple[
+    list[tuple[ParamGroup, ShardedParam, Site]], dict[Kind, list[Named]], list[Named], dict[nn.Parameter, int]
+]
+
+
+def sort_parameters(modules: Sequence[nn.Module], choices: Choices) -> Sorted:
+    """The parameters of a unit: borrowed ones, those of each group, plain ones, and the dims they are cut on.
+
+    Raises where they cannot be sharded like this; nothing has changed then.
+    """
+    borrowed = borrowed_parameters(modules, choices.ignored, choices.mesh)
+    by_kind: dict[Kind, list[Named]] = {}
+    plain: list[Named] = []
+    dims: dict[nn.Parameter, int] = {}
+    for named in owned_parameters(modules, choices.ignored):
+        parameter, marked = named[1], _is_marked(named)
+        if marked and not parameter.requires_grad:
+            plain.append(named)
+            continue
+        given, means_own = choices.where.of(named[0], parameter)
+        mesh = given.mesh or choices.mesh
+        dims[parameter] = _dim(named[0], parameter, given.dim, mesh, choices)
+        if mesh.get_coordinate() is None:
+            raise ValueError(f"this rank is not in mesh {mesh}")
+        kind = Kind(
+            parameter.dtype,
+            parameter.requires_grad,
+            parameter.dim() > 0,
+            marked,
+            mesh,
+            parameter.device_mesh if isinstance(parameter, DTensor) else None,
+            given.apart,
+            choices.scale_on(mesh, means_own),
+            type(_torch.held_of(parameter).data) if is_extended(parameter) else None,
+        )
+        if is_extended(parameter):
+            _check_extended(named, dims[parameter], kind.placements(choices))
+        by_kind.setdefault(kind, []).append(named)
+    return borrowed, by_kind, plain, dims
+
+
+def _check_extended(named: Named, dim: int, placements: Placements) -> None:
+    name, parameter, _ = named
+    if placements.parameter != placements.optimizer or not is_sharded(placements.optimizer[-1]) or dim:
+        raise ValueError(
+            f"parameter '{name}' is a {type(parameter).__name__}, which is sharded on dim 0 and by strategy "
+            "'optim_grads_params' only"
+        )
+
+
+def build_unit(
+    modules: Sequence[nn.Module], choices: Choices, find_root: Callable[[Unit, nn.Module], RootProtocol]
+) -> Unit:
+    """Shard the parameters below ``modules`` and hook them up. ``find_root``: as of a `Unit`."""
+    watch_over(choices.device)  # ranks that raise before the first forward leave the others waiting there
+    borrowed, by_kind, plain, dims = sort_parameters(modules, choices)
+    by_rows = _checked_rows(modules, borrowed, by_kind, dims, choices) if choices.rows else None
+    owner = type(modules[0]).__name__
+    groups = [
+        _build_group(params, [dims[p] for _, p, _ in params], kind, choices, owner) for kind, params in by_kind.items()
+    ]
+    for _, module in owned_modules(modules):
+        _move_buffers(module, choices.device)
+        _torch.mark_managed(module)
+    reshard, park = choices.reshard_after_forward, None
+    if isinstance(reshard, int) and not isinstance(reshard, bool):
+        reshard, park = True, _park_mesh(choices.mesh, reshard)
+    # A unit of nothing but frozen weights that rest whole has nothing to do, unless it is the root of other units.
+    nests = any(units_below(module) for module in modules)
+    hooked = bool(groups or borrowed) or not plain or nests
+    intent = Intent(reshard_after_forward=reshard, is_optional=choices.optional)
+    mesh, device, precision = choices.mesh, choices.device, choices.precision
+    unit = Unit(modules, groups, mesh, device, precision, intent, find_root, choices.schedule, hooked)
+    for module in modules if hooked else ():
+        hook_state_dicts(unit, module)
+    # Without what could keep parameters, or the model, alive.
+    unit.choices = replace(choices, ignored=frozenset(), where=replace(choices.where, choose=None))
+    for group, param, site in borrowed:
+        unit.borrow(group, param, site)
+        group.snapshot.add(site, param.sharded)
+    unit.plain = [Plain(name, sites) for name, _, sites in plain]
+    for each in unit.plain:
+        each.place(choices.device, choices.precision.param_dtype)
+    for group in groups:
+        if park is not None and group.mesh == choices.mesh and not group.is_extended:
+            group.park_mesh, unit.parks = park, True  # the others are gathered again from all
+    if by_rows is not None:
+        look_up_rows(unit, by_rows, even=choices.rows == "even")
+    if nests and len(modules) == 1:
+        holders = {id(site.module()) for group in unit.needs for param in group.params for site in param.sites}
+        owned = [module for _, module in owned_modules(modules) if module not in modules]
+        EntryPoints(unit, [module for module in owned if any(id(each) in holders for each in module.modules())])
+    for module in modules:
+        own(module, unit)
+        _torch.mark_sharded(module)
+    return unit
+
+
+def _checked_rows(
+    modules: Sequence[nn.Module],
+    borrowed: Sequence[Any],
+    by_kind: dict[Kind, list[Named]],
+    dims: dict[nn.Parameter, int],
+    choices: Choices,
+) -> nn.Embedding:
+    """The embedding that a unit by rows is made of. Raises if it cannot be one."""
+    module = modules[0]
+    if len(modules) > 1 or not isinstance(module, nn.Embedding):
+        raise ValueError(f"rows=True is for a unit of one nn.Embedding, and this is of {type(module).__name__}")
+    for name in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(module, name):
+            raise ValueError(f"rows=True: an embedding with {name} changes or counts rows that other ranks hold")
+    params = [named for group in by_kind.values() for named in group]
+    if borrowed or len(params) != 1 or len(params[0][2]) > 1:
+        raise ValueError("rows=True: the table is tied to another layer, which needs all of it, or is not alone here")
+    if module._parameters.get("weight") is not params[0][1]:
+        raise ValueError("rows=True: the weight of the embedding is computed from a parameter (a parametrization?)")
+    (kind,) = by_kind
+    placements, cut = kind.placements(choices), dims[params[0][1]]
+    *outer, inner = placements.optimizer
+    if placements.parameter != placements.optimizer or not is_sharded(inner) or any(map(is_sharded, outer)):
+        raise ValueError(f"rows=True: the table must be sharded over the last axis of {kind.mesh}, and over no other")
+    if kind.parallel is not None or kind.apart is not None or kind.extended is not None or cut:
+        raise ValueError("rows=True: the table must be a plain tensor that is cut on dim 0")
+    if choices.optional or Home.of(choices.device, choices.offload).host:
+        raise ValueError("rows=True: the table must rest on the device, and every rank must look it up")
+    return module
+
+
+def _is_marked(named: Named) -> bool:
+    """Whether `no_shard` was called on the parameter or on every module that holds it."""
+    _, parameter, sites = named
+    if parameter.__dict__.get(NO_SHARD):
+        return True
+    modules = [site.module() for site in sites]
+    return all(module is not None and module.__dict__.get(NO_SHARD) for module in modules)
+
+
+def _park_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
+    """Groups of ``size`` neighbours of the shard axis, as meshes of one axis; this rank's."""
+    known: dict[int, DeviceMesh] = mesh.__dict__.setdefault("_flatshard_park_meshes", {})
+    if size not in known:
+        place = mesh.get_coordinate()
+        assert place is not None
+        first = place[-1] - place[-1] % size
+        ranks = mesh.mesh[tuple(place[:-1])][first : first + size].tolist()
+        # Not by a mesh of all these groups, for which torch would ask every rank of the world to be here.
+        group = group_among(ranks, [mesh.get_group(mesh.ndim - 1)], user=mesh)
+        known[size] = DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=("within",))
+    return known[size]
+
+
+def _dim(name: str, parameter: nn.Parameter, given: int | None, mesh: DeviceMesh, choices: Choices) -> int:
+    """The dim that a parameter is cut on."""
+    any_dim = choices.layout != "flat"
+    if given is None:
+        placements = choices.placements_on(mesh).optimizer
+        shards = math.prod(mesh.size(axis) for axis, placement in enumerate(placements) if is_sharded(placement))
+        return least_padded_dim(largest_part(parameter), shards) if any_dim and not is_extended(parameter) else 0
+    if given and not any_dim:
+        raise ValueError(
+            f"parameter '{name}' is to be cut on dim {given}, which needs layout='tensor'; cut it on dim 0"
+        )
+    return given
+
+
+def _build_group(params: list[Named], dims: list[int], kind: Kind, choices: Choices, owner: str) -> ParamGroup:
+    """Cut the parameters of one group; the full originals are freed when it returns."""
+    mesh, placements = kind.mesh, kind.placements(choices)
+    whole = [_torch.held_of(p) for _, p, _ in params]
+    shapes = [tuple(tensor.shape) for tensor in whole]
+    precision = choices.precision
+    shards = math.prod(mesh.size(axis) for axis, p in enumerate(placements.optimizer) if is_sharded(p))
+    # What is a part of a DTensor already must be cut as torch.chunk does; older versions of torch know nothing else.
+    chunked = kind.parallel is not None or kind.apart is not None or not _torch.SUBCLASSES_DISPATCH
+    # What is encoded on the wire shares no segment with what is not.
+    apart = [
+        precision.has_formats and chosen(name, p, [site.module() for site in sites], precision, owner)
+        for name, p, sites in params
+    ]
+    layout: LayoutName = "tensor" if chunked and choices.layout == "auto" else choices.layout
+    if kind.extended is not None:
+        layout = "tensor"
+    planned = plan(shapes, shards, layout=layout, dims=dims, apart=apart)
+    home = Home.of(choices.device, choices.offload)
+    if kind.extended is not None:
+        group = _build_extended(params, planned, mesh, placements, precision, home, choices.where.axes)
+    else:
+        group = _build_plain(params, whole, planned, kind, choices, home, owner, apart)
+    group.gradients.scale = kind.scale
+    # Whoever still holds an original (a tied module, an optimizer), or a module that two units share, finds out.
+    for param, (name, parameter, _) in zip(group.params, params):
+        parameter.__dict__[OWNER] = param.sharded.__dict__[OWNER] = (name, owner)
+    register(group, (parameter for _, parameter, _ in params), in_main=kind.extended is None)
+    return group
+
+
+def _build_plain(
+    params: list[Named],
+    whole: Sequence[torch.Tensor],
+    planned: Layout,
+    kind: Kind,
+    choices: Choices,
+    home: Home,
+    owner: str,
+    marks: Sequence[bool],
+) -> ParamGroup:
+    mesh, placements, precision = kind.mesh, kind.placements(choices), choices.precision
+    floating = kind.dtype.is_floating_point
+    main_dtype = precision.main_dtype if precision.main_dtype is not None and floating and kind.trainable else None
+    full = [p.detach() if p.is_meta else p.detach().to(choices.device) for p in whole]
+    has_values = not any(tensor.is_meta for tensor in full)
+    if choices.values == "first" and has_values:
+        full = from_first(full, mesh)
+    compared = choices.values in ("same", "warn") and has_values and mesh.size() > 1
+    initial = Initial(full, warns=choices.values == "warn") if compared else None
+    main = DBuffer.distribute(full, planned, mesh, placements.optimizer)
+    if main_dtype is not None and main_dtype != main.dtype:
+        main = main.cast(main_dtype)
+    main = home.take(main)
+    sharded = make_params(main, params, choices.where.axes, apart=kind.apart)
+    own, of_rows = params[0][1].dtype, RowGradients if choices.rows else Gradients
+    group = ParamGroup(sharded, main, placements, precision, home, own=own, owner=owner, kind=of_rows, marks=marks)
+    if initial is not None:
+        initial.parts, group.initial = initial.of_parts(main), initial
+    for _, parameter, _ in params:
+        # Whoever still holds the original (a tied module, an optimizer) holds no memory.
+        if kind.parallel is None:
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    return group
+
+
+def _build_extended(
+    named: Sequence[Named],
+    layout: Layout,
+    mesh: DeviceMesh,
+    placements: Placements,
+    policy: MixedPrecisionPolicy,
+    home: Home,
+    axes: tuple[tuple[int, ...], tuple[int, ...]],
+) -> ParamGroup:
+    """Cut parameters of a tensor subclass."""
+    whole = [_torch.held_of(p).detach() for _, p, _ in named]
+    main = unfilled(layout, mesh, placements, whole[0].dtype)
+    structures: list[tuple[Structure, list[bool]] | None] = []
+    locals_ = []
+    with torch.no_grad():
+        for index, (tensor, (_, parameter, _)) in enumerate(zip(whole, named)):
+            tensor = tensor if tensor.is_meta or tensor.device == home.device else tensor.to(home.device)
+            made_of = None
+            if not parameter.requires_grad and getattr(tensor, "fsdp_pre_all_gather", None) is None:
+                structure = Structure.of(tensor)
+                made_of = structure, [structure.has_rows(leaf) for leaf in structure.leaves(tensor)]
+                rows = layout.rows(layout.slots[index], main.held.first, main.held.count)[1]
+                local = structure.mapped(tensor, functools.partial(main.rows_of, index), rows)
+            else:
+                local = main.rows_of(index, tensor).clone(memory_format=torch.contiguous_format)
+            structures.append(made_of)
+            locals_.append(local.cpu() if home.host and not local.is_meta else local)
+    params = make_params(main, named, axes, locals_)
+    for param, made_of in zip(params, structures):
+        param.made_of = made_of
+    return ParamGroup(params, main, placements, policy, home, is_extended=True)
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.device != device and buffer.device.type != "meta":
+            module._buffers[name] = buffer.to(device)
+
+
+def units_below(module: nn.Module) -> list[tuple[str, Unit]]:
+    """Every unit at or below ``module``, once, with the name of its first module."""
+    found: dict[int, tuple[str, Unit]] = {}
+    for name, child in module.named_modules():
+        unit = unit_of(child)
+        if unit is not None:
+            found.setdefault(id(unit), (name, unit))
+    return list(found.values())

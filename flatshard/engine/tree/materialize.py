@@ -1,0 +1,166 @@
+"""Giving values to a model that was built and sharded on the meta device, one unit at a time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from flatshard import _arguments
+from flatshard.engine.groups.changes import check_given, fill, given
+from flatshard.engine.groups.names import Names
+from flatshard.engine.parameters.sharded_param import ShardedParam
+from flatshard.engine.tree.build import owned_modules, units_below
+from flatshard.engine.units.unit import Unit, unit_of
+from flatshard.engine.weights.source import lasting_tensors
+
+InitFn: TypeAlias = Callable[[nn.Module], object]
+
+
+@lasting_tensors()
+def materialize(model: nn.Module, init_fn: InitFn | None = None, *, seed: int = 0) -> None:
+    """Initialise all parameters and buffers of ``model`` that are on the meta device.
+
+    Unit by unit: the full tensors are made on the device of the mesh, initialised, cut, and freed, so the peak beyond
+    the shards is one unit. Every module that holds meta tensors is initialised by ``init_fn(module)``, or else by its
+    ``reset_parameters`` or ``_reset_parameters``, or else by the model's ``_init_weights(module)`` (Hugging Face). The
+    random state is set from ``seed`` and the module's name before each and restored afterwards: all ranks, and jobs of
+    any number of ranks, get the same full values. A module that has meta tensors and none of these is named in a
+    ValueError, before anything is changed. Parameters that have been given values since, by a loader that knows some of
+    them, keep those.
+    """
+    _arguments.module("materialize", model)
+    if init_fn is not None and not callable(init_fn):
+        raise TypeError(f"init_fn={init_fn!r}: must be a function of a module")
+    if not isinstance(seed, int):
+        raise TypeError(f"seed={seed!r}: must be a whole number")
+    names = {module: name for name, module in model.named_modules()}
+    inits = {module: _way_to_init(module, model, init_fn) for module in names if _has_meta(module)}
+    missing = [names[module] or type(module).__name__ for module, way in inits.items() if way is None]
+    if missing:
+        raise ValueError(
+            f"no way to initialise {', '.join(missing)}: give init_fn, or give the module a reset_parameters method "
+            "that sets all its parameters and buffers"
+        )
+    owned: set[nn.Module] = set()
+    for _, unit in units_below(model):
+        modules = [module for _, module in owned_modules(unit.modules)]
+        owned.update(modules)
+        if any(module in inits for module in modules):
+            _materialize_unit(unit, modules, inits, names, seed, model)
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in names:
+        if module not in owned and module in inits and unit_of(module) is None:
+            device = next((unit.device for _, unit in units_below(model)), torch.device("cpu"))
+            _fill_plain(module, device, made)
+            _initialise([module], inits, names, seed)
+
+
+def refuse_meta(model: nn.Module) -> None:
+    """Raise RuntimeError, in PyTorch's words, if a unit of ``model`` has parameters on the meta device."""
+    names = {parameter: name for name, parameter in model.named_parameters() if parameter.is_meta}
+    for _, unit in units_below(model):
+        held = [each for _, module in owned_modules(unit.modules) for each in module._parameters.values()]
+        found = [names[parameter] for parameter in held if parameter in names]
+        if found:
+            raise RuntimeError(
+                "FSDP parameters should be materialized from meta device before training, but the following were still "
+                f"on meta device: {found}\nLoad a checkpoint, call module.to_empty(device) and initialise, or call "
+                "flatshard.materialize(model)"
+            )
+
+
+def _has_meta(module: nn.Module) -> bool:
+    tensors: Iterable[torch.Tensor | None] = (*module._parameters.values(), *module._buffers.values())
+    return any(tensor is not None and tensor.is_meta for tensor in tensors)
+
+
+def _way_to_init(module: nn.Module, model: nn.Module, init_fn: InitFn | None) -> Callable[[], object] | None:
+    if init_fn is not None:
+        return lambda: init_fn(module)
+    for name in ("reset_parameters", "_reset_parameters"):
+        own = getattr(module, name, None)
+        if callable(own):
+            return lambda: own()
+    shared = getattr(model, "_init_weights", None)
+    return (lambda: shared(module)) if callable(shared) else None
+
+
+def _materialize_unit(
+    unit: Unit,
+    modules: list[nn.Module],
+    inits: dict[nn.Module, Callable[[], object] | None],
+    names: dict[nn.Module, str],
+    seed: int,
+    model: nn.Module,
+) -> None:
+    unit.release()
+    todo = []
+    for group in unit.groups:
+        name = Names(group, model)
+        found = given(group, name)
+        # Of a group that has all its values the next use takes care.
+        if any(parameter.is_meta for parameter in found):
+            check_given(group, found, name)
+            todo.append((group, found, name))
+    for group, _, _ in todo:
+        for param in group.params:
+            value = torch.empty(param.sharded.shape, dtype=group.main.dtype, device=unit.device)
+            parameter = nn.Parameter(value, requires_grad=param.sharded.requires_grad)
+            parameter.__dict__.update(param.sharded.__dict__)
+            for site in param.sites:
+                site.put(parameter)
+    # What is tied to another unit's has got its values there; an initialiser may write here, to no effect.
+    for _, param, site in unit.borrowed:
+        site.put(nn.Parameter(torch.empty(param.sharded.shape, dtype=param.sharded.dtype, device=unit.device)))
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in modules:
+        _fill_plain(module, unit.device, made)
+    _initialise(modules, inits, names, seed)
+    for _, param, site in unit.borrowed:
+        site.put(param.sharded)
+    for plain in unit.plain:
+        plain.place(unit.device, unit.policy.param_dtype)
+    for group, found, name in todo:
+        # What the initialiser left in the module counts, also where it replaced the parameter.
+        fill(group, [_value(param, unit.device) for param in group.params], found, name)
+
+
+def _value(param: ShardedParam, device: torch.device) -> torch.Tensor:
+    if not param.sites:  # another parameter has taken its place
+        return torch.zeros(param.sharded.shape, dtype=param.sharded.dtype, device=device)
+    return param.sites[0].get().data
+
+
+def _fill_plain(module: nn.Module, device: torch.device, made: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Meta buffers, and meta parameters that no group holds, get memory. ``made``: by what they were, for tied ones."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None and parameter.is_meta:
+            if parameter not in made:
+                value = torch.empty_like(parameter, device=device)
+                made[parameter] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                made[parameter].__dict__.update(parameter.__dict__)
+            module._parameters[name] = made[parameter]
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+def _initialise(
+    modules: Iterable[nn.Module],
+    inits: dict[nn.Module, Callable[[], object] | None],
+    names: dict[nn.Module, str],
+    seed: int,
+) -> None:
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    for module in modules:
+        init = inits.get(module)
+        if init is None:
+            continue
+        with torch.random.fork_rng(devices):
+            digest = hashlib.sha256(f"{seed}:{names[module]}".encode()).digest()
+            torch.manual_seed(int.from_bytes(digest[:7], "big"))
+            init()

@@ -1,0 +1,44 @@
+"""`nn.Embedding` whose forward looks rows up, and how a unit comes to be of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from flatshard import _torch
+from flatshard.engine.rows.gradients import RowGradients
+from flatshard.engine.rows.lookup import Rows
+from flatshard.engine.units.unit import Unit, unit_of
+
+
+def look_up_rows(unit: Unit, module: nn.Embedding, even: bool) -> None:
+    """Ask other ranks for the rows that a batch reads, and gather the table only when it is asked for by hand.
+
+    ``even``: all ranks read as many.
+    """
+    gradients = unit.groups[0].gradients
+    assert isinstance(gradients, RowGradients)
+    gradients.padding = module.padding_idx
+    unit.look_rows_up(Rows(unit.groups[0], even))
+
+
+def class_before(cls: type) -> type:
+    """The class that a module was of before it became a unit."""
+    return next(base for base in cls.__mro__ if not issubclass(base, (FSDPModule, RowEmbedding)))
+
+
+class RowEmbedding(nn.Embedding):
+    """The class that stands before `nn.Embedding` in that of a unit by rows."""
+
+    @_torch.uncompiled
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        unit = unit_of(self)
+        assert unit is not None
+        assert unit.rows is not None
+        if unit.call is None or unit.root is None:
+            raise RuntimeError(
+                f"unit '{unit.name}' is an embedding by rows, and its forward was called by itself, without the hooks "
+                "of the module: call the module"
+            )
+        return unit.root.look_up(unit, input)

@@ -1,0 +1,157 @@
+"""What is done to the parameters of a unit from outside: state dicts, `.to` and its like, plain assignment.
+
+`engine/groups/changes.py` says what becomes of each group.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from flatshard import _torch
+from flatshard.engine.groups import changes
+from flatshard.engine.groups.changes import Change
+from flatshard.engine.groups.names import Names
+from flatshard.engine.units.tying import tie
+from flatshard.engine.units.unit import Unit
+
+
+def absorb(unit: Unit, ours: bool = False) -> None:
+    """Take over what the modules were given in the place of our parameters, or raise; or wait for the rest of it.
+
+    Of the modules of a list, each is converted or loaded by itself. ``ours``: the parameter objects stay.
+    """
+    for group in unit.groups:
+        changes.absorb(group, unit.is_awaited, root=_root(unit), wait=True, ours=ours)
+    for plain in unit.plain:
+        plain.guard()
+
+
+def absorb_moved(unit: Unit) -> None:
+    """The same, for what was done to a module in there that tells nobody. The parameters are about to be used."""
+    for group in list(unit.groups):
+        if not group.is_full and group.snapshot.has_changed():
+            if unit.is_written:
+                raise RuntimeError(f"unit '{unit.name}' is used in the body of gathered(write=True); leave that first")
+            group.release()  # it may have been gathered ahead
+            if not unit.is_awaited:
+                tie(unit, group, absorb_moved)
+            changes.absorb(group, unit.is_awaited, root=_root(unit))
+
+
+def check_change(unit: Unit, change: Change) -> None:
+    """Raise if this change of all parameters could not be taken over."""
+    for group in unit.groups:
+        changes.check_change(group, change, unit.is_awaited, _root(unit))
+
+
+@contextmanager
+def applying(unit: Unit, change: Change) -> Iterator[None]:
+    """Around `module._apply(change)`."""
+    unit.reshard()
+    absorb(unit)  # what was assigned before: it has gradients of its own
+    with ExitStack() as stack:
+        for group in unit.groups:
+            stack.enter_context(changes.applying(group, change))
+        yield
+        absorb(unit)
+
+
+@contextmanager
+def written(unit: Unit) -> Iterator[None]:
+    """Within, the modules hold whole copies of main weights. What was written to them is taken over, if all went well.
+
+    A collective call, when it begins.
+    """
+    if unit.root is not None:
+        unit.root.give_up_broken()
+    if unit.is_in_use or unit.is_awaited:
+        raise RuntimeError(
+            f"unit '{unit.name}' cannot be written between a forward and its backward, which needs the weights as they "
+            "were; run the backward first, or run the forward under torch.no_grad()"
+        )
+    unit.reshard()
+    absorb_moved(unit)
+    params = [param for group in unit.groups for param in group.params]
+    for group in unit.groups:
+        if group.is_extended:
+            raise TypeError(f"parameter '{Names(group, _root(unit))[0]}' is of a tensor subclass; write its local part")
+    with torch.no_grad():
+        sharded: list[Any] = [param.sharded for param in params]
+        copies = [nn.Parameter(each.full_tensor().detach().clone(), requires_grad=False) for each in sharded]
+    for param, copied in zip(params, copies):
+        copied.requires_grad_(param.sharded.requires_grad)
+        for site in param.sites:
+            site.put(copied)
+    unit.is_written = True
+    try:
+        yield
+        with torch.no_grad():
+            for param, copied in zip(params, copies):
+                part = _torch.local_of(param.sharded)
+                part.copy_(_torch.part_of(copied, param.sharded) if part.shape != copied.shape else copied)
+    finally:
+        unit.is_written = False
+        for param in params:
+            for site in param.sites:
+                site.put(param.sharded)
+        for group in unit.groups:
+            group.mark_stale()
+
+
+def _root(unit: Unit) -> nn.Module | None:
+    """Where names in errors start from, as far as is known."""
+    units = unit.root.units if unit.root is not None else [unit]
+    return next(iter(units[0].modules), None) if units and len(units[0].modules) == 1 else None
+
+
+def hook_state_dicts(unit: Unit, module: nn.Module) -> None:
+    """State dicts of ``module``, one of the unit's, hold main weights, sharded; and what they load is taken over."""
+    module.register_state_dict_pre_hook(functools.partial(_before_state_dict, unit))
+    module.register_state_dict_post_hook(_after_state_dict)
+    module.register_load_state_dict_pre_hook(functools.partial(_before_load_state_dict, unit))
+    module.register_load_state_dict_post_hook(functools.partial(_after_load_state_dict, unit))
+
+
+def _before_state_dict(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    unit.reshard()
+
+
+def _after_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """A detached DTensor has the offset of its local part, which torch's asynchronous checkpoints stumble over."""
+    for name, value in state.items():
+        if name.startswith(prefix) and isinstance(value, DTensor) and value.storage_offset():
+            state[name] = _torch.like_dtensor(value, _torch.local_of(value))
+
+
+def _before_load_state_dict(unit: Unit, module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
+    unit.reshard()
+    absorb(unit)  # what the user has put there before; what comes now is not the user's
+    _cut_whole(unit, module, state, prefix)
+
+
+def _cut_whole(unit: Unit, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    """Cut what a state dict of an unsharded model has for our parameters. ``state`` is load_state_dict's own."""
+    sharded = {id(param.sharded): param.sharded for group in unit.needs for param in group.params}
+    for name, parameter in module.named_parameters(prefix.rstrip("."), remove_duplicate=False):
+        whole = state.get(name)
+        if id(parameter) not in sharded or not isinstance(whole, torch.Tensor) or isinstance(whole, DTensor):
+            continue
+        if whole.shape == parameter.shape and whole.dim() and not whole.is_meta and not _torch.is_wrapper(whole):
+            part = _torch.part_of(whole.detach(), parameter).contiguous()
+            state[name] = _torch.like_dtensor(parameter, part)
+
+
+def _after_load_state_dict(unit: Unit, module: nn.Module, keys: Any) -> None:
+    absorb(unit, ours=True)
+    for group, param, site in unit.borrowed:
+        if site.look() is not param.sharded:
+            changes.absorb(group, unit.is_awaited, root=_root(unit), wait=True, ours=True)
+    for group in unit.groups:
+        group.mark_stale()  # also within the micro-batches of a step

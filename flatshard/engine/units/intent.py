@@ -1,0 +1,43 @@
+"""What a user has asked of a unit, and the place that a unit has in the tree of its root. Neither is ever changed."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+Modules = tuple[weakref.ref[nn.Module], ...]
+
+
+@dataclass(frozen=True)
+class Intent:
+    """What `fully_shard` and the setters of `FSDPModule` were told. Setters replace it: `Unit.ask`."""
+
+    reshard_after_forward: bool | Literal["auto"] | None = None  # None: unless it is the outermost unit of a forward
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool | None = None  # None: if its backward reads weights
+    reduces: bool = True  # off: gradients stay unreduced
+    all_reduces: bool = True  # off: gradients go no further than they rest between micro-batches
+    reduces_unused: bool = False  # on: what a backward does not use takes part in the reduces with zeros
+    is_optional: bool = False  # a rank's batch may not use it; then it takes part in what the others launch for it
+    refuses_meta: bool = False  # on: a first use without values is refused, not begun with initial ones
+    max_reducing: int | None = None  # what the root's policy says otherwise
+    separate_groups: bool | None = None
+    prefetch_in_forward: Modules | None = None
+    prefetch_in_backward: Modules | None = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a unit is under its root, and what the root has chosen for it. Made anew with the root."""
+
+    name: str
+    index: int = 0  # in the order of registration
+    numbers: range = range(0)  # of its groups in the program
+    parent: int | None = None  # the unit that it is in, by index
+    nests: bool = False  # there are units below
+    is_optional: bool = False  # it was said to be, or one around it; not of the root, which whoever calls it uses
+    stays_for_backward: bool = False  # of those whose `reshard_after_forward` is "auto"
+    keeps_for_next: bool = False  # gathered between the micro-batches of a step

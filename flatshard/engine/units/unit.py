@@ -1,0 +1,745 @@
+"""A unit: its hooks around forward and backward, and the phases it goes through."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from flatshard import _torch
+from flatshard.engine.gradients.reduction import Goal
+from flatshard.engine.groups.param_group import ParamGroup
+from flatshard.engine.parameters.sharded_param import Plain, ShardedParam, Site
+from flatshard.engine.program import Pass, Program
+from flatshard.engine.rows.lookup import Rows
+from flatshard.engine.units.intent import Intent, Place
+from flatshard.engine.units.leases import Lease
+from flatshard.engine.units.stray_use import explain
+from flatshard.engine.watch.calls import Call, LeftBehind, anchored
+from flatshard.engine.watch.transforms import watch_transformed
+from flatshard.engine.watch.trees import cast_floating, to_device
+from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy
+
+
+class Phase(Enum):
+    __hash__ = object.__hash__  # Enum's own is a Python function, and this is asked for at every step
+
+    RESTING = "resting"  # no pass is going through it; whether a backward is to come, living graphs say (`is_awaited`)
+    FORWARD = "forward"
+    BACKWARD = "backward"  # a gradient has reached an output
+
+
+# A recompute is not a forward: it happens on the way to, or in, BACKWARD and does not change the phase by itself.
+
+
+_UNIT = "_flatshard_unit"
+_numbers = itertools.count()
+
+
+class RootProtocol(Protocol):
+    """What a unit asks of its root: where the current pass stands, and the gathers and reduces around it."""
+
+    program: Program
+    entry: int | None  # the outermost unit whose forward is running
+    forwards: int  # how many there have been
+    backwards: int
+    joins: bool  # a backward ends with all its reduces done
+
+    @property
+    def units(self) -> list[Unit]: ...
+
+    @property
+    def has_optional(self) -> bool: ...
+
+    @property
+    def is_nested(self) -> bool: ...
+
+    def begin_forward(self, entry: Unit) -> None: ...
+
+    def end_forward(self, grads: bool) -> None: ...
+
+    def begin_backward(self) -> None: ...
+
+    def need(self, unit: Unit, gather: bool = True) -> None: ...
+
+    def arrive(self, unit: Unit, gather: bool) -> None: ...
+
+    def linger(self, unit: Unit, grads: bool) -> None: ...
+
+    def retain(self, unit: Unit) -> None: ...
+
+    def gather_ahead(self, unit: Unit) -> None: ...
+
+    def goes_through(self, forward: int) -> None: ...
+
+    def unit_left(self, unit: Unit) -> None: ...
+
+    def group_complete(self, number: int) -> None: ...
+
+    def look_up(self, unit: Unit, tokens: torch.Tensor) -> torch.Tensor: ...
+
+    def give_up_broken(self) -> None: ...
+
+    def reset(self) -> None: ...
+
+
+class Unit:
+    """The state of one `fully_shard` call. Its modules own it through their hooks; it knows them weakly."""
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        groups: Sequence[ParamGroup],
+        mesh: DeviceMesh,
+        device: torch.device,
+        policy: MixedPrecisionPolicy,
+        intent: Intent,
+        find_root: Callable[[Unit, nn.Module], RootProtocol],
+        schedule: SchedulePolicy | None = None,
+        hooked: bool = True,
+    ) -> None:
+        """``find_root``: makes the root of a unit that has none, with this module on top."""
+        self.groups = list(groups)
+        self.needs = list(groups)  # and those of other units, whose parameters are tied to its own
+        self.borrowed: list[tuple[ParamGroup, ShardedParam, Site]] = []  # those parameters, and where it has them
+        self.mesh = mesh
+        self.device = device
+        self.policy = policy
+        self.intent = intent
+        self.is_first = self.is_last = True  # of the micro-batches of an optimizer step
+        # The backward of an embedding reads the tokens, not the weights: gathering those again would be in vain. A
+        # module that contains one may multiply with its weights, too.
+        self.tables = frozenset(id(module) for module in modules if type(module) is nn.Embedding)
+        self._find_root = find_root
+        self.schedule = schedule
+        self.choices: Any = None  # of the call, for copies
+        self.copier: Callable[[nn.Module, dict[int, Any]], nn.Module] | None = None  # makes those
+        self.number = next(_numbers)  # of the call in this process
+        self.parks = False  # between forward and backward its weights stay, sharded over a smaller mesh
+        self.phase = Phase.RESTING
+        self.root: RootProtocol | None = None
+        self.call: Call | None = None  # the forward that is running
+        # Why its full weights stay. Of `USER`, how many bodies; of `NEXT`, the state of main that they were made of.
+        self.leases: dict[Lease, Any] = {}
+        self.is_written = False  # the modules hold whole copies, for somebody to write to
+        self.rows: Rows | None = None  # of an embedding that is looked up where its rows are
+        self.plain: list[Plain] = []  # frozen parameters that stay whole
+        self._modules = [weakref.ref(module) for module in modules]
+        self._ids = frozenset(map(id, modules))
+        self._me = weakref.ref(self)
+        self._calls: list[weakref.ref[Call]] = []  # that await, or have had, their backward
+        self._unseen = False  # a forward within one with gradients has been without: a recompute may follow
+        self._left_behind = LeftBehind()
+        for index, group in enumerate(self.groups):
+            group.owner = self._me
+            group.gradients.on_complete = functools.partial(_group_complete, self._me, index)
+            group.gradients.on_first = functools.partial(_gradient_arrives, self._me)
+        for module in modules if hooked else ():
+            module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._post_forward)
+            module.register_forward_hook(self._after_exception, always_call=True)
+        self.take_place(Place(type(modules[0]).__name__))
+
+    def ask(self, **changes: Any) -> None:
+        """Replace what was asked of this unit, in these fields of its `Intent`."""
+        self.intent = replace(self.intent, **changes)
+        self._derive()
+
+    def take_place(self, place: Place) -> None:
+        """Be at this place under a root."""
+        self.place = place
+        self.name, self.index, self.numbers = place.name, place.index, place.numbers
+        self.nests, self.is_optional = place.nests, place.is_optional
+        self._derive()
+
+    def _derive(self) -> None:
+        """What follows from what was asked, and from the place; looked at in every pass."""
+        intent, place = self.intent, self.place
+        asked = intent.reshard_after_forward
+        self.reshard_after_forward = not place.stays_for_backward if asked == "auto" else asked
+        self.unshard_in_forward = self.rows is None
+        reads = self.rows is None and (bool(self.borrowed) or len(self.tables) < len(self._ids))
+        self.unshard_in_backward = reads if intent.unshard_in_backward is None else intent.unshard_in_backward
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [module for module in (ref() for ref in self._modules) if module is not None]
+
+    def borrow(self, group: ParamGroup, param: ShardedParam, site: Site) -> None:
+        """Use a parameter of another unit too, which is tied to that at ``site``."""
+        if group.by_rows:
+            raise ValueError(
+                f"parameter '{param.name}' is tied to another layer, which needs all of it: call fully_shard on that "
+                "embedding without rows=True"
+            )
+        self.borrowed.append((group, param, site))
+        self._derive()
+        if group not in self.needs:
+            group.borrowers.append(self._me)
+            self.needs.append(group)
+        if site.look() is not param.sharded:  # else two units share the module itself
+            param.sites.append(site)
+            site.put(param.sharded)
+
+    @property
+    def is_gathered(self) -> bool:
+        for group in self.needs:
+            if group.ticket is None:
+                return False
+        return True
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether full weights are always there: `release` only hides them."""
+        return all(group.is_resident for group in self.needs)
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether the running backward has left this unit for good, or has not been here."""
+        if self.phase is not Phase.RESTING or self.call is not None or self._unseen:
+            return False
+        return not (self.is_gathered or self.is_awaited)
+
+    @property
+    def _is_anchored(self) -> bool:
+        """Whether a backward is to come to this unit, and to go beyond it, even if this rank uses nothing there.
+
+        Other ranks may, and gather and reduce at those moments.
+        """
+        if not self.intent.reduces_unused or self.is_optional:
+            return False
+        return any(group.gradients.expected for group in self.groups)
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a pass is going through this unit now."""
+        return self.phase is not Phase.RESTING
+
+    @property
+    def in_backward(self) -> bool:
+        return self.phase is Phase.BACKWARD
+
+    def _refuse(self, phase: Phase) -> None:
+        raise RuntimeError(
+            f"unit '{self.name}' cannot go from {self.phase.value} to {phase.value}; if an exception interrupted the "
+            "last step, call reset() on the root"
+        )
+
+    # Forward
+
+    @_torch.uncompiled
+    def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not _torch.transforming():
+            return self._begin(module, args, kwargs)
+        with _torch.Untransformed():
+            self._begin(module, (), {})
+        if self.device.type != "cpu":
+            args, kwargs = to_device(self.device, args), to_device(self.device, kwargs)
+        return self._cast_inputs(args, kwargs)
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A forward is to run; what it is to be called with."""
+        root = self._find_root(self, module) if self.root is None else self.root
+        recompute = _torch.in_backward()
+        call = self.call
+        if call is not None and call.inner is not None and id(module) in call.running:  # `generate` runs its forward
+            call.inner += 1
+            return self._cast_inputs(args, kwargs)
+        if call is None or not call.goes_on_with(module):
+            if recompute:
+                root.begin_backward()
+            elif root.entry is None or root.entry == self.index:
+                root.begin_forward(self)
+                if self.device.type != "cpu":
+                    args, kwargs = to_device(self.device, args), to_device(self.device, kwargs)
+            call = self.call = Call(self._me, self._ids, root.forwards, call, recompute)
+        elif recompute:
+            root.begin_backward()
+        call.running.add(id(module))
+        call.watches = torch.is_grad_enabled() and not (recompute and self._has_graph())
+        if not recompute:
+            if self.phase is Phase.BACKWARD:
+                self._refuse(Phase.FORWARD)
+            self.phase = Phase.FORWARD
+        root.need(self, gather=self.unshard_in_forward)
+        if self.policy.param_dtype is not None:
+            args, kwargs = self._cast_inputs(args, kwargs)
+        if call.watches:
+            args, kwargs, watched = call.watch_inputs(module, args, kwargs)
+            if not watched and self._is_anchored:
+                args, kwargs, watched = call.watch_inputs(module, *anchored((args, kwargs), once=True))
+            if not watched:
+                call.blind += 1
+                call.reading += id(module) not in self.tables
+            if self.nests or not watched:  # then every parameter is asked as well
+                for group in self.groups:
+                    group.watch()
+        return args, kwargs
+
+    def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        policy = self.policy
+        if policy.cast_forward_inputs and policy.param_dtype is not None:
+            args, kwargs = cast_floating(policy.param_dtype, args), cast_floating(policy.param_dtype, kwargs)
+        return args, kwargs
+
+    @_torch.uncompiled
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self.policy.output_dtype is not None:
+            output = cast_floating(self.policy.output_dtype, output)
+        call = self.call
+        assert call is not None
+        if call.inner:
+            return output
+        if _torch.transforming():
+            output, grads = watch_transformed(call.hook(module), output)
+            with _torch.Untransformed():
+                self._end(module, call, grads)
+            return output
+        grads = False
+        if torch.is_grad_enabled():
+            grads = call.watch_outputs(module, output)
+            if not grads and self._is_anchored:
+                output = anchored(output)
+                grads = call.watch_outputs(module, output)
+            grads = grads and call.watches
+        if grads and self._left_behind.places != []:
+            self._left_behind.watch(call, module, self.modules, self.nests)
+        self._end(module, call, grads)
+        return output
+
+    def _end(self, module: nn.Module, call: Call, grads: bool) -> None:
+        """A forward has run; ``grads``: a gradient may come to its output."""
+        root = self.root
+        assert root is not None
+        which = id(module)
+        call.close(module)
+        call.running.discard(which)
+        call.left.discard(which)
+        if grads:
+            self._await(call)
+        left = call.left
+        if left and root.entry == self.index and self.index:
+            call.left.clear()  # a module of a list, called by itself: a loss by chunks, for example
+        if call.left:
+            return
+        self.call = call.outer
+        if not _torch.in_backward():
+            self._after_forward(root, grads)
+        elif not self.in_backward:
+            root.retain(self)
+
+    @_torch.uncompiled
+    def _after_exception(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Called after every forward of a module; only where one raised is there something to do."""
+        call = self.call
+        if call is None or id(module) not in call.running:
+            return
+        if call.inner:
+            call.inner -= 1
+            return
+        explain(sys.exc_info()[1], self.rows is not None)
+        # A recompute that stops early raises too, but enters nothing.
+        call.close(module)
+        call.running.discard(id(module))
+        root = self.root
+        if self.phase is Phase.FORWARD and not _torch.in_backward() and root is not None and root.entry == self.index:
+            root.entry = None  # what comes next starts a pass of its own, and clears what is left of this one
+
+    def call_as_forward(self, module: nn.Module, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of one of the modules as if it were its forward. Within a forward it is a plain call.
+
+        And forwards of the module within it are: they are parts of one pass.
+        """
+        if self.call is not None and id(module) in self.call.running:
+            return method(*args, **kwargs)
+        args, kwargs = self._pre_forward(module, args, kwargs)
+        assert self.call is not None
+        self.call.inner = 0
+        try:
+            return self._post_forward(module, args, method(*args, **kwargs))
+        finally:
+            self._after_exception(module, args, None)
+
+    def _after_forward(self, root: RootProtocol, grads: bool) -> None:
+        self.phase = Phase.RESTING
+        outermost = root.entry == self.index
+        keep = outermost if self.reshard_after_forward is None else not self.reshard_after_forward
+        if not grads and not outermost and root.program.running is Pass.FORWARD:
+            grads = self._unseen = True  # under reentrant checkpointing gradients come in spite of no_grad
+        if not grads and self.reshard_after_forward is None:
+            keep = False  # no backward will need it, and nothing tells of weights that are written through `.data`
+        if self.is_optional and not (keep or outermost or self.nests or Lease.USER in self.leases):
+            root.linger(self, grads)
+        else:
+            self.leave(keep, grads)
+        if outermost:
+            root.end_forward(grads)
+
+    def leave(self, keep: bool, grads: bool) -> None:
+        """The forward has left this unit. ``keep``: for what comes next; ``grads``: that may be a backward."""
+        if keep or Lease.USER in self.leases:
+            self.keep()
+            if not grads:
+                self.hide()  # whoever asks for parameters now, to build an optimizer, wants the sharded ones
+            return
+        if grads and self.parks:
+            for group in self.groups:
+                group.park()
+        self.release()
+
+    def pass_over(self) -> None:
+        """The running pass uses nothing of this unit, which is optional. Other ranks may: do as if it did."""
+        root = self.root
+        assert root is not None
+        backward = root.program.running is Pass.BACKWARD
+        root.arrive(self, gather=self.unshard_in_backward or not backward)
+
+    def passed_over(self) -> None:
+        """And so it has done with the units inside this one."""
+        root = self.root
+        assert root is not None
+        for group in self.needs:
+            group.wait()
+        if root.program.running is Pass.BACKWARD:
+            if self.is_gathered and self._reshards_now:
+                self.release()
+            root.gather_ahead(self)
+            root.unit_left(self)
+            self.rest()
+        else:
+            for group in self.groups:
+                group.heed_requires_grad()  # as the ranks do that use it
+            self.leave(keep=self.reshard_after_forward is False, grads=root.program.running is Pass.FORWARD)
+            self.hide()
+
+    def look_rows_up(self, rows: Rows) -> None:
+        """Ask other ranks for the rows that a batch reads, and gather the table only when it is asked for by hand."""
+        self.rows = rows
+        self._derive()
+
+    def forward_over(self, grads: bool) -> None:
+        """The forward of the outermost unit is over, and with it this one's, even if a module of it has not run.
+
+        Without ``grads`` there it has left no graph, and no recompute comes either.
+        """
+        if self.phase is Phase.FORWARD:
+            assert self.root is not None
+            self.call = None
+            self._after_forward(self.root, self.is_awaited)
+        if self._unseen and not grads:
+            self._unseen = False
+            self.hide()
+
+    # Backward
+
+    def _await(self, call: Call) -> None:
+        """A backward through this call may come."""
+        others = [ref for ref in self._calls if (known := ref()) is not None and known is not call and not known.passed]
+        self._calls = [*others, weakref.ref(call)]
+
+    def _has_graph(self) -> bool:
+        """Within a recompute: whether it belongs to the graph of an earlier forward, whose hooks then do the work.
+
+        Otherwise checkpointing is reentrant, and makes a graph now. A unit that is used both ways is taken to be of the
+        first kind: nothing tells when its inputs are passed, so its turn is over at the end of the backward.
+        """
+        for ref in self._calls:
+            call = ref()
+            if call is not None and not call.in_recompute and not call.passed:
+                return True
+        return False
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the backward of a forward is to come. A graph that is gone awaits none."""
+        for ref in self._calls:
+            call = ref()
+            if call is not None and not call.passed:
+                return True
+        return False
+
+    @property
+    def is_ahead(self) -> bool:
+        """Within a backward: whether it is going to come here, or to come again."""
+        return self._unseen or self._has_calls_ahead()
+
+    def _has_calls_ahead(self) -> bool:
+        for ref in self._calls:
+            call = ref()
+            if call is not None and not call.passed:
+                assert self.root is not None
+                if call.is_ahead(self.root.backwards, self.root.is_nested):
+                    return True
+        return False
+
+    def gradient_at_output(self, call: Call) -> None:
+        """A gradient has reached an output: the weights are needed again."""
+        root = self.root
+        assert root is not None
+        root.begin_backward()
+        if call.backward != root.backwards:
+            if not call.in_recompute:
+                root.goes_through(call.forward)
+            call.backward = root.backwards
+            if call.passed or not call.watches:
+                call.await_again()
+                self._await(call)
+        if self.in_backward:
+            return
+        if self.phase is Phase.FORWARD:
+            self._refuse(Phase.BACKWARD)
+        self.phase = Phase.BACKWARD
+        self._unseen = False
+        if torch.is_grad_enabled():
+            self._prepare_second_backward()
+        if not (root.joins or self.intent.reduces or self.intent.reshard_after_backward or self.shows_full):
+            self._refuse_split_backward()
+        root.need(self, gather=self.unshard_in_backward)
+
+    def _refuse_split_backward(self) -> None:
+        """Raise if a pipeline computes the gradients of weights in a backward of their own, and has lost sight of them.
+
+        It asks the modules for their parameters before the first of the two, and found sharded ones.
+        """
+        if "torch.distributed.pipelining" not in sys.modules:
+            return
+        wanted = [m.full for group in self.groups for m in group.params if m.full is not None and m.full.requires_grad]
+        nodes = [torch.autograd.graph.get_gradient_edge(full).node for full in wanted]
+        if not all(map(_torch.will_be_executed, nodes)):
+            raise RuntimeError(
+                f"unit '{self.name}' was released after its forward, and this pipeline schedule computes the gradients "
+                "of weights apart from those of inputs, which needs the weights to stay: call fully_shard with "
+                "reshard_after_forward=False in its stages"
+            )
+
+    def _prepare_second_backward(self) -> None:
+        """This backward makes a graph. What goes through that reads the weights, and comes to no output of ours."""
+        assert self.root is not None
+        if self.root.has_optional:
+            raise RuntimeError(
+                "a backward with create_graph=True goes through a model with optional units: weights stay for the next "
+                "backward on ranks that have used them, and the others would gather them. Make no unit optional"
+            )
+        self.leases[Lease.GRAPH] = True
+        for group in self.groups:
+            group.watch()
+
+    def inputs_passed(self) -> None:
+        """The gradients of one forward's inputs are complete, and with them those of its weights."""
+        root = self.root
+        assert root is not None
+        if self._has_calls_ahead():
+            calls = [call for call in (ref() for ref in self._calls) if call is not None and not call.passed]
+            has_read = all(call.has_read for call in calls)
+            if has_read and self.in_backward and self._reshards_now and self.is_gathered:
+                self.release()  # an embedding is to come
+                root.gather_ahead(self)
+            return
+        if self.phase is Phase.BACKWARD:
+            # On the wire, what the next unit waits for goes before what nobody waits for; and it fits in once this
+            # unit's weights, which nothing reads any more, are released.
+            if self._reshards_now:
+                self.release()
+            root.gather_ahead(self)
+        root.unit_left(self)
+        self.rest()
+
+    @property
+    def goal(self) -> Goal:
+        """How far gradients are reduced now."""
+        if not self.intent.reduces:
+            return Goal.UNREDUCED
+        return Goal.FINAL if self.is_last and self.intent.all_reduces else Goal.REST
+
+    def backward_over(self) -> None:
+        """The backward is over, here and everywhere."""
+        if _torch.in_backward():
+            for call in (ref() for ref in self._calls):
+                if call is not None and self.root is not None and call.is_ahead(self.root.backwards, False):
+                    call.passed = True
+        self.rest()
+
+    def rest(self) -> None:
+        """The backward has left this unit: release and forget."""
+        if self.phase is Phase.FORWARD:
+            return  # a gradient was computed inside this unit's forward
+        if Lease.GRAPH in self.leases:
+            self.keep()
+            self.hide()
+        elif self.is_gathered and self._reshards_now:
+            self.release()
+        elif self.is_gathered:
+            self.keep()
+            if self.intent.reshard_after_backward:
+                self.hide()  # kept for the next micro-batch: whoever looks in between sees what he would without
+        self.call = None  # a recompute that stopped early, or of a part of a list
+        self.phase = Phase.RESTING
+        self._unseen = False
+        for group in self.groups if self.parks else ():
+            group.source.unpark()
+
+    @property
+    def _reshards_now(self) -> bool:
+        """Whether the weights are released after the backward that is running."""
+        return (
+            self.intent.reshard_after_backward
+            and not self.is_kept_for_next
+            and Lease.GRAPH not in self.leases
+            and Lease.USER not in self.leases
+        )
+
+    @property
+    def stays(self) -> bool:
+        """Whether the weights are still there when the running pass has left this unit."""
+        assert self.root is not None
+        if self.root.program.running is Pass.BACKWARD:
+            return not self._reshards_now
+        return self.reshard_after_forward is False or Lease.USER in self.leases
+
+    @property
+    def is_kept_for_next(self) -> bool:
+        """Whether the running micro-batch leaves its weights to the next one."""
+        return self.place.keeps_for_next and not self.is_last
+
+    def recover(self, broken_backward: bool) -> None:
+        """An exception broke a pass off: release. What a broken backward has left here is of no use."""
+        self.call, self._unseen = None, False
+        root = self.root
+        assert root is not None
+        for call in (ref() for ref in self._calls):
+            if call is not None and (broken_backward or call.forward == root.forwards):
+                call.passed = True
+        if broken_backward:
+            for group in self.groups:
+                group.gradients.drop()
+        self.phase = Phase.RESTING
+        self.release(always=True)
+
+    def reset(self) -> None:
+        """Rest, whatever was going on; gradients that have not been reduced are lost."""
+        self._calls = []
+        for group in self.groups:
+            group.gradients.drop()
+            group.gradients.drop_partial()
+        self.phase = Phase.RESTING
+        self.rest()
+        self.release(always=True)
+
+    # Gathered weights
+
+    def keep(self) -> None:
+        """Leave the gathered weights to the next pass, should they still be those of main by then."""
+        self.leases[Lease.NEXT] = [group.state for group in self.needs]
+
+    def keeps(self) -> bool:
+        """Whether a forward that begins uses the gathered weights as they are."""
+        known = self.leases.get(Lease.NEXT)
+        if known is None or (self.place.keeps_for_next and self.is_first and Lease.GRAPH not in self.leases):
+            return False
+        if known != [group.state for group in self.needs]:
+            return False
+        return not any(group.snapshot.has_changed() for group in self.groups if not group.is_full)
+
+    @property
+    def shows_full(self) -> bool:
+        """Whether the modules hold full parameters."""
+        for group in self.needs:
+            if not group.is_full:
+                return False
+        return True
+
+    def swap_in(self) -> None:
+        """Wait for the gathers and show the full parameters to the modules."""
+        self.leases[Lease.PASS] = True
+        for group in self.needs:
+            group.swap_in()
+
+    def release(self, always: bool = False) -> None:
+        """Give the gathered weights back, unless another unit needs them still. A body of `gathered` gets them again.
+
+        Those that a graph of second order reads are only hidden, until main has changed, or ``always`` is said.
+        """
+        if Lease.GRAPH in self.leases and not always:
+            self.hide()
+            return
+        bodies = self.leases.get(Lease.USER)
+        self.leases = {} if bodies is None else {Lease.USER: bodies}
+        for group in self.needs:
+            leases = _leases_of_others(self, group) if group.borrowers else ()
+            if not leases:
+                group.release()
+            elif Lease.PASS not in leases and Lease.USER not in leases:
+                group.swap_out()
+
+    def hide(self) -> None:
+        """The pass shows the full parameters no more; they are kept."""
+        self.leases.pop(Lease.PASS, None)
+        if Lease.USER in self.leases:
+            return
+        for group in self.needs:
+            leases = _leases_of_others(self, group) if group.borrowers else ()
+            if Lease.PASS not in leases and Lease.USER not in leases:
+                group.swap_out()
+
+    def reshard(self) -> None:
+        """Show sharded parameters, whoever needs the full ones: a pass that does gathers them again.
+
+        Only a backward of this unit that is under way would not, and reads them.
+        """
+        if self.in_backward and _torch.in_backward():
+            raise RuntimeError(
+                f"unit '{self.name}' is in its backward, which reads its weights; reshard it, take its state dict or "
+                "save it when the backward has returned"
+            )
+        has_graph = Lease.GRAPH in self.leases
+        self.release()
+        for group in self.needs if not has_graph else ():
+            group.release()
+
+
+def _leases_of_others(unit: Unit, group: ParamGroup) -> set[Lease]:
+    """Of units that share a group with one."""
+    others = [ref() for ref in (group.owner, *group.borrowers) if ref is not None]
+    return {lease for other in others if other is not None and other is not unit for lease in other.leases}
+
+
+def _gradient_arrives(unit: weakref.ref[Unit]) -> None:
+    """Of a parameter that was used outside of any forward, nothing else tells that a backward is running."""
+    found = unit()
+    if found is not None and found.root is not None:
+        found.root.begin_backward()
+
+
+def _group_complete(unit: weakref.ref[Unit], index: int) -> None:
+    """All gradients of a group have arrived. Its weights may still be read until the inputs' gradients are done."""
+    found = unit()
+    if found is not None:
+        assert found.root is not None
+        found.root.begin_backward()
+        found.root.group_complete(found.numbers[index])
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that `fully_shard` made of this module, if it did."""
+    found: Unit | None = module.__dict__.get(_UNIT)
+    return found
+
+
+def own(module: nn.Module, unit: Unit) -> None:
+    """Let `unit_of` find it."""
+    module.__dict__[_UNIT] = unit
+
+
+def unit_with(group: ParamGroup) -> Unit | None:
+    """The unit that owns a group, while it exists."""
+    found: Unit | None = None if group.owner is None else group.owner()
+    return found

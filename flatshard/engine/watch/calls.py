@@ -1,0 +1,252 @@
+"""Calls: what tells a unit where a backward stands, by hooks on the tensors of its forwards."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from flatshard import _torch
+from flatshard.engine.gradients.gradients import refuse_orphan
+from flatshard.engine.watch.trees import map_tensors, tensors_in, tensors_in_objects
+
+
+class Watcher(Protocol):
+    """Who is told where a backward stands: a unit."""
+
+    def gradient_at_output(self, call: Call) -> None:
+        """A gradient has reached an output of a call."""
+
+    def inputs_passed(self) -> None:
+        """The gradients of one call's inputs are complete."""
+
+
+class Call:
+    """One forward of a unit, from the start of its first module to the end of its last.
+
+    Invariant: the unit awaits the backward of those calls that are alive and not `passed`, and of no others. A call is
+    owned by the unit while it runs, and afterwards by hooks in the autograd graph, on its outputs, and by nothing else.
+    So a graph that is thrown away takes its calls along.
+
+    In the graph: output --(hook: owns the call)--> ... --> input --(hook: knows the call weakly)--> ...
+
+    Of a list of modules, the input of one may be made of the output of another, which owns the call. So the call does
+    not own the places of inputs in the graph: each is owned by the hooks on the outputs of its own module.
+    """
+
+    __slots__ = (
+        *("__weakref__", "_all", "_nodes", "_open", "_over", "backward", "forward"),
+        *("blind", "in_recompute", "inner", "left", "outer", "passed", "reading", "running", "unit", "watches"),
+    )
+
+    def __init__(
+        self,
+        unit: Callable[[], Watcher | None],
+        modules: frozenset[int],
+        forward: int,
+        before: Call | None,
+        recompute: bool,
+    ) -> None:
+        """``modules``: of the unit, by id. ``before``: the call that was the last to begin."""
+        self.unit = unit
+        self.forward = forward  # of the root, by number
+        self.outer = before if before is not None and before.running else None  # within which this one runs
+        self.left = set(modules)  # modules that have not ended
+        self._all = modules
+        self.running: set[int] = set()  # modules that have begun and not ended
+        self.inner: int | None = None  # of a method that runs as a forward: forwards of its module that run within it
+        self.in_recompute = recompute  # it was made within a backward
+        self.watches = True  # its graph is the one that a backward will go through
+        self.backward = 0  # that has reached an output last, by number
+        # For each module that has inputs with gradients, where in the graph those are complete.
+        self._nodes: list[weakref.ref[_Place]] = []
+        self._open: dict[nn.Module, _Place] = {}  # of modules that run
+        self._over: set[int] = set()  # those that a backward has been through
+        self.blind = 0  # modules that have none: nothing tells when a backward has been through them
+        self.reading = 0  # of these, modules whose backward reads weights, which that of an embedding does not
+        self.passed = False  # a backward has been through all of it, or never will be
+
+    def goes_on_with(self, module: nn.Module) -> bool:
+        """Whether a forward of one of the unit's modules, which begins now, is part of this call."""
+        if self.left != self._all:
+            return True  # of a list of modules some have run, others have not
+        return bool(self.running) and id(module) not in self.running
+
+    def await_again(self) -> None:
+        """Another backward goes through the graph, which has been retained."""
+        self.passed = False
+        self._over.clear()
+
+    def pass_inputs(self, number: int) -> None:
+        """The gradients of a module's inputs are complete."""
+        self._over.add(number)
+        self.passed = len(self._over) == len(self._nodes) and not self.blind
+
+    @property
+    def has_read(self) -> bool:
+        """Whether a backward has read all weights that it is going to read."""
+        return len(self._over) == len(self._nodes) and not self.reading
+
+    def is_ahead(self, backward: int, nested: bool) -> bool:
+        """Within a backward, by number: whether that will go through this call, as far as can be known, and has not.
+
+        ``nested``: reentrant checkpointing goes through a graph of its own now, which hides the one around it.
+        """
+        if self.passed:
+            return False
+        if nested or self.backward == backward:
+            return True
+        for number, ref in enumerate(self._nodes):
+            place = ref()
+            if place is not None and number not in self._over and _torch.will_be_executed(place.node):
+                return True
+        return not self._nodes
+
+    def watch_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
+        """Arguments to call a module with, so that `Unit.inputs_passed` follows; whether any needs a gradient."""
+        wanted = [t for t in tensors_in((args, kwargs) if kwargs else args) if t.requires_grad]
+        if not wanted:
+            return args, kwargs, False
+        who = self.unit, weakref.ref(self), len(self._nodes)
+        first = wanted[0]
+        if len(wanted) == 1 and type(first) is torch.Tensor and first.layout is torch.strided:
+            # A view, for a gradient of its own: others may use the tensor too. Several times cheaper than a function.
+            passed = (first.view_as(first),)
+            passed[0].register_hook(functools.partial(_inputs_passed, *who))
+            place = self._open[module] = _Place(passed[0].grad_fn)
+            self._nodes.append(weakref.ref(place))
+            if len(args) == 1 and args[0] is first:
+                return passed, kwargs, True
+        else:
+            wanted = list({id(t): t for t in wanted}.values())
+            passed = _InputsPassed.apply(who, *wanted)  # type: ignore[no-untyped-call]
+            place = self._open[module] = _Place(passed[0].grad_fn)
+            self._nodes.append(weakref.ref(place))
+        instead = {id(tensor): view for tensor, view in zip(wanted, passed)}
+        args, kwargs = (map_tensors(lambda t: instead.get(id(t), t), given) for given in (args, kwargs))
+        return args, kwargs, True
+
+    def close(self, module: nn.Module) -> None:
+        """The outputs of a module have been watched."""
+        self._open.pop(module, None)
+
+    def hook(self, module: nn.Module) -> functools.partial[None]:
+        """A hook for the outputs of a module."""
+        return functools.partial(gradient_at_output, self, self._open.get(module))
+
+    def watch_outputs(self, module: nn.Module, output: Any) -> bool:
+        """Let `Unit.gradient_at_output` follow when a gradient reaches the output; whether one may.
+
+        An output may be that of a unit inside, or the input itself where a rank uses nothing of a unit. A backward is
+        to come to the output first, on this rank as on all others, and then to what is inside.
+        """
+        hook = functools.partial(gradient_at_output, self, self._open.get(module))
+        wanted = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        if not wanted and not isinstance(output, torch.Tensor):
+            # In an object, a distribution for example. Beside other outputs it may be a cache, of all units before.
+            wanted = [tensor for tensor in tensors_in_objects(output) if tensor.requires_grad]
+        for tensor in wanted:
+            _torch.hook_first(tensor, hook)
+        return bool(wanted)
+
+
+class _Place:
+    """Where in the graph the gradients of a module's inputs are complete."""
+
+    __slots__ = ("__weakref__", "node")
+
+    def __init__(self, node: Any) -> None:
+        self.node = node
+
+
+class LeftBehind:
+    """What forwards leave on the modules of a unit, an auxiliary loss for example: watched as their outputs are.
+
+    A forward that does so always does, so the first one tells.
+    """
+
+    def __init__(self) -> None:
+        self.places: list[tuple[weakref.ref[nn.Module], str]] | None = None  # None: no forward has been
+
+    def watch(self, call: Call, module: nn.Module, modules: Sequence[nn.Module], nests: bool) -> None:
+        """After a forward of ``module``, which is one of ``modules``.
+
+        ``nests``: there are units inside, which watch what is below themselves.
+        """
+        if self.places is None:
+            self.places = []
+            for below in (below for each in modules for below in ((each,) if nests else each.modules())):
+                for name, value in below.__dict__.items():
+                    looked_at = not name.startswith("_") and isinstance(value, (torch.Tensor, list, tuple, dict))
+                    if looked_at and any(tensor.grad_fn is not None for tensor in tensors_in(value)):
+                        self.places.append((weakref.ref(below), name))
+        for ref, name in self.places:
+            found = ref()
+            if found is not None:
+                left = [t for t in tensors_in(found.__dict__.get(name)) if t.grad_fn is not None]
+                call.watch_outputs(module, left)
+
+
+def anchored(output: Any, once: bool = False) -> Any:
+    """An output with the same values that a backward comes to, although nothing in it needs a gradient.
+
+    ``once``: one tensor in it is enough, which the others, masks for example, need not suffer for.
+    """
+    anchor = torch.empty(0, requires_grad=True)
+    found = [id(tensor) for tensor in tensors_in(output) if tensor.is_floating_point()]
+    chosen = set(found[:1] if once else found)
+    return map_tensors(lambda t: _Anchor.apply(anchor, t) if id(t) in chosen else t, output)  # type: ignore[no-untyped-call]
+
+
+class _Anchor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return None, None
+
+
+class _InputsPassed(torch.autograd.Function):
+    """Identity; its backward runs when the gradients of its inputs are complete."""
+
+    @staticmethod
+    def forward(ctx: Any, who: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.who = who
+        return tensors
+
+    @staticmethod
+    @_torch.uncompiled
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        _inputs_passed(*ctx.who)
+        return (None, *grads)
+
+
+@_torch.uncompiled
+def _inputs_passed(
+    unit: Callable[[], Watcher | None], call: weakref.ref[Call], number: int, grad: torch.Tensor | None = None
+) -> None:
+    found, of = unit(), call()
+    if found is None:
+        refuse_orphan()
+    elif of is not None:
+        of.pass_inputs(number)
+        found.inputs_passed()
+
+
+@_torch.uncompiled
+def gradient_at_output(call: Call, place: _Place | None, grad: torch.Tensor | None = None) -> None:
+    """A hook on an output, which owns the call and the ``place`` of the module's inputs."""
+    found = call.unit()
+    if found is None:
+        return
+    if not _torch.transforming():
+        found.gradient_at_output(call)
+        return
+    with _torch.Untransformed():
+        found.gradient_at_output(call)

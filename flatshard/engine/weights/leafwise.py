@@ -1,0 +1,50 @@
+"""Frozen parameters of tensor subclasses that say nothing of how they are gathered: torchao's quantised weights.
+
+Such a tensor is made of plain ones, and tells of which (`__tensor_flatten__`). Those with a row for each of its own
+rows (codes, a scale per row) are cut, gathered and put together again; all others (a scale of the whole, a packed form)
+stay whole on every rank. What comes back is made of the same bytes, whatever they mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from flatshard import _torch
+from flatshard.engine.parameters.sharded_param import ShardedParam
+from flatshard.engine.weights.codec import Extension
+
+
+class Composed(Extension):
+    """A parameter whose leaves are gathered as they are."""
+
+    def __init__(self, param: ShardedParam, *others: Any) -> None:
+        super().__init__(param, *others)
+        assert param.made_of is not None
+        self._structure, self._cut = param.made_of
+
+    def encode(self) -> list[torch.Tensor]:
+        local = self._local if self._local.device == self._device else self._local.to(self._device, non_blocking=True)
+        given = []
+        for leaf in (leaf for leaf, cut in zip(self._structure.leaves(local), self._cut) if cut):
+            padded = leaf.new_zeros(self._padded[0], *leaf.shape[1:])
+            padded[: leaf.shape[0]].copy_(leaf)
+            given.append(padded)
+        self._sizes = [each.size() for each in given]
+        return given
+
+    def decode(self, gathered: Sequence[torch.Tensor]) -> None:
+        parts = [flat.view(-1, *size[1:])[: self._shape[0]] for flat, size in zip(gathered, self._sizes)]
+        if self._made is None:
+            self._owned = [part.clone() for part in parts]
+            left, local = iter(self._owned), self._local
+            leaves = zip(self._structure.leaves(local), self._cut)
+            whole = (next(left) if cut else leaf.to(self._device, copy=True) for leaf, cut in leaves)
+            self._made = self._structure.made_of(whole)
+            return
+        for owned, part in zip(self._owned, parts):
+            owned.untyped_storage().resize_(owned.numel() * owned.element_size())
+            with _torch.keeping_versions([owned]):
+                owned.copy_(part)

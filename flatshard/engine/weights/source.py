@@ -1,0 +1,494 @@
+"""Where the full weights of a group come from: one object per way, chosen once by `source_for`.
+
+`OfMain`      main itself: every rank has all of it, in the dtype that compute wants
+`OfCompute`   persistent compute weights, of which every rank has all; refreshed from main after a step
+`Gathered`    a buffer that comes and goes, filled from all ranks' parts of main, or of persistent compute weights;
+              in a backward from parts on a smaller mesh, if the forward has left some there
+`FromBytes`   the same, decoded from what all ranks have encoded of main, once per step, when it is needed
+`Decoded`     what a codec makes of what it has sent
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from flatshard.buffer import DONE, DBuffer, Pool, Ticket, turns
+from flatshard.engine.weights.codec import Blocks, Cast, DecodingCodec
+from flatshard.engine.weights.offload import Home
+from flatshard.layout import Flat, Layout, Placement, Replicate
+from flatshard.policy import Placements
+
+
+@contextmanager
+def lasting_tensors() -> Iterator[None]:
+    """Where tensors are made that outlive the running pass: made under inference mode, training could never use them.
+
+    Gradients are off: nothing of it belongs to a graph.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+class Source:
+    """Brings the full weights of a group to this rank and gives their memory back.
+
+    After `gather`, and once its ticket has been waited for, `open` makes them usable by the current stream. `full` are
+    the values of a param: the same tensors from the first `open` on, with or without storage.
+    """
+
+    is_resident = False  # they rest on this rank: nothing is gathered for a pass, and nothing is released after it
+    buffer: DBuffer | None = None  # of which full weights are views, except for those that lie there in another order
+    compute: Compute | None = None  # persistent compute weights, where their placement is not main's
+
+    def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
+        """Start. ``lasting``: they are to stay for long. ``comm``: an `AllGather` of torch's to gather by."""
+        raise NotImplementedError
+
+    def open(self) -> None:
+        """Make what was gathered usable."""
+
+    def full(self, index: int) -> torch.Tensor:
+        """The values of a param, whole, with a version counter of their own.
+
+        Refilling them by a later gather must not look to autograd as if a weight that it saved had been modified.
+        """
+        raise NotImplementedError
+
+    def mark_stale(self) -> None:
+        """Main may have changed: whatever is derived from it is to be derived anew."""
+
+    def release(self) -> None:
+        """Give the memory back, once the current stream is done with it."""
+
+    def give_up(self) -> None:
+        """A gather has raised: give back what it has got by then."""
+        self.release()
+
+    def park(self, mesh: DeviceMesh) -> None:
+        """Before a release after forward: keep this rank's part on a smaller mesh, for backward to gather from."""
+
+    def unpark(self) -> None:
+        """The backward is over."""
+
+    @property
+    def launches(self) -> bool:
+        """Whether the next gather communicates."""
+        return True
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the next gather brings bytes of a format, of which `open` makes full weights in the pool's memory."""
+        return False
+
+
+class OfMain(Source):
+    is_resident = True
+    launches = False
+
+    def __init__(self, main: DBuffer) -> None:
+        self.buffer = self._main = main
+
+    def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
+        return Ticket()
+
+    def full(self, index: int) -> torch.Tensor:
+        return self._main.local_view(index).data
+
+
+class _Turned:
+    """Full weights that are cut on another dim than 0: they have storage of their own, in their own order."""
+
+    def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
+        self._layout, self._dtype = layout, dtype
+        self.indices = [i for i in range(len(layout.slots)) if layout.is_turned(i, layout.num_shards)]
+        self._flat: dict[int, torch.Tensor] = {}
+        self._pool: Pool | None = None
+
+    def allocate(self, pool: Pool, here: bool = False) -> None:
+        """``here``: the current stream is to fill them, and not the lane."""
+        self._pool = pool
+        for index in self.indices:
+            if index not in self._flat:
+                self._flat[index] = pool.empty(self._layout.slots[index].numel, self._dtype)
+            pool.allocate(self._flat[index], here=here)
+
+    def view(self, index: int) -> torch.Tensor:
+        return self._flat[index].view(self._layout.slots[index].shape)
+
+    def fill(self, gathered: DBuffer) -> None:
+        """Bring what was gathered into its own order."""
+        layout, pairs = self._layout, []
+        for index in self.indices:
+            slot = layout.slots[index]
+            size = layout.segments[slot.segment].piece * layout.num_shards
+            run = gathered.local.narrow(0, layout.run_starts(layout.num_shards)[slot.segment], size)
+            pairs += turns(layout, index, run, self.view(index))
+        if pairs:
+            torch._foreach_copy_([whole for _, whole in pairs], [part for part, _ in pairs])
+
+    def fill_after(self, ticket: Ticket, gathered: DBuffer) -> Ticket:
+        """The same in the order of the lane, after ``ticket``."""
+        assert self._pool is not None
+        return self._pool.lane.follow(ticket, functools.partial(self.fill, gathered))
+
+    def release(self) -> None:
+        for flat in self._flat.values():
+            assert self._pool is not None
+            self._pool.release(flat)
+
+
+class _Buffered(Source):
+    """Full weights are views of one buffer, or turned."""
+
+    def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
+        turned = _Turned(layout, dtype)
+        self._turned = turned if turned.indices else None
+
+    def full(self, index: int) -> torch.Tensor:
+        if self._turned is not None and index in self._turned.indices:
+            return self._turned.view(index).data
+        assert self.buffer is not None
+        return self.buffer.local_view(index).data
+
+
+class Compute:
+    """Persistent compute weights: less sharded than main, and brought up to date with it when they are stale.
+
+    Where a codec encodes them they are the bytes that travel, unless this rank has all of them: then it decodes them.
+    And brings those that are cut on another dim than 0 into their own order, where they lie.
+    """
+
+    def __init__(self, main: DBuffer, codec: Cast | Blocks, home: Home, placements: Placements) -> None:
+        self._main, self._codec, self._home, self._placement = main, codec, home, placements.parameter
+        self.buffer: DBuffer | None = None
+        self.is_stale = True
+        self._in_use: list[DBuffer] = []  # by the refresh on its way
+        self.done = DONE  # when they are up to date
+        self.has_read = DONE  # when main may be written again
+        layout, shards = main.layout, main.layout.num_shards
+        turned = [index for index in range(len(layout.slots)) if layout.is_turned(index, shards)]
+        self._turned = turned if _everywhere(self._placement) else []
+
+    def refresh(self, pool: Pool, name: str) -> tuple[DBuffer, Ticket]:
+        """The weights, and when they are up to date."""
+        main, buffer, lane, codec = self._main, self.buffer, pool.lane, self._codec
+        decodes = isinstance(codec, Blocks) and _everywhere(self._placement)
+        with lane.entered():
+            if buffer is None:
+                layout, dtype = main.layout, codec.dtype
+                if isinstance(codec, Blocks) and not decodes:
+                    layout, dtype = codec.layout, torch.uint8
+                device = self._home.device
+                buffer = DBuffer.zeros(layout, main.mesh, self._placement, dtype=dtype, device=device)
+                self.buffer = buffer
+            if not self.is_stale or not buffer.runs():
+                return buffer, self.done
+            fetched, wire = self._home.on_device(main, pool), buffer
+            if isinstance(codec, Cast):
+                codec.encode(fetched.runs(), buffer.runs(main.held))
+            else:
+                if decodes:
+                    make = functools.partial(pool.temporary, dtype=torch.uint8)
+                    wire = DBuffer.made(codec.layout, main.mesh, self._placement, make)
+                codec.encode(fetched, wire)
+            self._in_use = [fetched, wire]
+            self.has_read = self.done = lane.mark()
+            if self._placement != main.placements:  # else nothing is missing of what is held
+                self.done = wire.gather_in_place(main.placements, lane=lane, name=f"refresh {name}")
+            if isinstance(codec, Blocks) and decodes:
+                self.done = lane.follow(self.done, functools.partial(codec.decode, wire, buffer))
+            if self._turned:
+                self.done = lane.follow(self.done, self._turn)
+            self.is_stale = False
+            return buffer, self.done
+
+    def whole(self, index: int) -> torch.Tensor:
+        """A weight, where this rank has all of them."""
+        assert self.buffer is not None
+        if index not in self._turned:
+            return self.buffer.local_view(index)
+        slot = self._main.layout.slots[index]
+        return self._run(index)[: slot.numel].view(slot.shape)
+
+    def _run(self, index: int) -> torch.Tensor:
+        """The segment of a weight that is cut on another dim than 0, which has one of its own."""
+        assert self.buffer is not None
+        layout, number = self._main.layout, self._main.layout.slots[index].segment
+        size = layout.segments[number].piece * layout.num_shards
+        return self.buffer.local.narrow(0, layout.run_starts(layout.num_shards)[number], size)
+
+    def _turn(self) -> None:
+        for index in self._turned:
+            for part, whole in turns(self._main.layout, index, self._run(index).clone(), self.whole(index)):
+                whole.copy_(part)
+
+    @property
+    def launches(self) -> bool:
+        """Whether the next refresh communicates."""
+        return self.is_stale and self._placement != self._main.placements
+
+    def read(self) -> None:
+        """The last refresh has been waited for."""
+        self._in_use = []
+
+
+class OfCompute(Source):
+    is_resident = True
+
+    def __init__(self, compute: Compute) -> None:
+        self.compute = self._weights = compute
+
+    def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
+        self.buffer, refreshed = self._weights.refresh(pool, name)
+        return refreshed
+
+    def full(self, index: int) -> torch.Tensor:
+        return self._weights.whole(index).data
+
+    @property
+    def launches(self) -> bool:
+        return self._weights.launches
+
+    def open(self) -> None:
+        self._weights.read()
+
+    def mark_stale(self) -> None:
+        self._weights.is_stale = True
+
+
+class Gathered(_Buffered):
+    """``compute``: what is gathered are parts of these, and not of main."""
+
+    def __init__(self, main: DBuffer, codec: Cast | Blocks, home: Home, compute: Compute | None) -> None:
+        super().__init__(main.layout, codec.dtype)
+        self.compute = compute
+        self._main, self._home, self._dtype = main, home, codec.dtype
+        self._cast = codec if isinstance(codec, Cast) else None
+        self._fetched: DBuffer | None = None  # main, where it rests in host memory
+        self._pool: Pool | None = None
+        self._own: list[torch.Tensor] | None = None  # this rank's runs of the buffer
+        self._parked: tuple[DBuffer, Ticket] | None = None  # and where the copy stands
+        self._is_hollow = not main.layout.payload  # only empty tensors, of which collectives take no list
+        self._is_sharded = not _everywhere(main.placements)
+
+    def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
+        self._pool = pool  # another one than last time, if the unit has a new root
+        part, refreshed = (None, DONE) if self.compute is None else self.compute.refresh(pool, name)
+        buffer = self._allocated(pool, lasting)
+        if self._is_hollow:
+            return Ticket()
+        with pool.lane.entered(() if refreshed is DONE else (refreshed,)):
+            if self._parked is not None:
+                part, parked = self._parked
+                # The gathered buffer as the smaller mesh sees it.
+                seen = DBuffer(buffer.layout, part.mesh, [Replicate()], buffer.local)
+                ticket = _gather(part, seen, pool, name, comm, (parked,))
+            elif part is not None:
+                ticket = _gather(part, buffer, pool, name, comm)
+            else:
+                ticket = self._from_main(buffer, pool, name, comm)
+        return ticket if self._turned is None else self._turned.fill_after(ticket, buffer)
+
+    @property
+    def launches(self) -> bool:
+        return self.compute is not None or self._is_sharded
+
+    def _allocated(self, pool: Pool, lasting: bool, here: bool = False) -> DBuffer:
+        """The buffer of full weights, with storage. ``here``: the current stream is to write it, and not the lane."""
+        buffer = self.buffer
+        if buffer is None:
+            buffer = self.buffer = self._unallocated(self._main.layout, self._dtype, pool)
+        pool.allocate(buffer.local, lasting, here)
+        if self._turned is not None:
+            self._turned.allocate(pool, here)
+        return buffer
+
+    def _unallocated(self, layout: Layout, dtype: torch.dtype, pool: Pool) -> DBuffer:
+        """A buffer for what all ranks have, without storage."""
+        mesh, local = self._main.mesh, pool.empty(layout.buffer_numel(layout.num_shards), dtype)
+        return DBuffer(layout, mesh, [Replicate()] * mesh.ndim, local)
+
+    def _from_main(self, buffer: DBuffer, pool: Pool, name: str, comm: Any) -> Ticket:
+        main, lane, cast = self._main, pool.lane, self._cast
+        assert cast is not None
+        if self._home.host:
+            main = self._fetched = self._home.on_device(main, pool)
+        if cast.sends_main and self._is_sharded:
+            return _gather(main, buffer, pool, name, comm)
+        if self._own is None:
+            self._own = buffer.runs(main.held)
+        cast.encode(main.runs(), self._own)
+        if not self._is_sharded:
+            return lane.mark()
+        return buffer.gather_in_place(main.placements, lane=lane, name=name, comm=comm)
+
+    def release(self) -> None:
+        self._fetched = None
+        if self.compute is not None:
+            self.compute.read()
+        if self.buffer is not None and self._pool is not None:
+            self._pool.release(self.buffer.local)
+        if self._turned is not None:
+            self._turned.release()
+
+    def give_up(self) -> None:
+        if self.compute is not None:
+            self.compute.done.wait()  # nobody else will wait for a refresh
+        if self._pool is not None:
+            self._pool.lane.join()  # what it was given of the memory comes before whoever takes that next
+        self.release()
+
+    def mark_stale(self) -> None:
+        self._parked = None
+        if self.compute is not None:
+            self.compute.is_stale = True
+
+    def park(self, mesh: DeviceMesh) -> None:
+        if self.buffer is None or self._parked is not None or not self._is_sharded:
+            return
+        dtype, device = self._dtype, self._home.device
+        part = DBuffer.zeros(self._main.layout, mesh, [Flat()], dtype=dtype, device=device)
+        if part.runs():
+            torch._foreach_copy_(part.runs(), self.buffer.runs(part.held))
+        assert self._pool is not None
+        self._parked = part, self._pool.lane.mark()
+
+    def unpark(self) -> None:
+        self._parked = None
+
+
+class FromBytes(Gathered):
+    """The parts are bytes, gathered into memory that is theirs until they are decoded.
+
+    That is when full weights are needed, by the stream that needs them: beside compute, decoding would take processors
+    from matrix products for longer than it takes alone. And until then only the bytes take memory.
+    """
+
+    def __init__(self, main: DBuffer, codec: Blocks, home: Home, compute: Compute) -> None:
+        super().__init__(main, codec, home, compute)
+        self._blocks = codec
+        self._wire: DBuffer | None = None
+        self._is_open = True
+        self._lasting = False  # which the full weights are to be
+
+    @property
+    def decodes(self) -> bool:
+        return self._parked is None and not self._is_hollow
+
+    def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
+        if not self.decodes:
+            return super().gather(pool, name, lasting, comm)
+        assert self.compute is not None
+        self._pool, self._lasting = pool, lasting
+        part, refreshed = self.compute.refresh(pool, name)
+        wire = self._wire
+        if wire is None:
+            wire = self._wire = self._unallocated(self._blocks.layout, torch.uint8, pool)
+        pool.allocate(wire.local, lasting)
+        self._is_open = False
+        with pool.lane.entered(() if refreshed is DONE else (refreshed,)):
+            return _gather(part, wire, pool, name, comm)
+
+    def open(self) -> None:
+        if self._is_open:
+            return
+        pool, wire = self._pool, self._wire
+        assert pool is not None
+        assert wire is not None
+        with lasting_tensors() if torch.is_inference_mode_enabled() else nullcontext():
+            buffer = self._allocated(pool, self._lasting, here=True)
+            self._blocks.decode(wire, buffer)
+            pool.release(wire.local)
+            if self._turned is not None:
+                self._turned.fill(buffer)
+        self._is_open = True
+
+    def park(self, mesh: DeviceMesh) -> None:
+        self.open()  # also on a rank that has passed the unit over: the others gather from its part
+        super().park(mesh)
+
+    def release(self) -> None:
+        super().release()
+        self._is_open = True
+        if self._wire is not None and self._pool is not None:
+            self._pool.release(self._wire.local)
+
+
+class Decoded(Source):
+    """What was gathered goes through a codec, which has memory of its own for full weights."""
+
+    def __init__(self, codec: DecodingCodec, mesh: DeviceMesh) -> None:
+        self._codec, self._mesh = codec, mesh
+        self._pool: Pool | None = None
+        self.wire: list[torch.Tensor] = []  # what is gathered, flat
+        self._is_open = False
+
+    def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
+        self._pool, self._is_open = pool, False
+        lane, axis = pool.lane, self._mesh.ndim - 1
+        group, ranks = lane.group(self._mesh, axis), self._mesh.size(axis)
+        with lane.entered(), lasting_tensors():
+            given = self._codec.encode()
+            if not self.wire:
+                self.wire = [pool.empty(each.numel() * ranks, each.dtype) for each in given]
+            for output in self.wire:
+                pool.allocate(output)
+            sent = [(output, each.reshape(-1)) for output, each in zip(self.wire, given) if each.numel()]
+            return lane.all_gather(group, *zip(*sent), name=name) if sent else lane.mark()
+
+    def open(self) -> None:
+        if not self._is_open:
+            with lasting_tensors():
+                self._codec.decode(self.wire)
+            self._is_open = True
+
+    def full(self, index: int) -> torch.Tensor:
+        return self._codec.full(index)
+
+    def release(self) -> None:
+        assert self._pool is not None
+        for output in self.wire:
+            self._pool.release(output)
+        self._codec.release()
+
+    def give_up(self) -> None:
+        assert self._pool is not None
+        self._pool.lane.join()  # as of `Gathered`
+        self.release()
+
+
+def source_for(
+    main: DBuffer, placements: Placements, codec: Cast | Blocks | DecodingCodec, home: Home, is_held: bool = False
+) -> Source:
+    """The way to full weights that these placements, this codec and this home leave.
+
+    ``is_held``: from a copy of main's values, whatever becomes of main.
+    """
+    if not isinstance(codec, (Cast, Blocks)):
+        return Decoded(codec, main.mesh)
+    everywhere = _everywhere(placements.parameter)
+    if isinstance(codec, Blocks):
+        encoded = Compute(main, codec, home, placements)
+        return OfCompute(encoded) if everywhere else FromBytes(main, codec, home, encoded)
+    if is_held or placements.parameter != placements.optimizer:
+        compute = Compute(main, codec, home, placements)
+        return OfCompute(compute) if everywhere else Gathered(main, codec, home, compute)
+    if everywhere and codec.sends_main and not home.host:
+        return OfMain(main)
+    return Gathered(main, codec, home, None)
+
+
+def _gather(part: DBuffer, buffer: DBuffer, pool: Pool, name: str, comm: Any, after: Sequence[Ticket] = ()) -> Ticket:
+    """Fill a buffer from the ranks' parts, which rest as they travel."""
+    own = part.runs()
+    return buffer.gather_in_place(part.placements, lane=pool.lane, own=own, after=after, name=name, comm=comm)
+
+
+def _everywhere(placements: Sequence[Placement]) -> bool:
+    return all(isinstance(placement, Replicate) for placement in placements)

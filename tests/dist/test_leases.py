@@ -1,0 +1,108 @@
+"""Why full weights stay: what a unit's leases are in each situation, what `summary` says of them, and when they end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import flatshard
+from flatshard import fully_shard, summary
+from flatshard.engine.units.unit import unit_of
+
+DIM = 4
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).tanh()
+        if self.fails:
+            raise ArithmeticError
+        return self.second(x)
+
+
+def _sharded(**choices) -> Net:
+    torch.manual_seed(0)
+    model = Net()
+    for part in (model.first, model.second):
+        fully_shard(part, **choices)
+    return fully_shard(model)
+
+
+def _held(model: Net) -> set[str]:
+    return {lease.value for lease in unit_of(model.first).leases}
+
+
+def _leases(rank, world):
+    model, x = _sharded(reshard_after_forward=False), torch.ones(2, DIM)
+    assert not summary(model).leases
+    loss = model(x).sum()
+    assert _held(model) == {"a pass", "the next pass"}
+    assert "first for a pass and the next pass" in str(summary(model))
+    loss.backward()
+    assert not _held(model)
+    with flatshard.gathered(model):
+        assert _held(model) == {"gathered()", "a pass", "the next pass"}
+        with flatshard.gathered(model.first), torch.no_grad():
+            model(x)
+        assert not isinstance(model.first.weight, DTensor)
+    assert not _held(model)
+    assert isinstance(model.first.weight, DTensor)
+
+
+def test_each_has_a_reason_and_an_end(ranks):
+    ranks(2, _leases)
+
+
+def _graph(rank, world):
+    """A body of `gathered` goes on to show full parameters, whatever a backward in it has left."""
+    model, x = _sharded(), torch.ones(2, DIM, requires_grad=True)
+    with flatshard.gathered(model):
+        (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        assert not isinstance(model.first.weight, DTensor)
+        grad.square().sum().backward()
+        assert not isinstance(model.first.weight, DTensor)
+    assert isinstance(model.first.weight, DTensor)
+    torch.manual_seed(0)
+    whole = Net()
+    (grad,) = torch.autograd.grad(whole(x).square().sum(), x, create_graph=True)
+    grad.square().sum().backward()
+    for mine, theirs in zip(model.parameters(), whole.parameters()):
+        if theirs.grad is not None:
+            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
+
+
+def test_a_graph_of_second_order_in_a_body_of_gathered(ranks):
+    ranks(2, _graph)
+
+
+def _broken(rank, world, where):
+    model, x = _sharded(), torch.ones(2, DIM)
+    model(x)
+    if where == "forward":
+        model.fails = True
+        with pytest.raises(ArithmeticError):
+            model(x)
+        model.fails = False
+    else:
+        hidden = model.first(x)
+        hidden.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model.second(hidden).sum().backward()
+        del hidden
+    with flatshard.gathered(model, write=True), torch.no_grad():
+        model.first.weight.fill_(2.0)
+    assert model.first.weight.full_tensor().eq(2.0).all()
+    model.hold_weights()
+    model.refresh_weights()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_weights_can_be_written_and_held_after_a_pass_that_raised(ranks, where):
+    ranks(2, _broken, where)
