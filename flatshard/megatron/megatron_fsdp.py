@@ -144,6 +144,7 @@ class MegatronFSDP(nn.Module):
         }
         planned = plan_units(module, classes, fine_grained=fine_grained, single=single)
         units = [(modules, expert, index.mesh_of(expert)) for modules, expert in [*planned, ([module], False)]]
+        self._has_experts = any(expert for _, expert, _ in units)
         distribute_marked(module, index)
         for modules, expert, mesh in units:
             scale: Any = "sum" if self.calculate_per_token_loss else "mean"
@@ -159,7 +160,7 @@ class MegatronFSDP(nn.Module):
         self._has_groups, index = True, self.dist_index
         if index.fsdp_group_ag is not None:
             self._root.set_gather_group(index.fsdp_group_ag)
-        if index.expt_fsdp_group_ag is not None:
+        if index.expt_fsdp_group_ag is not None and self._has_experts:
             self._root.set_gather_group(index.expt_fsdp_group_ag, index.mesh_of(True))
 
     @property

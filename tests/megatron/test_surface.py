@@ -615,6 +615,10 @@ def _gather_group(rank, world):
     assert root.gather_lane.group(index.dp_mesh, 0) is group
     assert root.reduce_lane.group(index.dp_mesh, 0) is not group
     assert index.get_fsdp_group(independent_all_gather=True) is group
+    for given in ({}, {"expt_device_mesh": index.device_mesh}):  # of experts, and there are none
+        plain = sharded(expt_fsdp_group_ag=group, device_mesh=index.device_mesh, dp_shard_dim="dp", **given)
+        loss_of(plain, tokens_of(rank, world)).backward()
+        assert unit_of(plain.module).root.gather_lane.group(index.dp_mesh, 0) is not group
     other = dist.new_group(list(range(world - 1)))
     wrong = sharded(fsdp_group_ag=other, device_mesh=index.device_mesh, dp_shard_dim="dp") if rank < world - 1 else None
     if wrong is not None:
@@ -738,6 +742,39 @@ def _whole(rank, world):
 
 def test_what_is_marked_stays_whole_and_is_not_gathered(ranks):
     ranks(2, _whole)
+
+
+class Counted(nn.Module):
+    """`reset_parameters` forgets the buffer, unless it is told to set it."""
+
+    sets = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 4))
+        self.register_buffer("table", torch.arange(3))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        if self.sets:
+            self.table = torch.arange(3, device=self.table.device)
+
+    def forward(self, x):
+        return x @ self.weight * self.table.sum()
+
+
+def _unset(rank, world):
+    with torch.device("meta"):
+        models = [nn.Sequential(Counted()), nn.Sequential(Counted())]
+    with pytest.raises(ValueError, match=r"'0\.table' has no values"):
+        fully_shard_model(models[0], fsdp_unit_modules=[Counted], init_model_with_meta_device=True)
+    models[1][0].sets = True
+    model = fully_shard_model(models[1], fsdp_unit_modules=[Counted], init_model_with_meta_device=True)
+    assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 4), 12.0))
+
+
+def test_a_buffer_without_values_is_refused(ranks):
+    ranks(2, _unset)
 
 
 # Quantised parameters, by the protocol that those of TransformerEngine follow
