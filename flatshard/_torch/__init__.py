@@ -17,13 +17,13 @@ from flatshard._torch.collectives import (
     reduce_scatter_coalesced, reduce_scatter_one,
 )
 from flatshard._torch.cuda import (
-    Event, allow_events_amid_captures, assert_on_device, clear_workspaces, current_stream, end_allocating, memory,
-    rendezvous, set_stream, symmetric_memory,
+    Event, allow_events_amid_captures, assert_on_device, clear_workspaces, current_stream, end_allocating,
+    is_symmetric, memory, rendezvous, set_stream, symmetric_memory,
 )
 from flatshard._torch.dtensors import (
     SUBCLASSES_DISPATCH, AsyncCollectiveTensor, Spec, StridedShard, as_parameter, bare_wrapper, box_at, boxes_of,
-    data_parallel_mesh, dtensor_of, have_other_locals, held_of, join_meshes, lie_over, like_dtensor, local_of,
-    local_rows, make_dtensor, make_spec, part_of, rebased, spec_of, spec_with_dtype,
+    data_parallel_mesh, dtensor_of, flattened_names, have_other_locals, held_of, join_meshes, lie_over, like_dtensor,
+    local_of, local_rows, make_dtensor, make_spec, part_of, rebased, spec_of, spec_with_dtype,
 )
 from flatshard._torch.fsdp import (
     FSDP_BODY, FSDP_HOMES, FSDP_INTERNALS, FSDP_NAMES, FSDPState, is_replicated, is_shipped_comm, let_torch_find,

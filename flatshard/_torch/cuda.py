@@ -126,3 +126,11 @@ def rendezvous(tensor: torch.Tensor, group: ProcessGroup) -> Any:
     seen = symmetric.rendezvous(tensor, group=group.group_name)
     torch.cuda.synchronize(tensor.device)  # see `symmetric_memory`
     return seen
+
+
+def is_symmetric(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in memory that other ranks can be shown, as far as this torch can say (2.12)."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    asked = getattr(symmetric, "is_symm_mem_tensor", None)
+    return tensor.is_cuda and asked is not None and bool(asked(tensor))

@@ -202,6 +202,11 @@ def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(list(meshes))
 
 
+def flattened_names(mesh: DeviceMesh) -> list[str]:
+    """The names of axes that were made of several axes of a mesh, or of one that it is a part of."""
+    return list(mesh._get_root_mesh()._flatten_mapping)
+
+
 def data_parallel_mesh(mesh: DeviceMesh, shard: Sequence[str], replicate: Sequence[str]) -> DeviceMesh:
     """The mesh (replicate, shard), or of one of them, made of these axes of ``mesh``; several of a kind become one."""
     kinds = [tuple(names) for names in (replicate, shard) if names]

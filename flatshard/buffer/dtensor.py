@@ -78,7 +78,7 @@ def as_dtensor(
     if inner is not None:
         if not _is_canonical(buffer, index, sharded):
             raise ValueError("a tensor-parallel parameter can be cut over one axis, with layout 'tensor', only")
-        return _composed(local, buffer.mesh, sharded, slot.dim, inner)
+        return composed(local, buffer.mesh, sharded, slot.dim, inner)
     placements = [TorchShard(slot.dim) if cut else TorchReplicate() for cut in sharded]
     meta = torch.empty(slot.shape, device="meta")
     made = _torch.make_dtensor(local, buffer.mesh, placements, meta.shape, meta.stride())
@@ -105,7 +105,7 @@ def _is_canonical(buffer: DBuffer, index: int, sharded: tuple[bool, ...]) -> boo
 # On top of tensor parallelism
 
 
-def _composed(local: torch.Tensor, mesh: DeviceMesh, sharded: Sequence[bool], dim: int, parallel: Parallel) -> DTensor:
+def composed(local: torch.Tensor, mesh: DeviceMesh, sharded: Sequence[bool], dim: int, parallel: Parallel) -> DTensor:
     """A DTensor over ``local``, the local part of a ``parallel`` one after a cut on ``dim`` over axes of ``mesh``.
 
     It lives on the axes of both meshes. Where tensor parallelism has cut that dim too, ours is the second cut of it.

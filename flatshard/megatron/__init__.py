@@ -15,6 +15,8 @@ from flatshard.megatron.mixed_precision import MixedPrecisionPolicy
 from flatshard.megatron.units import fsdp_no_shard
 from flatshard.megatron.utils import FSDPDistributedIndex
 
+__version__ = "0.6.1"  # of Megatron-FSDP, whose names these are
+
 __all__ = [
     "DistributedDataParallelConfig",
     "DistributedOptimizer",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
 import torch
 
@@ -16,11 +17,13 @@ _log = logging.getLogger("flatshard")
 # Fields that say how buckets are cut. Here units are what travels, and the layout says how they are padded.
 _OF_BUCKETS = (
     "bucket_size",
+    "num_buckets",
     "pad_buckets_for_high_nccl_busbw",
     "suggested_communication_unit_size",
     "align_param_gather",
 )
 _MISSING = {
+    "param_name_patterns_for_fp32_local_accumulation": "give a main_grads_dtype of torch.float32",
     "reduce_scatter_with_fp32_accumulation": "give a grad_comm_dtype of torch.float32",
     "check_for_large_grads": "use flatshard.grad_norms",
     "delay_wgrad_compute": "let autograd compute weight gradients, or use flatshard.direct_wgrads",
@@ -41,10 +44,13 @@ class DistributedDataParallelConfig:
     check_for_nan_in_grad: bool = False
     check_for_large_grads: bool = False
     bucket_size: int | None = None
+    num_buckets: int | None = None
     pad_buckets_for_high_nccl_busbw: bool = False
     reduce_scatter_with_fp32_accumulation: bool = False
+    param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
     average_in_collective: bool = False
     fp8_param_gather: bool = False
+    fp4_param_gather: bool = False
     reuse_grad_buf_for_mxfp8_param_ag: bool = False
     use_megatron_fsdp: bool = False
     use_custom_fsdp: bool = False
@@ -84,12 +90,26 @@ class DistributedDataParallelConfig:
         )
 
 
+def own_config(given: Any) -> DistributedDataParallelConfig:
+    """A configuration of Megatron-Core's class, field by field. One that is not known here must not be set."""
+    if isinstance(given, DistributedDataParallelConfig):
+        return given
+    if not is_dataclass(given) or isinstance(given, type):
+        raise TypeError(f"ddp_config={given!r}: must be a DistributedDataParallelConfig")
+    fresh, known = type(given)(), DistributedDataParallelConfig.__dataclass_fields__
+    said = {name: value for name, value in vars(given).items() if name in known}
+    others = [name for name, value in vars(given).items() if name not in known and value != getattr(fresh, name, None)]
+    if others:
+        raise NotImplementedError(f"DistributedDataParallelConfig: {', '.join(others)} is not offered")
+    return DistributedDataParallelConfig(**said)
+
+
 def schedule_of(config: DistributedDataParallelConfig) -> SchedulePolicy:
     """How far communication runs ahead; raises where the configuration asks for what is not there."""
     for name, instead in _MISSING.items():
         if getattr(config, name):
-            raise NotImplementedError(f"{name}=True is not offered; {instead}")
-    for name in ("fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"):
+            raise NotImplementedError(f"{name}={getattr(config, name)} is not offered; {instead}")
+    for name in ("fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"):
         if getattr(config, name) and importlib.util.find_spec("transformer_engine") is None:
             raise ValueError(f"{name}=True needs TransformerEngine, which is not installed")
     defaults = {field.name: field.default for field in fields(DistributedDataParallelConfig)}

@@ -6,6 +6,8 @@ import inspect
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -22,7 +24,17 @@ from flatshard.megatron.utils import FSDPDistributedIndex, default_mesh
 from flatshard.optim import step as local_step
 from flatshard.optim.step import repoint
 
-_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+class ShardingStrategy(IntEnum):
+    """Strategies by their numbers; names in lower case are taken too."""
+
+    NO_SHARD = 0
+    OPTIM = 1
+    OPTIM_GRADS = 2
+    OPTIM_GRADS_PARAMS = 3
+
+
+_STRATEGIES = tuple(strategy.name.lower() for strategy in ShardingStrategy)
 
 # Where arguments of `fully_shard_model` go: to fields of the configuration, to the index, to the model.
 _FIELDS = {
@@ -79,11 +91,14 @@ def fully_shard_model(
     maxpool_double_buffer: bool = False,
     *,
     layout: Any = "tensor",
+    preserve_fp32_weights: bool | None = None,
+    grad_reduce_in_fp32: bool | None = None,
 ) -> MegatronFSDP:
     """Shard ``module`` in place, and return it in a `MegatronFSDP`. docs/from-megatron-fsdp.md has every argument.
 
     ``layout`` is flatshard's: ``"tensor"`` cuts each parameter as torch.chunk does, ``"flat"`` packs those of a unit
-    into one buffer, so that shards are uneven.
+    into one buffer, so that shards are uneven. ``preserve_fp32_weights`` and ``grad_reduce_in_fp32`` are those of the
+    policy, in their older place.
     """
     given: dict[str, Any] = dict(locals())
     _arguments.module("fully_shard_model", module)
@@ -96,6 +111,9 @@ def fully_shard_model(
         device_mesh = default_mesh(dp_shard_dim, tp_dim)
     if outer != "no_shard" and dp_outer_dim is None:
         raise ValueError(f"outer_dp_sharding_strategy={outer!r} needs dp_outer_dim, the axis that it is of")
+    older = {name: given[name] for name in ("preserve_fp32_weights", "grad_reduce_in_fp32") if given[name] is not None}
+    if older:
+        given["mixed_precision_policy"] = replace(mixed_precision_policy, **older)
     fields = {field: given[argument] for argument, field in _FIELDS.items()}
     config = DistributedDataParallelConfig(
         data_parallel_sharding_strategy=inner, outer_dp_sharding_strategy=outer, **fields

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from flatshard.megatron.distributed_data_parallel_config import DistributedDataParallelConfig
+from flatshard.megatron.distributed_data_parallel_config import DistributedDataParallelConfig, own_config
 from flatshard.megatron.fully_shard import fully_shard_optimizer
 from flatshard.megatron.megatron_fsdp import MegatronFSDP
 from flatshard.megatron.names import Names
@@ -44,7 +43,7 @@ class FullyShardedDataParallel(nn.Module):
             ddp_config, module = module, ddp_config
         if not isinstance(module, nn.Module):
             raise TypeError(f"expected a module and a DistributedDataParallelConfig, not {type(module).__name__}")
-        self.config, self.ddp_config = config, _own_config(ddp_config)
+        self.config, self.ddp_config = config, own_config(ddp_config)
         self.force_all_reduce = False
         if fsdp_unit_modules is None and self.ddp_config.data_parallel_sharding_strategy == "optim_grads_params":
             fsdp_unit_modules = getattr(module, "_fsdp_unit_modules", None) or "auto"
@@ -103,20 +102,6 @@ class FullyShardedDataParallel(nn.Module):
         if strict and (missing or loaded.unexpected_keys):
             raise RuntimeError(f"load_state_dict: missing {missing}, unexpected {loaded.unexpected_keys}")
         return loaded
-
-
-def _own_config(given: Any) -> DistributedDataParallelConfig:
-    """A configuration of Megatron-Core's class, field by field. One that is not known here must not be set."""
-    if isinstance(given, DistributedDataParallelConfig):
-        return given
-    if not is_dataclass(given) or isinstance(given, type):
-        raise TypeError(f"ddp_config={given!r}: must be a DistributedDataParallelConfig")
-    fresh, known = type(given)(), DistributedDataParallelConfig.__dataclass_fields__
-    said = {name: value for name, value in vars(given).items() if name in known}
-    others = [name for name, value in vars(given).items() if name not in known and value != getattr(fresh, name, None)]
-    if others:
-        raise NotImplementedError(f"DistributedDataParallelConfig: {', '.join(others)} is not offered")
-    return DistributedDataParallelConfig(**said)
 
 
 def index_of(groups: Any, config: DistributedDataParallelConfig) -> FSDPDistributedIndex:

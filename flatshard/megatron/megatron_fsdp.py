@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,17 +14,17 @@ from torch.distributed.tensor import DTensor, Replicate
 from flatshard.api import fully_shard, microbatch
 from flatshard.buffer import Lane
 from flatshard.engine import steps
+from flatshard.engine.gradients.main_grads import DECOUPLED, MainGrads
+from flatshard.engine.tree.build import units_below
 from flatshard.engine.tree.materialize import materialize
-from flatshard.engine.tree.summary import summary
-from flatshard.megatron.distributed_data_parallel_config import DistributedDataParallelConfig, schedule_of
+from flatshard.megatron import reports
+from flatshard.megatron.distributed_data_parallel_config import DistributedDataParallelConfig, own_config, schedule_of
 from flatshard.megatron.mixed_precision import MixedPrecisionPolicy, engine_policy
-from flatshard.megatron.param_and_grad_buffer import ParamAndGradBuffer, register_memory
+from flatshard.megatron.param_and_grad_buffer import ParamAndGradBuffer
 from flatshard.megatron.units import distribute_marked, plan_units
-from flatshard.megatron.utils import FSDPDistributedIndex
+from flatshard.megatron.utils import FSDPDistributedIndex, initial_values, register_memory, take_first
 from flatshard.module import FSDPModule
 from flatshard.optim.clip import find_nonfinite
-
-_log = logging.getLogger("flatshard")
 
 # Arguments that are also fields of the configuration.
 ASKED: tuple[str, ...] = (
@@ -42,7 +41,7 @@ class MegatronFSDP(nn.Module):
 
     With ``sync_model_each_microbatch`` gradients are complete after every backward. Without, those of ``no_sync()`` are
     reduced as far as they rest between micro-batches, and `finish_grad_sync`, which the optimizer's step calls, does
-    the rest.
+    the rest. ``ddp_config`` may be Megatron-Core's; without a policy, its fields say which precision is meant.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class MegatronFSDP(nn.Module):
         module: nn.Module,
         dist_index: FSDPDistributedIndex,
         ddp_config: DistributedDataParallelConfig | None = None,
-        mixed_precision_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+        mixed_precision_policy: MixedPrecisionPolicy | None = None,
         fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None,
         disable_bucketing: bool = False,
         device: torch.device | None = None,
@@ -85,9 +84,9 @@ class MegatronFSDP(nn.Module):
             raise NotImplementedError(
                 "fine_grained_recurse_module_types is not offered: fine-grained units are all modules with parameters"
             )
-        self.ddp_config = ddp_config
+        self.ddp_config = ddp_config = own_config(ddp_config)
         self.dist_index = dist_index
-        self.mp_policy = mixed_precision_policy
+        self.mp_policy = ddp_config.precision() if mixed_precision_policy is None else mixed_precision_policy
         self.calculate_per_token_loss = calculate_per_token_loss
         self.report_nan_in_param_grad = report_nan_in_param_grad or ddp_config.check_for_nan_in_grad
         self.microbatch_count = 0
@@ -112,12 +111,14 @@ class MegatronFSDP(nn.Module):
             self._root.set_decoupled_gradients()
         me = weakref.proxy(self)  # a parameter that owned its model would keep it alive
         for parameter in module.parameters():
-            parameter.__fsdp_param__ = True  # type: ignore[attr-defined]
-            parameter._megatron_fsdp_model = me  # type: ignore[attr-defined]
-        self._has_groups = False
+            parameter.__dict__.update(__fsdp_param__=True, _megatron_fsdp_model=me, megatron_fsdp_dist_index=dist_index)
+        for group in (group for _, unit in units_below(module) for group in unit.groups):
+            for held in group.main.ranges():  # which elements of a parameter this rank has
+                group.params[held.tensor].sharded.__dict__["megatron_fsdp_slice"] = slice(held.start, held.stop)
+        self._has_groups = self._hides = False
         self._is_last = self._completes = True
         self.set_model_auto_sync(sync_model_each_microbatch)
-        _log.info("sharded %s:\n%s", type(module).__name__, summary(module))
+        self.log_parameter_groups()
 
     def _shard(
         self,
@@ -139,9 +140,11 @@ class MegatronFSDP(nn.Module):
             "schedule": schedule_of(config),
             "layout": layout,
             "strategy": strategy,
+            "values": initial_values(),
         }
         planned = plan_units(module, classes, fine_grained=fine_grained, single=single)
         units = [(modules, expert, index.mesh_of(expert)) for modules, expert in [*planned, ([module], False)]]
+        self._has_experts = any(expert for _, expert, _ in units)
         distribute_marked(module, index)
         for modules, expert, mesh in units:
             scale: Any = "sum" if self.calculate_per_token_loss else "mean"
@@ -157,7 +160,7 @@ class MegatronFSDP(nn.Module):
         self._has_groups, index = True, self.dist_index
         if index.fsdp_group_ag is not None:
             self._root.set_gather_group(index.fsdp_group_ag)
-        if index.expt_fsdp_group_ag is not None:
+        if index.expt_fsdp_group_ag is not None and self._has_experts:
             self._root.set_gather_group(index.expt_fsdp_group_ag, index.mesh_of(True))
 
     @property
@@ -170,6 +173,7 @@ class MegatronFSDP(nn.Module):
             self._use_gather_groups()
         if self.model_auto_sync or self.microbatch_count == 0 or self._steps != steps.taken():
             self.microbatch_count = 0
+            self._hide_gradients()
             output = self.module(*inputs, **kwargs)
         else:  # persistent compute weights are those of the first micro-batch
             with microbatch(self.module, is_first=False, is_last=False):
@@ -217,6 +221,8 @@ class MegatronFSDP(nn.Module):
         """Whether gradients are complete after every backward, whatever `no_sync` says."""
         self.model_auto_sync = sync_model
         self.is_last_microbatch = self._is_last
+        if sync_model:
+            self.attach_grad_to_optimizer_state()
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Start reducing what backwards have left unreduced."""
@@ -229,13 +235,28 @@ class MegatronFSDP(nn.Module):
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Make gradients complete, and the parameters that modules show sharded ones; an optimizer may step then."""
         self.synchronize_gradient_reduce()
+        self.attach_grad_to_optimizer_state()
         if self.report_nan_in_param_grad:
             self.check_for_nan()
         self._replace_param_with_distributed_if_needed()
         self.microbatch_count = 0
 
     def attach_grad_to_optimizer_state(self) -> None:
-        """Gradients are always where optimizers look for them."""
+        """Show gradients where optimizers look for them; where micro-batches are not synchronised, none are before."""
+        for each in self._main_grads() if self._hides else ():
+            each.unhide()
+        self._hides = False
+
+    def _hide_gradients(self) -> None:
+        """Show none until they are complete, unless there are some already, of which none must vanish."""
+        if self.model_auto_sync or self._hides or self._gradients():
+            return
+        for each in self._main_grads():
+            each.hide()
+        self._hides = True
+
+    def _main_grads(self) -> list[MainGrads]:
+        return [group.gradients.main_grads for _, unit in units_below(self.module) for group in unit.groups]
 
     def check_for_nan(self) -> None:
         """Raise, on all ranks, if a gradient is not finite; names parameters, and the ranks that hold those parts."""
@@ -261,7 +282,9 @@ class MegatronFSDP(nn.Module):
         self.microbatch_count = 0
 
     def _gradients(self) -> list[torch.Tensor]:
-        name = "decoupled_grad" if self.ddp_config.megatron_fsdp_use_decoupled_grad else "grad"
+        if self._hides:
+            return [grad for each in self._main_grads() for grad in each.kept or () if grad is not None]
+        name = DECOUPLED if self.ddp_config.megatron_fsdp_use_decoupled_grad else "grad"
         return [grad for parameter in self.parameters() if (grad := getattr(parameter, name, None)) is not None]
 
     # Weights
@@ -305,14 +328,10 @@ class MegatronFSDP(nn.Module):
         for parameter in self.parameters():
             if not isinstance(parameter, DTensor) or not parameter.to_local().numel():
                 continue
-            mesh, local = parameter.device_mesh, parameter.to_local().detach()
-            place = mesh.get_coordinate()
-            assert place is not None
+            mesh = parameter.device_mesh
             for axis, placement in enumerate(parameter.placements):
                 if isinstance(placement, Replicate) and mesh.size(axis) > 1:
-                    if place[axis]:
-                        local.zero_()
-                    lane.all_reduce(lane.group(mesh, axis), [local], after=(lane.mark(),), name="broadcast").wait()
+                    take_first(lane, mesh, axis, parameter.to_local().detach())
         self._root.refresh_weights()
 
     def _replace_param_with_distributed_if_needed(self) -> None:
@@ -323,6 +342,11 @@ class MegatronFSDP(nn.Module):
         """A forward shows full parameters by itself."""
 
     # Neighbours
+
+    compute_per_param_norms = _compute_per_param_norms = reports.compute_per_param_norms
+    log_per_param_norms = _log_per_param_norms = reports.log_per_param_norms
+    log_parameter_groups = _log_parameter_groups = reports.log_parameter_groups
+    check_all_fsdp_buffers = reports.check_all_fsdp_buffers
 
     def state_dict_for_save_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """`state_dict`."""

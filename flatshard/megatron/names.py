@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from flatshard import _torch
 from flatshard.buffer.dtensor import without_axis
-from flatshard.megatron.units import is_expert
-from flatshard.megatron.utils import FSDPDistributedIndex
+from flatshard.megatron.utils import FSDPDistributedIndex, is_expert
 
 
 class Names:

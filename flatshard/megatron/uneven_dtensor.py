@@ -12,15 +12,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.state_dict import get_state_dict as states_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim import Optimizer
 
 from flatshard import _torch
 from flatshard.buffer import Lane
 from flatshard.buffer.groups import joint_group
 from flatshard.buffer.ragged import RaggedDTensor, chunk, write_item
 from flatshard.checkpoint.errors import CheckpointError
+from flatshard.engine.groups.registry import group_of
 
 _ANY = Callable[[Any], bool]
 
@@ -32,8 +36,7 @@ def gather_and_compute_chunk_metadata(dtensor: DTensor) -> Any:
     """
     local = _torch.local_of(dtensor)
     if isinstance(dtensor, RaggedDTensor):
-        boxes = dtensor.__create_chunk_list__()
-        return boxes[0] if boxes else chunk([0] * dtensor.dim(), local.shape)
+        return _described(dtensor)
     mesh = dtensor.device_mesh
     lane = Lane("uneven", torch.device(mesh.device_type))
     said = f"{tuple(dtensor.shape)} {dtensor.placements} {dtensor.dtype}"
@@ -48,6 +51,12 @@ def gather_and_compute_chunk_metadata(dtensor: DTensor) -> Any:
     whole = tuple(sizes) == tuple(dtensor.shape)
     _agree(lane, mesh, int(whole), f"the parts of a tensor do not compose its shape {tuple(dtensor.shape)}", wanted=1)
     return chunk(offsets, local.shape)
+
+
+def _described(dtensor: DTensor) -> Any:
+    """The box that a tensor says it is of the whole; an empty one where it has none."""
+    boxes = dtensor.__create_chunk_list__()
+    return boxes[0] if boxes else chunk([0] * dtensor.dim(), tuple(_torch.local_of(dtensor).shape))
 
 
 def _inner_first(placements: Sequence[Any]) -> list[int]:
@@ -87,10 +96,15 @@ def update_uneven_dtensor_chunk_metadata(dtensor: DTensor) -> None:
     """Let torch.distributed.checkpoint know which part of the whole this rank holds. All ranks of the mesh call it."""
     if isinstance(dtensor, RaggedDTensor):
         return
-    box, local = gather_and_compute_chunk_metadata(dtensor), _torch.local_of(dtensor)
+    _describe(dtensor, gather_and_compute_chunk_metadata(dtensor))
+
+
+def _describe(dtensor: DTensor, box: Any) -> None:
+    """Let torch.distributed.checkpoint know that this rank's part of the whole is ``box``."""
+    local, shape = _torch.local_of(dtensor), dtensor.shape
 
     def write_items(fqn: str, tensor: Any) -> list[Any]:
-        return [write_item(fqn, box, dtensor.shape, local)] if local.numel() else []
+        return [write_item(fqn, box, shape, local)] if local.numel() else []
 
     described: Any = local
     described.__create_chunk_list__ = lambda: [box]
@@ -184,6 +198,49 @@ def redistribute_uneven_dtensor_to_replicated(dtensor: DTensor) -> DTensor:
 
 
 gather_uneven_dtensor_to_full_tensor = redistribute_uneven_dtensor_to_replicated
+
+
+def make_uneven_dtensor(
+    local_tensor: torch.Tensor,
+    shape: Sequence[int],
+    dp_mesh: DeviceMesh,
+    placements: Sequence[Any],
+    *,
+    post_process_uneven: bool = False,
+    copy_chunk_meta_from: DTensor | None = None,
+    chunk_metadata: tuple[Sequence[int], Sequence[int]] | None = None,
+) -> DTensor:
+    """A DTensor of this shape over this rank's part of it, which may have any length.
+
+    Which part that is, torch.distributed.checkpoint is told: as all ranks of the mesh find out
+    (``post_process_uneven``), as another tensor of the same parts says, or by offsets and sizes.
+    """
+    if len(placements) != dp_mesh.ndim:
+        raise ValueError(f"{len(placements)} placements were given for a mesh of {dp_mesh.ndim} axes")
+    meta = torch.empty(torch.Size(shape), device="meta")
+    local = local_tensor.reshape(-1, *meta.shape[1:]) if meta.dim() else local_tensor
+    made = _torch.make_dtensor(local, dp_mesh, placements, meta.shape, meta.stride())
+    if post_process_uneven:
+        update_uneven_dtensor_chunk_metadata(made)
+    elif copy_chunk_meta_from is not None:
+        _describe(made, _described(copy_chunk_meta_from))
+    elif chunk_metadata is not None:
+        _describe(made, chunk(*chunk_metadata))
+    return made
+
+
+def get_state_dict(
+    model: nn.Module, optimizers: Optimizer | Sequence[Optimizer], **choices: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """torch.distributed.checkpoint's `get_state_dict`, whose tensors know which parts of the whole they are.
+
+    Those of flatshard's models do so by themselves; for others, all ranks of their mesh find out.
+    """
+    found: tuple[dict[str, Any], dict[str, Any]] = states_of(model, optimizers, **choices)
+    if any(isinstance(parameter, DTensor) and group_of(parameter) is None for parameter in model.parameters()):
+        for each in found:
+            preprocess_state_dict_for_uneven_dtensor(each)
+    return found
 
 
 def split_dtensor(

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from flatshard.api import no_shard
 from flatshard.engine.parameters.sharded_param import PLAIN
-from flatshard.megatron.utils import FSDPDistributedIndex, get_mcore_tensor_parallel_partition_dim
+from flatshard.megatron.utils import FSDPDistributedIndex, get_mcore_tensor_parallel_partition_dim, is_expert
 from flatshard.wrapping import unit_modules
 
 
@@ -20,11 +19,6 @@ def fsdp_no_shard(target: nn.Module | nn.Parameter) -> None:
     no_shard(target)
     for parameter in [target] if isinstance(target, nn.Parameter) else target.parameters():
         parameter._fsdp_no_shard = True  # type: ignore[attr-defined]
-
-
-def is_expert(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is of an expert: other ranks have others in its place."""
-    return not getattr(parameter, "allreduce", True)
 
 
 def plan_units(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flatshard import _torch
+from flatshard.buffer import Lane
+from flatshard.module import FSDPModule
 
 
 def default_mesh(shard: str = "fsdp", tp: str = "tp") -> DeviceMesh:
@@ -25,6 +29,11 @@ def default_mesh(shard: str = "fsdp", tp: str = "tp") -> DeviceMesh:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kind = "cpu" if accelerator is None else accelerator.type
     return init_device_mesh(kind, (dist.get_world_size(), 1), mesh_dim_names=(shard, tp))
+
+
+def initial_values() -> Any:
+    """What becomes of ranks that begin with different values: a warning, unless FLATSHARD_VALUES says other."""
+    return os.environ.get("FLATSHARD_VALUES", "warn")
 
 
 class FSDPDistributedIndex:
@@ -133,6 +142,11 @@ class FSDPDistributedIndex:
         return place[-1] * math.prod(mesh.shape[:-1]) + (place[0] if mesh.ndim == 2 else 0)
 
 
+def is_expert(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is of an expert: other ranks have others in its place."""
+    return not getattr(parameter, "allreduce", True)
+
+
 def get_mcore_tensor_parallel_partition_dim(param: torch.Tensor) -> int | None:
     """The dim on which Megatron's tensor parallelism has cut a plain parameter, by the marks on it."""
     mode = getattr(param, "_tensor_parallel_mode", None)
@@ -168,13 +182,53 @@ def safe_get_rank() -> int:
     return int(said) if said.isdecimal() else 0
 
 
+def log_single_rank(logger_: logging.Logger, level: int, msg: str, *args: Any, rank: int = 0, **kwargs: Any) -> None:
+    """Log on one rank only."""
+    if safe_get_rank() == rank:
+        logger_.log(level, msg, *args, **kwargs)
+
+
+def get_mesh_names(device_mesh: DeviceMesh | None = None, only_submesh_dims: bool = False) -> list[str]:
+    """The names of the axes of a mesh, and of those that were made of several (`_flatten`)."""
+    if device_mesh is None:
+        return []
+    names = list(device_mesh.mesh_dim_names or ())
+    return names if only_submesh_dims else [*names, *_torch.flattened_names(device_mesh)]
+
+
+def contains_submesh(device_mesh: DeviceMesh | None, submesh_names: str | Sequence[str] | None) -> bool:
+    """Whether a mesh has axes of these names, or such as were made of several."""
+    if device_mesh is None or submesh_names is None:
+        return False
+    wanted = [submesh_names] if isinstance(submesh_names, str) else submesh_names
+    return set(wanted) <= set(get_mesh_names(device_mesh))
+
+
 def is_submodule(module: nn.Module, parent_module: nn.Module, strict: bool = True) -> bool:
     """Whether a module is below another; with ``strict`` it is not its own."""
     return module in set(parent_module.modules()) and not (strict and module is parent_module)
 
 
 def find_megatron_fsdp(model: nn.Module) -> nn.Module | None:
-    """The wrapper at or below ``model``."""
-    from flatshard.megatron.megatron_fsdp import MegatronFSDP
+    """The `MegatronFSDP` at or below ``model``."""
+    return next(
+        (each for each in model.modules() if isinstance(vars(each).get("dist_index"), FSDPDistributedIndex)), None
+    )
 
-    return next((each for each in model.modules() if isinstance(each, MegatronFSDP)), None)
+
+def register_memory(unit: FSDPModule | None, mesh: DeviceMesh, symmetric: bool = True) -> None:
+    """Let a unit communicate from memory that NCCL knows: symmetric, or of NCCL's own allocator."""
+    if mesh.device_type != "cuda":
+        raise ValueError(f"nccl_ub=True: memory is registered with NCCL, and this mesh is on {mesh.device_type}")
+    if unit is not None and symmetric:
+        unit.set_force_sum_reduction_for_comms(True)  # all that NCCL does in symmetric memory
+        unit.set_symm_mem_for_comm()
+    elif unit is not None:
+        unit.set_allocate_memory_from_process_group_for_comm(True)
+
+
+def take_first(lane: Lane, mesh: DeviceMesh, axis: int, local: torch.Tensor) -> None:
+    """Give the ranks of an axis what the first of them has. All of them call it."""
+    if mesh.get_local_rank(axis):
+        local.zero_()
+    lane.all_reduce(lane.group(mesh, axis), [local], after=(lane.mark(),), name="broadcast").wait()

@@ -92,6 +92,42 @@ def test_a_module_without_a_way_to_initialise_is_named(ranks):
     assert ranks(2, _no_way) == [None] * 2
 
 
+class Half(Own):
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forgotten = nn.Parameter(torch.empty(3))
+        self.register_buffer("flag", torch.empty(1, dtype=torch.bool))
+
+
+def _left_out(rank, world):
+    def made():
+        with torch.device("meta"):
+            return nn.Sequential(Half())
+
+    def some(module):
+        if hasattr(module, "flag"):
+            module.flag.data.fill_(True)
+            module.weight.data.fill_(1.0)
+
+    with pytest.raises(ValueError, match=r"'0\.forgotten' has no values"):
+        flatshard.materialize(fully_shard(made()))
+    with pytest.raises(ValueError, match=r"'0\.forgotten' has no values"):
+        flatshard.materialize(fully_shard(made()), some)
+    model = fully_shard(made())
+    whole = {"0.forgotten": torch.arange(3.0)}
+    model.load_state_dict(whole, strict=False, assign=True)
+    flatshard.materialize(model, some)  # what has been loaded has values
+    assert torch.equal(full(model[0].forgotten), whole["0.forgotten"])
+    assert bool(model[0].flag)
+
+
+def test_what_no_initialiser_sets_is_named(ranks):
+    ranks(2, _left_out)
+
+
 def _peak(rank, world):
     """The full tensors of one unit at a time: never two units' at once."""
     model = build()

@@ -6,10 +6,13 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 import flatshard
 from flatshard.megatron import fully_shard_model, fully_shard_optimizer
 from flatshard.megatron.uneven_dtensor import (
+    get_state_dict,
+    make_uneven_dtensor,
     preprocess_state_dict_for_uneven_dtensor,
     redistribute_uneven_dtensor_to_replicated,
     split_dtensor,
@@ -112,6 +115,48 @@ def _uneven(rank, world):
 @pytest.mark.parametrize("world", [2, 3])
 def test_uneven_dtensor_helpers_on_ragged_shards(ranks, world):
     ranks(world, _uneven)
+
+
+def _made(rank, world, folder):
+    mesh = init_device_mesh("cpu", (world,))
+    whole = torch.arange(20.0).view(10, 2)
+    parts = whole.split([1, 9])
+    first = make_uneven_dtensor(parts[rank].flatten(), (10, 2), mesh, [Shard(0)], post_process_uneven=True)
+    box = ((rank, 0), tuple(parts[rank].shape))
+    for made in (
+        make_uneven_dtensor(parts[rank], whole.shape, mesh, [Shard(0)], copy_chunk_meta_from=first),
+        make_uneven_dtensor(parts[rank], whole.shape, mesh, [Shard(0)], chunk_metadata=box),
+        first,
+    ):
+        (found,) = made.__create_chunk_list__()
+        assert (tuple(found.offsets), tuple(found.sizes)) == box
+        assert torch.equal(uneven_dtensor_to_full_tensor(made), whole)
+    with pytest.raises(ValueError, match="2 placements were given"):
+        make_uneven_dtensor(whole, whole.shape, mesh, [Shard(0), Shard(1)])
+    # of a module that somebody else has cut unevenly, and of flatshard's own
+    holder = nn.Module()
+    local = make_uneven_dtensor(parts[rank], whole.shape, mesh, [Shard(0)])
+    holder.weight = nn.Parameter(local)
+    ours, optimizer = built("flat", world)
+    for model, stepped in ((holder, torch.optim.SGD(holder.parameters(), lr=0.1)), (ours.module, optimizer)):
+        state, optim = get_state_dict(model, stepped)
+        assert set(optim) == {"state", "param_groups"}
+        dcp.save({"model": state}, checkpoint_id=folder / type(model).__name__)
+        for name, value in state.items():
+            wanted = value.clone() if model is holder else value
+            assert torch.equal(
+                uneven_dtensor_to_full_tensor(wanted),
+                uneven_dtensor_to_full_tensor(dict(model.named_parameters())[name]),
+            )
+    return uneven_dtensor_to_full_tensor(dict(ours.module.named_parameters())["head.weight"].detach())
+
+
+def test_uneven_tensors_are_made_and_saved(ranks, tmp_path):
+    head = ranks(2, _made, tmp_path)[0]
+    for folder, wanted in (("Module", {"weight": torch.arange(20.0).view(10, 2)}), ("FSDPNet", {"head.weight": head})):
+        found = {"model": {name: torch.zeros_like(value) for name, value in wanted.items()}}
+        dcp.load(found, checkpoint_id=tmp_path / folder)
+        assert all(torch.equal(found["model"][name], value) for name, value in wanted.items())
 
 
 class Extra(nn.Linear):

@@ -66,10 +66,10 @@ def _equal(rank, world, names):
         fully_shard_optimizer(optimizers[0])
         for step, tokens in enumerate(batches(3, 2 * ROWS)):
             for number, part in enumerate(tokens.chunk(2)):
-                target = context if step else model
-                with microbatch(target, number == 1, is_first=number == 0):
+                targets = [{"module": model}, {"context": context}, {"module": context}]
+                with microbatch(**targets[step], is_last=number == 1, is_first=number == 0):
                     (loss_of(model, part.chunk(world)[rank]) / 2).backward()
-                    assert context.is_last_microbatch == (number == 1)
+                    assert (context.is_first_microbatch, context.is_last_microbatch) == (number == 0, number == 1)
                 (loss_of(reference, part) / 2).backward()
             for optimizer in optimizers:
                 optimizer.step()
@@ -120,18 +120,23 @@ def _contexts(rank, world):
     assert context.forward_order == [first, second]
     assert context.backward_order == [second, first]
     assert first.is_root()
+    assert first.name == ""
     assert isinstance(first, FsdpModule)
     assert first.context is second.context is context
     with fully_shard_context(), pytest.raises(ValueError, match="another fully_shard_context"):
         fully_shard(model, mesh, FLAT)
     fully_shard(model, mesh, FLAT)  # and without any, all are in one
     assert not first.is_root()
+    assert (model.name, second.name) == ("", "blocks.1")
     assert model.context is first.context
     assert model.phase is FsdpModule.Phase.RESTING
     with pytest.raises(ValueError, match="device"), fully_shard_context(device="meta"):
         fully_shard(nn.Linear(2, 2), mesh, FLAT)
     with pytest.raises(ValueError, match="NCCL"):
         fully_shard(nn.Linear(2, 2), mesh, FLAT, use_symm_mem=True)
+    for given in ({}, {"module": model, "context": context}, {"module": "model"}):
+        with pytest.raises(TypeError, match="one of them"), microbatch(**given):
+            pass
     with microbatch(nn.Linear(2, 2), False):  # a model that is not sharded: nothing to say
         pass
 
@@ -176,7 +181,7 @@ def _meta(rank, world, folder):
     fully_shard(other, mesh_of(FLAT, world), FLAT, MixedPrecisionPolicy(main_grads_dtype=torch.float32), layout="flat")
     fresh = torch.optim.Adam(other.parameters(), lr=0.1)
     fully_shard_optimizer(fresh)
-    load_checkpoint(other, fresh, folder)
+    load_checkpoint(other, fresh, folder, sync_model_weights=True)
     assert torch.equal(other(torch.ones(1, 4).bfloat16()), model(torch.ones(1, 4).bfloat16()))
     for one, two in zip(other.parameters(), model.parameters()):
         assert torch.equal(one.full_tensor(), two.full_tensor())
@@ -196,15 +201,27 @@ def _buffers(rank, world):
         for index, tensor in enumerate(tensors):
             assert torch.equal(whole.get_local_tensor(index), tensor)
             assert torch.equal(cut.get_dtensor(index).full_tensor(), tensor)
-        assert whole.scatter(0, placement).local_buffer.equal(cut.local_buffer)
+            assert cut.get_dtensor(index).placements == (Flat(),) == (Shard(0),)
+        part = whole.scatter(0, placement)
+        assert part.local_buffer.equal(cut.local_buffer)
+        assert part.local_buffer.untyped_storage() is whole.local_buffer.untyped_storage()
+        other = DBuffer(mesh, [placement], cut.layout, torch.float32, "cpu")
+        assert whole.scatter(0, placement, out=other) is other
+        assert other.local_buffer.equal(cut.local_buffer)
     for op, scale in ((dist.ReduceOp.SUM, world * (world + 1) / 2), (AVG, (world + 1) / 2)):
         mine = DBuffer.distribute_tensors([tensor * (rank + 1) for tensor in tensors], mesh, [Partial(op)])
         for result in (mine.allreduce(0), mine.reduce_scatter(0, Flat()).allgather(0)):
             torch.testing.assert_close(result.get_local_tensor(0), tensors[0] * scale)
+        assert mine.get_dtensor(0).placements[0].is_partial("sum" if op == dist.ReduceOp.SUM else "avg")
+        torch.testing.assert_close(mine.get_dtensor(0).full_tensor(), tensors[0] * scale)
         into = mine.view([Flat()])
         assert mine.reduce_scatter(0, Flat(), out=into) is into
         torch.testing.assert_close(into.allgather(0).get_local_tensor(1), tensors[1] * scale)
     assert whole.cast(torch.float32) is whole
+    assert whole.allocation_stream is None  # on a CPU there are none
+    assert not whole.is_symmetric_memory
+    again = DBuffer.from_local(whole.local_buffer, mesh, [Replicate()], whole.layout, allocation_stream="this")
+    assert again.allocation_stream == again.scatter(0, Flat()).allocation_stream == "this"
     coarse = whole.cast(torch.bfloat16)
     view = coarse.get_local_tensor(0)
     coarse.release_storage()
@@ -248,7 +265,7 @@ def _third(rank, world):
     for (name, mine), plain in zip(model.named_parameters(), reference.parameters()):
         assert_rows(mine.grad, plain.grad * world, rtol=0.05, atol=5e-3, msg=lambda m, n=name: f"{n}: {m}")
         assert norms[name]["param_norm"] == pytest.approx(plain.norm().item(), rel=1e-4)
-    v2.log_per_param_norms(model)
+    v2.log_per_param_norms(model, 3, "norms:")
     v2.log_parameter_groups(model)
     assert v2.check_all_fsdp_buffers(model)
     model.blocks[0].up._parameters["weight"] = nn.Parameter(model.blocks[0].up.weight.detach().clone())

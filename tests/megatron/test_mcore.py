@@ -1,5 +1,6 @@
 """Megatron-Core's training loop: its wrapper, its optimizer, tensor parallelism and experts by marks."""
 
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -92,6 +93,21 @@ def _tensor_parallel(rank, world, folder):
     for name, parameter in model.state_dict_for_save_checkpoint().items():
         assert parameter.shape == plain[name].shape, name  # also of what is cut by rows
         torch.testing.assert_close(whole(parameter), plain[name].data, rtol=1e-4, atol=1e-5, msg=name)
+    norms = model.compute_per_param_norms()
+    assert norms["head.weight"]["param_norm"] == pytest.approx(plain["head.weight"].norm().item(), rel=1e-4)
+    assert norms["layers.0.down.weight"]["grad_norm"] > 0
+    assert model.check_all_fsdp_buffers()
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("flatshard").addHandler(handler)
+    logging.getLogger("flatshard").setLevel("INFO")
+    model.log_per_param_norms(7, prefix="[norms]")
+    model.log_parameter_groups()
+    logging.getLogger("flatshard").removeHandler(handler)
+    logging.getLogger("flatshard").setLevel("NOTSET")
+    assert len(told) == (0 if rank else len(plain) + 1)
+    assert rank or (told[0].startswith("[norms] iteration 7, ") and "layers.0" in told[-1])
     state = {"model": model.sharded_state_dict(), "optimizer": optimizer.sharded_state_dict()}
     dcp.save(state, checkpoint_id=folder)
     # Into another model, which then goes on as this one does.

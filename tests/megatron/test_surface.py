@@ -2,10 +2,11 @@
 
 import copy
 import gc
-import importlib
 import inspect
-import sys
+import logging
+import warnings
 import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -30,6 +31,12 @@ from flatshard.megatron import (
     utils,
 )
 from flatshard.megatron.distributed_data_parallel_config import schedule_of
+from flatshard.megatron.fully_shard import ShardingStrategy
+from flatshard.megatron.param_and_grad_buffer import (
+    FixedPoolAllocator,
+    MaxPoolAllocator,
+    StorageResizeBasedBucketAllocator,
+)
 from tests.dist.models import Block, assert_rows, batches, loss_of, make_net
 
 ROWS = 8
@@ -74,13 +81,14 @@ MODEL_ARGUMENTS = [
 
 def test_arguments_are_those_of_megatron_fsdp_and_come_in_its_order():
     ours = list(inspect.signature(fully_shard_model).parameters)
-    assert ours == [*MODEL_ARGUMENTS, "layout"]
-    assert list(inspect.signature(fully_shard).parameters) == ["module", "optimizer", *MODEL_ARGUMENTS[1:], "layout"]
+    further = ["layout", "preserve_fp32_weights", "grad_reduce_in_fp32"]
+    assert ours == [*MODEL_ARGUMENTS, *further]
+    assert list(inspect.signature(fully_shard).parameters) == ["module", "optimizer", *MODEL_ARGUMENTS[1:], *further]
     fields = ["main_params_dtype", "main_grads_dtype", "grad_comm_dtype"]
     assert list(inspect.signature(MixedPrecisionPolicy).parameters)[:3] == fields
 
 
-def test_what_marks_on_parameters_and_meshes_say(monkeypatch):
+def test_what_marks_on_parameters_and_meshes_say(monkeypatch, caplog):
     plain, cut = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
     cut.tensor_model_parallel, cut.partition_dim = True, 1
     assert [utils.is_mcore_tensor_parallel_duplicated(each) for each in (plain, cut)] == [True, False]
@@ -93,6 +101,47 @@ def test_what_marks_on_parameters_and_meshes_say(monkeypatch):
     for said, rank in (("7", 7), ("none", 0)):
         monkeypatch.setenv("RANK", said)
         assert utils.safe_get_rank() == rank
+        for told in (0, 7):
+            utils.log_single_rank(logging.getLogger("flatshard"), logging.WARNING, "%s of %s", said, told, rank=told)
+    assert [record.getMessage() for record in caplog.records] == ["7 of 7", "none of 0"]
+    assert megatron.__version__.count(".") == 2
+
+
+def _named_meshes(rank, world):
+    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "cp"))
+    assert utils.get_mesh_names(mesh) == ["dp", "cp"]
+    mesh["dp", "cp"]._flatten("dp_cp")
+    assert utils.get_mesh_names(mesh) == ["dp", "cp", "dp_cp"]
+    assert utils.get_mesh_names(mesh, only_submesh_dims=True) == ["dp", "cp"]
+    assert utils.get_mesh_names() == []
+    assert utils.contains_submesh(mesh, "dp_cp")
+    assert utils.contains_submesh(mesh, ["dp", "cp"])
+    assert not utils.contains_submesh(mesh, ["dp", "tp"])
+    assert not utils.contains_submesh(None, "dp")
+    assert not utils.contains_submesh(mesh, None)
+
+
+def test_names_of_meshes(ranks):
+    ranks(2, _named_meshes)
+
+
+def _older(rank, world):
+    for given, wanted in (
+        ({"preserve_fp32_weights": False}, MixedPrecisionPolicy(main_params_dtype=None)),
+        ({"grad_reduce_in_fp32": True}, MixedPrecisionPolicy(grad_reduce_in_fp32=True)),
+        ({"preserve_fp32_weights": True, "grad_reduce_in_fp32": False}, MixedPrecisionPolicy()),
+    ):
+        model = sharded(model=make_net(depth=1).bfloat16(), zero_dp_strategy=ShardingStrategy.OPTIM_GRADS, **given)
+        assert model.mp_policy == wanted
+        loss_of(model, tokens_of(rank, world)).backward()
+        weight = model.module.head.weight
+        assert weight.dtype == wanted.main_params_dtype or weight.dtype == BF16
+        assert weight.grad.dtype == (wanted.main_grads_dtype or BF16)
+        assert model.ddp_config.data_parallel_sharding_strategy == "optim_grads"
+
+
+def test_older_spellings_as_arguments(ranks):
+    ranks(2, _older)
 
 
 def test_older_spellings_of_precision():
@@ -101,43 +150,6 @@ def test_older_spellings_of_precision():
     assert policy == MixedPrecisionPolicy(main_grads_dtype=torch.float32, grad_comm_dtype=torch.float32)
     with pytest.raises(TypeError, match="main_dtype"):
         MixedPrecisionPolicy(main_params_dtype=torch.int32)
-
-
-def test_install_and_uninstall(caplog):
-    with pytest.raises(ImportError):
-        importlib.import_module("megatron_fsdp")
-    before = set(sys.modules)
-    with caplog.at_level("INFO", logger="flatshard"):
-        megatron.install()
-        megatron.install()
-    try:
-        assert len(caplog.records) == 1
-        for name in ("megatron_fsdp", "megatron.core.distributed.fsdp.src.megatron_fsdp"):
-            module = importlib.import_module(name)
-            assert module.fully_shard_model is fully_shard_model
-            for below in ("uneven_dtensor", "param_and_grad_buffer", "mixed_precision", "utils", "experimental", "v2"):
-                assert importlib.import_module(f"{name}.{below}") is importlib.import_module(
-                    f"flatshard.megatron.{below}"
-                )
-            deep = importlib.import_module(f"{name}.experimental.dbuffer")
-            assert deep is importlib.import_module("flatshard.megatron.experimental.dbuffer")
-        adapter = importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter")
-        assert adapter.FullyShardedDataParallel is megatron.FullyShardedDataParallel
-    finally:
-        megatron.uninstall()
-    assert not [name for name in set(sys.modules) - before if name.startswith("megatron")]
-    with pytest.raises(ImportError):
-        importlib.import_module("megatron_fsdp")
-
-
-def test_install_stands_in_for_what_was_imported(monkeypatch):
-    for name in ("megatron_fsdp", "megatron_fsdp.utils"):
-        monkeypatch.setitem(sys.modules, name, type(sys)(name))
-    real = sys.modules["megatron_fsdp"]
-    megatron.install()
-    assert sys.modules["megatron_fsdp"] is megatron
-    megatron.uninstall()
-    assert sys.modules["megatron_fsdp"] is real
 
 
 # A quick start, as in the README of megatron-fsdp
@@ -375,6 +387,60 @@ def test_gradients_are_finished_by_hand(ranks):
     ranks(4, _microbatches)
 
 
+def _hidden(rank, world):
+    """No gradient shows before it is complete, and then all do, whatever has happened to them meanwhile."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("outer", "dp"))
+    reference = make_net(depth=2)
+    for number in range(3):
+        (loss_of(reference, list(batches(3, ROWS))[number]) / 2).backward()
+    for case in (
+        *({"zero_dp_strategy": strategy} for strategy in range(4)),
+        {"device_mesh": mesh, "dp_shard_dim": "dp", "dp_outer_dim": "outer"},
+        {"use_decoupled_grad": True},
+        {"cuda_graph_mode": True},
+    ):
+        model = sharded(sync_model_each_microbatch=False, **case)
+        name = "decoupled_grad" if case.get("use_decoupled_grad") else "grad"
+
+        def shown(model=model, name=name):
+            return [each for parameter in model.parameters() if (each := getattr(parameter, name)) is not None]
+
+        def check(factor, model=model, name=name):
+            for mine, plain in zip(model.parameters(), reference.parameters()):
+                assert_rows(getattr(mine, name), plain.grad * factor, rtol=1e-4, atol=1e-6)
+
+        loss_of(model, tokens_of(rank, world)).backward()
+        model.zero_grad_buffer()  # forgets those that do not show, too
+        for number in range(3):
+            with model.no_sync() if number < 2 else nullcontext():
+                loss_of(model, tokens_of(rank, world, number)).backward()
+            assert not shown()
+        model.scale_gradients(0.25)
+        model.start_grad_sync()
+        assert not shown()
+        model.finish_grad_sync()
+        check(0.5)
+        for number in range(3):  # and more on top of them, which nobody has hidden
+            loss_of(model, tokens_of(rank, world, number)).backward()
+        model.finish_grad_sync()
+        check(2.5)
+        model.zero_grad_buffer()
+        assert "cuda_graph_mode" in case or not shown()
+        for number in range(3):
+            model.set_model_auto_sync(number == 2)
+            loss_of(model, tokens_of(rank, world, number)).backward()
+            assert bool(shown()) == (number == 2 or "cuda_graph_mode" in case)
+        check(2.0)
+        with model.sync():
+            model.zero_grad_buffer()
+            loss_of(model, tokens_of(rank, world)).backward()
+            assert shown()
+
+
+def test_gradients_show_when_they_are_complete(ranks):
+    ranks(4, _hidden)
+
+
 # Weights
 
 
@@ -404,6 +470,58 @@ def test_weights_are_gathered_and_precision_changed_by_hand(ranks):
     ranks(2, _weights)
 
 
+def _groups(rank, world):
+    """What the model is made of, by the names of buckets."""
+    model = sharded(
+        model=make_net(depth=2).bfloat16(),
+        zero_dp_strategy=1,
+        sync_model_each_microbatch=False,
+        fsdp_double_buffer=True,
+    )
+    buffer = model.param_and_grad_buffer
+    groups = buffer.parameter_groups
+    assert buffer.num_buckets == len(groups)
+    assert sum(len(group.params) for group in groups) == len(list(model.parameters()))
+    block = max((group for group in groups if group.fsdp_unit_id == 1), key=lambda group: len(group.params))
+    assert set(block.params) <= set(model.module.blocks[0].parameters())
+    for group in groups:
+        assert (group.dtype, group.grad_dtype, group.requires_grad, group.is_expert_param) == (BF16, BF16, True, False)
+        assert group.main_weight_buffer.data.dtype == torch.float32
+        assert group.main_grad_buffer.data.dtype == BF16
+        assert group.main_weight_buffer.params == group.params
+    assert isinstance(buffer.weight_alloc, FixedPoolAllocator)
+    assert buffer.weight_alloc.pool is None
+    with model.no_sync():
+        loss_of(model, tokens_of(rank, world)).backward()
+    root = unit_of(model.module).root
+    assert (buffer.weight_alloc.pool, buffer.main_grad_alloc.pool) == (root.gather_pool, root.reduce_pool)
+    assert block.model_weight_buffer.data.dtype == BF16
+    buffer.reduce_scatter_gradients()
+    assert block.main_grad_buffer.data.any()
+    before = block.model_weight_buffer.data.clone()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().add_(1.0)
+    buffer.all_gather_parameters()
+    assert not torch.equal(block.model_weight_buffer.data, before)
+    assert (buffer.mp_policy, buffer.ddp_config, buffer.use_decoupled_grad) == (
+        model.mp_policy,
+        model.ddp_config,
+        False,
+    )
+    with pytest.raises(AttributeError, match="buckets"):
+        buffer.buckets  # noqa: B018
+    other = sharded(maxpool_double_buffer=True)
+    assert isinstance(other.param_and_grad_buffer.main_grad_alloc, MaxPoolAllocator)
+    with pytest.raises(RuntimeError, match="start_param_sync"):
+        other.param_and_grad_buffer.all_gather_parameters()
+    assert isinstance(sharded().param_and_grad_buffer.weight_alloc, StorageResizeBasedBucketAllocator)
+
+
+def test_groups_and_pools_of_a_model(ranks):
+    ranks(2, _groups)
+
+
 def _replicas(rank, world):
     torch.manual_seed(rank)
     net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
@@ -420,6 +538,48 @@ def _replicas(rank, world):
 
 def test_broadcast_params_makes_replicas_agree(ranks):
     ranks(2, _replicas)
+
+
+def _mixture(rank, world, values):
+    """What is said of them, and which values each rank goes on with."""
+    from flatshard.megatron import experimental, v2
+
+    mesh = init_device_mesh("cpu", (world,))
+    placements = experimental.Placements([0], *[[experimental.Flat()]] * 3)
+    told, kept = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        if values is not None:
+            patch.setenv("FLATSHARD_VALUES", values)
+        for shard in (
+            lambda net: fully_shard_model(net, fsdp_unit_modules=[nn.Linear]),
+            lambda net: experimental.fully_shard(net, mesh, placements),
+            lambda net: v2.fully_shard(net, mesh),
+        ):
+            torch.manual_seed(rank)
+            net = nn.Sequential(nn.Linear(4, 4))
+            own = net[0].weight.data.clone()
+            model = shard(net) or net
+            kept.append(torch.equal(net[0].weight.to_local(), own[2 * rank : 2 * rank + 2]))
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
+                try:
+                    model(torch.ones(1, 4))
+                except RuntimeError as error:
+                    found = [SimpleNamespace(message=error, category=RuntimeError)]
+            told.append([(each.category, str(each.message)) for each in found if "ranks differ" in str(each.message)])
+    return told, kept
+
+
+@pytest.mark.parametrize("values", [None, "same", "first"])
+def test_ranks_that_begin_with_different_values(ranks, values):
+    for rank, (told, kept) in enumerate(ranks(2, _mixture, values)):
+        for said, own in zip(told, kept):
+            assert own == (values != "first" or rank == 0)
+            assert len(said) == (values != "first")
+            for category, text in said:
+                assert category is (RuntimeError if values else UserWarning)
+                assert ("a mixture now" in text) == (values is None)
+                assert "weight' was sharded with other values on rank 1 than on rank 0" in text
 
 
 def _units(rank, world):
@@ -455,6 +615,10 @@ def _gather_group(rank, world):
     assert root.gather_lane.group(index.dp_mesh, 0) is group
     assert root.reduce_lane.group(index.dp_mesh, 0) is not group
     assert index.get_fsdp_group(independent_all_gather=True) is group
+    for given in ({}, {"expt_device_mesh": index.device_mesh}):  # of experts, and there are none
+        plain = sharded(expt_fsdp_group_ag=group, device_mesh=index.device_mesh, dp_shard_dim="dp", **given)
+        loss_of(plain, tokens_of(rank, world)).backward()
+        assert unit_of(plain.module).root.gather_lane.group(index.dp_mesh, 0) is not group
     other = dist.new_group(list(range(world - 1)))
     wrong = sharded(fsdp_group_ag=other, device_mesh=index.device_mesh, dp_shard_dim="dp") if rank < world - 1 else None
     if wrong is not None:
@@ -580,6 +744,39 @@ def test_what_is_marked_stays_whole_and_is_not_gathered(ranks):
     ranks(2, _whole)
 
 
+class Counted(nn.Module):
+    """`reset_parameters` forgets the buffer, unless it is told to set it."""
+
+    sets = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 4))
+        self.register_buffer("table", torch.arange(3))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        if self.sets:
+            self.table = torch.arange(3, device=self.table.device)
+
+    def forward(self, x):
+        return x @ self.weight * self.table.sum()
+
+
+def _unset(rank, world):
+    with torch.device("meta"):
+        models = [nn.Sequential(Counted()), nn.Sequential(Counted())]
+    with pytest.raises(ValueError, match=r"'0\.table' has no values"):
+        fully_shard_model(models[0], fsdp_unit_modules=[Counted], init_model_with_meta_device=True)
+    models[1][0].sets = True
+    model = fully_shard_model(models[1], fsdp_unit_modules=[Counted], init_model_with_meta_device=True)
+    assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 4), 12.0))
+
+
+def test_a_buffer_without_values_is_refused(ranks):
+    ranks(2, _unset)
+
+
 # Quantised parameters, by the protocol that those of TransformerEngine follow
 
 
@@ -635,6 +832,7 @@ def _configured(rank, world):
         assert index.get_outer_fsdp_group().size() == 2
         assert index.get_logical_hybrid_fsdp_rank() == [0, 2, 1, 3][rank]
         loss_of(model, tokens_of(rank, world)).backward()
+        model.finish_grad_sync()
         for mine, plain in zip(model.parameters(), reference.parameters()):
             assert_rows(mine.grad, plain.grad, rtol=1e-4, atol=1e-6)
         with pytest.raises(ValueError, match="NCCL"):

@@ -90,7 +90,7 @@ class Gradients:
         for name in ("on_complete", "on_first", "scale", "sums_only", "counts_unused", "takes_part", "comm", "hook"):
             setattr(self, name, getattr(other, name))
         self.direct = None if other.direct is None else Direct()
-        self.main_grads.is_decoupled = other.main_grads.is_decoupled
+        self.main_grads.is_decoupled, self.main_grads.kept = other.main_grads.is_decoupled, other.main_grads.kept
 
     def set_dtypes(self, policy: MixedPrecisionPolicy, compute: torch.dtype, formats: Formats) -> None:
         """Reduce, and keep gradients, in what another policy says; ``compute`` is the dtype of full parameters."""
@@ -100,7 +100,7 @@ class Gradients:
         if self.grad_dtype != before:
             known = self.main_grads
             self.main_grads = MainGrads(self.params, self.main, self.grad_dtype, self.home, self._room)
-            self.main_grads.is_decoupled = known.is_decoupled
+            self.main_grads.is_decoupled, self.main_grads.kept = known.is_decoupled, known.kept
 
     def _set_stages(self, formats: Formats) -> None:
         self._stages = self._plan(formats)
@@ -306,8 +306,7 @@ class Gradients:
 
     def _reduce_to_final(self, gradients: Sequence[torch.Tensor | None], reduction: Reduction) -> None:
         pool, lane = reduction.pool, reduction.pool.lane
-        own = self.main_grads.couple() if self.main_grads.is_decoupled else None
-        had_grad, changed, finished = _torch.grads_and_hooks([param.sharded for param in self.params])
+        own, had_grad, changed, finished = self.main_grads.couple_for_launch()
         main_grad, fresh, replaced = self.main_grads.take(had_grad, lane)
         self._tell_uses(reduction)
         used, factor = sorted(self._used), self._factor

@@ -24,7 +24,8 @@ class MainGrads:
     Setting a parameter's ``.grad`` to None only hides it: the objects stay for the next backward, and once all are
     hidden, `rest` gives the storage back. If somebody else holds one of them by then, they are left to him.
 
-    Decoupled gradients are shown as ``decoupled_grad``, and are ``.grad`` for the time of a launch only.
+    Decoupled gradients are shown as ``decoupled_grad``, and are ``.grad`` for the time of a launch only. Between `hide`
+    and `unhide` none are shown: they are ``kept`` here.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class MainGrads:
         # Members whose gradient is here if some rank has used them, which this one has not, and has not been told yet.
         self.open: Counter[int] = Counter()
         self.is_decoupled = False
+        self.kept: list[torch.Tensor | None] | None = None
         self._accumulates = False  # the last backward added to what was there
         self.is_empty = False  # there is a buffer, without storage
         self._size = 0  # of the storage
@@ -53,6 +55,8 @@ class MainGrads:
         if self.buffer is None or self.is_empty or self.in_flight or self.open or self.home.host:
             return
         if self._accumulates and not always:
+            return
+        if self.kept is not None and any(grad is not None for grad in self.kept):
             return
         for param in self.params:
             if param.sharded.grad is not None or (self.is_decoupled and getattr(param.sharded, DECOUPLED) is not None):
@@ -86,12 +90,38 @@ class MainGrads:
         if not any_had:
             return buffer, True, []
         with _torch.PlainAttributes():
-            others = [i for i, param in enumerate(self.params) if param.sharded.grad is not self.shown[i]]
+            others = [i for i in range(len(self.params)) if self._grad(i) is not self.shown[i]]
         others = [i for i in others if i not in self.open] if self.open else others
         return buffer, False, self._bring(others, buffer, lane) if others else []
 
+    def hide(self) -> None:
+        """Show no gradients from now on; there are none now."""
+        self.kept = [None] * len(self.params)
+
+    def unhide(self) -> None:
+        """Show gradients again, those that have come meanwhile too."""
+        kept, self.kept = self.kept or [], None
+        for param, grad in zip(self.params, kept):
+            if grad is not None and self.is_decoupled:
+                setattr(param.sharded, DECOUPLED, grad)
+            elif grad is not None:
+                _replace(param, grad)
+
+    def _grad(self, index: int) -> torch.Tensor | None:
+        return self.params[index].sharded.grad if self.kept is None else self.kept[index]
+
+    def couple_for_launch(self) -> tuple[list[torch.Tensor | None] | None, list[bool], list[int], list[int]]:
+        """What `uncouple` is to put back afterwards, and what `_torch.grads_and_hooks` says of the parameters."""
+        own = self.couple() if self.is_decoupled and self.kept is None else None
+        had_grad, changed, finished = _torch.grads_and_hooks([param.sharded for param in self.params])
+        return own, had_grad if self.kept is None else [grad is not None for grad in self.kept], changed, finished
+
     def show(self, indices: Sequence[int]) -> None:
         """Put gradients on parameters that have none."""
+        if self.kept is not None:
+            for index in indices:
+                self.kept[index] = self.shown[index]
+            return
         other_dtype = self.dtype != self.main.dtype
         with _torch.PlainAttributes():
             for index in indices:
@@ -102,8 +132,10 @@ class MainGrads:
     def close(self, asked: Sequence[int], used: Sequence[int]) -> None:
         """This rank has been told which of the open ones some rank has used."""
         self.open -= Counter(asked)
-        own = self.couple() if self.is_decoupled else None
-        self.show([index for index in used if _torch.grad_of(self.params[index].sharded) is None])
+        own = self.couple() if self.is_decoupled and self.kept is None else None
+        with _torch.PlainAttributes():
+            wanted = [index for index in used if self._grad(index) is None]
+        self.show(wanted)
         if own is not None:
             self.uncouple(own)
 
@@ -127,7 +159,12 @@ class MainGrads:
             _replace(param, mine)
 
     def clear_decoupled(self, set_to_none: bool) -> None:
-        """Forget decoupled gradients, or make them zero."""
+        """Forget decoupled gradients, and those that are not shown, or make them zero."""
+        for index, kept in enumerate(self.kept or ()):
+            if self.kept is not None and set_to_none:
+                self.kept[index] = None
+            elif kept is not None:
+                kept.zero_()
         for sharded in (param.sharded for param in self.params if self.is_decoupled):
             grad = getattr(sharded, DECOUPLED)
             if set_to_none:
@@ -156,13 +193,17 @@ class MainGrads:
         with lane.entered((lane.mark(),)):  # an earlier reduce of the group may still write there
             for index in others:
                 param, view = self.params[index], buffer.local_view(index)
-                grad = _torch.grad_of(param.sharded)
+                with _torch.PlainAttributes():
+                    grad = self._grad(index)
                 if grad is None:
                     view.zero_()  # set to None alone, while others of the group were kept
                 else:
                     replaced.append(_torch.local_of(grad))
                     view.copy_(replaced[-1])
-                    _show(param, self.shown[index])
+                    if self.kept is None:
+                        _show(param, self.shown[index])
+                    else:
+                        self.kept[index] = self.shown[index]
         return replaced
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -29,8 +29,8 @@ def materialize(model: nn.Module, init_fn: InitFn | None = None, *, seed: int = 
     ``reset_parameters`` or ``_reset_parameters``, or else by the model's ``_init_weights(module)`` (Hugging Face). The
     random state is set from ``seed`` and the module's name before each and restored afterwards: all ranks, and jobs of
     any number of ranks, get the same full values. A module that has meta tensors and none of these is named in a
-    ValueError, before anything is changed. Parameters that have been given values since, by a loader that knows some of
-    them, keep those.
+    ValueError, before anything is changed; so is a parameter or buffer that all of them leave as it was, when they have
+    run. Parameters that have been given values since, by a loader that knows some of them, keep those.
     """
     _arguments.module("materialize", model)
     if init_fn is not None and not callable(init_fn):
@@ -106,9 +106,10 @@ def _materialize_unit(
         if any(parameter.is_meta for parameter in found):
             check_given(group, found, name)
             todo.append((group, found, name))
-    for group, _, _ in todo:
-        for param in group.params:
+    for group, found, _ in todo:
+        for param, known in zip(group.params, found):
             value = torch.empty(param.sharded.shape, dtype=group.main.dtype, device=unit.device)
+            value = _marked(value) if known.is_meta else value
             parameter = nn.Parameter(value, requires_grad=param.sharded.requires_grad)
             parameter.__dict__.update(param.sharded.__dict__)
             for site in param.sites:
@@ -140,17 +141,17 @@ def _fill_plain(module: nn.Module, device: torch.device, made: dict[nn.Parameter
     for name, parameter in module._parameters.items():
         if parameter is not None and parameter.is_meta:
             if parameter not in made:
-                value = torch.empty_like(parameter, device=device)
+                value = _marked(torch.empty_like(parameter, device=device))
                 made[parameter] = nn.Parameter(value, requires_grad=parameter.requires_grad)
                 made[parameter].__dict__.update(parameter.__dict__)
             module._parameters[name] = made[parameter]
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
-            module._buffers[name] = torch.empty_like(buffer, device=device)
+            module._buffers[name] = _marked(torch.empty_like(buffer, device=device))
 
 
 def _initialise(
-    modules: Iterable[nn.Module],
+    modules: Sequence[nn.Module],
     inits: dict[nn.Module, Callable[[], object] | None],
     names: dict[nn.Module, str],
     seed: int,
@@ -164,3 +165,30 @@ def _initialise(
             digest = hashlib.sha256(f"{seed}:{names[module]}".encode()).digest()
             torch.manual_seed(int.from_bytes(digest[:7], "big"))
             init()
+    for module in modules:
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and _is_marked(tensor):
+                place = f"{names[module]}.{name}" if names[module] else name
+                raise ValueError(
+                    f"'{place}' has no values: what initialises its module does not set it, and it holds what memory "
+                    "held; set it in reset_parameters or init_fn"
+                )
+
+
+# The first bytes of memory that nobody has written to yet.
+_MARK, _MARKED = 0xA5, 64
+
+
+def _marked(tensor: torch.Tensor) -> torch.Tensor:
+    _first_bytes(tensor).fill_(_MARK)
+    return tensor
+
+
+def _is_marked(tensor: torch.Tensor) -> bool:
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta and tensor.numel() > 0
+    return plain and bool(_first_bytes(tensor).eq(_MARK).all())
+
+
+def _first_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    return whole[: min(_MARKED, tensor.numel() * tensor.element_size())]

@@ -1,12 +1,19 @@
 """Megatron-FSDP's second version, in its spellings of 0.6 and 0.7, over flatshard's engine."""
 
-from flatshard.layout import Flat, Replicate
 from flatshard.megatron.experimental.checkpoint import load_checkpoint, save_checkpoint
 from flatshard.megatron.experimental.dbuffer import DBuffer
 from flatshard.megatron.experimental.fully_shard import fully_shard, fully_shard_context, microbatch
 from flatshard.megatron.experimental.module import FsdpContext, FsdpModule
 from flatshard.megatron.experimental.optimizer import fully_shard_optimizer
-from flatshard.megatron.experimental.placement import BlockAtomic, Partial, Placement, Placements, RowAtomic
+from flatshard.megatron.experimental.placement import (
+    BlockAtomic,
+    Flat,
+    Partial,
+    Placement,
+    Placements,
+    Replicate,
+    RowAtomic,
+)
 
 __all__ = [
     "BlockAtomic",

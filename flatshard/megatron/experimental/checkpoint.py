@@ -16,18 +16,27 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
+from flatshard.megatron.experimental.parameter_group import sync_model_weights_from_main_weights
+
 
 def save_checkpoint(model: nn.Module, optimizer: Optimizer, checkpoint_dir: str | os.PathLike[str]) -> None:
     """Save main weights and optimizer state, by the names of parameters. All ranks call it."""
     save(_state(model, optimizer), checkpoint_id=checkpoint_dir)
 
 
-def load_checkpoint(model: nn.Module, optimizer: Optimizer, checkpoint_dir: str | os.PathLike[str]) -> None:
-    """Load what `save_checkpoint` saved, from any number of ranks and any placements. All ranks call it."""
+def load_checkpoint(
+    model: nn.Module, optimizer: Optimizer, checkpoint_dir: str | os.PathLike[str], *, sync_model_weights: bool = True
+) -> None:
+    """Load what `save_checkpoint` saved, from any number of ranks and any placements. All ranks call it.
+
+    ``sync_model_weights``: bring compute weights up to date now, and not with the next forward.
+    """
     state = _state(model, optimizer)
     load(state, checkpoint_id=checkpoint_dir)
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    if sync_model_weights:
+        sync_model_weights_from_main_weights(model.parameters())
 
 
 def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from flatshard import _torch, buffer, layout
 from flatshard.buffer.dtensor import as_dtensor
-from flatshard.layout import Flat, Layout, Replicate, Segment, Slot, is_sharded
+from flatshard.layout import Layout, Segment, Slot, is_sharded
 from flatshard.layout.planner import ALIGN
 from flatshard.megatron.experimental.placement import Partial as Partial  # others import it from here
-from flatshard.megatron.experimental.placement import Placement, to_engine
+from flatshard.megatron.experimental.placement import Placement, Replicate, to_engine, to_torch
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class GlobalLayout:
             end += shape.numel()
         step = math.lcm(ALIGN, *(slot.atom for slot in slots))
         piece = -(-end // (dp_size * step)) * step
-        return cls(shapes, Layout(tuple(slots), (Segment(piece),), dp_size, Flat()), block_size)
+        return cls(shapes, Layout(tuple(slots), (Segment(piece),), dp_size, layout.Flat()), block_size)
 
     @property
     def size(self) -> int:
@@ -72,6 +72,7 @@ class DBuffer:
         device: torch.device | str,
         *,
         local: torch.Tensor | None = None,
+        allocation_stream: torch.cuda.Stream | None = None,
     ) -> None:
         self.mesh, self.placements = mesh, tuple(placements)
         if len(self.placements) != mesh.ndim:
@@ -82,12 +83,15 @@ class DBuffer:
         if not isinstance(given, GlobalLayout):
             given = GlobalLayout.build(given, mesh.size(), math.lcm(1, *blocks))
         self.layout = given
-        cut = [Flat() if is_sharded(placement) else placement for placement in engine]
+        cut = [layout.Flat() if is_sharded(placement) else placement for placement in engine]
         if local is None:
             made = buffer.DBuffer.zeros(self.layout.engine, mesh, cut, dtype=dtype, device=device)
         else:
             made = buffer.DBuffer(self.layout.engine, mesh, cut, local)
         self._engine = made
+        if allocation_stream is None and self.device.type == "cuda":
+            allocation_stream = torch.cuda.current_stream(self.device)
+        self.allocation_stream = allocation_stream  # on which its memory was made; None where there are none
 
     @classmethod
     def empty(
@@ -103,12 +107,26 @@ class DBuffer:
 
     @classmethod
     def from_local(
-        cls, local_buffer: torch.Tensor, mesh: DeviceMesh, placements: Iterable[Placement], tensor_shapes: Shapes
+        cls,
+        local_buffer: torch.Tensor,
+        mesh: DeviceMesh,
+        placements: Iterable[Placement],
+        tensor_shapes: Shapes,
+        *,
+        allocation_stream: torch.cuda.Stream | None = None,
     ) -> DBuffer:
         """A buffer over memory that is there: flat, contiguous, and of the right size."""
         if local_buffer.dim() != 1 or not local_buffer.is_contiguous():
             raise ValueError("local_buffer must be flat and contiguous")
-        return cls(mesh, placements, tensor_shapes, local_buffer.dtype, local_buffer.device, local=local_buffer)
+        return cls(
+            mesh,
+            placements,
+            tensor_shapes,
+            local_buffer.dtype,
+            local_buffer.device,
+            local=local_buffer,
+            allocation_stream=allocation_stream,
+        )
 
     @classmethod
     def distribute_tensors(
@@ -140,6 +158,11 @@ class DBuffer:
         return self._engine.device
 
     @property
+    def is_symmetric_memory(self) -> bool:
+        """Whether peers know of this memory (torch 2.12)."""
+        return _torch.is_symmetric(self.local_buffer)
+
+    @property
     def offset(self) -> int:
         """Where `local_buffer` begins in the whole buffer."""
         return self._engine.held.first * self.layout.engine.segments[0].piece
@@ -151,8 +174,12 @@ class DBuffer:
     get_tensor_view = get_local_tensor
 
     def get_dtensor(self, index: int) -> DTensor:
-        """A tensor as a DTensor over this memory."""
-        return as_dtensor(self._engine, index)
+        """A tensor as a DTensor over this memory, placed as the buffer is."""
+        wanted = tuple(map(to_torch, self.placements))
+        if _torch.SUBCLASSES_DISPATCH and not any(placement.is_partial() for placement in wanted):
+            return as_dtensor(self._engine, index)  # which knows its rows
+        meta = torch.empty(self.layout.tensor_shapes[index], device="meta")
+        return _torch.make_dtensor(self.get_local_tensor(index), self.mesh, wanted, meta.shape, meta.stride())
 
     def release_storage(self) -> None:
         """Free the memory; views of it stay, and are valid again after `reallocate_storage`."""
@@ -177,7 +204,7 @@ class DBuffer:
         held = DBuffer(self.mesh, wanted, self.layout, self.dtype, "meta")
         begin = held.offset - self.offset
         local = self.local_buffer[begin : begin + held.local_buffer.numel()]
-        return DBuffer(self.mesh, wanted, self.layout, self.dtype, self.device, local=local)
+        return DBuffer.from_local(local, self.mesh, wanted, self.layout, allocation_stream=self.allocation_stream)
 
     def cast(self, dtype: torch.dtype, *, out: DBuffer | None = None) -> DBuffer:
         """The same values in another dtype; itself where nothing changes."""
@@ -195,13 +222,13 @@ class DBuffer:
         source, goal = self._engine, [to_engine(placement) for placement in wanted]
         relabelled = []
         for old, new in zip(source.placements, goal):
-            if isinstance(old, Replicate) and isinstance(new, layout.Partial):
+            if isinstance(old, layout.Replicate) and isinstance(new, layout.Partial):
                 if new.op != "avg":
                     raise NotImplementedError("equal values on all ranks are their average, not addends of their sum")
                 old = new
             relabelled.append(old)
         source = buffer.DBuffer(self.layout.engine, self.mesh, relabelled, source.local)
-        cut = [Flat() if is_sharded(placement) else placement for placement in goal]
+        cut = [layout.Flat() if is_sharded(placement) else placement for placement in goal]
         if out is None and cut == list(source.placements):
             return DBuffer(self.mesh, wanted, self.layout, self.dtype, self.device, local=self.local_buffer)
         target = self._target(out, wanted, self.dtype)
@@ -226,19 +253,20 @@ class DBuffer:
         return self._change(mesh_axis, new_placement, partial, "reduce_scatter", out)
 
     def scatter(self, mesh_axis: int, new_placement: Placement, *, out: DBuffer | None = None) -> DBuffer:
-        """A Replicate axis becomes sharded. Nothing is communicated."""
-        whole = isinstance(self._engine.placements[mesh_axis], Replicate)
+        """A Replicate axis becomes sharded: a view of this memory, or written to ``out``. Nothing is communicated."""
+        whole = isinstance(self._engine.placements[mesh_axis], layout.Replicate)
         return self._change(mesh_axis, new_placement, whole, "scatter", out)
 
     def _change(self, axis: int, new: Placement, legal: bool, method: str, out: DBuffer | None) -> DBuffer:
         if not legal:
             raise ValueError(f"{method}: axis {axis} is placed {self.placements[axis]}")
-        return self.redistribute([*self.placements[:axis], new, *self.placements[axis + 1 :]], out=out)
+        wanted = [*self.placements[:axis], new, *self.placements[axis + 1 :]]
+        return self.view(wanted) if method == "scatter" and out is None else self.redistribute(wanted, out=out)
 
     def _target(self, out: DBuffer | None, placements: tuple[Placement, ...], dtype: torch.dtype) -> DBuffer:
         if out is None:
             return DBuffer(self.mesh, placements, self.layout, dtype, self.device)
-        wanted = [Flat() if is_sharded(p) else p for p in map(to_engine, placements)]
+        wanted = [layout.Flat() if is_sharded(p) else p for p in map(to_engine, placements)]
         found = (out.mesh, list(out._engine.placements), out.layout, out.dtype)
         if found != (self.mesh, wanted, self.layout, dtype):
             raise ValueError(f"`out` must have placements {wanted}, this buffer's mesh and layout, and dtype {dtype}")

@@ -16,7 +16,7 @@ from flatshard.engine.tree.build import owned_modules, units_below
 from flatshard.megatron.experimental.module import FsdpContext, FsdpModule
 from flatshard.megatron.experimental.placement import Placements
 from flatshard.megatron.mixed_precision import engine_policy
-from flatshard.megatron.param_and_grad_buffer import register_memory
+from flatshard.megatron.utils import initial_values, register_memory
 from flatshard.policy import SchedulePolicy
 
 _open: ContextVar[FsdpContext | None] = ContextVar("fully_shard_context", default=None)
@@ -88,6 +88,7 @@ def fully_shard(
             gradient_scale="mean" if grad_divisor == 1 and not placements.sums else scale,
             schedule=SchedulePolicy(separate_groups=not context.unify_communication_stream),
             layout=layout,
+            values=initial_values(),
         )
         _adopt(each, context, mesh, use_symm_mem or context.use_symmetric_memory)
     for each in below if alone else ():  # one context for all units below the last one that was made
@@ -108,23 +109,32 @@ def _adopt(module: nn.Module, context: FsdpContext, mesh: DeviceMesh, symmetric:
 
 
 @contextmanager
-def microbatch(target: FsdpContext | nn.Module, is_last: bool = True, *, is_first: bool = True) -> Iterator[None]:
+def microbatch(
+    module: nn.Module | FsdpContext | None = None,
+    is_last: bool = True,
+    *,
+    is_first: bool = True,
+    context: FsdpContext | None = None,
+) -> Iterator[None]:
     """Say which micro-batch runs in the body, for the units of a context or below a module: `flatshard.microbatch`."""
+    target = module if context is None else context
+    if (module is None) == (context is None) or not isinstance(target, (nn.Module, FsdpContext)):
+        raise TypeError("microbatch takes a module or a context, one of them")
     contexts = [target] if isinstance(target, FsdpContext) else _contexts(target)
-    roots = [root for context in contexts for root in context.roots]
+    roots = [root for each in contexts for root in each.roots]
     if isinstance(target, nn.Module) and not contexts and units_below(target):
         roots = [target]
-    before = [(context, context.is_last_microbatch) for context in contexts]
+    before = [(each, each.is_first_microbatch, each.is_last_microbatch) for each in contexts]
     with ExitStack() as stack:
         for root in roots:
             stack.enter_context(api.microbatch(root, is_first=is_first, is_last=is_last))
-        for context in contexts:
-            context.is_last_microbatch = is_last
+        for each in contexts:
+            each.is_first_microbatch, each.is_last_microbatch = is_first, is_last
         try:
             yield
         finally:
-            for context, value in before:
-                context.is_last_microbatch = value
+            for each, first, last in before:
+                each.is_first_microbatch, each.is_last_microbatch = first, last
 
 
 def _contexts(module: nn.Module) -> list[FsdpContext]:

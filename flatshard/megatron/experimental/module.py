@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from flatshard.engine.groups.param_group import ParamGroup
-from flatshard.engine.tree.roots import find_root
 from flatshard.engine.units.unit import Phase, Unit, unit_of
+from flatshard.megatron.experimental.parameter_group import CONTEXTS
+from flatshard.megatron.groups import ParameterGroup
 from flatshard.module import FSDPModule, share_comm_ctx
 
 _CONTEXT = "_flatshard_megatron_context"
-CONTEXTS: weakref.WeakKeyDictionary[ParamGroup, FsdpContext] = weakref.WeakKeyDictionary()  # of each group
 
 
 class FsdpContext:
@@ -25,7 +23,7 @@ class FsdpContext:
     def __init__(self, use_symmetric_memory: bool = False, unify_communication_stream: bool = False) -> None:
         self.use_symmetric_memory = use_symmetric_memory
         self.unify_communication_stream = unify_communication_stream
-        self.is_last_microbatch = True
+        self.is_first_microbatch = self.is_last_microbatch = True
         self.device: torch.device | None = None
         self._units: list[weakref.ref[nn.Module]] = []
         self._guards: list[Any] = []  # while the context is open no unit may run
@@ -53,6 +51,11 @@ class FsdpContext:
         """Its units as backwards come to them."""
         mine = {id(unit) for unit in self.units}
         return [each for root in reversed(self.roots) for each in _backward(root) if id(each) in mine]
+
+    @property
+    def parameter_groups(self) -> list[ParameterGroup]:
+        """Those of its units."""
+        return [group for unit in self.units if isinstance(unit, FsdpModule) for group in unit.parameter_groups]
 
     def add(self, module: nn.Module, is_open: bool) -> None:
         """A unit has been made."""
@@ -84,94 +87,6 @@ def _refuse_forward(module: nn.Module, args: Any) -> None:
     raise RuntimeError(f"{type(module).__name__} cannot run yet: Exit fully_shard_context first")
 
 
-@dataclass(frozen=True)
-class FsdpParameter:
-    """A parameter and all its names, from its unit down."""
-
-    fqns: tuple[str, ...]
-    sharded: nn.Parameter
-
-
-@dataclass(frozen=True)
-class BufferView:
-    """A buffer of the engine."""
-
-    local_buffer: torch.Tensor
-    layout: Any
-
-
-@dataclass(frozen=True)
-class _Extent:
-    size: int
-
-
-class ParameterGroup:
-    """Parameters of one unit that travel together."""
-
-    def __init__(self, module: nn.Module, unit: Unit, group: ParamGroup) -> None:
-        self._module, self._unit, self._group = weakref.ref(module), weakref.ref(unit), weakref.ref(group)
-
-    @property
-    def _engine(self) -> ParamGroup:
-        group = self._group()
-        if group is None:
-            raise RuntimeError("the model of this parameter group has been deleted")
-        return group
-
-    @property
-    def fsdp_parameters(self) -> list[FsdpParameter]:
-        """Its parameters, with their names."""
-        module = self._module()
-        names = (
-            {} if module is None else {id(each): f"{name}." if name else "" for name, each in module.named_modules()}
-        )
-        return [
-            FsdpParameter(tuple(names.get(id(site.module()), "") + site.name for site in member.sites), member.sharded)
-            for member in self._engine.params
-        ]
-
-    @property
-    def parameter_names(self) -> tuple[str, ...]:
-        """The first name of each parameter, from its unit down."""
-        return tuple(member.name for member in self._engine.params)
-
-    @property
-    def sharded_parameters(self) -> tuple[nn.Parameter, ...]:
-        """What optimizers see."""
-        return tuple(member.sharded for member in self._engine.params)
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether it is trained."""
-        return any(member.sharded.requires_grad for member in self._engine.params)
-
-    @property
-    def main_weight(self) -> BufferView:
-        """What the optimizer updates."""
-        return _view(self._engine, self._engine.main.local)
-
-    @property
-    def main_grad(self) -> BufferView | None:
-        """Reduced gradients, once there are some."""
-        buffer = self._engine.gradients.main_grads.buffer
-        return None if buffer is None else _view(self._engine, buffer.local)
-
-    @property
-    def _unsharded_model_weight(self) -> BufferView | None:
-        buffer = self._engine.source.buffer
-        return None if buffer is None else _view(self._engine, buffer.local)
-
-    def sync_model_weight_from_main_weight(self) -> None:
-        """Bring compute weights up to date with main."""
-        unit, module, group = self._unit(), self._module(), self._engine
-        if unit is not None and module is not None and not group.main.local.is_meta:
-            find_root(unit, module).refresh([unit], [group])
-
-
-def _view(group: ParamGroup, local: torch.Tensor) -> BufferView:
-    return BufferView(local, _Extent(group.layout.num_shards * group.layout.run_numel))
-
-
 class FsdpModule(FSDPModule):
     """What `fully_shard` of the second version adds to the class of a module."""
 
@@ -182,6 +97,12 @@ class FsdpModule(FSDPModule):
         """What it shares with other units."""
         found: FsdpContext = _module(self).__dict__[_CONTEXT]
         return found
+
+    @property
+    def name(self) -> str:
+        """Its name from the outermost unit of its context down; that one's is empty."""
+        named = (found for root in self.context.roots for found in root.named_modules())
+        return str(next(name for name, each in named if each is self))
 
     @property
     def phase(self) -> Any:

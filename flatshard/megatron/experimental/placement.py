@@ -13,9 +13,18 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 
 from flatshard import layout, policy
-from flatshard.layout import Flat, Replicate
 
-Placement = Any  # Flat, Replicate, Partial and BlockAtomic of this module, or torch's Shard(0), Replicate and Partial
+Placement = Any  # Flat, Replicate, Partial and BlockAtomic of this module, or torch's Shard(0) and Partial
+Replicate = TorchReplicate
+
+
+class Flat(TorchShard):
+    """``Shard(0)`` of a tensor in a flat buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
 RowAtomic = Flat  # its later name
 
 
@@ -38,11 +47,11 @@ def to_engine(placement: Placement) -> layout.Placement:
     if isinstance(placement, (layout.Flat, layout.Replicate, layout.Partial, layout.Block)):
         return placement
     if isinstance(placement, TorchReplicate):
-        return Replicate()
+        return layout.Replicate()
     if isinstance(placement, TorchShard):
         if placement.dim:
             raise ValueError(f"{placement}: a buffer is cut on dim 0 only")
-        return Flat()
+        return layout.Flat()
     if isinstance(placement, BlockAtomic):
         return layout.Block(placement.rows)
     if isinstance(placement, (Partial, TorchPartial)):
@@ -51,6 +60,14 @@ def to_engine(placement: Placement) -> layout.Placement:
             raise ValueError(f"{placement}: a sum or an average can be reduced")
         return layout.Partial("avg" if named == "avg" else "sum")
     raise TypeError(f"{placement!r} is not a placement: use Flat(), Shard(0), Replicate() or Partial(op)")
+
+
+def to_torch(placement: Placement) -> Any:
+    """What torch calls a placement."""
+    engine = to_engine(placement)
+    if isinstance(engine, layout.Partial):
+        return TorchPartial(engine.op)
+    return TorchShard(0) if layout.is_sharded(engine) else Replicate()
 
 
 @dataclass(frozen=True)

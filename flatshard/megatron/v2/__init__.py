@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +12,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import api, policy
-from flatshard.engine.tree.summary import check_buffers, summary
 from flatshard.megatron.mixed_precision import EnginePolicy
+from flatshard.megatron.reports import (
+    check_all_fsdp_buffers,
+    compute_per_param_norms,
+    log_parameter_groups,
+    log_per_param_norms,
+)
 from flatshard.megatron.uneven_dtensor import (
     gather_and_compute_chunk_metadata,
     preprocess_state_dict_for_uneven_dtensor,
@@ -22,8 +26,8 @@ from flatshard.megatron.uneven_dtensor import (
     split_dtensor,
     uneven_dtensor_to_full_tensor,
 )
+from flatshard.megatron.utils import initial_values
 from flatshard.module import FSDPModule
-from flatshard.optim.clip import grad_norms, weight_norms
 
 __all__ = [
     "FSDPModule",
@@ -41,8 +45,6 @@ __all__ = [
     "split_dtensor",
     "uneven_dtensor_to_full_tensor",
 ]
-
-_log = logging.getLogger("flatshard")
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,7 @@ def fully_shard(
         offload_policy=policy.OffloadPolicy() if offload_policy is None else offload_policy,
         ignored_params=ignored_params,
         strategy=sharding_strategy,
+        values=initial_values(),
         gradient_scale="mean" if gradient_scaling_factor is None else gradient_scaling_factor,
         schedule=policy.SchedulePolicy(
             prefetch=enable_unshard_prefetch, async_reduce=enable_async_reduce_grad, planned_pool=enable_trace_pool
@@ -125,30 +128,3 @@ def fully_shard(
     if chosen.use_decoupled_grad:
         sharded.set_decoupled_gradients(recurse=False)
     return module
-
-
-def compute_per_param_norms(module: nn.Module) -> dict[str, dict[str, float]]:
-    """Norms of weights and gradients over all ranks, by name: ``param_norm``, ``grad_norm``. All ranks call it."""
-    weights, gradients = weight_norms(module), grad_norms(module)
-    return {name: {"param_norm": norm, "grad_norm": gradients.get(name, 0.0)} for name, norm in weights.items()}
-
-
-def log_per_param_norms(module: nn.Module) -> None:
-    """Log `compute_per_param_norms`. All ranks call it."""
-    for name, norms in compute_per_param_norms(module).items():
-        _log.info("%s: weight %.6g, gradient %.6g", name, norms["param_norm"], norms["grad_norm"])
-
-
-def log_parameter_groups(module: nn.Module) -> None:
-    """Log the table of units and groups."""
-    _log.info("parameter groups:\n%s", summary(module))
-
-
-def check_all_fsdp_buffers(module: nn.Module) -> bool:
-    """Whether all parameters lie where their layout says, and none overlap; logs what is wrong."""
-    try:
-        check_buffers(module)
-    except AssertionError as error:
-        _log.error("%s", error)
-        return False
-    return True
