@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from flatshard import _torch
 from flatshard.api import fully_shard, microbatch
 from flatshard.buffer import Lane
 from flatshard.engine import steps
@@ -169,6 +170,12 @@ class MegatronFSDP(nn.Module):
         return self.module
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if _torch.profiling():
+            with torch.profiler.record_function("CustomFSDP.forward"):
+                return self._forward(inputs, kwargs)
+        return self._forward(inputs, kwargs)
+
+    def _forward(self, inputs: Any, kwargs: Any) -> Any:
         if not self._has_groups:
             self._use_gather_groups()
         if self.model_auto_sync or self.microbatch_count == 0 or self._steps != steps.taken():

@@ -188,7 +188,7 @@ class Bench:
                     found[f"{title} {name}: {hooks}"] = list(getattr(module, hooks))
                 unit = module.__dict__.get("_flatshard_unit")
                 if unit is not None:
-                    found[f"{title} {name}: settings"] = dict(vars(unit.settings))
+                    found[f"{title} {name}: settings"] = dict(vars(unit.intent))
                     found[f"{title} {name}: full"] = [group.is_full for group in unit.groups]
                     found[f"{title} {name}: precision"] = unit.policy
             for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -145,6 +145,64 @@ def test_contexts(ranks):
     ranks(2, _contexts)
 
 
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(4))
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.relu(layer(x + self.bias))
+        return x
+
+
+def _annotated(rank, world):
+    """Ranges of NVTX, by the names that they have there."""
+    mesh, events, stack = mesh_of(FLAT, world), [], []
+
+    def push(label):
+        stack.append(label)
+        events.append(f"> {label}")
+
+    def ranges(model, x):
+        events.clear()
+        model(x).sum().backward()
+        assert not stack
+        return [event.replace("MFSDP ", "") for event in events]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda.nvtx, "range_push", push)
+        patch.setattr(torch.cuda.nvtx, "range_pop", lambda: events.append(f"< {stack.pop()}"))
+        torch.manual_seed(0)
+        model = Nested()
+        for layer in model.layers:
+            fully_shard(layer, mesh, FLAT)
+        each = [f"{sign} <root> {phase}" for phase in ("forward", "backward") for _ in range(2) for sign in "><"]
+        assert ranges(model, torch.ones(2, 4)) == each  # two roots
+        fully_shard(model, mesh, FLAT)
+        names = {"forward": ("layers.0", "layers.1"), "backward": ("layers.1", "layers.0")}
+        wanted = [
+            event
+            for phase, order in names.items()
+            for inside in [[f"{sign} {name} {phase}" for name in order for sign in "><"]]
+            for event in (f"> <root> {phase}", *inside, f"< <root> {phase}")
+        ]
+        for _ in range(2):
+            assert ranges(model, torch.ones(2, 4)) == wanted
+        frozen = nn.Linear(4, 4, bias=False).requires_grad_(False)
+        fully_shard(frozen, mesh, FLAT)
+        found = ranges(frozen, torch.ones(2, 4, requires_grad=True))
+        assert found == [f"{sign} <root> {phase}" for phase in ("forward", "backward") for sign in "><"]
+    before = list(events)
+    model(torch.ones(2, 4)).sum().backward()  # a CPU has no ranges of its own
+    assert events == before
+
+
+def test_passes_are_ranges_of_nvtx(ranks):
+    ranks(2, _annotated)
+
+
 def _deleted(rank, world):
     model = sharded(make_net(depth=1), FLAT, world)
     optimizer = torch.optim.SGD(model.parameters())

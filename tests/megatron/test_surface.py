@@ -464,6 +464,9 @@ def _weights(rank, world):
     loss_of(model, tokens).backward()
     assert any(not torch.equal(p.grad.to_local(), c) for p, c in zip(model.parameters(), coarse))
     assert model.get_distributed_index().get_dp_group().size() == world
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        model(tokens)
+    assert sum(event.name == "CustomFSDP.forward" for event in profile.events()) == 1
 
 
 def test_weights_are_gathered_and_precision_changed_by_hand(ranks):

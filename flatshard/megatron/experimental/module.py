@@ -63,6 +63,7 @@ class FsdpContext:
         module.__dict__[_CONTEXT] = self
         unit = unit_of(module)
         assert unit is not None
+        unit.__class__ = AnnotatedUnit
         CONTEXTS.update(dict.fromkeys(unit.groups, self))
         if is_open:
             self._guards.append(module.register_forward_pre_hook(_refuse_forward, prepend=True))
@@ -85,6 +86,29 @@ def _backward(module: nn.Module) -> Iterator[nn.Module]:
 
 def _refuse_forward(module: nn.Module, args: Any) -> None:
     raise RuntimeError(f"{type(module).__name__} cannot run yet: Exit fully_shard_context first")
+
+
+_RANGE_PUSH = torch.cuda.nvtx.range_push
+
+
+class AnnotatedUnit(Unit):
+    """A unit whose forwards and backwards are NVTX ranges, on CUDA or where something stands in for NVTX."""
+
+    @property
+    def phase(self) -> Phase:
+        """Where the current pass stands, here."""
+        found: Phase = self.__dict__["phase"]
+        return found
+
+    @phase.setter
+    def phase(self, phase: Phase) -> None:
+        before, self.__dict__["phase"] = self.__dict__["phase"], phase
+        if phase is before or (self.device.type != "cuda" and torch.cuda.nvtx.range_push is _RANGE_PUSH):
+            return
+        if before is not Phase.RESTING:
+            torch.cuda.nvtx.range_pop()
+        if phase is not Phase.RESTING:
+            torch.cuda.nvtx.range_push(f"MFSDP {self.name if self.index else '<root>'} {phase.value}")
 
 
 class FsdpModule(FSDPModule):
