@@ -145,7 +145,7 @@ def owned(together: Any) -> tuple[list[tuple[int, ...]], float]:
     side = together.optimizers[0].__dict__["_flatshard_local"]
     costs = {each.name: side.options.cost(each.matrix.shape) for each in side.matrices}
     mine = [each for each in side.matrices if each.is_mine]
-    mean = sum(costs.values()) / mine[0].meeting.size
+    mean = sum(costs.values()) / mine[0].owner_group.size
     return [each.matrix.shape for each in mine], sum(costs[each.name] for each in mine) / mean
 
 
