@@ -98,7 +98,8 @@ def end_failed(explanation: str) -> NoReturn:
         time.sleep(_LINGER)
         why = explanation or record.header["error"]
         print(f"flatshard: rank {record.header['rank']} ends: {why}", file=sys.stderr)
-    leave(1)
+    error = sys.exc_info()[1]
+    leave(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
 
 
 def remove_record() -> None:

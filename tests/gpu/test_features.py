@@ -151,6 +151,32 @@ def test_a_meta_model_in_host_memory(gpu_ranks):
         assert found == pytest.approx(wanted, rel=1e-5)
 
 
+def _away(rank, world):
+    """Losses of a model that waits in host memory between its steps, and of one that stays."""
+    staying, moving = (shard_net(make_net()) for _ in range(2))
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (staying, moving)]
+    rounds = []
+    for _ in range(2):
+        rounds.append(
+            [
+                train(model, optimizer, STEPS, ROWS, rank, world, device="cuda")
+                for model, optimizer in zip((staying, moving), optimizers)
+            ]
+        )
+        moving.cpu()
+        assert {p.to_local().device.type for p in moving.parameters()} == {"cpu"}
+        with pytest.raises(RuntimeError, match="move it back to cuda"):
+            moving(next(batches(1, ROWS))[:, :-1].cuda())
+        moving.cuda()
+    return rounds
+
+
+def test_a_model_may_wait_in_host_memory(gpu_ranks):
+    for rounds in gpu_ranks(2, _away):
+        for staying, moving in rounds:
+            assert moving == staying
+
+
 class Uneven(nn.Module):
     def __init__(self) -> None:
         super().__init__()

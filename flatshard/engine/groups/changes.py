@@ -133,8 +133,8 @@ def _refuse_change(group: ParamGroup, awaited: bool, names: Names) -> None:
 
 
 def _refuse_device(group: ParamGroup, device: torch.device, names: Names) -> None:
-    rests = "cpu" if group.home.host else group.mesh.device_type
-    if device.type not in (group.mesh.device_type, rests, _torch.local_of(group.params[0].sharded).device.type):
+    """Parameters may be on the mesh's device, and in host memory for as long as they are not used."""
+    if device.type not in (group.mesh.device_type, "cpu", _torch.local_of(group.params[0].sharded).device.type):
         raise ValueError(
             f"parameter '{names[0]}' was moved to {device}, and the mesh it is sharded over is on "
             f"{group.mesh.device_type}; shard a model that is already there, over a mesh of that device"

@@ -82,6 +82,7 @@ class ParamGroup:
         known: Gradients | None = self.__dict__.get("gradients")
         self.own = self.own if main.dtype == self.main.dtype else main.dtype
         self.main = main
+        self.is_away = main.device.type not in ("meta", "cpu" if self.home.host else self.home.device.type)
         self._set_codec()
         self.gradients = self._kind(
             self.params, main, self.placements, self.policy, self.codec.dtype, self.home, self.formats
@@ -261,6 +262,11 @@ class ParamGroup:
         """Start gathering full weights, which are to stay for long if ``lasting``. No effect on what is gathered."""
         if self.ticket is not None:
             return
+        if self.is_away:
+            raise RuntimeError(
+                f"parameter '{self.params[0].name}' is on {self.main.device}, where the model was moved; move it "
+                f"back to {self.home.device.type} before you use it"
+            )
         try:
             self.ticket = self.source.gather(pool, name, lasting, self.all_gather_comm)
         except BaseException:

@@ -253,6 +253,11 @@ def sort_parameters(modules: Sequence[nn.Module], choices: Choices) -> Sorted:
         dims[parameter] = _dim(named[0], parameter, given.dim, mesh, choices)
         if mesh.get_coordinate() is None:
             raise ValueError(f"this rank is not in mesh {mesh}")
+        if isinstance(parameter, DTensor) and parameter.device_mesh.device_type != mesh.device_type:
+            raise ValueError(
+                f"parameter '{named[0]}': Requires DTensor to have mesh of the same type as the FSDP mesh but got "
+                f"{parameter.device_mesh.device_type} for DTensor and {mesh.device_type} for FSDP"
+            )
         kind = Kind(
             parameter.dtype,
             parameter.requires_grad,
