@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,6 @@ from benchmarks.models import Llama, LlamaConfig
 from benchmarks.moe import MixtureConfig, connect, is_expert, mixture
 
 Step = Callable[[], Tensor]
-Rows = bool | Literal["even"]
 Wrap = Callable[[torch.optim.Optimizer], torch.optim.Optimizer]
 
 Around = Callable[[int], AbstractContextManager[None]]
@@ -119,10 +118,9 @@ def fsdp2(setup: Setup, **units: bool) -> Step:
 
 def flat(
     setup: Setup,
-    planned_pool: bool = False,
     finer: bool = False,
     formats: str | None = None,
-    rows: Rows = False,
+    rows: bool = False,
     ahead: int = 0,
     kept: bool = False,
     **schedule: Any,
@@ -138,7 +136,6 @@ def flat(
     policy = flatshard.MixedPrecisionPolicy(param_dtype=setup.dtype, reduce_dtype=setup.dtype, **chosen)
     told = flatshard.SchedulePolicy(
         keep_for_next=BETWEEN_MICROBATCHES if setup.microbatches > 1 else 0,
-        planned_pool=planned_pool,
         max_gathered_bytes=ahead,
         **schedule,
     )
@@ -230,12 +227,16 @@ SYSTEMS: dict[str, Callable[[Setup], Step]] = {
     "flatshard-megatron": flat_megatron,
     "flatshard-captured": lambda setup: flatshard.capture(flat(setup)),
     "limit-captured": lambda setup: flatshard.capture(limit(setup)),
-    "flatshard-planned": functools.partial(flat, planned_pool=True),
-    "flatshard-finer": functools.partial(flat, planned_pool=True, finer=True),
+    "flatshard-finer": functools.partial(flat, finer=True),
 }
+# One knob of `SchedulePolicy` each (docs/decisions/032-knobs.md).
+SYSTEMS["flatshard-no-prefetch"] = functools.partial(flat, prefetch=False)
+SYSTEMS["flatshard-no-overlap"] = functools.partial(flat, async_reduce=False)
+SYSTEMS["flatshard-one-gathered"] = functools.partial(flat, max_gathered=1)
+SYSTEMS["flatshard-one-reducing"] = functools.partial(flat, max_reducing=1)
+SYSTEMS["flatshard-shared-groups"] = functools.partial(flat, separate_groups=False)
 SYSTEMS["fsdp2-torchao"] = functools.partial(by_torchao, ours=False)
 SYSTEMS["flatshard-torchao"] = functools.partial(by_torchao, ours=True)
-SYSTEMS["flatshard-even-rows"] = functools.partial(flat, rows="even")
 SYSTEMS["flatshard-rows"] = functools.partial(flat, rows=True)
 SYSTEMS["flatshard-rows-ahead"] = functools.partial(flat, finer=True, rows=True, ahead=AHEAD)
 SYSTEMS["flatshard-rows-captured"] = lambda setup: flatshard.capture(flat(setup, rows=True))
@@ -248,7 +249,7 @@ for _name in FORMATS:
         flat, finer=True, formats=_name, rows=True, ahead=AHEAD
     )
     SYSTEMS[f"flatshard-{_name}"] = functools.partial(flat, formats=_name)
-    SYSTEMS[f"flatshard-{_name}-finer"] = functools.partial(flat, planned_pool=True, finer=True, formats=_name)
+    SYSTEMS[f"flatshard-{_name}-finer"] = functools.partial(flat, finer=True, formats=_name)
 
 
 def on_meta(setup: Setup) -> Llama:
@@ -318,7 +319,7 @@ def shard_units(
     fully_shard: Callable[..., object],
     policy: object,
     finer: bool = False,
-    rows: Rows = False,
+    rows: bool = False,
     kept: bool = False,
 ) -> None:
     """Embedding, blocks and head are the units; the head stays gathered until its backward, and with ``kept`` all do.

@@ -73,7 +73,7 @@ def fully_shard(
     data_mesh: DeviceMesh | None = None,
     schedule: SchedulePolicy | None = None,
     optional: bool = False,
-    rows: bool | Literal["even"] = False,
+    rows: bool = False,
     values: Values | None = None,
 ) -> M:
     """Make a unit of ``module``: shard its parameters over ``mesh``, and gather them only while they are needed.
@@ -118,8 +118,7 @@ def fully_shard(
     before it, and before those after it, which is the order to call them in. What no rank has used has no gradient. One
     backward goes through one forward of such a model, and its parameters are not tied to others (decision 020).
     ``rows``: of an embedding that is not tied to a head, exchange the rows that batches read, and their gradients,
-    instead of gathering and reducing the table (docs/rows.md). All ranks look up at the same time. ``"even"``: and as
-    many tokens, so that the host waits for nothing, and more rows travel than are read.
+    instead of gathering and reducing the table (docs/rows.md). All ranks look up at the same time.
     ``values``: what the ranks' parameters hold when they are cut. ``"same"``: the same, which the first forward
     checks, apart from those that have been loaded or written since; ``"warn"``: a difference is a warning;
     ``"first"``: keep those of the first rank of the mesh (all ranks of it call this at the same time then);
@@ -180,7 +179,7 @@ def checked_choices(
     data_mesh: DeviceMesh | None = None,
     schedule: SchedulePolicy | None = None,
     optional: bool = False,
-    rows: bool | Literal["even"] = False,
+    rows: bool = False,
     values: Values | None = None,
 ) -> Choices:
     """What these arguments of `fully_shard` say, checked; nothing is done."""
@@ -225,10 +224,8 @@ def checked_choices(
             f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}, of {mesh.ndim} axes: it must have one (shard) "
             "or two (outer, inner)"
         )
-    if schedule is not None and schedule.registered and mesh.device_type != "cuda":
-        raise ValueError(f"SchedulePolicy(registered=True): NCCL registers memory of GPUs; {mesh} is on others")
-    if schedule is not None and schedule.wire == "peers" and mesh.device_type != "cuda":
-        raise ValueError(f'SchedulePolicy(wire="peers"): GPUs see each other\'s memory; {mesh} is on others')
+    if schedule is not None:
+        schedule.check(mesh)
     return Choices(
         mesh=mesh,
         device=_device_of(mesh),
@@ -242,7 +239,7 @@ def checked_choices(
         where=where,
         offload=offload_policy,
         optional=_arguments.flag("optional", optional),
-        rows=rows if rows == "even" else _arguments.flag("rows", rows),
+        rows=_arguments.flag("rows", rows),
         values=kept,
         strategy=(strategy, outer_strategy),
         data_mesh=data_mesh,

@@ -30,7 +30,7 @@ def shard_model(
     optimizer: torch.optim.Optimizer | None = None,
     experts: Experts | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    rows: bool | Literal["even"] = False,
+    rows: bool = False,
     **choices: Any,
 ) -> Summary:
     """Call `fully_shard` on the parts of ``model`` that should be units, and on ``model``; ``choices`` go to all calls.

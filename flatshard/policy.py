@@ -378,15 +378,6 @@ class SchedulePolicy:
     the next, inside `microbatch(is_last=False)`, which says that the weights do not change in between; or gathered
     at the end of that backward, where it does not need them (embeddings). Activations take that memory again as the
     forward goes on, so it seldom adds to the peak.
-    ``planned_pool``: give gathered weights fixed addresses, planned from which of them are in use together; what is
-    kept under ``keep_for_next`` has none. Passes that do not go by the plan are as right as without it, and the next
-    plan has room for them; `summary` shows how it does.
-    ``registered``: let what is gathered into, and what reduces read, be memory that NCCL has registered with all
-    process groups that use it, and allocated if it can, so that it need not copy. Gradients are then staged, never sent
-    from where autograd has left them.
-    ``wire``: ``"backend"``, the process groups' own gathers and reduces; ``"peers"``: where all ranks of a group are on
-    one node, copies out of and into memory that they see of each other (symmetric memory of CUDA), which leave the
-    multiprocessors to compute; it takes as much memory as the largest input of a reduce and the largest shard.
     """
 
     prefetch: bool = True
@@ -397,20 +388,19 @@ class SchedulePolicy:
     separate_groups: bool | None = None
     keep_for_backward: int = 0
     keep_for_next: int = 0
-    planned_pool: bool = False
-    registered: bool = False
-    wire: Literal["backend", "peers"] = "backend"
 
     def __post_init__(self) -> None:
         for name in ("max_gathered_bytes", "keep_for_backward", "keep_for_next"):  # bytes
             _arguments.whole_number(name, getattr(self, name), 0)
         for name in ("max_gathered", "max_reducing"):
             _arguments.whole_number(name, getattr(self, name), 1)
-        for name in ("prefetch", "async_reduce", "planned_pool", "registered"):
+        for name in ("prefetch", "async_reduce"):
             _arguments.flag(name, getattr(self, name))
         if self.separate_groups is not None:
             _arguments.flag("separate_groups", self.separate_groups)
-        if self.wire not in ("backend", "peers"):
-            raise ValueError(f'SchedulePolicy(wire={self.wire!r}): must be "backend" or "peers"')
-        if self.registered and self.wire == "peers":
-            raise ValueError('SchedulePolicy(registered=True, wire="peers"): what peers copy needs no registration')
+
+    def check(self, mesh: DeviceMesh) -> None:
+        """Raise if units on a mesh cannot go by it."""
+
+    def connect(self, lane: Any, pool: Any, meshes: Sequence[DeviceMesh]) -> None:
+        """Prepare a lane and its pool for the process groups of these meshes, before the first pass. Collective."""

@@ -36,6 +36,7 @@ _ANY = {
     "rehearsal",
     "tools",
     "train",
+    "experimental",
     "cli",
     *_ENGINE_AND_BELOW,
 }
@@ -54,6 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "trust": set(),
     "buffer": {"layout", "trust", "_epochs", "_recording", "_torch"},
     "engine": {"buffer", "policy", "layout", "trust", "_arguments", "_torch", "_recording"},
+    "experimental": {"buffer", "policy", "_arguments", "_torch"},
     "state": _ENGINE_AND_BELOW,
     "module": {"state", *_ENGINE_AND_BELOW},
     "gathering": _ENGINE_AND_BELOW,

@@ -5,7 +5,6 @@ from flatshard.buffer.control_plane import Exchange, from_first, spread
 from flatshard.buffer.dbuffer import DBuffer, turns
 from flatshard.buffer.groups import destroy_unused_within
 from flatshard.buffer.lanes import Lane, record_replay, watch_over
-from flatshard.buffer.planned import Planner, PoolStatistics
 from flatshard.buffer.pools import Pool
 from flatshard.buffer.tickets import DONE, Operation, Ticket
 
@@ -17,9 +16,7 @@ __all__ = [
     "Lane",
     "Op",
     "Operation",
-    "Planner",
     "Pool",
-    "PoolStatistics",
     "Ticket",
     "destroy_unused_within",
     "from_first",

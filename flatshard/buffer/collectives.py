@@ -11,7 +11,6 @@ from torch.distributed import ProcessGroup, Work
 
 from flatshard import _torch
 from flatshard.buffer.custom import gather_by
-from flatshard.buffer.peers import PeerGather, Peers
 from flatshard.buffer.tickets import DONE, Action, Pending, Ticket, Tickets
 
 Op: TypeAlias = Literal["sum", "avg", "max"]
@@ -27,6 +26,16 @@ REDUCTIONS: dict[Op, Callable[[torch.Tensor, int], torch.Tensor]] = {
     "avg": torch.mean,
     "max": torch.amax,
 }
+
+
+class Peers(Protocol):
+    """Ranks of a group that see each other's memory (`flatshard.experimental.peers`)."""
+
+    def gather(self, outputs: Tensors, inputs: Tensors) -> Callable[[], None]:
+        """An all-gather that can be launched again and again, on the current stream."""
+
+    def reduce(self, outputs: Tensors, inputs: Tensors, reduction: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+        """A reduce-scatter, on the current stream."""
 
 
 class LaneProtocol(Protocol):
@@ -164,7 +173,7 @@ class CoalescedGather:
                 ticket.launched = self._lane.mark()
 
 
-def _by_copies(gather: PeerGather) -> _Started:
+def _by_copies(gather: Callable[[], None]) -> _Started:
     gather()
     return [], None
 

@@ -24,7 +24,6 @@ from flatshard.buffer import collectives
 from flatshard.buffer.collectives import CoalescedGather, Gather, Op, Tensors
 from flatshard.buffer.custom import gather_by, reduce_by
 from flatshard.buffer.groups import IMAGINED, own_group
-from flatshard.buffer.peers import Peers, device_number, may_share_devices, node_number
 from flatshard.buffer.tickets import DONE, Action, Operation, Ticket, Tickets
 from flatshard.trust.alarm import Watched, alarm
 from flatshard.trust.record import KINDS, GroupRecord, ranges, record
@@ -98,7 +97,7 @@ class Lane:
         # By which what serves tensors of its device in a group is called; and by which the flight record knows a group.
         self.backend_in = functools.cache(lambda group: _torch.backend_name(group, device))
         self._group_record = functools.cache(lambda group: _group_record(name, group))
-        self.peers: dict[ProcessGroup, Peers] = {}
+        self.peers: dict[ProcessGroup, collectives.Peers] = {}  # groups that need no backend
 
     def group(self, mesh: DeviceMesh, axis: int) -> ProcessGroup:
         """The process group in which this lane communicates along one axis of a mesh.
@@ -251,28 +250,6 @@ class Lane:
         with self.entered():
             for group in groups:
                 collectives.join(group.allreduce([torch.zeros(1, device=self.device)], _torch.ALL_REDUCE["sum"]))
-
-    def see_peers(self, groups: Sequence[ProcessGroup]) -> bool:
-        """Gather and reduce by copies from now on in groups whose ranks are all on one node; whether there are any.
-
-        Collective in each of them. In a group of one rank nothing is communicated.
-        """
-        assert self.stream is not None
-        others = [group for group in groups if group.size() > 1]
-        for group in others:
-            if self.backend_in(group) not in IMAGINED:
-                mine = torch.tensor([node_number(), device_number(self.device)], device=self.device)
-                all_of = mine.new_empty(2 * group.size())  # Gloo compares the numbers of dims, too
-                self.all_gather(group, [all_of], [mine], after=(self.mark(),), name="nodes").wait()
-                nodes, devices = all_of.view(-1, 2).T.tolist()
-                if len(set(nodes)) == 1:
-                    if len(set(devices)) < len(devices) and not may_share_devices():
-                        raise ValueError(
-                            f'SchedulePolicy(wire="peers"): several ranks of {dist.get_process_group_ranks(group)} use '
-                            "one GPU, and each needs one of its own: torch.cuda.set_device(LOCAL_RANK) before sharding"
-                        )
-                    self.peers[group] = Peers(group, self.stream)
-        return bool(self.peers) or not others
 
     def all_to_all(
         self,

@@ -15,7 +15,6 @@ from torch.distributed import ProcessGroup
 
 from flatshard import _torch
 from flatshard.buffer.lanes import Lane
-from flatshard.buffer.planned import Planner
 from flatshard.buffer.tickets import Ticket
 
 # A slot serves tensors of its own size and of somewhat smaller ones: a block in the place of an embedding would keep it
@@ -47,14 +46,10 @@ class Pool:
     On CUDA the storage comes from private memory pools and belongs to the lane's stream. Release records where the
     releasing stream stands, and whoever takes that memory again waits for that point: so a block that is reused is
     never written while it is still read, and no ``record_stream`` delays its return.
-
-    With a ``planner``, every buffer has one slot, and so one address. A buffer whose slot is in use, or that has none
-    yet, gets memory as without a planner; `end_pass` makes a plan that has room for it.
     """
 
-    def __init__(self, lane: Lane, planner: Planner | None = None) -> None:
+    def __init__(self, lane: Lane) -> None:
         self.lane = lane
-        self.planner = planner
         self.live_bytes = 0
         self.peak_bytes = 0
         self.live_buffers = 0
@@ -64,7 +59,6 @@ class Pool:
         self.num_slots = 0
         self._free: list[_Slot] = []
         self._taken: dict[int, _Slot] = {}  # by the storage that has it
-        self._planned: list[_Slot | None] = []  # those of the plan, taken or free or not made yet
         self._lasting: dict[int, torch.cuda.Stream] = {}  # by storage, the stream of its heap
         self._remembered: list[object] | None = None  # what keeps memory, for `remembering`
         self._end: weakref.finalize[[Lane], Pool] | None = None
@@ -107,7 +101,7 @@ class Pool:
         size = tensor.nbytes
         if storage.nbytes() or not size:
             return
-        if self.lane.stream is None and (lasting or self.planner is None):
+        if self.lane.stream is None:
             storage.resize_(size)
         elif lasting:
             storage.resize_(size)
@@ -116,14 +110,14 @@ class Pool:
                     pass  # what the current stream still does with that memory comes first
             self._lasting[storage._cdata] = _torch.current_stream(self.lane.device.index)
         else:
-            slot = self._take(size) if self.planner is None else self._take_planned(self.planner, tensor, size)
+            slot = self._take(size)
             try:
                 for ticket in slot.released if here else ():
                     ticket.wait()
                 with self.lane.entered(() if here else slot.released), slot.allocating:
                     storage.resize_(size)
             except BaseException:  # out of memory
-                self._put_back(slot, tensor)
+                self._free.append(slot)
                 raise
             slot.released = ()
             self._taken[storage._cdata] = slot
@@ -144,11 +138,11 @@ class Pool:
         size = storage.nbytes()
         if not size:
             return
-        if self.lane.stream is not None or self._taken:
+        if self.lane.stream is not None:
             slot, heap = self._taken.pop(storage._cdata, None), self._lasting.pop(storage._cdata, None)
             if slot is not None:
                 slot.released = (self.lane.mark(),)
-                self._put_back(slot, tensor)
+                self._free.append(slot)
             elif heap is not None and heap != _torch.current_stream(self.lane.device.index):
                 self.lane.mark().hold_up(heap)
         storage.resize_(0)
@@ -157,10 +151,7 @@ class Pool:
 
     @contextmanager
     def remembering(self) -> Iterator[list[object]]:
-        """Yields what keeps the memory that tensors have and get within, for a graph: to it, addresses are all.
-
-        Slots may be given back while it lives, where steps go by another plan.
-        """
+        """Yields what keeps the memory that tensors have and get within, for a graph: to it, addresses are all."""
         memory = self._remembered = [
             self._allocating,
             *[slot.allocating for slot in (*self._free, *self._taken.values())],
@@ -175,54 +166,13 @@ class Pool:
         with self.lane.entered([ticket for slot in self._free for ticket in slot.released]):
             pass
         self.num_slots -= len(self._free)
-        self._planned = [None if slot in self._free else slot for slot in self._planned]
         self._free = []
-
-    def _put_back(self, slot: _Slot, tensor: torch.Tensor) -> None:
-        """A slot that a tensor had, or was to have, is free."""
-        self._free.append(slot)
-        if self.planner is not None:
-            self.planner.release(tensor)
-
-    def forget(self) -> None:
-        """An exception broke the running pass off: the plan learns nothing from it."""
-        if self.planner is not None:
-            self.planner.forget()
-
-    def end_pass(self) -> None:
-        """A pass is over. Where it did not go by the plan and nothing is live any more, plan anew."""
-        if self.planner is None or not self.planner.end_pass():
-            return
-        self._planned = [self._fitting(size) for size in self.planner.plan.sizes]
-        # The rest goes back to the device, once all streams are done with it.
-        with self.lane.entered([ticket for slot in self._free for ticket in slot.released]):
-            pass
-        self.num_slots -= len(self._free)
-        self._free = [slot for slot in self._planned if slot is not None]
-
-    def _take_planned(self, planner: Planner, tensor: torch.Tensor, size: int) -> _Slot:
-        """The slot of this buffer if it has one and that is free, else another."""
-        number = planner.number(tensor)
-        index = planner.plan.slot_of.get(number)
-        slot = None if index is None else self._planned[index]
-        as_planned = index is not None and (slot is None or slot in self._free)
-        if index is None or not as_planned:
-            slot = self._take(size)
-        elif slot is None:
-            slot = self._planned[index] = self._make(planner.plan.sizes[index])
-        else:
-            self._free.remove(slot)
-        planner.take(number, as_planned)
-        return slot
 
     def _take(self, size: int) -> _Slot:
         """A free slot for so many bytes: the smallest that has them, a new one if that would waste too much."""
-        return self._fitting(size) or self._make(size)
-
-    def _fitting(self, size: int) -> _Slot | None:
         fitting = [slot for slot in self._free if slot.least <= size <= slot.size]
         if not fitting:
-            return None
+            return self._make(size)
         # Of equal ones, that which was released first: the lane waits the least for it.
         slot = min(fitting, key=lambda slot: slot.size)
         self._free.remove(slot)

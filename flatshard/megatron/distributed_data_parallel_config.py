@@ -116,8 +116,4 @@ def schedule_of(config: DistributedDataParallelConfig) -> SchedulePolicy:
     idle = [name for name in _OF_BUCKETS if getattr(config, name) != defaults[name]]
     if idle:
         _log.warning("%s: of no effect; units are what is gathered and reduced here: leave them out", ", ".join(idle))
-    return SchedulePolicy(
-        prefetch=config.overlap_param_gather,
-        async_reduce=config.overlap_grad_reduce,
-        planned_pool=config.fsdp_double_buffer,
-    )
+    return SchedulePolicy(prefetch=config.overlap_param_gather, async_reduce=config.overlap_grad_reduce)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flatshard import MixedPrecisionPolicy, SchedulePolicy, fully_shard, fully_shard_optimizer, microbatch
+from flatshard import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer, microbatch
 from flatshard.engine.tree.build import units_below
 from flatshard.engine.units.unit import unit_of
 from flatshard.engine.watch.calls import Call
@@ -42,9 +42,9 @@ class Skipping(Net):
 class Case:
     """A way to shard and to train."""
 
-    def __init__(self, world=2, recompute=None, micro=1, shape="blocks", planned=False, skips=None, **choices):
+    def __init__(self, world=2, recompute=None, micro=1, shape="blocks", skips=None, **choices):
         self.world, self.recompute, self.micro = world, recompute, micro
-        self.shape, self.planned, self.skips, self.choices = shape, planned, skips, choices
+        self.shape, self.skips, self.choices = shape, skips, choices
 
     def mesh(self):
         return mesh_of(1 if self.world == 2 else 2, self.world)
@@ -54,14 +54,13 @@ class Case:
         if self.skips:
             net.__class__ = Skipping
         mesh = mesh or self.mesh()
-        schedule = SchedulePolicy(planned_pool=True) if self.planned else None
         if self.shape == "blocks":
-            return shard_net(net, mesh=mesh, schedule=schedule, **self.choices)
+            return shard_net(net, mesh=mesh, **self.choices)
         for block in net.blocks:
             fully_shard(block, mesh=mesh, optional=self.shape == "optional", **self.choices)
         if self.shape == "list":
             fully_shard([net.norm, net.head], mesh=mesh, **self.choices)
-        return fully_shard(net, mesh=mesh, schedule=schedule, **self.choices)
+        return fully_shard(net, mesh=mesh, **self.choices)
 
     def step(self, model, rank):
         """Forward and backward of all micro-batches."""
@@ -83,14 +82,13 @@ CASES = {
     "hsdp": Case(world=4, micro=2, strategy="optim_grads_params", outer_strategy="no_shard"),
     "hfsdp": Case(world=4, micro=2, strategy="optim_grads_params", outer_strategy="optim", layout="flat"),
     "reentrant": Case(recompute="reentrant"),
-    "non-reentrant": Case(recompute="non-reentrant", planned=True),
+    "non-reentrant": Case(recompute="non-reentrant"),
     "optional": Case(shape="optional", micro=2, skips="alike"),
     "optional-apart": Case(shape="optional", micro=2, skips="apart"),
     "list": Case(shape="list", reshard_after_forward=False),
-    "planned": Case(planned=True, micro=2),
     "parked": Case(world=4, reshard_after_forward=2),
     "int8": Case(micro=2, mp_policy=ENCODED),
-    "int8-parked": Case(world=4, planned=True, mp_policy=ENCODED, reshard_after_forward=2),
+    "int8-parked": Case(world=4, mp_policy=ENCODED, reshard_after_forward=2),
 }
 
 
@@ -116,7 +114,6 @@ def held(model):
             storages[each.untyped_storage()._cdata] = each.untyped_storage().nbytes()
     pools = [
         (pool.live_bytes, pool.live_buffers, len(pool._taken), pool.num_slots - len(pool._free))
-        + (() if pool.planner is None else (len(pool.planner._live), pool.planner.plans))
         for pool in (root.gather_pool, root.reduce_pool)
     ]
     gradients = [group.gradients.main_grads.in_flight for _, unit in units_below(model) for group in unit.groups]
@@ -212,7 +209,6 @@ FEW = [
     ("non-reentrant", "operator", 60),
     ("optional-apart", "launch", 6),
     ("list", "hook", 7),
-    ("planned", "memory", 7),
     ("hsdp", "launch", 9),
 ]
 

@@ -112,7 +112,7 @@ def _ahead(rank, world):
         for schedule in (
             SchedulePolicy(max_gathered=units),
             SchedulePolicy(max_gathered=1, max_gathered_bytes=most),
-            SchedulePolicy(max_gathered=1, max_gathered_bytes=most + coded - 1, planned_pool=True),
+            SchedulePolicy(max_gathered=1, max_gathered_bytes=most + coded - 1),
         ):
             net = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
             for each in (*net, net):

@@ -129,7 +129,6 @@ CASES: dict[str, dict[str, Any]] = {
     "zero 3": {},
     "zero 3, kept": {"reshard_after_forward": False},
     "zero 3, kept for the next": {"schedule": SchedulePolicy(keep_for_next=1 << 30)},
-    "zero 3, planned pool": {"schedule": SchedulePolicy(planned_pool=True)},
     "zero 3, flat": {"layout": "auto"},
     "zero 2": {"strategy": 2},
     "zero 1": {"strategy": 1},
@@ -226,7 +225,7 @@ def test_other_shapes_are_captured_too():
 
 
 @pytest.mark.parametrize("kind", ["nccl", "rehearsal"])
-@pytest.mark.parametrize("case", ["zero 3", "zero 3, planned pool", "zero 3, kept", "zero 1", "bfloat16", "by rows"])
+@pytest.mark.parametrize("case", ["zero 3", "zero 3, kept", "zero 1", "bfloat16", "by rows"])
 def test_a_graph_keeps_its_memory_whatever_comes_after_it(case, kind):
     """Other graphs, eager steps in between, and a heap that is emptied and filled with NaN."""
     config = dataclasses.replace(CONFIG, vocab=1 << 15)  # an optimizer's state that is worth to be moved

@@ -14,7 +14,6 @@ from torch.distributed.tensor import distribute_tensor
 from flatshard import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
-    SchedulePolicy,
     capture,
     direct_wgrads,
     fully_shard,
@@ -81,30 +80,19 @@ def test_compiled_blocks_train_as_eager_ones(gpu_ranks):
             assert compiled == pytest.approx(eager, rel=1e-3)
 
 
-def test_blocks_that_torch_captures_keep_their_graphs():
-    """`mode="reduce-overhead"` takes the addresses of weights for granted: a planned pool gives them the same ones."""
+def test_blocks_that_torch_captures_train_as_eager_ones():
+    """`mode="reduce-overhead"` takes the addresses of weights for granted, and records anew where they differ."""
     losses: dict[str | None, list[Any]] = {None: [], "reduce-overhead": []}
-    graphs = []
     with rehearse(4, "free"):
         for mode, found in losses.items():
             model = make_net()
             for block in model.blocks if mode else ():
                 block.compile(fullgraph=True, mode=mode)
-            optimizer = sgd(shard_net(model, schedule=SchedulePolicy(planned_pool=True)))
+            optimizer = sgd(shard_net(model))
             for _ in range(4):
                 found.append(train(model, optimizer, STEPS, ROWS, 0, 4, device="cuda"))
-                graphs.append(recorded_graphs())
     torch._dynamo.reset()
     assert losses["reduce-overhead"] == [pytest.approx(each, rel=1e-3) for each in losses[None]]
-    assert graphs[3] < graphs[-2]
-    assert graphs[-1] == graphs[-2] + 1  # that of asking
-
-
-def recorded_graphs() -> int:
-    from torch._inductor.cudagraph_trees import get_container
-
-    manager = get_container(torch.cuda.current_device()).tree_manager
-    return 0 if manager is None else manager.new_graph_id().id  # one more at each call
 
 
 def _in_backward(rank, world):

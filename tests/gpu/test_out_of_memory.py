@@ -13,14 +13,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from flatshard import CPUOffloadPolicy, MixedPrecisionPolicy, SchedulePolicy, fully_shard, fully_shard_optimizer
+from flatshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
 from flatshard.engine.units.unit import unit_of
 from tests.dist.test_recovery import at_rest
 
 WIDTH, DEPTH, TOKENS = 1024, 6, 4096
 MORE = 24 << 20  # from one try to the next; torch takes what is smaller than 10 MiB out of 20
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-KINDS = ("plain", "bfloat16", "planned", "recomputed", "offloaded")
+KINDS = ("plain", "bfloat16", "recomputed", "offloaded")
 
 
 class Layer(nn.Module):
@@ -52,7 +52,7 @@ def build(kind: str) -> Any:
         choices["offload_policy"] = CPUOffloadPolicy()
     for layer in model.layers:
         fully_shard(layer, **choices)
-    return fully_shard(model, schedule=SchedulePolicy(planned_pool=kind == "planned"), **choices)
+    return fully_shard(model, **choices)
 
 
 def grads_of(model: nn.Module) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import flatshard
 from flatshard import MixedPrecisionPolicy, SchedulePolicy, _torch, fully_shard, microbatch
+from flatshard.experimental import WirePolicy
 from flatshard.train.model import Llama, LlamaConfig
 
 CONFIG = LlamaConfig(64, layers=3, heads=4, kv_heads=2, ffn=96, vocab=101, max_tokens=16)
@@ -53,9 +54,9 @@ def _both(rank: int, world: int, choices: dict[str, Any]) -> list[Any]:
     _torch.all_gather_one = counted("gather", _torch.all_gather_one)
     _torch.reduce_scatter_one = counted("reduce", _torch.reduce_scatter_one)
     found: list[Any] = []
-    for wire in ("backend", "peers"):
+    for peers in (False, True):
         before = dict(calls)
-        trained = _train(rank, choices, SchedulePolicy(wire=wire))
+        trained = _train(rank, choices, WirePolicy(peers=peers))
         found.append((*trained, {kind: calls[kind] - before[kind] for kind in calls}))
     return found
 

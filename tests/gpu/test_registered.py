@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from flatshard import MixedPrecisionPolicy, SchedulePolicy
+from flatshard import MixedPrecisionPolicy
 from flatshard.engine.units.unit import unit_of
+from flatshard.experimental import WirePolicy
 from tests.gpu.test_capture import Trainer, ranks, run
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -16,7 +17,7 @@ def test_registered_memory_trains_alike_and_outlives_its_process_group():
     with ranks("nccl"):
         found = []
         for registered in (False, True):
-            trainer = Trainer(mp_policy=POLICY, schedule=SchedulePolicy(registered=registered))
+            trainer = Trainer(mp_policy=POLICY, schedule=WirePolicy(registered=registered))
             found.append((run(trainer, trainer, 6), trainer.weights()))
         root = unit_of(trainer.model).root
         assert root.gather_pool.groups
@@ -29,7 +30,7 @@ def test_registered_memory_trains_alike_and_outlives_its_process_group():
 
 def test_nccl_communicates_in_memory_of_the_pool_and_gets_it_back():
     with ranks("nccl"):
-        trainer = Trainer(schedule=SchedulePolicy(registered=True))
+        trainer = Trainer(schedule=WirePolicy(registered=True))
         run(trainer, trainer, 2)
         pool = unit_of(trainer.model).root.gather_pool
         before = torch.cuda.memory_reserved()

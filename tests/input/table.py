@@ -25,6 +25,7 @@ from flatshard import (
     layout,
 )
 from flatshard.checkpoint import CheckpointError, StoredAs
+from flatshard.experimental import WirePolicy
 from tests.input.bench import ROWS, Bench, Case, loss_of, tiny
 
 
@@ -149,8 +150,8 @@ SHARDING = {
         Case("gradient_scale: a name", _sharded(gradient_scale="max"), ValueError, "'mean', 'sum' or a finite number"),
         Case("gradient_scale: not finite", _sharded(gradient_scale=float("nan")), ValueError, "finite"),
         Case("gradient_scale: True", _sharded(gradient_scale=True), ValueError, "finite"),
-        Case("registered, no GPU", _sharded(schedule=SchedulePolicy(registered=True)), ValueError, "registered=True"),
-        Case("peers, no GPU", _sharded(schedule=SchedulePolicy(wire="peers")), ValueError, 'wire="peers"'),
+        Case("registered, no GPU", _sharded(schedule=WirePolicy(registered=True)), ValueError, "registered=True"),
+        Case("peers, no GPU", _sharded(schedule=WirePolicy(peers=True)), ValueError, "peers=True"),
         Case("schedule: a dict", _sharded(schedule={"prefetch": True}), TypeError, "SchedulePolicy"),
         Case("values: text", _sharded(values="any"), ValueError, "values='any': must be one of"),
         Case("optional: text", _sharded(optional="yes"), TypeError, "optional='yes'"),
@@ -644,11 +645,10 @@ POLICIES = {
         Case("max_gathered: text", lambda b: SchedulePolicy(max_gathered="2"), TypeError, "max_gathered='2'"),
         Case("prefetch: text", lambda b: SchedulePolicy(prefetch="no"), TypeError, "prefetch='no'"),
         Case("max_reducing: True", lambda b: SchedulePolicy(max_reducing=True), TypeError, "max_reducing=True"),
-        Case("wire: another", lambda b: SchedulePolicy(wire="nccl"), ValueError, "wire='nccl'"),
-        Case("wire: a list", lambda b: SchedulePolicy(wire=["peers"]), ValueError, "must be"),
+        Case("peers: a list", lambda b: WirePolicy(peers=["peers"]), TypeError, "peers"),
         Case(
             "wire: registered",
-            lambda b: SchedulePolicy(wire="peers", registered=True),
+            lambda b: WirePolicy(peers=True, registered=True),
             ValueError,
             "needs no registration",
         ),

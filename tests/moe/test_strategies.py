@@ -58,7 +58,7 @@ def _checkpointed(forward):
                 ({"strategy": 2}, True, False),
                 ({"mp_policy": WIDE, "layout": "auto"}, False, True),
                 ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, False, False),
-                ({"schedule": SchedulePolicy(planned_pool=True, keep_for_next=10**6)}, False, True),
+                ({"schedule": SchedulePolicy(keep_for_next=10**6)}, False, True),
                 ({"reshard_after_forward": False}, True, False),
                 ({"reshard_after_forward": 2}, False, True),
                 ({"strategy": 0}, False, False),

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import flatshard
+from flatshard.experimental import WirePolicy
 
 TIMEOUT = 20  # seconds, of the process groups
 PAUSE = float(os.environ.get("PAUSE", "45"))  # seconds for which a rank is stopped, in a job that waits longer
@@ -42,7 +43,7 @@ def main(what: str) -> None:
     if what == "other model" and rank == 1:
         model.blocks[2] = nn.Linear(64, 64, bias=False).cuda()
     sharded = sys.modules["torch.distributed.fsdp"].fully_shard if what == "control" else flatshard.fully_shard
-    schedule = {"schedule": flatshard.SchedulePolicy(wire="peers")} if what == "peers" else {}
+    schedule = {"schedule": WirePolicy(peers=True)} if what == "peers" else {}
     for block in model.blocks:
         sharded(block)
     sharded(model, **schedule)

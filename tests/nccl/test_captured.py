@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from flatshard import MixedPrecisionPolicy, SchedulePolicy, capture, fully_shard
+from flatshard import MixedPrecisionPolicy, capture, fully_shard
 from flatshard._torch import SUBCLASSES_DISPATCH
 from flatshard.engine.units.unit import unit_of
+from flatshard.experimental import WirePolicy
 from tests.gpu.test_capture import CASES, Trainer, run, tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.limit(120)]
@@ -110,7 +111,7 @@ def _registered(rank: int, world: int) -> list[tuple[list[float], list[torch.Ten
     torch.use_deterministic_algorithms(True)
     found = []
     for registered, is_captured in ((False, False), (True, False), (True, True)):
-        trainer = Trainer(mp_policy=POLICY, schedule=SchedulePolicy(registered=registered))
+        trainer = Trainer(mp_policy=POLICY, schedule=WirePolicy(registered=registered))
         step = capture(trainer) if is_captured else trainer
         found.append((run(trainer, step, 8, 10 * rank), trainer.weights()))
         root = unit_of(trainer.model).root

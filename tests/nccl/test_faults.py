@@ -199,4 +199,4 @@ def test_peers_that_cannot_share_memory_are_told_what_is_needed(jobs):
     job = jobs["peers"]
     for rank in range(2):
         assert job.status(rank) == 1
-        assert 'SchedulePolicy(wire="peers")' in job.said(rank)
+        assert "WirePolicy(peers=True)" in job.said(rank)

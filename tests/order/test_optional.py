@@ -72,7 +72,7 @@ class Case:
         self.hybrid = world == 4 and draw.random() < 0.4
         if draw.random() < 0.3:
             self.choices["strategy"] = draw.choice((1, 2))
-        self.schedule = SchedulePolicy(max_gathered=draw.choice((1, 2, 2, 3)), planned_pool=draw.random() < 0.2)
+        self.schedule = SchedulePolicy(max_gathered=draw.choice((1, 2, 2, 3)))
         self.mode = draw.choice(("random", "random", "all", "none", "alternating", "one rank"))
 
     def __str__(self) -> str:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from flatshard import SchedulePolicy, _torch
-from flatshard.buffer import Lane, Planner, Pool, Ticket, lanes, pools
+from flatshard.buffer import Lane, Pool, Ticket, lanes, pools
 from flatshard.rehearsal import rehearse
 from flatshard.rehearsal.backend import RehearsalGroup
 from flatshard.rehearsal.clock_cpu import CpuWork
@@ -197,17 +197,15 @@ def forgetful(release: Callable[..., None]) -> Callable[..., None]:
     return forgotten
 
 
-@pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize("ordered", [False, True])
-def test_slots_wait_for_who_read_them_last(ordered, planned):
+def test_slots_wait_for_who_read_them_last(ordered):
     with watching() as checker:
-        pool = Pool(Lane("gather", CPU), Planner() if planned else None)
+        pool = Pool(Lane("gather", CPU))
         tensors = [pool.empty(64, torch.float32) for _ in range(2)]
         with mock.patch.object(Pool, "release", Pool.release if ordered else forgetful(Pool.release)):
             for _ in range(3):
                 for tensor in tensors:
                     gather_and_read(pool, tensor)
-                pool.end_pass()
     assert kinds(checker) == (set() if ordered else {"reuse of memory in use"})
 
 
@@ -269,10 +267,10 @@ def test_lasting_memory_is_of_the_current_stream(ordered):
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("how", ["pool", "plan"])
+@pytest.mark.parametrize("how", ["pool", "drop"])
 def test_memory_goes_back_to_the_device_when_nobody_reads_it(how, ordered):
     with watching() as checker:
-        pool = Pool(Lane("gather", CPU), Planner())
+        pool = Pool(Lane("gather", CPU))
         tensors = [pool.empty(1 << size, torch.float32) for size in (22, 21, 20)]
         with mock.patch.object(Event, "wait", Event.wait if ordered else lambda self, stream=None: None):
             for tensor in tensors:
@@ -280,7 +278,7 @@ def test_memory_goes_back_to_the_device_when_nobody_reads_it(how, ordered):
             if how == "pool":
                 del pool
             else:
-                pool.end_pass()  # one slot is enough for all
+                pool.drop()
         assert ("unmapping of memory in use" in kinds(checker)) is not ordered
 
 

@@ -140,8 +140,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "one reducing": {"schedule": SchedulePolicy(max_reducing=1)},
     "three reducing": {"schedule": SchedulePolicy(max_reducing=3), "mp_policy": TO_BF16},
     "one process group": {"schedule": SchedulePolicy(separate_groups=False)},
-    "planned": {"schedule": SchedulePolicy(planned_pool=True)},
-    "planned, bf16": {"schedule": SchedulePolicy(planned_pool=True, max_gathered=3), "mp_policy": TO_BF16},
+    "three ahead, bf16": {"schedule": SchedulePolicy(max_gathered=3), "mp_policy": TO_BF16},
 }
 
 IN_BYTES = MixedPrecisionPolicy(
@@ -159,11 +158,11 @@ CHOICES |= {
     "in bytes, HSDP": {"mp_policy": PER_AXIS, **HSDP},
     "in bytes, flat HFSDP": {"mp_policy": PER_AXIS, "layout": "flat", **HFSDP},
     "in bytes, resharded to two": {"mp_policy": IN_BYTES, "reshard_after_forward": 2},
-    "in bytes, planned": {"mp_policy": IN_BYTES, "schedule": SchedulePolicy(planned_pool=True, max_gathered=3)},
+    "in bytes, three ahead": {"mp_policy": IN_BYTES, "schedule": SchedulePolicy(max_gathered=3)},
 }
 
 
-_OFTEN = ("in bytes, HSDP", "in bytes, planned")  # of these, in every run
+_OFTEN = ("in bytes, HSDP", "in bytes, three ahead")  # of these, in every run
 
 
 @pytest.mark.parametrize(
@@ -178,7 +177,7 @@ def test_choices(name):
         train(sharded(make_net(depth=3 if "gathered" in name else 2), **CHOICES[name]))
 
 
-@pytest.mark.parametrize("name", ["optim", "HFSDP", "bf16", "columns", "planned"])
+@pytest.mark.parametrize("name", ["optim", "HFSDP", "bf16", "columns"])
 def test_torch_steps_through_dtensors(name):
     with one_rank():
         model = sharded(**CHOICES[name])
@@ -209,11 +208,10 @@ def test_microbatches(name):
         accumulate(model, as_microbatch(model))
 
 
-@pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize("budget", [5000, 1 << 20])
-def test_weights_kept_for_the_next_microbatch(budget, planned):
+def test_weights_kept_for_the_next_microbatch(budget):
     with one_rank():
-        schedule = SchedulePolicy(keep_for_next=budget, keep_for_backward=budget // 2, planned_pool=planned)
+        schedule = SchedulePolicy(keep_for_next=budget, keep_for_backward=budget // 2)
         model = sharded(schedule=schedule, reshard_after_forward="auto", mp_policy=TO_BF16)
         accumulate(model, as_microbatch(model))
 
@@ -351,8 +349,7 @@ def test_random_models(seed):
 
 def test_a_model_that_is_dropped_and_another_that_takes_its_memory():
     with one_rank():
-        for planned in (False, True):
-            train(sharded(schedule=SchedulePolicy(planned_pool=planned), mp_policy=TO_BF16))
+        train(sharded(mp_policy=TO_BF16))
 
 
 @pytest.mark.parametrize(("world", "rank"), [(1, 0), (4, 0), (4, 3)])
@@ -478,10 +475,9 @@ def test_gathers_wait_for_the_event_of_the_optimizer():
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("planned", [False, True])
-def test_models_that_share_lanes(planned):
+def test_models_that_share_lanes():
     with one_rank():
-        models = [sharded(schedule=SchedulePolicy(planned_pool=planned)) for _ in range(2)]
+        models = [sharded() for _ in range(2)]
         flatshard.share_comm_ctx(models)
         optimizers = [optimizer_of(model) for model in models]
         for tokens in TOKENS[:3]:
@@ -496,7 +492,7 @@ def test_models_that_share_lanes(planned):
 # What happens between steps
 
 
-@pytest.mark.parametrize("name", ["optim_grads_params", "flat", "bf16 optim", "planned"])
+@pytest.mark.parametrize("name", ["optim_grads_params", "flat", "bf16 optim"])
 def test_generation_and_state_dicts(name):
     with one_rank():
         model = sharded(**CHOICES[name])
@@ -511,7 +507,7 @@ def test_generation_and_state_dicts(name):
         assert state
 
 
-@pytest.mark.parametrize("name", ["optim_grads_params", "optim", "planned"])
+@pytest.mark.parametrize("name", ["optim_grads_params", "optim"])
 def test_parameters_that_are_cast(name):
     with one_rank():
         model = sharded(**CHOICES[name])
@@ -520,7 +516,7 @@ def test_parameters_that_are_cast(name):
         train(model)
 
 
-@pytest.mark.parametrize("name", ["optim_grads_params", "bf16 HSDP", "planned"])
+@pytest.mark.parametrize("name", ["optim_grads_params", "bf16 HSDP"])
 def test_steps_that_break_off(name):
     class Broken(Block):
         calls = 0

@@ -36,8 +36,7 @@ from flatshard.engine.rows.gradients import LookUp
 class Rows:
     """The look-ups of one embedding."""
 
-    def __init__(self, group: ParamGroup, even: bool) -> None:
-        self._even = even
+    def __init__(self, group: ParamGroup) -> None:
         self._group = weakref.ref(group)
         layout, mesh = group.layout, group.mesh
         self._number = layout.slots[0].shape[0]
@@ -62,11 +61,11 @@ class Rows:
             )
         if tokens.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"unit '{name}': tokens must be int32 or int64, not {tokens.dtype}")
-        even = self._even or (tokens.is_cuda and torch.cuda.is_current_stream_capturing())
+        even = _is_even(tokens)
         if even and not self._least:
             raise ValueError(
                 f"unit '{name}' has {self._number} rows over {len(self._first)} ranks, some of which hold none: "
-                "its look-ups cannot be even, or captured; call fully_shard on it without rows=True"
+                "its look-ups cannot be captured; call fully_shard on it without rows=True"
             )
         announce(f"look up {tokens.numel()} rows of" if even else "look up rows of")
         trains = group.params[0].sharded.requires_grad
@@ -149,6 +148,11 @@ class Rows:
             stop = torch.tensor([*self._first[1:], self._number], device=device)
             self._tables[device] = first, stop
         return self._tables[device]
+
+
+def _is_even(tokens: torch.Tensor) -> bool:
+    """Whether each rank asks each other for as many rows as it could need: a capture cannot wait for their numbers."""
+    return tokens.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class _LookUp(torch.autograd.Function):

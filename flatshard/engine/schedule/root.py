@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from flatshard import _recording, _torch
-from flatshard.buffer import CoalescedGather, Lane, Planner, Pool, destroy_unused_within, watch_over
+from flatshard.buffer import CoalescedGather, Lane, Pool, destroy_unused_within, watch_over
 from flatshard.engine import steps
 from flatshard.engine.gradients.reduction import Goal
 from flatshard.engine.groups.param_group import ParamGroup
@@ -42,7 +42,7 @@ class Root:
         looks_up = any(unit.rows is not None for unit in units)
         own_rows = policy.separate_groups is not False
         self.rows_lane = Lane("rows", device, own_groups=own_rows) if looks_up else self.gather_lane
-        self.gather_pool = Pool(self.gather_lane, Planner() if policy.planned_pool else None)
+        self.gather_pool = Pool(self.gather_lane)
         self.program = Program([len(unit.groups) for unit in units], [unit.place.parent for unit in units])
         self.forwards = self.backwards = 0
         self._units = [weakref.ref(unit) for unit in units]
@@ -132,7 +132,6 @@ class Root:
         self._ahead.clear()
         if self.optional is not None:
             self.optional.begin_pass()
-        self.gather_pool.end_pass()
         # The gathers of this pass read main after all that has been enqueued so far, the optimizer's writes included.
         self.refresh_order()
         kind = Pass.FORWARD if grads else Pass.FORWARD_NO_GRAD
@@ -255,7 +254,6 @@ class Root:
         self._retained, self.entry, self._end = None, None, None
         if self.optional is not None:
             self.optional.give_up()
-        self.gather_pool.forget()
         self.program.abandon()
 
     def give_up_broken(self) -> None:
@@ -535,27 +533,8 @@ class Root:
         for mesh in self.meshes:
             if mesh.ndim:
                 destroy_unused_within(mesh)  # what models that are gone have left
-        if self.policy.registered or self.policy.wire == "peers":
-            self._prepare_wires()
-
-    def _prepare_wires(self) -> None:
-        """Let lanes copy from peers; or pools have memory of NCCL's, once all groups of its use have communicators."""
-        for lane, pool in ((self.gather_lane, self.gather_pool), (self.reduce_lane, self.reduce_pool)):
-            groups = [lane.group(mesh, axis) for mesh in self.meshes for axis in range(mesh.ndim)]
-            if self.policy.wire == "peers":
-                if not lane.see_peers(groups):
-                    raise ValueError(
-                        'SchedulePolicy(wire="peers"): no axis of the mesh lies within one node; leave it out'
-                    )
-                continue
-            names = {_torch.backend_name(group, self.device) for group in groups}
-            if names != {"nccl"}:
-                given = ", ".join(names)
-                raise ValueError(
-                    f"SchedulePolicy(registered=True): only NCCL registers memory, not {given}; leave it out"
-                )
-            lane.greet(groups)
-            pool.register(groups)
+        for used, pool in ((self.gather_lane, self.gather_pool), (self.reduce_lane, self.reduce_pool)):
+            self.policy.connect(used, pool, self.meshes)
 
     def _end_pass(self) -> None:
         """The running pass is over."""

@@ -193,7 +193,7 @@ class Choices:
     where: Where
     offload: OffloadPolicy
     optional: bool = False
-    rows: bool | Literal["even"] = False  # of an embedding, exchange rows instead of the table
+    rows: bool = False  # of an embedding, exchange rows instead of the table
     strategy: tuple[Any, Any] = (None, None)  # of the inner and the outer axis, for parameters with a mesh of their own
     values: Values = "same"  # of the ranks' parameters
     data_mesh: DeviceMesh | None = None  # whose ranks' data the gradients come from, if it is not `mesh`
@@ -321,7 +321,7 @@ def build_unit(
         if park is not None and group.mesh == choices.mesh and not group.is_extended:
             group.park_mesh, unit.parks = park, True  # the others are gathered again from all
     if by_rows is not None:
-        look_up_rows(unit, by_rows, even=choices.rows == "even")
+        look_up_rows(unit, by_rows)
     if nests and len(modules) == 1:
         holders = {id(site.module()) for group in unit.needs for param in group.params for site in param.sites}
         owned = [module for _, module in owned_modules(modules) if module not in modules]

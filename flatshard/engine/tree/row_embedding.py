@@ -12,15 +12,12 @@ from flatshard.engine.rows.lookup import Rows
 from flatshard.engine.units.unit import Unit, unit_of
 
 
-def look_up_rows(unit: Unit, module: nn.Embedding, even: bool) -> None:
-    """Ask other ranks for the rows that a batch reads, and gather the table only when it is asked for by hand.
-
-    ``even``: all ranks read as many.
-    """
+def look_up_rows(unit: Unit, module: nn.Embedding) -> None:
+    """Ask other ranks for the rows that a batch reads, and gather the table only when it is asked for by hand."""
     gradients = unit.groups[0].gradients
     assert isinstance(gradients, RowGradients)
     gradients.padding = module.padding_idx
-    unit.look_rows_up(Rows(unit.groups[0], even))
+    unit.look_rows_up(Rows(unit.groups[0]))
 
 
 def class_before(cls: type) -> type:

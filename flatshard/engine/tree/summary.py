@@ -12,9 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from flatshard import _arguments, _torch
-from flatshard.buffer import PoolStatistics
 from flatshard.engine.groups.param_group import ParamGroup
-from flatshard.engine.schedule.root import root_of
 from flatshard.engine.tree.build import units_below
 from flatshard.engine.units.unit import Unit
 from flatshard.engine.weights.formats import Formats
@@ -44,10 +42,9 @@ class GroupRow:
 
 @dataclass(frozen=True)
 class Summary:
-    """A table of units and groups, and how the planned pool does, if there is one; ``str`` formats it."""
+    """A table of units and groups; ``str`` formats it."""
 
     rows: tuple[GroupRow, ...]
-    pool: PoolStatistics | None = None
     state: tuple[int, int] | None = None  # bytes of optimizer state on this rank, and for how many elements of it
     leases: tuple[str, ...] = ()  # units whose full weights are here now, and what for
 
@@ -104,12 +101,6 @@ class Summary:
             lines.append(f"{_bytes(size)} of optimizer state on this rank, {size / max(elements, 1):.2f} per parameter")
         if self.leases:
             lines.append(f"gathered now: {'; '.join(self.leases)}")
-        if self.pool is not None:
-            pool = self.pool
-            lines.append(
-                f"planned pool: {pool.slots} slots of {_bytes(pool.bytes)} in all, plan {pool.plans}; "
-                f"{pool.planned:,} buffers in their places, {pool.missed:,} elsewhere"
-            )
         return "\n".join(lines)
 
 
@@ -122,11 +113,7 @@ def summary(model: nn.Module, optimizer: Optimizer | None = None) -> Summary:
     _arguments.module("summary", model)
     _arguments.optimizer(optimizer)
     rows, leases = [], []
-    pool = None
     for name, unit in units_below(model):
-        root = root_of(unit)
-        if pool is None and root is not None and root.gather_pool.planner is not None:
-            pool = root.gather_pool.planner.statistics
         keeps = name == "" if unit.reshard_after_forward is None else not unit.reshard_after_forward
         for group in unit.groups:
             main = group.main
@@ -149,7 +136,7 @@ def summary(model: nn.Module, optimizer: Optimizer | None = None) -> Summary:
         rows.extend(_plain_rows(name or "(root)", unit))
         if unit.leases:
             leases.append(f"{name or '(root)'} for {' and '.join(lease.value for lease in unit.leases)}")
-    return Summary(tuple(rows), pool, None if optimizer is None else _state_of(model, optimizer), tuple(leases))
+    return Summary(tuple(rows), None if optimizer is None else _state_of(model, optimizer), tuple(leases))
 
 
 def _state_of(model: nn.Module, optimizer: Optimizer) -> tuple[int, int]:

@@ -107,7 +107,7 @@ def fully_shard(
     """`flatshard.fully_shard` under other names.
 
     ``gradient_scaling_factor`` times the sum over ranks is what gradients are; None: their mean.
-    ``enable_trace_pool``: gathered weights have fixed addresses.
+    ``enable_trace_pool``: accepted; memory of gathered weights is reused in any case.
     """
     chosen = FullyShardMixedPrecisionPolicy() if mp_policy is None else mp_policy
     sharded: Any = api.fully_shard(
@@ -121,9 +121,7 @@ def fully_shard(
         strategy=sharding_strategy,
         values=initial_values(),
         gradient_scale="mean" if gradient_scaling_factor is None else gradient_scaling_factor,
-        schedule=policy.SchedulePolicy(
-            prefetch=enable_unshard_prefetch, async_reduce=enable_async_reduce_grad, planned_pool=enable_trace_pool
-        ),
+        schedule=policy.SchedulePolicy(prefetch=enable_unshard_prefetch, async_reduce=enable_async_reduce_grad),
     )
     if chosen.use_decoupled_grad:
         sharded.set_decoupled_gradients(recurse=False)

@@ -16,31 +16,57 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from flatshard import _torch
+from flatshard.buffer import Lane
+from flatshard.buffer.groups import IMAGINED
 
 _ALIGN = 16  # bytes
 _GRANULE = 2 << 20
 
 
-def node_number() -> int:
+def _node_number() -> int:
     """A number of this machine, by which ranks can tell whether they are on the same one."""
     return _number(socket.gethostname())
 
 
-def device_number(device: torch.device) -> int:
+def _device_number(device: torch.device) -> int:
     """A number of a GPU, by which ranks can tell whether they share it."""
     return _number(str(torch.cuda.get_device_properties(device).uuid))
 
 
-def may_share_devices() -> bool:
+def _may_share_devices() -> bool:
     """Whether the user has let torch have symmetric memory of ranks that share a GPU."""
     return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
 
 
 def _number(name: str) -> int:
     return int.from_bytes(blake2b(name.encode(), digest_size=7).digest(), "little")
+
+
+def see_peers(lane: Lane, groups: Sequence[ProcessGroup]) -> bool:
+    """Gather and reduce by copies from now on in groups whose ranks are all on one node; whether there are any.
+
+    Collective in each of them. In a group of one rank nothing is communicated.
+    """
+    assert lane.stream is not None
+    others = [group for group in groups if group.size() > 1]
+    for group in others:
+        if lane.backend_in(group) not in IMAGINED:
+            mine = torch.tensor([_node_number(), _device_number(lane.device)], device=lane.device)
+            all_of = mine.new_empty(2 * group.size())  # Gloo compares the numbers of dims, too
+            lane.all_gather(group, [all_of], [mine], after=(lane.mark(),), name="nodes").wait()
+            nodes, devices = all_of.view(-1, 2).T.tolist()
+            if len(set(nodes)) == 1:
+                if len(set(devices)) < len(devices) and not _may_share_devices():
+                    raise ValueError(
+                        f"WirePolicy(peers=True): several ranks of {dist.get_process_group_ranks(group)} use one GPU, "
+                        "and each needs one of its own: torch.cuda.set_device(LOCAL_RANK) before sharding"
+                    )
+                lane.peers[group] = Peers(group, lane.stream)
+    return bool(lane.peers) or not others
 
 
 class Peers:
