@@ -43,6 +43,9 @@ class Clock:
         return tensor
 
 
+TWICE = 5000  # in cases from this seed on, units are called twice and recomputed by reentrant checkpoints
+
+
 class Branches(nn.Module):
     """Parameters of several kinds, each used or not. With nothing used, rows go through as they are."""
 
@@ -171,6 +174,10 @@ def build(seed: int, world: int) -> Case:
     case.steps, case.micro = rng.choice((2, 2, 3)), rng.choice((1, 2, 3))
     case.sync = rng.choice(("always", "last", "microbatch"))
     case.model = Root(case, rng)
+    if seed >= TWICE:
+        for tree in case.model.modules():
+            if isinstance(tree, Tree):
+                tree.way, tree.recompute = "twice", ["reentrant"] * len(tree.parts)
     case.units = [*_units(rng, case.model.tree, "tree"), ([""], _choices(rng))]
     return case
 

@@ -20,7 +20,7 @@ from torch import nn
 from flatshard import fully_shard_optimizer, microbatch
 from flatshard.engine.units.unit import unit_of
 from tests.dist.models import assert_rows
-from tests.order.random_use import DIM, Case, Meshes, build, shard
+from tests.order.random_use import DIM, TWICE, Case, Meshes, build, shard
 
 pytestmark = [pytest.mark.xdist_group("interpreters")]
 SEEDS, BATCH, FEW, ROWS = 30, 10, 7, 3
@@ -161,13 +161,13 @@ def _run(interpreters: Any, request: pytest.FixtureRequest, seeds: Sequence[int]
     interpreters(world_of(seeds[0]), _seeds, chosen or seeds, bool(chosen))
 
 
-@pytest.mark.parametrize("seeds", _batches(0, SEEDS, FEW))
+@pytest.mark.parametrize("seeds", [*_batches(0, SEEDS, FEW), *_batches(TWICE, TWICE + 1, FEW)])
 def test_ranks_that_use_different_parts_launch_alike(interpreters, request, seeds):
     _run(interpreters, request, seeds)
 
 
 @pytest.mark.full
 @pytest.mark.limit(300)
-@pytest.mark.parametrize("seeds", _batches(0, 1000))
+@pytest.mark.parametrize("seeds", [*_batches(0, 1000), *_batches(TWICE, TWICE + 500)])
 def test_many_more_ranks_that_use_different_parts_launch_alike(interpreters, request, seeds):
     _run(interpreters, request, seeds)
