@@ -167,7 +167,7 @@ def _captured(
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             for grads in lasting:
-                grads.wake()
+                grads.prepare()
             with generators.used():
                 output = step()
             for root in roots:
@@ -358,9 +358,9 @@ def _start_anew(root: Root) -> list[MainGrads]:
         unit.release(always=True)
     for group in groups:
         group.source.mark_stale()
-    lasting = [group.gradients.main_grads for group in groups if not group.gradients.main_grads.is_empty]
+    lasting = [group.gradients.main_grads for group in groups if group.gradients.main_grads.buffer is not None]
     root.rest_gradients(always=True)
-    return [grads for grads in lasting if grads.is_empty]
+    return [grads for grads in lasting if grads.buffer is None]
 
 
 def _check_arguments(leaves: Sequence[Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -43,7 +42,6 @@ def keeping_versions(tensors: Sequence[torch.Tensor]) -> Any:
 
 PlainAttributes = torch._C.DisableTorchFunctionSubclass  # within, those of DTensors cost no more than a tensor's
 _GRAD: Any = torch.Tensor.grad
-_use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count")  # noqa: B009  # it has no type
 
 
 def grad_of(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -77,22 +75,6 @@ def allow_grad_of(tensor: torch.Tensor, dtype: torch.dtype) -> None:
         if tensor.grad is not None and tensor.grad.dtype != dtype:
             tensor.grad = None  # autograd refuses the change while a gradient is there
         tensor.grad_dtype = dtype
-
-
-def holders(tensors: Sequence[DTensor]) -> list[int]:
-    """Numbers that grow when somebody takes hold of one of these DTensors, of its local part, or of its memory.
-
-    They also change when a tensor becomes a gradient for the first time.
-    """
-    if not tensors:
-        return []
-    memory: int = torch._C._storage_Use_Count(tensors[0]._local_tensor.untyped_storage()._cdata)
-    return [
-        memory,
-        *map(_use_count, tensors),
-        *map(sys.getrefcount, tensors),
-        *map(sys.getrefcount, [tensor._local_tensor for tensor in tensors]),
-    ]
 
 
 # Hooks

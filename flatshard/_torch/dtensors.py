@@ -50,21 +50,28 @@ def dtensor_of(local: torch.Tensor, spec: Spec) -> DTensor:
     return _wrapped(local, spec_with_dtype(spec, local.dtype))
 
 
-def like_dtensor(like: torch.Tensor, local: torch.Tensor, at: torch.Tensor | None = None) -> DTensor:
-    """A DTensor over ``local`` with the mesh, placements and global shape of another one, and of its class.
-
-    ``at``: what says at which storage offset it claims to be; else that is 0.
-    """
+def like_dtensor(like: torch.Tensor, local: torch.Tensor) -> DTensor:
+    """A DTensor over ``local`` with the mesh, placements and global shape of another one, and of its class."""
     assert isinstance(like, DTensor)
     if type(like) is DTensor:
-        return _wrapped(local, spec_with_dtype(like._spec, local.dtype), at)
+        return _wrapped(local, spec_with_dtype(like._spec, local.dtype))
     made: DTensor = like.with_local(local)  # type: ignore[attr-defined]
     return made
 
 
-def _wrapped(local: torch.Tensor, spec: Spec, at: torch.Tensor | None = None) -> DTensor:
+def dtensors_over(flat: torch.Tensor, places: Sequence[tuple[Spec, Any, Any, int]]) -> list[DTensor]:
+    """DTensors of these specs, over parts of a tensor of shape, stride and offset. Without anything that takes time."""
+    # They claim the offset of their local part: compilers imitate them, and refuse them at another one.
+    locals_ = [flat.as_strided(shape, stride, offset) for _, shape, stride, offset in places]
+    found = [DTensor.__new__(DTensor, local, place[0], requires_grad=False) for local, place in zip(locals_, places)]
+    for made, local in zip(found, locals_):
+        made._local_tensor = local
+    return found
+
+
+def _wrapped(local: torch.Tensor, spec: Spec) -> DTensor:
     # Without __init__, which does nothing but to keep compilers out, and takes longer than all the rest.
-    made: DTensor = DTensor.__new__(DTensor, _at_zero(local) if at is None else at, spec, requires_grad=False)
+    made: DTensor = DTensor.__new__(DTensor, _at_zero(local), spec, requires_grad=False)
     made._local_tensor = local
     return made
 

@@ -131,15 +131,19 @@ class DBuffer:
         """Per non-empty segment, the run of ``held`` (default: all that this buffer holds) as a view of ``local``."""
         if held is None:
             if self._all_runs is None:
-                self._all_runs = self.runs(self.held)
+                self._all_runs = self._split(self.held)
             return self._all_runs
-        if held not in self._runs:
+        found = self._runs.get(held)
+        if found is None:
             if not self.held.contains(held):
                 raise ValueError(f"pieces {held} do not lie in {self.held}")
-            # What lies before a run, and the run, in turns: one split is cheaper than many slices.
-            sizes = self.layout.run_sizes(self.held.count, held.first - self.held.first, held.count)
-            self._runs[held] = list(self.local.split_with_sizes(sizes)[1::2])
-        return self._runs[held]
+            found = self._runs[held] = self._split(held)
+        return found
+
+    def _split(self, held: Holding) -> list[torch.Tensor]:
+        # What lies before a run, and the run, in turns: one split is cheaper than many slices.
+        sizes = self.layout.run_sizes(self.held.count, held.first - self.held.first, held.count)
+        return list(self.local.split_with_sizes(sizes)[1::2])
 
     def cast(self, dtype: torch.dtype) -> DBuffer:
         """The same values in another dtype, in a buffer of its own."""

@@ -196,13 +196,14 @@ def _memory(rank, world):
     model, optimizer = ready(rank, world, steps=2)
     loss_of(model, next(batches(1, ROWS)).chunk(world)[rank]).backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    buffers = {id(grad._flatshard_main_grad): grad._flatshard_main_grad for grad in grads}
+    buffers = [weakref.ref(grad._flatshard_main_grad.local) for grad in grads]
     del grads
-    assert all(buffer.local.untyped_storage().nbytes() for buffer in buffers.values())
-    optimizer.step()
     gc.disable()
+    optimizer.step()
+    assert buffers
+    assert all(buffer() is not None for buffer in buffers)
     optimizer.zero_grad()
-    assert not any(buffer.local.untyped_storage().nbytes() for buffer in buffers.values())
+    assert not any(buffer() is not None for buffer in buffers)
     known = weakref.ref(optimizer)
     del optimizer
     assert known() is None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -21,8 +23,8 @@ DECOUPLED = "decoupled_grad"
 class MainGrads:
     """One buffer that lies as main does, and a DTensor over it for each param.
 
-    Setting a parameter's ``.grad`` to None only hides it: the objects stay for the next backward, and once all are
-    hidden, `rest` gives the storage back. If somebody else holds one of them by then, they are left to him.
+    They are those of one step. Once ``.grad`` of all parameters is None, `rest` lets go of them, and the next backward
+    makes others: whoever still holds one keeps its values.
 
     Decoupled gradients are shown as ``decoupled_grad``, and are ``.grad`` for the time of a launch only. Between `hide`
     and `unhide` none are shown: they are ``kept`` here.
@@ -41,18 +43,16 @@ class MainGrads:
         self.is_decoupled = False
         self.kept: list[torch.Tensor | None] | None = None
         self._accumulates = False  # the last backward added to what was there
-        self.is_empty = False  # there is a buffer, without storage
-        self._size = 0  # of the storage
-        self._holders: list[int] = []  # of what is shown, while nobody but us does
+        self._is_new = False  # nothing has been reduced into the buffer yet
 
     def rest(self, always: bool = False) -> None:
-        """Give back the storage of gradients that `zero_grad` has hidden.
+        """Let go of gradients that `zero_grad` has set to None.
 
-        Where steps have several backwards it stays for the next, unless ``always`` is said: in all but the first it is
-        there anyway, and other tensors that come to lie in its place make the heap larger.
+        Where steps have several backwards they stay to the next, unless ``always`` is said: in all but the first their
+        memory is there anyway, and other tensors that come to lie in its place make the heap larger.
         Within `_torch.PlainAttributes`, since it looks at every parameter.
         """
-        if self.buffer is None or self.is_empty or self.in_flight or self.open or self.home.host:
+        if self.buffer is None or self.in_flight or self.open:
             return
         if self._accumulates and not always:
             return
@@ -61,32 +61,25 @@ class MainGrads:
         for param in self.params:
             if param.sharded.grad is not None or (self.is_decoupled and getattr(param.sharded, DECOUPLED) is not None):
                 return
-        if self._is_held:
-            self.buffer, self.shown = None, []
-        else:
-            self.buffer.local.untyped_storage().resize_(0)
-            self.is_empty = True
+        self.buffer, self.shown = None, []
 
     @property
     def live_bytes(self) -> int:
         """What they take on the device now."""
         return 0 if self.buffer is None or self.home.host else self.buffer.local.untyped_storage().nbytes()
 
-    def wake(self) -> None:
-        """Give storage to gradients that have been at rest."""
-        assert self.buffer is not None
-        self.buffer.local.untyped_storage().resize_(self._size)
-        self.is_empty = False
-        zero_between(self.buffer)
+    def prepare(self) -> None:
+        """Make what the next backward reduces into."""
+        self._make()
+        self._is_new = True
 
     def take(self, had_grad: Sequence[bool], lane: Lane) -> tuple[DBuffer, bool, list[torch.Tensor]]:
         """The buffer; whether it is to be written, not added to; and what the lane reads to make it so."""
         any_had, buffer = any(had_grad) or bool(self.open), self.buffer
         self._accumulates = any_had
-        if buffer is not None and self.is_empty:
-            self.wake()
-        elif buffer is None or (not any_had and self._is_held):
+        if buffer is None or not (any_had or self._is_new):
             buffer = self._make()
+        self._is_new = False
         if not any_had:
             return buffer, True, []
         with _torch.PlainAttributes():
@@ -172,20 +165,28 @@ class MainGrads:
             elif grad is not None:
                 grad.zero_()
 
-    @property
-    def _is_held(self) -> bool:
-        """Whether somebody holds a gradient that is hidden, or a part of its memory."""
-        return _torch.holders(self.shown) != self._holders
-
     def _make(self) -> DBuffer:
+        self.buffer, self.shown = None, []  # their memory may be used again
         numel = self.main.local.numel()
         buffer = self.buffer = self.main.like(self.home.empty(numel + self._room, self.dtype)[:numel])
         zero_between(buffer)
-        self.shown = [_over(buffer, index, param) for index, param in enumerate(self.params)]
-        buffer.runs()  # views that stay
-        self._size = buffer.local.untyped_storage().nbytes()
-        self._holders = _torch.holders(self.shown)
+        if self._places is None:
+            self.shown = [_torch.like_dtensor(p.sharded, buffer.local_view(i)) for i, p in enumerate(self.params)]
+        else:
+            self.shown = _torch.dtensors_over(buffer.local, self._places)
+        for shown in self.shown:
+            shown.__dict__[MAIN_GRAD] = buffer
         return buffer
+
+    @functools.cached_property
+    def _places(self) -> list[tuple[_torch.Spec, Any, Any, int]] | None:
+        """Of the gradients in the buffer, by spec, shape, stride and offset; None: some are no plain DTensors."""
+        kinds: set[type] = {type(param.sharded) for param in self.params}
+        if kinds != {DTensor}:
+            return None
+        windows = self.main.layout.windows(self.main.held.first, self.main.held.count)
+        specs = [_torch.spec_with_dtype(_torch.spec_of(param.sharded), self.dtype) for param in self.params]
+        return [(spec, shape, stride, offset) for spec, (offset, shape, stride) in zip(specs, windows)]
 
     def _bring(self, others: Sequence[int], buffer: DBuffer, lane: Lane) -> list[torch.Tensor]:
         """Bring gradients that users have replaced or set to None into the buffer; what the lane reads for that."""
@@ -211,17 +212,6 @@ def zero_between(buffer: DBuffer) -> None:
     """Zero a buffer for reduced gradients, unless reduces write all of it: what lies between its runs they never do."""
     if buffer.local.numel() != buffer.layout.run_numel * buffer.held.count:
         buffer.local.zero_()
-
-
-def _over(buffer: DBuffer, index: int, param: ShardedParam) -> DTensor:
-    """A gradient for a param. Compilers imitate it, and refuse it if it is not at the offset of its local part."""
-    view = buffer.local_view(index)
-    shown = _torch.like_dtensor(param.sharded, view, at=view)
-    shown.__dict__[MAIN_GRAD] = buffer
-    if _torch.grad_of(param.sharded) is None:  # else it is shown and hidden before anybody asks
-        _show(param, shown)
-        param.sharded.grad = None
-    return shown
 
 
 def _show(param: ShardedParam, grad: DTensor) -> None:

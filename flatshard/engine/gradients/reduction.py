@@ -65,12 +65,8 @@ class Stage:
         self.placements = placements
         self._mesh, self._axis = mesh, axis
         self._scatters = is_sharded(placements[axis])
+        self.copies = mesh.size(axis) if self._scatters else 1  # how many ranks get a piece of what it is given
         self._group: tuple[object, ProcessGroup] | None = None
-
-    @property
-    def copies(self) -> int:
-        """How many ranks get a piece of what it is given."""
-        return self._mesh.size(self._axis) if self._scatters else 1
 
     @property
     def room(self) -> int:
@@ -127,13 +123,13 @@ class EncodedStage(Stage):
     """
 
     is_encoded = True
-    copies = 1
     room = 0
 
     def __init__(
         self, mesh: DeviceMesh, axis: int, placements: tuple[Placement, ...], coder: Coder, stochastic: bool
     ) -> None:
         super().__init__(mesh, axis, placements)
+        self.copies = 1
         self._coder = coder
         before = (*placements[:axis], Partial(), *placements[axis + 1 :])
         self._from = held_by_this_rank(coder.wire.layout, mesh, before)

@@ -36,6 +36,8 @@ class ParamGroup:
     memory back.
     """
 
+    is_away = False  # main is on another device than the mesh, where users have moved it
+
     def __init__(
         self,
         params: list[ShardedParam],
