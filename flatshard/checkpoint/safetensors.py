@@ -7,6 +7,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -166,7 +167,8 @@ def write_files(
     finally:
         deque(tensors, maxlen=0)  # other ranks wait for this one in the next gather, whatever happens here
         for path in temporary.values():
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # mostly it is not there
+                path.unlink()
 
 
 def load_safetensors(
