@@ -5,11 +5,12 @@ Tensors go through files beside the result, one after another: memory is that of
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,16 +22,18 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from flatshard import _arguments, _torch
 from flatshard.checkpoint.dcp import METADATA, Folder, check_archive
 from flatshard.checkpoint.errors import CheckpointError
-from flatshard.checkpoint.files import MANIFEST, Manifest, TensorSource, open_file
+from flatshard.checkpoint.files import MANIFEST, Manifest, TensorFiles, open_file
 from flatshard.checkpoint.json_trees import decode_tree, encode_tree
+from flatshard.checkpoint.name_prefixes import with_names
 from flatshard.checkpoint.reader import Reader
-from flatshard.checkpoint.safetensors import write_tensors
+from flatshard.checkpoint.safetensors import plan_files, write_files
 from flatshard.checkpoint.safetensors_files import INDEX, SINGLE, find_tensors
 from flatshard.checkpoint.saving import write_snapshot
 from flatshard.checkpoint.state import Snapshot
 
 Form = Literal["flatshard", "dcp", "safetensors", "torch"]
 FORMS: tuple[Form, ...] = ("flatshard", "dcp", "safetensors", "torch")
+_SUFFIXES: dict[str, Form] = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
 Tensors = Callable[[torch.dtype, Sequence[int]], torch.Tensor]
 
 
@@ -39,16 +42,26 @@ class State:
     """What a checkpoint holds. ``rest``: what else stood beside model and optimizer. ``nested``: they had names."""
 
     model: dict[str, Any]
-    optimizer: dict[str, Any] | None = None
-    rest: dict[str, Any] | None = None
-    nested: bool = True
+    optimizer: dict[str, Any] | None
+    rest: dict[str, Any]
+    nested: bool
+
+    @classmethod
+    def of(cls, tree: dict[str, Any]) -> State:
+        """Model, optimizer and the rest, by the names that checkpoints usually have for them."""
+        model = next((key for key in ("model", "state_dict") if isinstance(tree.get(key), dict)), None)
+        if model is None:
+            return cls(tree, None, {}, False)
+        optimizer = next((key for key in ("optimizer", "optim") if isinstance(tree.get(key), dict)), None)
+        rest = {key: value for key, value in tree.items() if key not in (model, optimizer)}
+        return cls(tree[model], None if optimizer is None else tree[optimizer], rest, True)
 
     def tree(self) -> dict[str, Any]:
         """As one dict."""
         if not self.nested:
             return self.model
         optimizer = {} if self.optimizer is None else {"optimizer": self.optimizer}
-        return {"model": self.model, **optimizer, **(self.rest or {})}
+        return {"model": self.model, **optimizer, **self.rest}
 
 
 def convert(
@@ -78,7 +91,7 @@ def convert(
     source, target = _arguments.path("source", source), _arguments.path("target", target)
     if names is not None and not isinstance(names, dict):
         raise TypeError(f"names={names!r}: must be a dict of names and what they become")
-    form = _told_by_name(target) if to is None else to
+    form = _SUFFIXES.get(target.suffix, "flatshard") if to is None else to
     if form not in FORMS:
         raise ValueError(f"to={form!r}: must be one of {', '.join(FORMS)}")
     change = _mapping(rename, names or {})
@@ -89,9 +102,9 @@ def convert(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-")))
         made = folder / "made"
         try:
-            state = _renamed(_READERS[form_of(source)](source, _scratch(folder), stack), change)
+            state = _renamed(State.of(_READERS[form_of(source)](source, _scratch(folder), stack)), change)
             if model_only or form == "safetensors":
-                state = State(state.model, nested=state.nested)
+                state = State(state.model, None, {}, state.nested)
             _WRITERS[form](made, state)
         except (TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
             # What a file holds can be anything: dicts where others have tensors, names that are numbers.
@@ -118,15 +131,9 @@ def form_of(path: Path) -> Form:
     raise CheckpointError(f"{path} is no checkpoint of {', '.join(FORMS)}")
 
 
-def _told_by_name(path: Path) -> Form:
-    if path.suffix == ".safetensors":
-        return "safetensors"
-    return "torch" if path.suffix in (".pt", ".pth", ".bin") else "flatshard"
-
-
 def _scratch(folder: Path) -> Tensors:
     """Makes tensors whose memory is a file."""
-    numbers = iter(range(1 << 62))
+    numbers = itertools.count()
 
     def make(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         numel = torch.Size(shape).numel()
@@ -142,34 +149,31 @@ def _scratch(folder: Path) -> Tensors:
 # Reading
 
 
-def _read_own(path: Path, make: Tensors, stack: ExitStack) -> State:
+def _read_own(path: Path, make: Tensors, stack: ExitStack) -> dict[str, Any]:
     manifest = Manifest(path)
     get = _from_files(manifest, make, stack)
-    extra = {"extra": [decode_tree(each, get) for each in manifest.extra]} if any(manifest.extra) else {}
-    optimizer = None if manifest.optimizer is None else decode_tree(manifest.optimizer, get)
-    if optimizer is not None:
-        optimizer = {"state": optimizer["state"], "param_groups": optimizer["groups"]}
-    return State(decode_tree(manifest.model, get), optimizer, extra)
+    tree = {"model": decode_tree(manifest.model, get)}
+    if manifest.optimizer is not None:
+        optimizer = decode_tree(manifest.optimizer, get)
+        tree["optimizer"] = {"state": optimizer["state"], "param_groups": optimizer["groups"]}
+    if any(manifest.extra):
+        tree["extra"] = [decode_tree(each, get) for each in manifest.extra]
+    return tree
 
 
-def _read_safetensors(path: Path, make: Tensors, stack: ExitStack) -> State:
+def _read_safetensors(path: Path, make: Tensors, stack: ExitStack) -> dict[str, Any]:
     found = find_tensors(path)
     get = _from_files(found, make, stack)
-    return State({name: get(name) for name in found.tensors}, nested=False)
+    return {name: get(name) for name in found.tensors}
 
 
-def _from_files(source: TensorSource, make: Tensors, stack: ExitStack) -> Callable[[str], torch.Tensor]:
-    reader = stack.enter_context(Reader(source, lambda count: None))
-
-    def get(key: str) -> torch.Tensor:
-        entry = source.tensors[key]
-        return make(entry.dtype, entry.shape).copy_(reader.read(key, entry, (0,) * len(entry.shape), entry.shape))
-
-    return get
+def _from_files(source: TensorFiles, make: Tensors, stack: ExitStack) -> Callable[[str], torch.Tensor]:
+    reader = stack.enter_context(Reader(source))
+    return lambda key: make(source.tensors[key].dtype, source.tensors[key].shape).copy_(reader.whole(key))
 
 
-def _read_dcp(path: Path, make: Tensors, stack: ExitStack) -> State:
-    return _sorted_out(_listed(Folder(path, stack).read(make)))
+def _read_dcp(path: Path, make: Tensors, stack: ExitStack) -> Any:
+    return _listed(Folder(path, stack).read(make))
 
 
 def _listed(tree: Any) -> Any:
@@ -182,7 +186,7 @@ def _listed(tree: Any) -> Any:
     return items
 
 
-def _read_torch(path: Path, make: Tensors, stack: ExitStack) -> State:
+def _read_torch(path: Path, make: Tensors, stack: ExitStack) -> dict[str, Any]:
     size = path.stat().st_size
     try:
         with open_file(path) as file:
@@ -195,17 +199,7 @@ def _read_torch(path: Path, make: Tensors, stack: ExitStack) -> State:
     for value in _torch.pytree_leaves(found):
         if isinstance(value, torch.Tensor) and value.numel() * value.element_size() > size:
             raise CheckpointError(f"{path}: a tensor of shape {tuple(value.shape)} is larger than the file")
-    return _sorted_out(found)
-
-
-def _sorted_out(tree: dict[str, Any]) -> State:
-    """Model, optimizer and the rest, by the names that checkpoints usually have for them."""
-    model = next((key for key in ("model", "state_dict") if isinstance(tree.get(key), dict)), None)
-    if model is None:
-        return State(tree, nested=False)
-    optimizer = next((key for key in ("optimizer", "optim") if isinstance(tree.get(key), dict)), None)
-    rest = {key: value for key, value in tree.items() if key not in (model, optimizer)}
-    return State(tree[model], None if optimizer is None else tree[optimizer], rest)
+    return found
 
 
 # Names
@@ -240,14 +234,7 @@ def _renamed(state: State, change: Callable[[str], str]) -> State:
         model[change(name)] = value
     optimizer = state.optimizer
     if optimizer is not None and optimizer.keys() == {"state", "param_groups"}:
-        optimizer = _by_names(optimizer, state.model)
-        groups = [
-            {**group, "params": [change(name) for name in group["params"]]} for group in optimizer["param_groups"]
-        ]
-        optimizer = {
-            "state": {change(name): entry for name, entry in optimizer["state"].items()},
-            "param_groups": groups,
-        }
+        optimizer = with_names(_by_names(optimizer, state.model), change)
     return State(model, optimizer, state.rest, state.nested)
 
 
@@ -270,8 +257,7 @@ def _by_names(optimizer: dict[str, Any], model: dict[str, Any]) -> dict[str, Any
                 "with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, or leave it out (model_only)"
             )
         names[number] = name
-    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in optimizer["param_groups"]]
-    return {"state": {names[number]: entry for number, entry in state.items()}, "param_groups": groups}
+    return with_names({**optimizer, "state": state}, names.__getitem__)
 
 
 # Writing
@@ -291,25 +277,23 @@ def _write_dcp(path: Path, state: State) -> None:
     dcp_save(state.tree() if state.nested else {"model": state.model}, checkpoint_id=path, no_dist=True)
 
 
-def _write_torch(path: Path, state: State) -> None:
-    torch.save(state.tree(), path)
-
-
 def _write_safetensors(path: Path, state: State) -> None:
-    path.mkdir()
-    write_tensors(path, dict(_tensors(state.model)))
-
-
-def _tensors(model: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, value in model.items():
+    tensors = {}
+    for name, value in state.model.items():
         if isinstance(value, torch.Tensor):
-            yield name, value
+            tensors[name] = value
         elif not name.endswith("_extra_state"):
             raise CheckpointError(f"'{name}' is a {type(value).__name__}, which safetensors files cannot hold")
+    write_files(path, plan_files(tensors), iter(tensors.values()))
 
 
 _READERS = {"flatshard": _read_own, "dcp": _read_dcp, "safetensors": _read_safetensors, "torch": _read_torch}
-_WRITERS = {"flatshard": _write_own, "dcp": _write_dcp, "safetensors": _write_safetensors, "torch": _write_torch}
+_WRITERS: dict[Form, Callable[[Path, State], None]] = {
+    "flatshard": _write_own,
+    "dcp": _write_dcp,
+    "safetensors": _write_safetensors,
+    "torch": lambda path, state: torch.save(state.tree(), path),
+}
 
 
 def names_from(path: str | Path) -> dict[str, str]:

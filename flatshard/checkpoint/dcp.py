@@ -41,8 +41,8 @@ class _Unpickler(pickle._Unpickler):
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file)
         # Made anew for each pickle, so that none can leave anything behind in them.
-        self._records = {key: type(key[1], (), {"__setstate__": _set_state}) for key in _RECORDS}
-        plain: dict[tuple[str, str], Callable[..., Any]] = {
+        self._known: dict[tuple[str, str], Callable[..., Any]] = {
+            **{key: type(key[1], (), {"__setstate__": _set_state}) for key in _RECORDS},
             ("torch", "Size"): lambda sizes=(): tuple(sizes),
             ("torch", "device"): lambda *described: described,
             ("torch.serialization", "_get_layout"): lambda name: name,
@@ -53,14 +53,11 @@ class _Unpickler(pickle._Unpickler):
         }
         for module in ("pathlib", "pathlib._local"):
             for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"):
-                plain[module, name] = lambda *parts: "/".join(map(str, parts))
-        self._plain = plain
+                self._known[module, name] = lambda *parts: "/".join(map(str, parts))
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in self._records:
-            return self._records[module, name]
-        if (module, name) in self._plain:
-            return self._plain[module, name]
+        if (module, name) in self._known:
+            return self._known[module, name]
         dtype = getattr(torch, name, None) if module == "torch" and name.isidentifier() else None
         if isinstance(dtype, torch.dtype):
             return dtype
@@ -85,7 +82,11 @@ class Folder:
                 found = _Unpickler(io.BytesIO(file.read())).load()
             self._described: dict[str, Any] = dict(found.state_dict_metadata)
             self._places: dict[str, Any] = dict(found.planner_data or {name: (name,) for name in self._described})
-            self._stored = {(index.fqn, _tuple(index.__dict__.get("offset"))): info for index, info in _items(found)}
+            self._stored: dict[tuple[str, tuple[int, ...] | None], Any] = {}
+            for index, info in dict(found.storage_data).items():
+                given = index.__dict__.get("offset")
+                offset = None if given is None else manifest_checks.numbers(list(given), "an offset")
+                self._stored[index.fqn, offset] = info
             self._check()
         except OSError as error:
             raise CheckpointError(f"{path / METADATA} cannot be read: {error.strerror}") from error
@@ -126,18 +127,16 @@ class Folder:
             raise ValueError(f"'{name}' is of no dtype")
         filled = []  # several parts without elements may be in one place; nothing is read of them
         for chunk in entry.chunks:
-            offsets, sizes = (
-                manifest_checks.numbers(list(each), f"a part of '{name}'") for each in (chunk.offsets, chunk.sizes)
-            )
+            both = chunk.offsets, chunk.sizes
+            offsets, sizes = (manifest_checks.numbers(list(each), f"a part of '{name}'") for each in both)
             if not len(offsets) == len(sizes) == len(entry.size):
                 raise ValueError(f"a part of '{name}' has other dims than it")
             if any(offset + count > whole for offset, count, whole in zip(offsets, sizes, entry.size)):
                 raise ValueError(f"a part of '{name}' reaches beyond it")
             if math.prod(sizes):
                 filled.append((offsets, sizes))
-        if sum(math.prod(sizes) for _, sizes in filled) != math.prod(entry.size) or not manifest_checks.are_disjoint(
-            filled
-        ):
+        is_all = sum(math.prod(sizes) for _, sizes in filled) == math.prod(entry.size)
+        if not is_all or not manifest_checks.are_disjoint(filled):
             raise ValueError(f"the parts of '{name}' are not together the whole of it")
         entry.filled_chunks = filled
         room = sum(self._stored[name, offsets].length for offsets, _ in filled)
@@ -173,23 +172,13 @@ class Folder:
             content = io.BytesIO(file.read(info.length))
             check_archive(content, info.length)
             return torch.load(content, weights_only=True, map_location="cpu")
-        except OSError as error:
-            self._refuse(name, offsets, f"{error.strerror}", error)
         except Exception as error:  # a zip file, a pickle or torch can fail in any way
-            self._refuse(name, offsets, f"{error}", error)
+            self._refuse(name, offsets, f"{error.strerror if isinstance(error, OSError) else error}", error)
 
     def _refuse(self, name: str, offsets: Any, reason: str, cause: BaseException | None = None) -> Any:
         info = self._stored.get((name, offsets))
         file = METADATA if info is None else info.relative_path
         raise CheckpointError(f"{self._path / file} is damaged: '{name}' cannot be read from it: {reason}") from cause
-
-
-def _items(found: Any) -> list[tuple[Any, Any]]:
-    return list(found.storage_data.items())
-
-
-def _tuple(given: Any) -> tuple[int, ...] | None:
-    return None if given is None else manifest_checks.numbers(list(given), "an offset")
 
 
 def _put(tree: Any, place: Sequence[Any], value: Any) -> None:

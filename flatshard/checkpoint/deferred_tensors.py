@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from flatshard import _torch
-from flatshard.checkpoint.files import bytes_view
+from flatshard.checkpoint.files import TensorSpec, bytes_view, header_of
 
 _ADDRESSES = itertools.count(1 << 12, 1 << 50)  # no two memories overlap
 
@@ -84,22 +84,18 @@ class DeferredTensor(torch.Tensor):
         if _torch.writes(func):
             raise NotImplementedError(f"{func}: a deferred tensor has no values yet to write to")
         given = [each for each in _torch.pytree_leaves((args, kwargs)) if isinstance(each, DeferredTensor)]
-        shown_args, shown_kwargs = _torch.map_leaves(torch.Tensor, _show, (args, kwargs))
+        shown_args, shown_kwargs = _torch.map_leaves(
+            torch.Tensor, lambda x: x._shown if isinstance(x, DeferredTensor) else x.to("meta"), (args, kwargs)
+        )
         shown_kwargs |= {"device": "meta"} if moved else {}
         results, shape = _torch.tree_flatten(func(*shown_args, **shown_kwargs))
         memories = {_torch.storage_id(each._shown): each._memory for each in given}
         call = _Operation(func, args, kwargs, frozenset().union(*(each.needs for each in given)))
-        return _torch.tree_unflatten(
-            [
-                cls(
-                    result,
-                    memories.setdefault(_torch.storage_id(result), DeferredStorage(result.untyped_storage().nbytes())),
-                    (call, number),
-                )
-                for number, result in enumerate(results)
-            ],
-            shape,
-        )
+        made = []
+        for number, result in enumerate(results):
+            memory = DeferredStorage(result.untyped_storage().nbytes())
+            made.append(cls(result, memories.setdefault(_torch.storage_id(result), memory), (call, number)))
+        return _torch.tree_unflatten(made, shape)
 
     def data_ptr(self) -> int:
         return self._memory.data_ptr() + int(self._shown.storage_offset()) * self.element_size()
@@ -125,10 +121,6 @@ class DeferredTensor(torch.Tensor):
         call, number = self._made
         result: torch.Tensor = call.results(tensors, known)[number]
         return result
-
-
-def _show(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._shown if isinstance(tensor, DeferredTensor) else tensor.to("meta")
 
 
 def defer(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,18 +182,13 @@ class DeferredFile:
 def _layout(tensors: Mapping[str, DeferredTensor], metadata: dict[str, str] | None) -> tuple[bytes, dict[str, int]]:
     """The header of the file, and where each tensor begins after it.
 
-    The library is asked for that of a file of empty tensors: it decides on their order and on the names of dtypes.
+    The library is asked for that of a file of empty tensors: it decides on their order.
     """
     from safetensors.torch import save
 
     empty = save({name: torch.empty(0, dtype=tensor.dtype) for name, tensor in tensors.items()}, metadata)
     described = json.loads(empty[8 : 8 + int.from_bytes(empty[:8], "little")])
-    places, place = {}, 0
-    for name, entry in described.items():
-        if name != "__metadata__":
-            places[name], tensor = place, tensors[name]
-            place += tensor.numel() * tensor.element_size()
-            entry.update(shape=list(tensor.shape), data_offsets=[places[name], place])
-    text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, places
+    names = [name for name in described if name != "__metadata__"]
+    specs = [TensorSpec(name, tensors[name].dtype, tuple(tensors[name].shape)) for name in names]
+    ends = itertools.accumulate((spec.nbytes for spec in specs), initial=0)
+    return header_of(specs, metadata), dict(zip(names, ends))

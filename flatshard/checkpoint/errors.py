@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flatshard.buffer import Exchange
+from flatshard.trust.alarm import PeerError
 
 
 class CheckpointError(ValueError):
@@ -18,6 +19,8 @@ def on_all_ranks(ranks: Exchange, action: Callable[[], Any]) -> list[Any]:
     own: Exception | None = None
     try:
         message = {"value": action()}
+    except PeerError:  # there is a rank that will not answer
+        raise
     except Exception as error:
         own = error
         message = {"error": str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"}

@@ -16,10 +16,10 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -75,11 +75,37 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of a checkpoint."""
+    """A tensor in files."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass
+class TensorFiles:
+    """Files with tensors in them. ``model`` is a tree of names, ``files`` says of each how it begins and ends."""
+
+    folder: Path
+    files: dict[str, Any] = field(default_factory=dict)
+    model: Any = None
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+
+
+class TensorSpec(NamedTuple):
+    """What the header of a safetensors file says of a tensor, apart from its place."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def _weights(count: int) -> Any:
@@ -110,15 +136,21 @@ def bytes_view(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def header_of(entries: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: dict[str, str]) -> bytes:
-    """The beginning of a safetensors file with these tensors (name, dtype, shape), one after another."""
-    described: dict[str, Any] = {"__metadata__": metadata}
+def blocks_of(tensor: torch.Tensor, size: int) -> Iterator[memoryview]:
+    """The bytes of a tensor, wherever it is, ``size`` at a time."""
+    content = bytes_view(tensor.detach().cpu().contiguous())
+    return (content[start : start + size] for start in range(0, len(content), size))
+
+
+def header_of(specs: Sequence[TensorSpec], metadata: dict[str, str] | None) -> bytes:
+    """The beginning of a safetensors file with these tensors, one after another."""
+    described: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     place = 0
-    for name, dtype, shape in entries:
-        end = place + math.prod(shape) * dtype.itemsize
-        described[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [place, end]}
+    for spec in specs:
+        end = place + spec.nbytes
+        described[spec.name] = {"dtype": CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": [place, end]}
         place = end
-    text = json.dumps(described, separators=(",", ":")).encode()
+    text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -130,21 +162,20 @@ def write_chunks(
 
     Returns what the manifest says of the file, and of each tensor its first byte and its checksums.
     """
-    header = header_of([(name, tensor.dtype, tensor.shape) for name, tensor in chunks], {"format": FORMAT})
+    specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in chunks]
+    header = header_of(specs, {"format": FORMAT})
     stored = []
     with open(path, "xb", buffering=0) as file:
         _write(file, memoryview(header))
         place = len(header)
         for _, tensor in chunks:
-            content = bytes_view(tensor.detach().cpu().contiguous())
             sums = []
-            for start in range(0, len(content), BLOCK):
-                block = content[start : start + BLOCK]
+            for block in blocks_of(tensor, BLOCK):
                 sums.append(block_checksum(block))
                 _write(file, block)
                 advance(len(block))
             stored.append((place, sums))
-            place += len(content)
+            place += tensor.nbytes
         os.fsync(file.fileno())
     return {"bytes": place, "header": len(header), "crc": zlib.crc32(header)}, stored
 
@@ -206,16 +237,7 @@ def _damaged_tensor(text: bytes) -> str:
     return f" in what it says of '{wrong[0]}'" if wrong else ""
 
 
-class TensorSource(Protocol):
-    """Files with tensors in them. ``model`` is a tree of names, ``files`` says of each how it begins and ends."""
-
-    folder: Path
-    files: dict[str, Any]
-    model: Any
-    tensors: dict[str, TensorEntry]
-
-
-class Manifest:
+class Manifest(TensorFiles):
     """What a checkpoint holds. CheckpointError where the manifest is missing or damaged."""
 
     def __init__(self, folder: Path) -> None:
@@ -238,7 +260,7 @@ class Manifest:
             raise CheckpointError(f"{path} is damaged{where}: its checksum is not that of its content")
         if body.get("format") != FORMAT:
             raise CheckpointError(f"{path} is of format {body.get('format')!r}; this version reads {FORMAT!r}")
-        self.folder = folder
+        super().__init__(folder)
         self.digest: str = digest
         try:
             self._believe(body)
@@ -251,7 +273,7 @@ class Manifest:
         """Take over what the manifest says, if it can be true."""
         self.saved = manifest_checks.number(body["saved"], "saved", 2**63)
         self.world = manifest_checks.number(body["world"], "world")
-        self.files: dict[str, Any] = body["files"]
+        self.files = body["files"]
         for name, known in self.files.items():
             if not _FILE.fullmatch(name):
                 raise ValueError(f"it names a file {name!r}, which is none of a checkpoint")
@@ -266,7 +288,7 @@ class Manifest:
         for name, ranges in taken.items():
             if not manifest_checks.do_not_overlap(ranges):
                 raise ValueError(f"parts of tensors overlap in {name}")
-        self.model: Any = body["model"]
+        self.model = body["model"]
         self.optimizer: Any = body["optimizer"]
         self.extra: list[Any] = body["extra"]
         for what in ("model", "optimizer", "extra"):

@@ -42,21 +42,31 @@ def iter_full_tensors(
     """
     _arguments.module("iter_full_tensors", model)
     _arguments.whole_number("bucket_bytes", bucket_bytes, 1)
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"dtype={dtype!r}: must be a floating-point torch.dtype or None")
+    check_dtype(dtype)
     tensors = {name: value for name, value in named_tensors(model).items() if names is None or name in names}
     for name, value in tensors.items():
         if isinstance(value, DTensor) and _torch.is_wrapper(_torch.local_of(value)):
             raise TypeError(f"'{name}' is a {type(_torch.local_of(value)).__name__}, which only its unit can gather")
-    buckets = _buckets(tensors, bucket_bytes, dtype)
+    return _iterate(tensors, bucket_bytes, dtype)
+
+
+def check_dtype(dtype: Any) -> None:
+    """TypeError unless tensors can be cast to it, or it is None."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype={dtype!r}: must be a floating-point torch.dtype or None")
+
+
+def _iterate(
+    tensors: dict[str, torch.Tensor], limit: int, dtype: torch.dtype | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    buckets = _buckets(tensors, limit, dtype)
     sharded = [sum(_size(tensors[name], dtype) for name in bucket) for bucket, axes in buckets if axes]
     storage: torch.Tensor | None = None
     for bucket, axes in buckets:
         if not axes:
             for name in bucket:
                 value = tensors[name]
-                whole = held_part(value).local if isinstance(value, DTensor) else value.detach()
-                yield name, whole.to(_dtype(value, dtype))
+                yield name, held_part(value).local.to(cast_dtype(value, dtype))
             continue
         if storage is None:
             first = held_part(tensors[bucket[0]]).local
@@ -64,18 +74,13 @@ def iter_full_tensors(
         yield from _gathered(tensors, bucket, axes, storage, dtype)
 
 
-def _dtype(tensor: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype:
+def cast_dtype(tensor: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype:
+    """The dtype in which a tensor travels: ``wanted``, if it is one of floating-point numbers."""
     return tensor.dtype if wanted is None or not tensor.is_floating_point() else wanted
 
 
 def _size(tensor: torch.Tensor, dtype: torch.dtype | None) -> int:
-    return -(-tensor.numel() * _dtype(tensor, dtype).itemsize // _ALIGN) * _ALIGN
-
-
-def _axes(tensor: torch.Tensor) -> tuple[int, ...]:
-    if not isinstance(tensor, DTensor):
-        return ()
-    return tuple(axis for axis, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate))
+    return -(-tensor.numel() * cast_dtype(tensor, dtype).itemsize // _ALIGN) * _ALIGN
 
 
 def _buckets(
@@ -86,7 +91,8 @@ def _buckets(
     kind: Any = None
     size = 0
     for name, tensor in tensors.items():
-        axes = _axes(tensor)
+        placements = tensor.placements if isinstance(tensor, DTensor) else ()
+        axes = tuple(axis for axis, placement in enumerate(placements) if not isinstance(placement, Replicate))
         mine = (axes, tensor.device_mesh if isinstance(tensor, DTensor) and axes else None)
         if mine != kind or size + _size(tensor, dtype) > limit:
             found.append(([], axes))
@@ -114,7 +120,7 @@ def _gathered(
     place = 0
     for name in (*gathered, *added):
         tensor = tensors[name]
-        kind = _dtype(tensor, dtype)
+        kind = cast_dtype(tensor, dtype)
         views[name] = storage[place : place + tensor.numel() * kind.itemsize].view(kind).view(tensor.shape)
         place += _size(tensor, dtype)
     bits = storage[place - sum(_size(tensors[name], dtype) for name in added) : place].zero_().view(torch.int32)
@@ -122,7 +128,7 @@ def _gathered(
     for name, view in views.items():
         part = held_part(tensors[name])
         if part.offsets is not None:
-            pieces.append(view[tuple(slice(o, o + n) for o, n in zip(part.offsets, part.local.shape))])
+            pieces.append(view[part.slices])
             pieces[-1].copy_(part.local)
     first = tensors[names[0]]
     assert isinstance(first, DTensor)

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from flatshard import _arguments, _torch
 from flatshard.buffer import Exchange
 from flatshard.checkpoint.errors import CheckpointError, on_all_ranks
-from flatshard.checkpoint.files import Manifest, TensorSource
+from flatshard.checkpoint.files import Manifest, TensorFiles
 from flatshard.checkpoint.json_trees import decode_tree
 from flatshard.checkpoint.name_prefixes import renaming
 from flatshard.checkpoint.progress import bar
-from flatshard.checkpoint.reader import Reader, Reads
+from flatshard.checkpoint.reader import Reader
 from flatshard.checkpoint.state import checked_name, held_part, names_of
 from flatshard.optim.step import owner_of_entries
 
@@ -61,8 +61,7 @@ def load(
         with bar("loading", total, progress and ranks.rank == 0) as advance, Reader(manifest, advance) as reader:
             weights = stage_model(manifest, reader, model, strict)
             state = None if optimizer is None else _stage_optimizer(manifest, reader, model, optimizer)
-            extra = decode_tree(manifest.extra[own], lambda key: _whole(manifest, reader, key))
-            staged.append((weights, state, extra))
+            staged.append((weights, state, decode_tree(manifest.extra[own], reader.whole)))
 
     digests = on_all_ranks(ranks, open_manifest)
     if len(set(digests)) > 1:
@@ -81,12 +80,7 @@ def put_weights(model: nn.Module, weights: dict[str, Any]) -> None:
     model.load_state_dict(weights, strict=False, assign=meta)  # names have been compared
 
 
-def _whole(manifest: TensorSource, reader: Reads, key: str) -> torch.Tensor:
-    entry = manifest.tensors[key]
-    return reader.read(key, entry, (0,) * len(entry.shape), entry.shape)
-
-
-def stage_model(manifest: TensorSource, reader: Reads, model: nn.Module, strict: bool) -> dict[str, Any]:
+def stage_model(manifest: TensorFiles, reader: Reader, model: nn.Module, strict: bool) -> dict[str, Any]:
     """This rank's parts of a model's state, read. CheckpointError names what does not fit."""
     here = model.state_dict(keep_vars=True)
     rename = renaming([name for name, _ in manifest.model["dict"]], here)
@@ -104,7 +98,7 @@ def stage_model(manifest: TensorSource, reader: Reads, model: nn.Module, strict:
                 problems.append(f"'{name}' is not in it")
             continue
         if not isinstance(value, torch.Tensor):
-            found[name] = decode_tree(saved[source], lambda key: _whole(manifest, reader, key))
+            found[name] = decode_tree(saved[source], reader.whole)
             continue
         key = saved[source].get("tensor") if isinstance(saved[source], dict) else None
         problem = "is no tensor in the checkpoint" if key is None else _misfit(manifest, key, value)
@@ -115,9 +109,8 @@ def stage_model(manifest: TensorSource, reader: Reads, model: nn.Module, strict:
             if known != key:
                 again = _read_part(manifest, reader, name, str(key), value)
                 if local is not None and not torch.equal(local, again):
-                    problems.append(
-                        f"'{name}' is tied to '{first}' in the model and has other values in the checkpoint"
-                    )
+                    problem = f"is tied to '{first}' in the model and has other values in the checkpoint"
+                    problems.append(f"'{name}' {problem}")
                 local = again
             assert local is not None
             read[id(value)] = (str(key), local, first)
@@ -130,7 +123,7 @@ def stage_model(manifest: TensorSource, reader: Reads, model: nn.Module, strict:
     return found
 
 
-def _misfit(manifest: TensorSource, key: str, value: torch.Tensor) -> str | None:
+def _misfit(manifest: TensorFiles, key: str, value: torch.Tensor) -> str | None:
     entry = manifest.tensors[key]
     if entry.shape != tuple(value.shape):
         return f"has shape {entry.shape} in the checkpoint and {tuple(value.shape)} in the model"
@@ -139,7 +132,7 @@ def _misfit(manifest: TensorSource, key: str, value: torch.Tensor) -> str | None
     return None
 
 
-def _read_part(manifest: TensorSource, reader: Reads, name: str, key: str, like: torch.Tensor) -> torch.Tensor:
+def _read_part(manifest: TensorFiles, reader: Reader, name: str, key: str, like: torch.Tensor) -> torch.Tensor:
     """The rows of a saved tensor that this rank holds of ``like``."""
     entry, part = manifest.tensors[key], held_part(like)
     if part.offsets is None:
@@ -162,7 +155,7 @@ def _stage_optimizer(manifest: Manifest, reader: Reader, model: nn.Module, optim
     saved = dict(manifest.optimizer["dict"])
     rename = renaming([name for name, _ in manifest.model["dict"]], model.state_dict(keep_vars=True))
     states = {rename(name): entries for name, entries in saved["state"]["dict"]}
-    groups = [decode_tree(group, lambda key: _whole(manifest, reader, key)) for group in saved["groups"]]
+    groups = [decode_tree(group, reader.whole) for group in saved["groups"]]
     if len(groups) != len(optimizer.param_groups):
         raise CheckpointError(
             f"{manifest.folder} has {len(groups)} parameter groups; the optimizer has {len(optimizer.param_groups)}: "
@@ -174,49 +167,39 @@ def _stage_optimizer(manifest: Manifest, reader: Reader, model: nn.Module, optim
         mine = [checked_name(parameter, names) for parameter in ours["params"]]
         odd = set(mine) ^ {rename(name) for name in theirs.pop("params")}
         if odd:
+            sides = ["the optimizer", "the checkpoint"]
+            has, lacks = sides if min(odd) in mine else reversed(sides)
             raise CheckpointError(
-                f"{manifest.folder}: '{min(odd)}' is in parameter group {number} of "
-                + (
-                    "the optimizer, not of the checkpoint"
-                    if min(odd) in mine
-                    else "the checkpoint, not of the optimizer"
-                )
+                f"{manifest.folder}: '{min(odd)}' is in parameter group {number} of {has}, not of {lacks}"
             )
-        on_device = theirs.get("fused") or theirs.get("capturable")
+        steps_on_device = bool(theirs.get("fused") or theirs.get("capturable"))
         for name, parameter in zip(mine, ours["params"]):
-            if name in states:
-                entries = dict(states[name]["dict"])
-                try:
-                    owned = owned_of(parameter, entries)
-                except ValueError as error:
-                    raise CheckpointError(f"{manifest.folder}: state of '{name}': {error}") from None
-                state[parameter] = {
-                    key: _entry(
-                        manifest,
-                        reader,
-                        f"{name}: {key}",
-                        tree,
-                        parameter,
-                        on_device=key != "step" or bool(on_device),
-                        whole=owned is not None,
-                    )
-                    for key, tree in entries.items()
-                    if owned is None or owned[key]
-                }
+            if name not in states:
+                continue
+            entries = dict(states[name]["dict"])
+            try:
+                owned = owned_of(parameter, entries)
+            except ValueError as error:
+                raise CheckpointError(f"{manifest.folder}: state of '{name}': {error}") from None
+            taken = state[parameter]
+            for key, tree in entries.items():
+                if owned is None or owned[key]:
+                    on_device = (key != "step" or steps_on_device) and not parameter.is_meta
+                    device = parameter.device if on_device else torch.device("cpu")
+                    taken[key] = _entry(manifest, reader, f"{name}: {key}", tree, parameter, owned is not None, device)
     kept = [{**ours, **theirs} for theirs, ours in zip(groups, optimizer.param_groups)]
     return {"state": state, "param_groups": kept}
 
 
 def _entry(
-    manifest: Manifest, reader: Reader, name: str, tree: Any, parameter: torch.Tensor, *, on_device: bool, whole: bool
+    manifest: Manifest, reader: Reader, name: str, tree: Any, parameter: torch.Tensor, whole: bool, device: torch.device
 ) -> Any:
     """One entry of the state of a parameter: ``whole``, or cut as that is if it has a number for each element of it."""
     if not (isinstance(tree, dict) and "tensor" in tree):
-        return decode_tree(tree, lambda key: _whole(manifest, reader, key))
+        return decode_tree(tree, reader.whole)
     key = tree["tensor"]
     entry = manifest.tensors[key]
     per_element = entry.shape == tuple(parameter.shape) and (bool(entry.shape) or not name.endswith(": step"))
-    device = parameter.device if on_device and not parameter.is_meta else torch.device("cpu")
     if per_element and isinstance(parameter, DTensor) and not whole:
         return _torch.like_dtensor(parameter, _read_part(manifest, reader, name, key, parameter).to(device))
-    return reader.read(name, entry, (0,) * len(entry.shape), entry.shape).to(device)
+    return reader.read(name, entry).to(device)

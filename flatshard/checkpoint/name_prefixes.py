@@ -44,6 +44,11 @@ def renamed(state: dict[str, Any], *, add: str = "", remove: str = "") -> dict[s
         return add + name[len(remove) :]
 
     if state.keys() == {"state", "param_groups"}:
-        groups = [{**group, "params": [change(name) for name in group["params"]]} for group in state["param_groups"]]
-        return {"state": {change(name): entries for name, entries in state["state"].items()}, "param_groups": groups}
+        return with_names(state, change)
     return {change(name): value for name, value in state.items()}
+
+
+def with_names(optimizer: dict[str, Any], change: Callable[[Any], str]) -> dict[str, Any]:
+    """The state dict of an optimizer with other names, or with names for numbers, for the same parameters."""
+    groups = [{**group, "params": [change(name) for name in group["params"]]} for group in optimizer["param_groups"]]
+    return {"state": {change(name): entries for name, entries in optimizer["state"].items()}, "param_groups": groups}

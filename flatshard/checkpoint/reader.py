@@ -5,41 +5,36 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 import torch
 
 from flatshard import _arguments
 from flatshard.checkpoint.errors import CheckpointError
-from flatshard.checkpoint.files import Chunk, Manifest, TensorEntry, TensorSource, block_checksum, bytes_view, open_file
+from flatshard.checkpoint.files import Chunk, Manifest, TensorEntry, TensorFiles, block_checksum, bytes_view, open_file
 
 
-class Reads(Protocol):
-    """What gives parts of tensors."""
+class Reader(ExitStack):
+    """Reads tensors out of files, which are opened when they are needed. ``advance`` is told of bytes."""
 
-    def read(self, name: str, entry: TensorEntry, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """A part of a tensor, on the CPU."""
-
-
-class Reader:
-    """The files of one checkpoint, opened when they are needed. A context manager."""
-
-    def __init__(self, manifest: TensorSource, advance: Callable[[int], None]) -> None:
-        self._manifest = manifest
-        self._advance = advance
+    def __init__(self, source: TensorFiles, advance: Callable[[int], None] = lambda count: None) -> None:
+        super().__init__()
+        self._source, self._advance = source, advance
         self._open: dict[str, BinaryIO] = {}
 
-    def __enter__(self) -> Reader:
-        return self
+    def whole(self, key: str) -> torch.Tensor:
+        """The tensor of this key."""
+        return self.read(key, self._source.tensors[key])
 
-    def __exit__(self, *error: object) -> None:
-        for file in self._open.values():
-            file.close()
-
-    def read(self, name: str, entry: TensorEntry, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """A part of a tensor, on the CPU. ``name`` is for errors. No memory is taken for what the files do not have."""
+    def read(
+        self, name: str, entry: TensorEntry, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """A tensor, or a part of it, on the CPU. ``name`` is for errors. The files have what memory is taken for."""
+        offsets = (0,) * len(entry.shape) if offsets is None else offsets
+        sizes = entry.shape if sizes is None else sizes
         missing, parts = math.prod(sizes), []
         for chunk in entry.chunks if missing else ():
             low = [max(mine, its) for mine, its in zip(offsets, chunk.offsets)]
@@ -49,8 +44,7 @@ class Reader:
                 parts.append((chunk, low, high))
                 missing -= math.prod(b - a for a, b in zip(low, high))
         if missing:
-            where = self._manifest.folder
-            raise CheckpointError(f"{where}: {missing} elements of '{name}' are in none of its files")
+            raise CheckpointError(f"{self._source.folder}: {missing} elements of '{name}' are in none of its files")
         result = torch.empty(tuple(sizes), dtype=entry.dtype)
         for chunk, low, high in parts:
             self._fill(name, result, offsets, chunk, low, high)
@@ -104,14 +98,14 @@ class Reader:
             self._advance(count)
 
     def _path(self, file: str) -> Path:
-        return self._manifest.folder / file
+        return self._source.folder / file
 
     def _file(self, name: str, tensor: str) -> BinaryIO:
         if name in self._open:
             return self._open[name]
-        path, known = self._path(name), self._manifest.files[name]
+        path, known = self._path(name), self._source.files[name]
         try:
-            file = self._open[name] = open_file(path)  # closed by __exit__
+            file = self._open[name] = self.enter_context(open_file(path))
             size = path.stat().st_size
             header = file.read(known["header"])
         except OSError as error:
@@ -126,7 +120,7 @@ class Reader:
 def verify(path: str | Path) -> None:
     """Read every byte of a checkpoint and compare it with its checksum; CheckpointError names what is damaged."""
     manifest = Manifest(_arguments.path("path", path))
-    with Reader(manifest, lambda count: None) as reader:
+    with Reader(manifest) as reader:
         for name, entry in manifest.tensors.items():
             for chunk in entry.chunks:
                 reader.read(name, entry, chunk.offsets, chunk.sizes)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,10 @@ from flatshard import _arguments
 from flatshard.buffer import Exchange
 from flatshard.checkpoint import safetensors_files
 from flatshard.checkpoint.errors import on_all_ranks
-from flatshard.checkpoint.files import CODES, block_checksum, bytes_view, sync_folder
-from flatshard.checkpoint.full import iter_full_tensors, named_tensors
+from flatshard.checkpoint.files import CODES, TensorSpec, block_checksum, blocks_of, sync_folder
+from flatshard.checkpoint.full import cast_dtype, check_dtype, iter_full_tensors, named_tensors
 from flatshard.checkpoint.loading import put_weights, stage_model
 from flatshard.checkpoint.progress import bar
-from flatshard.checkpoint.reader import Reader
 from flatshard.checkpoint.safetensors_files import INDEX, SINGLE, checked_header, find_tensors
 from flatshard.checkpoint.stored_as import StoredAs, assemble, pieces_of
 from flatshard.checkpoint.transformers_conversion import ConvertingReader, convert_tensors
@@ -32,11 +32,14 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 @dataclass
 class FilePlan:
-    """A file, or a bucket, and what is to be in it: name, dtype and shape of tensors."""
+    """A file, or a bucket, and what is to be in it."""
 
     name: str
-    size: int = 0
-    tensors: list[tuple[str, torch.dtype, tuple[int, ...]]] = field(default_factory=list)
+    tensors: list[TensorSpec] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.tensors)
 
 
 def export_safetensors(
@@ -60,35 +63,21 @@ def export_safetensors(
     _arguments.module("export_safetensors", model)
     folder, limit = _arguments.path("folder", folder), _bytes(max_shard_size)
     _arguments.whole_number("bucket_bytes", bucket_bytes, 1)
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"dtype={dtype!r}: must be a floating-point torch.dtype or None")
+    check_dtype(dtype)
     check_names(names)
     ranks = Exchange("checkpoint_save")
     files = plan_files(named_tensors(model), limit, dtype, names)
     on_all_ranks(ranks, lambda: folder.mkdir(parents=True, exist_ok=True) if ranks.rank == 0 else None)
-    error: Exception | None = None
-    writer = Writer(folder, files) if ranks.rank == 0 else None
-    with bar("exporting", sum(file.size for file in files), progress and ranks.rank == 0) as advance:
-        for name, tensor in iter_full_tensors(model, bucket_bytes):
-            if writer is None or error is not None:
-                continue  # others wait for this rank in the next gather, whatever happens here
-            try:
-                for piece in pieces_of(name, tensor.shape, names):
-                    advance(writer.write(piece.of(tensor)))
-            except Exception as found:
-                error = found
+    pieces = stored_tensors(model, bucket_bytes, None, names)
 
-    def finish() -> None:
-        if error is not None:
-            raise error
-        if writer is not None:
-            writer.publish()
+    def write() -> None:
+        if ranks.rank == 0:
+            write_files(folder, files, pieces, advance)
+        else:
+            deque(pieces, maxlen=0)
 
-    try:
-        on_all_ranks(ranks, finish)
-    finally:
-        if writer is not None:
-            writer.close()
+    with bar("exporting", sum(file.nbytes for file in files), progress and ranks.rank == 0) as advance:
+        on_all_ranks(ranks, write)
 
 
 def check_names(names: Any) -> None:
@@ -108,98 +97,78 @@ def _bytes(size: int | str) -> int:
     return int(match[1]) * _UNITS[match[2].upper()]
 
 
-def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], max_shard_size: int | str = "5GB") -> None:
-    """Write tensors, in their order, to files in a folder that is there. One process does."""
-    writer = Writer(folder, plan_files(tensors, _bytes(max_shard_size), None, ()))
-    try:
-        for tensor in tensors.values():
-            writer.write(tensor)
-        writer.publish()
-    finally:
-        writer.close()
+def stored_tensors(
+    model: nn.Module, bucket_bytes: int, dtype: torch.dtype | None, names: Sequence[StoredAs]
+) -> Iterator[torch.Tensor]:
+    """Whole tensors of a model as files have them, in the order of `plan_files`. All ranks iterate to the end."""
+    whole = iter_full_tensors(model, bucket_bytes, dtype=dtype)
+    return (piece.of(tensor) for name, tensor in whole for piece in pieces_of(name, tensor.shape, names))
 
 
 def plan_files(
-    tensors: Mapping[str, torch.Tensor], limit: int, dtype: torch.dtype | None, names: Sequence[StoredAs]
+    tensors: Mapping[str, torch.Tensor],
+    limit: int = 5 * 10**9,
+    dtype: torch.dtype | None = None,
+    names: Sequence[StoredAs] = (),
 ) -> list[FilePlan]:
     """Which tensors go into which file of at most ``limit`` bytes."""
-    files = [FilePlan("")]
+    files, size = [FilePlan("")], 0
     for name, tensor in tensors.items():
-        kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        kind = cast_dtype(tensor, dtype)
         if kind not in CODES:
             raise TypeError(f"'{name}' is {kind}, which safetensors files cannot hold")
         if tensor.is_meta:
             raise ValueError(f"'{name}' is on the meta device and has no values; materialize the model first")
         for piece in pieces_of(name, tensor.shape, names):
-            size = math.prod(piece.shape) * kind.itemsize
-            if files[-1].size and files[-1].size + size > limit:
+            spec = TensorSpec(piece.name, kind, piece.shape)
+            if size and size + spec.nbytes > limit:
                 files.append(FilePlan(""))
-            files[-1].tensors.append((piece.name, kind, piece.shape))
-            files[-1].size += size
+                size = 0
+            files[-1].tensors.append(spec)
+            size += spec.nbytes
     for number, file in enumerate(files, 1):
         file.name = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
     return files
 
 
-class Writer:
-    """Writes tensors one after another into the planned files, under other names until all are complete."""
-
-    def __init__(self, folder: Path, files: list[FilePlan]) -> None:
-        self._folder = folder
-        self._files = files
-        self._todo = [(file, number) for file in files for number in range(len(file.tensors))]
-        self._open: Any = None  # this one
-        self._current = files[0]
-        self._sums: list[int] = []  # of what has been written to it
-
-    def write(self, tensor: torch.Tensor) -> int:
-        """Write the next one; its bytes."""
-        file, number = self._todo.pop(0)
-        if number == 0:
-            self._finish()
-            self._open = open(self._temporary(file.name), "wb")  # noqa: SIM115 - stays open between tensors
-            self._current = file
-            self._open.write(checked_header(file.tensors, None))
-        content = bytes_view(tensor.to(file.tensors[number][1]).cpu().contiguous())
-        for start in range(0, len(content), safetensors_files.SUMMED):
-            block = content[start : start + safetensors_files.SUMMED]
-            self._sums.append(block_checksum(block))
-            self._open.write(block)
-        return len(content)
-
-    def publish(self) -> None:
-        """All are written: let them be seen."""
-        self._finish()
-        names = [file.name for file in self._files]
+def write_files(
+    folder: Path,
+    files: Sequence[FilePlan],
+    tensors: Iterator[torch.Tensor],
+    advance: Callable[[int], None] = lambda count: None,
+) -> None:
+    """Write tensors, in the order of the plan, under other names until all are complete; then let them be seen."""
+    names = [file.name for file in files]
+    temporary = {name: folder / f".{name}.part" for name in (*names, INDEX)}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            with open(temporary[file.name], "wb") as out:
+                out.write(checked_header(file.tensors, None))
+                sums = []
+                for spec in file.tensors:
+                    for block in blocks_of(next(tensors).to(spec.dtype), safetensors_files.SUMMED):
+                        sums.append(block_checksum(block))
+                        out.write(block)
+                    advance(spec.nbytes)
+                out.seek(0)
+                out.write(checked_header(file.tensors, sums))
+                out.flush()
+                os.fsync(out.fileno())
         if len(names) > 1:
-            weights = {name: file.name for file in self._files for name, _, _ in file.tensors}
-            index = {"metadata": {"total_size": sum(file.size for file in self._files)}, "weight_map": weights}
-            self._temporary(INDEX).write_text(json.dumps(index, indent=2) + "\n")
+            weights = {spec.name: file.name for file in files for spec in file.tensors}
+            index = {"metadata": {"total_size": sum(file.nbytes for file in files)}, "weight_map": weights}
+            temporary[INDEX].write_text(json.dumps(index, indent=2) + "\n")
             names.append(INDEX)
         for name in names:
-            self._temporary(name).rename(self._folder / name)
-        (self._folder / (INDEX if len(names) == 1 else SINGLE)).unlink(missing_ok=True)  # of an earlier export
-        sync_folder(self._folder)
-
-    def close(self) -> None:
-        """Leave nothing unfinished behind."""
-        if self._open is not None:
-            self._open.close()
-        for file in self._files:
-            self._temporary(file.name).unlink(missing_ok=True)
-
-    def _temporary(self, name: str) -> Path:
-        return self._folder / f".{name}.part"
-
-    def _finish(self) -> None:
-        if self._open is not None:
-            self._open.seek(0)
-            self._open.write(checked_header(self._current.tensors, self._sums))
-            self._sums.clear()
-            self._open.flush()
-            os.fsync(self._open.fileno())
-            self._open.close()
-            self._open = None
+            temporary[name].rename(folder / name)
+        (folder / (INDEX if len(names) == 1 else SINGLE)).unlink(missing_ok=True)  # of an earlier export
+        sync_folder(folder)
+    finally:
+        deque(tensors, maxlen=0)  # other ranks wait for this one in the next gather, whatever happens here
+        for path in temporary.values():
+            with suppress(OSError):  # mostly it is not there
+                path.unlink()
 
 
 def load_safetensors(
@@ -233,8 +202,9 @@ def load_safetensors(
         source.model = {"dict": [(name, {"tensor": name}) for name in source.tensors]}
         recipes = {} if names else convert_tensors(model, source)
         total = sum(file["bytes"] for file in source.files.values()) // ranks.size
-        with bar("loading", total, progress and ranks.rank == 0) as advance, Reader(source, advance) as reader:
-            staged.append(stage_model(source, ConvertingReader(reader, model, recipes), model, strict))
+        shown = bar("loading", total, progress and ranks.rank == 0)
+        with shown as advance, ConvertingReader(source, advance, model, recipes) as reader:
+            staged.append(stage_model(source, reader, model, strict))
 
     on_all_ranks(ranks, stage)
     put_weights(model, staged[0])

@@ -7,18 +7,26 @@ every tensor, and of the header. In other files damage to the values of a tensor
 from __future__ import annotations
 
 import json
-import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from flatshard.checkpoint import manifest_checks
 from flatshard.checkpoint.errors import CheckpointError
-from flatshard.checkpoint.files import BLOCK, DTYPES, HEADER_LIMIT, Chunk, TensorEntry, header_of, open_file
+from flatshard.checkpoint.files import (
+    BLOCK,
+    DTYPES,
+    HEADER_LIMIT,
+    Chunk,
+    TensorEntry,
+    TensorFiles,
+    TensorSpec,
+    header_of,
+    open_file,
+)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Bytes of a tensor with one checksum: a rank reads the blocks around its rows, and a file has 16 digits for each.
@@ -26,37 +34,22 @@ SUMMED = 1 << 16
 _BLOCK, _SUMS, _CHECK = "flatshard.block", "flatshard.checksums", "flatshard.header"
 
 
-def checked_header(entries: Sequence[tuple[str, torch.dtype, Sequence[int]]], sums: Sequence[int] | None) -> bytes:
+def checked_header(specs: Sequence[TensorSpec], sums: Sequence[int] | None) -> bytes:
     """The beginning of a safetensors file with the checksums of its tensors. It is as long with None, for zeros."""
     if sums is None:
-        sums = [0] * sum(-(-math.prod(shape) * dtype.itemsize // SUMMED) for _, dtype, shape in entries)
+        sums = [0] * sum(-(-spec.nbytes // SUMMED) for spec in specs)
     own = {_BLOCK: str(SUMMED), _SUMS: "".join(f"{each:016x}" for each in sums), _CHECK: f"{0:08x}"}
     metadata = {"format": "pt", **own}
-    blank = header_of(entries, metadata)
-    return header_of(entries, {**metadata, _CHECK: f"{zlib.crc32(blank):08x}"})
+    blank = header_of(specs, metadata)
+    return header_of(specs, {**metadata, _CHECK: f"{zlib.crc32(blank):08x}"})
 
 
-@dataclass
-class SafetensorsFiles:
-    """A `TensorSource` of safetensors files."""
-
-    folder: Path
-    files: dict[str, Any] = field(default_factory=dict)
-    model: Any = None
-    tensors: dict[str, TensorEntry] = field(default_factory=dict)
-
-
-def find_tensors(folder: Path) -> SafetensorsFiles:
+def find_tensors(folder: Path) -> TensorFiles:
     """The tensors in the files of a folder, or in one file. CheckpointError names the file that cannot be right."""
-    if folder.is_file():
-        folder, names = folder.parent, [folder.name]
-    else:
-        names = [SINGLE]
-    found = SafetensorsFiles(folder)
-    homes: dict[str, str] = {}
-    if names == [SINGLE] and (folder / INDEX).is_file():
-        homes = _index(folder / INDEX)
-        names = sorted(set(homes.values()))
+    folder, single = (folder.parent, folder.name) if folder.is_file() else (folder, SINGLE)
+    found = TensorFiles(folder)
+    homes = _index(folder / INDEX) if single == SINGLE and (folder / INDEX).is_file() else {}
+    names = sorted(set(homes.values())) if homes else [single]
     for name in names:
         for key, entry in _tensors_of(found, name).items():
             if homes.get(key, name) != name or key in found.tensors:
@@ -86,7 +79,7 @@ def _index(path: Path) -> dict[str, str]:
     return dict(homes)
 
 
-def _tensors_of(found: SafetensorsFiles, name: str) -> dict[str, TensorEntry]:
+def _tensors_of(found: TensorFiles, name: str) -> dict[str, TensorEntry]:
     """What the header of one file says is in it, if that can be true."""
     path = found.folder / name
     try:
@@ -100,6 +93,7 @@ def _tensors_of(found: SafetensorsFiles, name: str) -> dict[str, TensorEntry]:
         described = json.loads(text, object_pairs_hook=_once)
         metadata = described.pop("__metadata__", {})
         entries = {key: _entry(path, key, entry, name, 8 + length) for key, entry in described.items()}
+        entries = dict(sorted(entries.items(), key=lambda item: (item[1].chunks[0].begin, item[1].nbytes)))
         _check_places(path, entries, 8 + length, size)
         if isinstance(metadata, dict) and _CHECK in metadata:
             entries = _with_sums(path, entries, metadata, start + text)
@@ -128,24 +122,21 @@ def _entry(path: Path, key: str, described: dict[str, Any], name: str, begin: in
     if dtype is None:
         raise CheckpointError(f"{path}: '{key}' is of dtype {described['dtype']!r}, which is not supported")
     chunk = Chunk(name, begin + first, (0,) * len(shape), shape, ())
-    if last - first != torch.Size(shape).numel() * dtype.itemsize:
+    entry = TensorEntry(dtype, shape, (chunk,))
+    if last - first != entry.nbytes:
         raise CheckpointError(f"{path} is damaged: '{key}' does not lie in it")
-    return TensorEntry(dtype, shape, (chunk,))
+    return entry
 
 
 def _check_places(path: Path, entries: dict[str, TensorEntry], begin: int, size: int) -> None:
     """Tensors lie one after another, from the end of the header to the end of the file."""
     place = begin
-    for key, entry in sorted(entries.items(), key=lambda item: (item[1].chunks[0].begin, _bytes(item[1]))):
-        if entry.chunks[0].begin != place or place + _bytes(entry) > size:
+    for key, entry in entries.items():
+        if entry.chunks[0].begin != place or place + entry.nbytes > size:
             raise CheckpointError(f"{path} is damaged: '{key}' does not lie in it")
-        place += _bytes(entry)
+        place += entry.nbytes
     if place != size:
         raise CheckpointError(f"{path} is damaged: it has {size - place} bytes after its last tensor")
-
-
-def _bytes(entry: TensorEntry) -> int:
-    return torch.Size(entry.shape).numel() * entry.dtype.itemsize
 
 
 def _with_sums(
@@ -155,7 +146,7 @@ def _with_sums(
     check, sums = metadata[_CHECK], metadata[_SUMS]
     blank = header.replace(b'"%s":"%s"' % (_CHECK.encode(), check.encode()), b'"%s":"%08x"' % (_CHECK.encode(), 0), 1)
     block = manifest_checks.number(int(metadata[_BLOCK]), "the block", BLOCK)
-    counts = {key: -(-_bytes(entry) // block) for key, entry in entries.items()}
+    counts = {key: -(-entry.nbytes // block) for key, entry in entries.items()}
     if int(check, 16) != zlib.crc32(blank) or len(sums) != 16 * sum(counts.values()):
         raise CheckpointError(
             f"{path} is damaged, or was changed by a program that has kept its checksums: its header is not the one "
@@ -163,8 +154,7 @@ def _with_sums(
         )
     blocks = iter([int(sums[place : place + 16], 16) for place in range(0, len(sums), 16)])
     made = {}
-    for key, entry in sorted(entries.items(), key=lambda item: (item[1].chunks[0].begin, _bytes(item[1]))):
-        (chunk,) = entry.chunks
-        own = tuple(next(blocks) for _ in range(counts[key]))
-        made[key] = replace(entry, chunks=(replace(chunk, sums=own, block=block),))
-    return {key: made[key] for key in entries}
+    for key, entry in entries.items():
+        own = tuple(islice(blocks, counts[key]))
+        made[key] = replace(entry, chunks=(replace(entry.chunks[0], sums=own, block=block),))
+    return made

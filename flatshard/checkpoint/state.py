@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,32 +22,35 @@ from flatshard.checkpoint.json_trees import encode_tree
 class Part:
     """What this rank holds of a tensor: a box of it, or nothing (``offsets`` None)."""
 
-    shape: tuple[int, ...]
     offsets: tuple[int, ...] | None
     local: torch.Tensor
     replica: int = 0  # the number of this rank among the `replicas` ranks that hold the same box
     replicas: int = 1
     ranks: int = 0  # of the mesh; 0 for a plain tensor
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Where it lies in the tensor."""
+        assert self.offsets is not None
+        return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.local.shape))
+
 
 def held_part(tensor: torch.Tensor, rank: int = 0) -> Part:
     """This rank's part. A plain tensor is taken to be the same on all ranks; rank 0 stands for them."""
-    shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
-        return Part(shape, (0,) * len(shape), tensor.detach(), rank, 1)
+        return Part((0,) * tensor.dim(), tensor.detach(), rank)
     mesh, local = tensor.device_mesh, _torch.local_of(tensor).detach()
     coordinate = mesh.get_coordinate()
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         raise ValueError(f"a tensor placed {tensor.placements} has no value yet; reduce it first")
     boxes = _torch.boxes_of(tensor) if coordinate is not None else []
-    if not boxes or 0 in boxes[0][1]:
-        return Part(shape, None, local)
-    assert coordinate is not None
+    if coordinate is None or not boxes or 0 in boxes[0][1]:
+        return Part(None, local)
     replica, replicas = 0, 1
     for axis, placement in enumerate(tensor.placements):
         if isinstance(placement, Replicate):
             replica, replicas = replica * mesh.size(axis) + coordinate[axis], replicas * mesh.size(axis)
-    return Part(shape, boxes[0][0], local, replica, replicas, mesh.size())
+    return Part(boxes[0][0], local, replica, replicas, mesh.size())
 
 
 @dataclass
@@ -74,7 +77,7 @@ class Snapshot:
         if _torch.is_wrapper(part.local):
             raise TypeError(f"{key} is a {type(part.local).__name__}; a checkpoint holds plain tensors only")
         number = len(self.tensors)
-        self.tensors[key] = (CODES[tensor.dtype], part.shape)
+        self.tensors[key] = (CODES[tensor.dtype], tuple(tensor.shape))
         # replicas take turns, so that each writes its share
         if part.offsets is not None and part.local.numel() and number % part.replicas == part.replica:
             self.writes.append((key, part.offsets, part.local))
@@ -142,6 +145,14 @@ def take_snapshot(
             known[id(tensor)] = found.put(key, tensor)
         return known[id(tensor)]
 
+    def put_extra(path: str, tensor: torch.Tensor) -> str:
+        if isinstance(tensor, DTensor):
+            raise TypeError(f"{path} is a DTensor; extra takes plain tensors, each rank's own")
+        if tensor.numel():
+            found.writes.append((path, (0,) * tensor.dim(), tensor.detach()))
+        found.tensors[path] = (CODES[tensor.dtype], tuple(tensor.shape))
+        return path
+
     found.model = encode_tree(dict(model.state_dict(keep_vars=True)), put_once, "model")
     if optimizer is not None:
         names = names_of(model)
@@ -149,20 +160,10 @@ def take_snapshot(
         for group in optimizer.param_groups:
             options = {key: value for key, value in group.items() if key != "params"}
             groups.append({**options, "params": [checked_name(p, names) for p in group["params"]]})
-        entries = {names[p]: state[p] for p in _parameters(optimizer) if p in state}
+        entries = {names[p]: state[p] for group in optimizer.param_groups for p in group["params"] if p in state}
         found.optimizer = encode_tree({"groups": groups, "state": entries}, found.put, "optimizer")
-    found.extra = encode_tree(extra, lambda path, tensor: _put_extra(found, path, tensor), f"extra/{rank}")
+    found.extra = encode_tree(extra, put_extra, f"extra/{rank}")
     return found
-
-
-def _put_extra(found: Snapshot, path: str, tensor: torch.Tensor) -> str:
-    """Every rank writes its own."""
-    if isinstance(tensor, DTensor):
-        raise TypeError(f"{path} is a DTensor; extra takes plain tensors, each rank's own")
-    if tensor.numel():
-        found.writes.append((path, (0,) * tensor.dim(), tensor.detach()))
-    found.tensors[path] = (CODES[tensor.dtype], tuple(tensor.shape))
-    return path
 
 
 def names_of(model: nn.Module) -> dict[torch.Tensor, str]:
@@ -177,7 +178,3 @@ def checked_name(parameter: torch.Tensor, names: dict[torch.Tensor, str]) -> str
             "model.parameters() after fully_shard"
         )
     return names[parameter]
-
-
-def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])

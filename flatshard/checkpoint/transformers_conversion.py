@@ -8,7 +8,7 @@ made of several tensors is made whole, one at a time, and cut then.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from flatshard.checkpoint.files import TensorEntry, TensorSource
+from flatshard.checkpoint.files import TensorEntry, TensorFiles
 from flatshard.checkpoint.reader import Reader
 from flatshard.engine.tree.row_embedding import class_before
 
@@ -30,7 +30,7 @@ class _Recipe:
     converter: Any
     sources: list[tuple[str, TensorEntry, str]]  # name in the files, entry, and the pattern that it has matched
 
-    def make(self, model: Any, read: Any) -> dict[str, torch.Tensor]:
+    def make(self, model: Any, read: Callable[[str, TensorEntry], torch.Tensor]) -> dict[str, torch.Tensor]:
         converter = copy.deepcopy(self.converter)
         for name, entry, pattern in self.sources:
             converter.add_tensor(self.target, name, pattern, read(name, entry))
@@ -38,28 +38,32 @@ class _Recipe:
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
-class ConvertingReader:
-    """A `Reader` of what `convert_tensors` has found."""
+class ConvertingReader(Reader):
+    """Reads what `convert_tensors` has found, and makes what it is made of."""
 
-    def __init__(self, reader: Reader, model: nn.Module, recipes: dict[str, _Recipe]) -> None:
-        self._reader, self._model, self._recipes = reader, model, recipes
+    def __init__(
+        self, source: TensorFiles, advance: Callable[[int], None], model: nn.Module, recipes: dict[str, _Recipe]
+    ) -> None:
+        super().__init__(source, advance)
+        self._model, self._recipes = model, recipes
         self._made: tuple[_Recipe | None, dict[str, torch.Tensor]] = None, {}
 
-    def read(self, name: str, entry: TensorEntry, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    def read(
+        self, name: str, entry: TensorEntry, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
+    ) -> torch.Tensor:
         recipe = self._recipes.get(name)
         if recipe is None:
-            return self._reader.read(name, entry, offsets, sizes)
+            return super().read(name, entry, offsets, sizes)
         if self._made[0] is not recipe:
             self._made = None, {}  # one at a time
-            self._made = recipe, recipe.make(self._model, self._whole)
+            self._made = recipe, recipe.make(self._model, super().read)
         whole = self._made[1][name]
+        if offsets is None or sizes is None:
+            return whole
         return whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes))].contiguous()
 
-    def _whole(self, name: str, entry: TensorEntry) -> torch.Tensor:
-        return self._reader.read(name, entry, (0,) * len(entry.shape), entry.shape)
 
-
-def convert_tensors(model: Any, found: TensorSource) -> dict[str, _Recipe]:
+def convert_tensors(model: Any, found: TensorFiles) -> dict[str, _Recipe]:
     """Let ``found`` say what the model calls its tensors; by name, how those are made that are made of several.
 
     For a model that is not one of Transformers, or needs no conversion, everything stays as it is.
@@ -86,15 +90,12 @@ def convert_tensors(model: Any, found: TensorSource) -> dict[str, _Recipe]:
             recipe.sources.append((name, found.tensors[name], pattern))
     made = {}
     for recipe in recipes.values():
-        for name, value in recipe.make(model, _on_meta).items():
+        on_meta = recipe.make(model, lambda _, entry: torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
+        for name, value in on_meta.items():
             tensors[name], made[name] = TensorEntry(value.dtype, tuple(value.shape), ()), recipe
     found.tensors = tensors
     found.model = {"dict": [(name, {"tensor": name}) for name in tensors]}
     return made
-
-
-def _on_meta(name: str, entry: TensorEntry) -> torch.Tensor:
-    return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
 
 
 def _mapping(model: Any) -> list[Any]:

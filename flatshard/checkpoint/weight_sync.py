@@ -7,10 +7,10 @@ to the receivers the next is filled. Nothing is ever whole but a bucket.
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +23,13 @@ from torch.distributed.tensor import DTensor
 
 from flatshard import _arguments
 from flatshard.buffer import spread
-from flatshard.checkpoint.full import iter_full_tensors, named_tensors
+from flatshard.checkpoint.files import TensorSpec
+from flatshard.checkpoint.full import cast_dtype, check_dtype, named_tensors
 from flatshard.checkpoint.reader import Reader
-from flatshard.checkpoint.safetensors import FilePlan, Writer, check_names, plan_files
+from flatshard.checkpoint.safetensors import FilePlan, check_names, plan_files, stored_tensors, write_files
 from flatshard.checkpoint.safetensors_files import find_tensors
 from flatshard.checkpoint.state import Part, held_part
-from flatshard.checkpoint.stored_as import StoredAs, pieces_of
+from flatshard.checkpoint.stored_as import StoredAs
 
 Bucket: TypeAlias = "list[tuple[str, torch.Tensor]]"
 Callback: TypeAlias = Callable[[Bucket], object]
@@ -79,27 +80,25 @@ def sync_weights(
     _arguments.module("sync_weights", model)
     _arguments.whole_number("bucket_bytes", bucket_bytes, 1)
     check_names(names)
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"dtype={dtype!r}: must be a floating-point torch.dtype or None")
+    check_dtype(dtype)
     given: Any = target
     if not (isinstance(target, (ProcessGroup, str, Path)) or callable(given) or given == _NO_MEMBER):
         raise TypeError(f"target={target!r}: must be a function, a process group or a folder")
-    began = time.monotonic()
-    if not isinstance(target, (str, Path)):
-        bucket_bytes = min(bucket_bytes, _enough(model, dtype))
-    buckets = plan_files(named_tensors(model), bucket_bytes, dtype, names)
-    pieces = _pieces(model, names, dtype, bucket_bytes)
-    version = 0
+    began, version = time.monotonic(), 0
+    tensors, device = named_tensors(model), _device(model)
+    if not isinstance(target, (str, Path)):  # several buckets are on their way, one after another, to keep a wire busy
+        size = sum(tensor.numel() * cast_dtype(tensor, dtype).itemsize for tensor in tensors.values())
+        bucket_bytes = min(bucket_bytes, max(size // _STAGES, _LEAST))
+    buckets = plan_files(tensors, bucket_bytes, dtype, names)
+    pieces = stored_tensors(model, bucket_bytes, dtype, names)
     if isinstance(target, (str, Path)):
-        version = _write(Path(target), model, buckets, pieces)
+        version = _write(Path(target), tensors, buckets, pieces)
     elif isinstance(target, ProcessGroup):
-        _send(target, buckets, pieces, _device(model))
+        _send(target, buckets, pieces, device)
     elif callable(given):
-        for bucket in _packed(buckets, pieces, _device(model)):
-            given(bucket.views)
-    else:
-        for _ in pieces:
-            pass
+        for views, _ in _packed(buckets, pieces, device):
+            given(views)
+    deque(pieces, maxlen=0)  # all ranks iterate to the end
     return _synced(buckets, began, version)
 
 
@@ -141,89 +140,54 @@ def receive_weights(
 
 def _synced(buckets: Sequence[FilePlan], began: float, version: int) -> Synced:
     count = sum(len(bucket.tensors) for bucket in buckets)
-    return Synced(count, sum(bucket.size for bucket in buckets), time.monotonic() - began, version)
+    return Synced(count, sum(bucket.nbytes for bucket in buckets), time.monotonic() - began, version)
 
 
 def _device(model: nn.Module) -> torch.device:
     return next((tensor.device for tensor in named_tensors(model).values()), torch.device("cpu"))
 
 
-def _enough(model: nn.Module, dtype: torch.dtype | None) -> int:
-    """Bytes of a bucket that are enough to keep a wire busy: several are on their way of a model, one after another."""
-    tensors = named_tensors(model).values()
-    size = sum(
-        x.numel() * (dtype if dtype is not None and x.is_floating_point() else x.dtype).itemsize for x in tensors
-    )
-    return max(size // _STAGES, _LEAST)
-
-
-def _pieces(
-    model: nn.Module, names: Sequence[StoredAs], dtype: torch.dtype | None, limit: int
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in iter_full_tensors(model, limit, dtype=dtype):
-        for piece in pieces_of(name, tensor.shape, names):
-            yield piece.name, piece.of(tensor)
-
-
 # Buckets in memory
-
-
-class _Buffer:
-    """The tensors of one bucket, one after another."""
-
-    def __init__(self, bucket: FilePlan, storage: torch.Tensor) -> None:
-        self.views: Bucket = []
-        place = 0
-        for name, dtype, shape in bucket.tensors:
-            count = math.prod(shape) * dtype.itemsize
-            self.views.append((name, storage[place : place + count].view(dtype).view(shape)))
-            place += _aligned(count)
-        self.used = storage[:place]
-
-
-def _aligned(count: int) -> int:
-    return -(-count // _ALIGN) * _ALIGN
 
 
 def _storages(buckets: Sequence[FilePlan], device: torch.device) -> list[torch.Tensor]:
     """Two buffers that each bucket fits into."""
-    sizes = (sum(_aligned(math.prod(shape) * dtype.itemsize) for _, dtype, shape in each.tensors) for each in buckets)
-    most = max(sizes, default=0)
-    return [torch.empty(most, dtype=torch.uint8, device=device) for _ in range(min(2, len(buckets)))]
+    most = max((bucket.nbytes + _ALIGN * len(bucket.tensors) for bucket in buckets), default=0)
+    return [torch.empty(most, dtype=torch.uint8, device=device) for _ in buckets[:2]]
+
+
+def _views(bucket: FilePlan, storage: torch.Tensor) -> tuple[Bucket, torch.Tensor]:
+    """The tensors of a bucket, one after another in a buffer, and what they take of it."""
+    views, place = [], 0
+    for spec in bucket.tensors:
+        views.append((spec.name, storage[place : place + spec.nbytes].view(spec.dtype).view(spec.shape)))
+        place += -(-spec.nbytes // _ALIGN) * _ALIGN
+    return views, storage[:place]
 
 
 def _packed(
-    buckets: Sequence[FilePlan], pieces: Iterator[tuple[str, torch.Tensor]], device: torch.device
-) -> Iterator[_Buffer]:
+    buckets: Sequence[FilePlan], pieces: Iterator[torch.Tensor], device: torch.device
+) -> Iterator[tuple[Bucket, torch.Tensor]]:
     storages = _storages(buckets, device)
     for number, bucket in enumerate(buckets):
-        buffer = _Buffer(bucket, storages[number % 2])
-        for name, view in buffer.views:
-            given, tensor = next(pieces)
-            assert given == name
-            view.copy_(tensor)
-        yield buffer
-    next(pieces, None)  # all ranks iterate to the end
+        views, used = _views(bucket, storages[number % 2])
+        for _, view in views:
+            view.copy_(next(pieces))
+        yield views, used
 
 
 def _send(
-    group: ProcessGroup,
-    buckets: Sequence[FilePlan],
-    pieces: Iterator[tuple[str, torch.Tensor]],
-    device: torch.device,
+    group: ProcessGroup, buckets: Sequence[FilePlan], pieces: Iterator[torch.Tensor], device: torch.device
 ) -> None:
     """Rank 0 of the group tells what comes, and sends bucket after bucket; its other ranks give the places."""
     text = [[(name, str(dtype).removeprefix("torch."), s) for name, dtype, s in bucket.tensors] for bucket in buckets]
     message = torch.frombuffer(bytearray(json.dumps(text).encode()), dtype=torch.uint8).to(device)
     spread(group, torch.tensor([len(message)], device=device)).wait()
-    spread(group, message).wait()
-    work: Any = None
-    for bucket in _packed(buckets, pieces, device):
-        if work is not None:
-            work.wait()  # then its buffer is free for the bucket after this one
-        work = spread(group, bucket.used)
-    if work is not None:
-        work.wait()
+    work = spread(group, message)
+    for _, used in _packed(buckets, pieces, device):
+        work.wait()  # then the buffer of the bucket before is free for the one after this
+        work = spread(group, used)
+    work.wait()
 
 
 def _receive(group: ProcessGroup, take: Callback, device: torch.device) -> list[FilePlan]:
@@ -231,21 +195,21 @@ def _receive(group: ProcessGroup, take: Callback, device: torch.device) -> list[
     spread(group, size).wait()
     message = torch.empty(int(size), dtype=torch.uint8, device=device)
     spread(group, message).wait()
-    buckets = []
-    for tensors in json.loads(message.cpu().numpy().tobytes()):
-        entries = [(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in tensors]
-        size_of = sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in entries)
-        buckets.append(FilePlan("", size_of, entries))
+    buckets = [
+        FilePlan("", [TensorSpec(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in tensors])
+        for tensors in json.loads(message.cpu().numpy().tobytes())
+    ]
     storages = _storages(buckets, device)
-    coming: tuple[Any, _Buffer] | None = None
-    for number in range(len(buckets) + 1):
-        before = coming
-        if number < len(buckets):
-            buffer = _Buffer(buckets[number], storages[number % 2])
-            coming = spread(group, buffer.used), buffer
+    before: tuple[Any, Bucket] | None = None
+    for number, bucket in enumerate([*buckets, None]):
+        coming = None
+        if bucket is not None:
+            views, used = _views(bucket, storages[number % 2])
+            coming = spread(group, used), views
         if before is not None:
             before[0].wait()
-            take(before[1].views)
+            take(before[1])
+        before = coming
     return buckets
 
 
@@ -270,15 +234,14 @@ class _Put:
             self._wrong.append(f"'{name}' came as {tuple(shape)}; the model has {tuple(mine.shape)}")
             return None
         part = held_part(mine)
-        return part if part.offsets is not None else None
+        return None if part.offsets is None else part
 
     @torch.no_grad()
     def __call__(self, bucket: Bucket) -> None:
         for name, value in bucket:
             part = self.part_of(name, value.shape)
-            if part is not None and part.offsets is not None:
-                rows = tuple(slice(start, start + size) for start, size in zip(part.offsets, part.local.shape))
-                part.local.copy_(value[rows])
+            if part is not None:
+                part.local.copy_(value[part.slices])
 
     def finish(self) -> None:
         missing = [f"'{name}' did not come" for name, value in self._tensors.items() if id(value) not in self._seen]
@@ -291,12 +254,6 @@ class _Put:
 # Folders
 
 
-def _is_first(model: nn.Module) -> bool:
-    """Whether this rank is the first of those that hold the model."""
-    coordinates = [x.device_mesh.get_coordinate() for x in named_tensors(model).values() if isinstance(x, DTensor)]
-    return all(coordinate is not None and not any(coordinate) for coordinate in coordinates)
-
-
 def _version(folder: Path) -> int:
     try:
         return int((folder / _LATEST).read_text())
@@ -304,29 +261,16 @@ def _version(folder: Path) -> int:
         return 0
 
 
-def _write(folder: Path, model: nn.Module, buckets: list[FilePlan], pieces: Iterator[tuple[str, torch.Tensor]]) -> int:
+def _write(
+    folder: Path, tensors: dict[str, torch.Tensor], buckets: list[FilePlan], pieces: Iterator[torch.Tensor]
+) -> int:
     version = _version(folder) + 1
-    if not _is_first(model):
-        for _ in pieces:
-            pass
-        return version
+    coordinates = [x.device_mesh.get_coordinate() for x in tensors.values() if isinstance(x, DTensor)]
+    if any(coordinate is None or any(coordinate) for coordinate in coordinates):
+        return version  # the first rank of those that hold the model writes
     place = folder / str(version)
     shutil.rmtree(place, ignore_errors=True)  # of a process that died
-    place.mkdir(parents=True)
-    writer = Writer(place, buckets)
-    try:
-        error: OSError | None = None
-        for _, tensor in pieces:
-            if error is None:
-                try:
-                    writer.write(tensor)
-                except OSError as found:  # the other ranks wait in the next gather, whatever happens here
-                    error = found
-        if error is not None:
-            raise error
-        writer.publish()
-    finally:
-        writer.close()
+    write_files(place, buckets, pieces)
     part = folder / f".{_LATEST}"
     part.write_text(str(version))
     os.replace(part, folder / _LATEST)
@@ -346,16 +290,12 @@ def _wait_for(folder: Path, after: int, timeout: float | None) -> int:
 @torch.no_grad()
 def _read(folder: Path, take: _Put | Callback, device: torch.device) -> list[FilePlan]:
     source = find_tensors(folder)
-    buckets: list[FilePlan] = []
-    with Reader(source, lambda count: None) as reader:
+    with Reader(source) as reader:
         for name, entry in source.tensors.items():
-            buckets.append(
-                FilePlan("", math.prod(entry.shape) * entry.dtype.itemsize, [(name, entry.dtype, entry.shape)])
-            )
             if not isinstance(take, _Put):
-                take([(name, reader.read(name, entry, (0,) * len(entry.shape), entry.shape).to(device))])
+                take([(name, reader.whole(name).to(device))])
                 continue
             part = take.part_of(name, entry.shape)  # only its own rows are read
-            if part is not None and part.offsets is not None:
+            if part is not None:
                 part.local.copy_(reader.read(name, entry, part.offsets, part.local.shape))
-    return buckets
+    return [FilePlan("", [TensorSpec(name, entry.dtype, entry.shape) for name, entry in source.tensors.items()])]

@@ -62,43 +62,18 @@ class Transition(Enum):
     ALL_REDUCE = "all_reduce"
     ALL_TO_ALL = "all_to_all"
 
-    def wire_bytes(self, full_bytes: int, world: int) -> float:
-        """Bytes that one of ``world`` ranks sends; ``full_bytes`` is what it holds when the axis is not sharded."""
-        share = full_bytes * (world - 1) / world
-        if self is Transition.ALL_TO_ALL:
-            return share / world
-        return {Transition.NONE: 0, Transition.SCATTER: 0, Transition.ALL_REDUCE: 2}.get(self, 1) * share
-
-
-# source -> target. What is missing is illegal: nothing becomes Partial again, because how a value would be divided
-# into addends is not the buffer's to choose.
-#
-#   from \ to    Replicate    Partial   sharded                            bytes sent per rank, N unsharded
-#   Replicate    none         -         scatter (local)                    0
-#   Partial      all_reduce   none      reduce_scatter                     2 N (W-1)/W;  N (W-1)/W
-#   sharded      all_gather   -         none, or all_to_all if they differ N (W-1)/W;    N/W (W-1)/W
-_LEGAL: dict[tuple[str, str], Transition] = {
-    ("replicate", "replicate"): Transition.NONE,
-    ("replicate", "sharded"): Transition.SCATTER,
-    ("partial", "partial"): Transition.NONE,
-    ("partial", "replicate"): Transition.ALL_REDUCE,
-    ("partial", "sharded"): Transition.REDUCE_SCATTER,
-    ("sharded", "replicate"): Transition.ALL_GATHER,
-    ("sharded", "sharded"): Transition.ALL_TO_ALL,
-}
-
-
-def _kind(placement: Placement) -> str:
-    if is_sharded(placement):
-        return "sharded"
-    return "partial" if isinstance(placement, Partial) else "replicate"
-
 
 def transition(source: Placement, target: Placement) -> Transition:
-    """The operation that takes an axis from ``source`` to ``target``; ValueError where there is none."""
+    """The operation that takes an axis from ``source`` to ``target``; ValueError where there is none.
+
+    Nothing becomes `Partial` again: how a value would be divided into addends is not the buffer's to choose.
+    """
     if source == target:
         return Transition.NONE
-    found = _LEGAL.get((_kind(source), _kind(target)))
-    if found is None or found is Transition.NONE:
+    if isinstance(target, Partial):
         raise ValueError(f"a buffer cannot go from {source} to {target}")
-    return found
+    if isinstance(source, Partial):
+        return Transition.REDUCE_SCATTER if is_sharded(target) else Transition.ALL_REDUCE
+    if isinstance(source, Replicate):
+        return Transition.SCATTER
+    return Transition.ALL_TO_ALL if is_sharded(target) else Transition.ALL_GATHER

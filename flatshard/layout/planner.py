@@ -250,10 +250,7 @@ def _plan(
     if layout == "auto":
         mean = sum(math.prod(shape) for shape in shapes) / max(len(shapes), 1)
         layout = "flat" if mean < AUTO_FLAT_BELOW and not any(dims) else "tensor"
-    bare = []
-    for shape, dim in zip(shapes, dims):
-        row = _row(shape, dim)
-        bare.append(Slot(0, 0, shape, row, _atom(shape, row, placement), dim))
+    bare = [_unplaced(shape, dim, placement) for shape, dim in zip(shapes, dims)]
     if isinstance(placement, Whole):
         runs = [_pack_whole(bare, num_shards)]
     elif layout == "tensor":
@@ -262,23 +259,17 @@ def _plan(
         kinds = [[index for index, mark in enumerate(marks) if mark is kind] for kind in (False, True)]
         runs = [run for members in kinds if members for run in _tightest(bare, members, num_shards)]
         runs = runs or [_Run(0, {})]
-    slots: list[Slot | None] = [None] * len(bare)
+    slots = list(bare)
     for number, run in enumerate(runs):
         for index, offset in run.offsets.items():
-            slot = bare[index]
-            slots[index] = replace(slot, segment=number, offset=offset)
-    segments = tuple(Segment(run.piece) for run in runs)
-    return Layout(tuple(slot for slot in slots if slot is not None), segments, num_shards, placement)
+            slots[index] = replace(bare[index], segment=number, offset=offset)
+    return Layout(tuple(slots), tuple(Segment(run.piece) for run in runs), num_shards, placement)
 
 
-def _row(shape: Shape, dim: int) -> int:
-    return math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
-
-
-def _atom(shape: Shape, row: int, placement: Placement) -> int:
-    if isinstance(placement, Whole):
-        return math.prod(shape)
-    return row * (placement.rows if isinstance(placement, Block) else 1)
+def _unplaced(shape: Shape, dim: int, placement: Placement) -> Slot:
+    row = math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
+    atom = row * (placement.rows if isinstance(placement, Block) else 1)
+    return Slot(0, 0, shape, row, math.prod(shape) if isinstance(placement, Whole) else atom, dim)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -1,8 +1,7 @@
-"""Which elements of which tensor a rank holds: as flat ranges for copies, as rectangles for checkpoints."""
+"""Which elements of which tensor a rank holds."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -72,37 +71,3 @@ def local_ranges(layout: Layout, held: Holding) -> Iterator[Range]:
         begin, end = max(low, slot.offset), min(high, slot.stop)
         if begin < end:
             yield Range(index, begin - slot.offset, end - slot.offset, starts[slot.segment] + begin - low)
-
-
-def rectangles(shape: Sequence[int], start: int, stop: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements ``start`` to ``stop`` (row-major) of a tensor as few boxes: (offsets, sizes), in ascending order.
-
-    A range of whole rows is one box. A range that begins or ends inside a row of a tensor with n dims takes at most
-    2n - 1.
-    """
-    if start >= stop:
-        return []
-    if not shape:
-        return [((), ())]
-    if len(shape) == 1:
-        return [((start,), (stop - start,))]
-    row = math.prod(shape[1:])
-    first, last = start // row, (stop - 1) // row
-    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-
-    def inside(index: int, begin: int, end: int) -> None:
-        for offsets, sizes in rectangles(shape[1:], begin, end):
-            boxes.append(((index, *offsets), (1, *sizes)))
-
-    if first == last and stop - start < row:
-        inside(first, start - first * row, stop - first * row)
-        return boxes
-    body_first = first if start == first * row else first + 1
-    body_stop = last + 1 if stop == (last + 1) * row else last
-    if body_first > first:
-        inside(first, start - first * row, row)
-    if body_stop > body_first:
-        boxes.append(((body_first, *(0 for _ in shape[1:])), (body_stop - body_first, *shape[1:])))
-    if body_stop <= last:
-        inside(last, 0, stop - last * row)
-    return boxes

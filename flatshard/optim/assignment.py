@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from fnmatch import fnmatchcase
+from typing import Literal, TypeAlias
 
 import torch
 
 Shape: TypeAlias = tuple[int, ...]
 Split: TypeAlias = int | Sequence[int] | None
 Cost: TypeAlias = Callable[[Shape], float]
+Predicate: TypeAlias = Callable[[str, torch.Tensor], bool]
+Splits: TypeAlias = Mapping[str, Split] | Callable[[str, torch.Tensor], Split] | None
+BUCKET = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,26 @@ def newton_schulz(shape: Shape) -> float:
         return float(math.prod(shape))
     small, large = sorted((shape[0], math.prod(shape[1:])))
     return float(small * small * large)
+
+
+@dataclass(frozen=True)
+class WholeOptions:
+    """The arguments of `fully_shard_optimizer`."""
+
+    whole: Predicate | bool = True
+    split: Splits = None
+    cost: Cost = newton_schulz
+    owners: Literal["shards", "all"] = "shards"
+    bucket_bytes: int = BUCKET
+    unbind: bool = False  # let tensors of three dims be so many matrices
+
+    def wants(self, name: str, parameter: torch.Tensor) -> bool:
+        return self.whole if isinstance(self.whole, bool) else bool(self.whole(name, parameter))
+
+    def split_of(self, name: str, parameter: torch.Tensor) -> Split:
+        if self.split is None or callable(self.split):
+            return None if self.split is None else self.split(name, parameter)
+        return next((split for pattern, split in self.split.items() if fnmatchcase(name, pattern)), None)
 
 
 def matrices_of(shape: Shape, split: Split, unbind: bool) -> list[Matrix]:

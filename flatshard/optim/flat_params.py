@@ -10,6 +10,7 @@ Each is stepped as one flat tensor. Its optimizer state has the same extent, so 
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -67,54 +68,34 @@ class FlatParam:
 
     def attach_gradient(self, uncast: bool) -> bool:
         """Give the tensor its gradient; False if the gradients are not what they were when this was made."""
-        group = self._group()
-        if self._extent is not None and group is not None and self._has_gradients_of(group):
-            buffer = group.gradients.main_grads.buffer
-            assert buffer is not None
-            self._set_grad(self._slice_of(buffer.local), uncast)
-            return True
-        first = self.parameters[0].grad
-        if first is None:
-            return False
-        buffer = getattr(first, MAIN_GRAD, None)
         if self._extent is None:
-            if self._flat and suits(buffer, self.main):
+            first = self.parameters[0].grad
+            if first is None or (self._flat and suits(getattr(first, MAIN_GRAD, None), self.main)):
                 return False
-            self._set_grad(_torch.local_of(first), uncast)
-            return True
-        if buffer is None or not suits(buffer, self.main):
-            return False
-        gradient = buffer.local
-        for parameter in self.parameters:
-            if getattr(parameter.grad, MAIN_GRAD, None) is not buffer:
+            gradient = _torch.local_of(first)
+        else:
+            buffer = self._gradient_buffer()
+            if buffer is None:
                 return False
-        self._set_grad(self._slice_of(gradient), uncast)
+            is_all = self._extent == (0, buffer.local.numel())
+            gradient = buffer.local if is_all else buffer.local[slice(*self._extent)]
+        set_grad(self.tensor, gradient, uncast)
         return True
 
-    def _has_gradients_of(self, group: ParamGroup) -> bool:
-        """Whether all gradients are the group's own, which is the rule and is asked first."""
-        main_grads = group.gradients.main_grads
-        if main_grads.buffer is None or group.main is not self.main:
-            return False
-        with _torch.PlainAttributes():
-            for index, parameter in zip(self._indices, self.parameters):
-                if parameter.grad is not main_grads.shown[index]:
-                    return False
-        return True
-
-    def _slice_of(self, gradient: torch.Tensor) -> torch.Tensor:
-        assert self._extent is not None
-        is_all = self._extent == (0, gradient.numel())
-        return gradient if is_all else gradient[slice(*self._extent)]
-
-    def _set_grad(self, gradient: torch.Tensor, uncast: bool) -> None:
-        tensor = self.tensor
-        if gradient.dtype != tensor.dtype:
-            if uncast:
-                _torch.allow_grad_of(tensor, gradient.dtype)
-            else:
-                gradient = gradient.to(tensor.dtype)
-        tensor.grad = gradient
+    def _gradient_buffer(self) -> DBuffer | None:
+        """The one buffer that the gradients of all parameters lie in, if there is one and it lies as main does."""
+        group = self._group()
+        main_grads = None if group is None or group.main is not self.main else group.gradients.main_grads
+        if main_grads is not None and main_grads.buffer is not None:  # the group's own is the rule, and asked first
+            with _torch.PlainAttributes():
+                for index, parameter in zip(self._indices, self.parameters):
+                    if parameter.grad is not main_grads.shown[index]:
+                        break
+                else:
+                    return main_grads.buffer
+        buffer = getattr(self.parameters[0].grad, MAIN_GRAD, None)
+        same = all(getattr(parameter.grad, MAIN_GRAD, None) is buffer for parameter in self.parameters)
+        return buffer if same and suits(buffer, self.main) else None
 
     # State
 
@@ -126,7 +107,7 @@ class FlatParam:
         for key, value in state.get(self.parameters[0], {}).items():
             kinds[key] = is_elementwise(value, self.parameters[0])
             if kinds[key]:
-                parts = [self._local(place, state[p][key]) for place, p in enumerate(self.parameters)]
+                parts = [local_part(p, state[p][key]) for p in self.parameters]
                 taken[key] = parts[0] if self._extent is None else self._joined(parts)
             else:
                 taken[key] = _copied(value)
@@ -167,14 +148,6 @@ class FlatParam:
         start = offset - self._extent[0] if 0 not in shape else 0
         return flat.as_strided(shape, stride, flat.storage_offset() + start)
 
-    def _local(self, place: int, value: torch.Tensor) -> torch.Tensor:
-        """This rank's part of an elementwise entry, whatever form it was given in."""
-        parameter = self.parameters[place]
-        assert isinstance(parameter, DTensor)
-        if isinstance(value, DTensor) and sharding_of(value) == sharding_of(parameter):
-            return _torch.local_of(value)
-        return local_part(parameter, value)
-
     def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """One flat tensor with these parts. Where they lie in one already, nothing is copied."""
         assert self._extent is not None
@@ -207,15 +180,28 @@ def window(main: DBuffer, index: int) -> Any:
     return main.layout.windows(main.held.first, main.held.count)[index]
 
 
-def sharding_of(tensor: DTensor) -> Any:
+def set_grad(tensor: torch.Tensor, gradient: torch.Tensor, uncast: bool) -> None:
+    """Give a plain parameter its gradient, in its dtype unless ``uncast``."""
+    if gradient.dtype != tensor.dtype:
+        if uncast:
+            _torch.allow_grad_of(tensor, gradient.dtype)
+        else:
+            gradient = gradient.to(tensor.dtype)
+    tensor.grad = gradient
+
+
+def sharding_of(tensor: torch.Tensor) -> Any:
     """What says which rows of a tensor a rank holds; ragged ones have more to say than mesh and placements."""
+    assert isinstance(tensor, DTensor)
     return tensor.device_mesh, tensor.placements, getattr(tensor, "_cut", None)
 
 
 def local_part(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor of the shape of ``parameter``, cut as that is; one of the local shape is taken to
-    be it. A collective call for a DTensor."""
+    be it. A collective call for a DTensor that is cut in another way."""
     if isinstance(value, DTensor):
+        if sharding_of(value) == sharding_of(parameter):
+            return _torch.local_of(value)
         value = value.full_tensor()
     if value.shape == _torch.local_of(parameter).shape:
         return value
@@ -267,21 +253,20 @@ def _flat_params_of(group: ParamGroup, members: dict[int, tuple[int, Any]], flat
     made = []
     pieces: list[tuple[Any, list[int]]] = []
     lying = sorted((i for i in range(len(group.params)) if 0 not in windows[i].shape), key=lambda i: windows[i].offset)
-    empty = [i for i in members if 0 in windows[i].shape]
     for index in lying:
         mark = members.get(index, (0, None))[1]
         if mark is not None and pieces and pieces[-1][0] == mark:
             pieces[-1][1].append(index)
         else:
             pieces.append((mark, [index]))
-    for index in empty:
+    for index in (i for i in members if 0 in windows[i].shape):
         # This rank holds nothing of it, but its state must have the keys that it has on other ranks.
         mark = members[index][1]
-        with_it = next((piece for piece in pieces if mark is not None and piece[0] == mark), None)
+        with_it = next((indices for known, indices in pieces if mark is not None and known == mark), None)
         if with_it is None:
             pieces.append((mark, [index]))
         else:
-            with_it[1].append(index)
+            with_it.append(index)
     for mark, indices in pieces:
         if indices[0] not in members:
             continue
@@ -289,15 +274,11 @@ def _flat_params_of(group: ParamGroup, members: dict[int, tuple[int, Any]], flat
         if mark is not None:
             there = [windows[i] for i in indices if 0 not in windows[i].shape]
             last = max(there, key=lambda w: w.offset) if there else None
-            extent = (there[0].offset, last.offset + _numel(last.shape)) if last is not None else (0, 0)
+            extent = (there[0].offset, last.offset + math.prod(last.shape)) if last is not None else (0, 0)
             if len(there) == len(lying):
                 extent = (0, main.local.numel())  # padding included, so that no step has to cut the gradients
         made.append(FlatParam(group, members[indices[0]][0], indices, extent, flat))
     return made
-
-
-def _numel(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()
 
 
 def _signature(state: State, parameter: torch.Tensor) -> Any:

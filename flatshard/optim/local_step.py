@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from flatshard import _torch
+from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.groups.registry import OWNER, generation, is_replaced
 from flatshard.optim.flat_params import FlatParam, State, make_flat_params, sharding_of
 
@@ -34,12 +35,7 @@ class LocalStep:
         self._outer: Any = None  # the optimizer's dict as we know it
         self._outdated = False
         self._was_read = True
-        self._is_stepping = False
-
-    @property
-    def is_stepping(self) -> bool:
-        """Whether the optimizer's step is running, and has our state."""
-        return self._is_stepping
+        self.is_stepping = False  # the optimizer's step is running, and has our state
 
     def step(self, optimizer: Optimizer, base: Callable[[], Any]) -> Any:
         """Run the step of the optimizer's class on the flat parameters."""
@@ -55,32 +51,32 @@ class LocalStep:
         lent = [{**group, "params": mine or others} for group, mine, others in zip(groups, tensors, dtensors)]
         both = [(group, others) for group, mine, others in zip(groups, tensors, dtensors) if mine and others]
         more = [{**group, "params": others} for group, others in both]
-        optimizer.param_groups, self._is_stepping = [*lent, *more], True
+        optimizer.param_groups, self.is_stepping = [*lent, *more], True
         self._outdated, self._was_read = True, False
         try:
             return base()
         finally:
-            optimizer.param_groups, self._is_stepping = groups, False
+            optimizer.param_groups, self.is_stepping = groups, False
             for group, mine in zip(groups, lent):
                 mine["params"] = group["params"]
                 group.update(mine)  # some optimizers count in their parameter groups
             for each in self._flat_params:
                 each.tensor.grad = None  # so that `zero_grad` frees the gradients at once
 
-    def free_gradients(self) -> None:
-        """Free the memory of gradients that have been set to None."""
+    def free_gradients(self, others: Iterable[ParamGroup | None] = ()) -> None:
+        """Free the memory of gradients that have been set to None, those of other groups too."""
         with _torch.PlainAttributes():
-            for group in dict.fromkeys(each.group for each in self._flat_params or ()):
+            for group in dict.fromkeys([*(each.group for each in self._flat_params or ()), *others]):
                 if group is not None:
                     group.gradients.main_grads.rest()
 
     def public_state(self, optimizer: Optimizer) -> Any:
         """The state as others see it, up to date; during the step, ours."""
-        if self._is_stepping:
+        if self.is_stepping:
             return self._state
         outer = optimizer.__dict__["state"]
         if outer is not self._outer:
-            self._forget()
+            self._flat_params, self._outdated, self._state = None, False, defaultdict(dict)
             self._outer = outer
         self._was_read = True
         if self._outdated and self._flat_params is not None:
@@ -113,11 +109,8 @@ class LocalStep:
 
     def _is_prepared(self, optimizer: Optimizer) -> bool:
         """Whether the flat parameters are still right; if so they have their gradients."""
-        if (
-            self._flat_params is None
-            or optimizer.__dict__["state"] is not self._outer
-            or self._generation != generation()
-        ):
+        is_known = optimizer.__dict__["state"] is self._outer and self._generation == generation()
+        if self._flat_params is None or not is_known:
             return False
         if [list(map(id, group["params"])) for group in optimizer.param_groups] != self._ids:
             return False
@@ -173,9 +166,6 @@ class LocalStep:
             if id(key) not in sharded:
                 self._state[key] = value
 
-    def _forget(self) -> None:
-        self._flat_params, self._outdated, self._state = None, False, defaultdict(dict)
-
 
 # Names in the state of torch's optimizers that have one number per parameter, whatever its shape.
 _PER_PARAMETER = {"step", "mu_product", "eta", "mu"}
@@ -191,8 +181,17 @@ def _cut_as_parameters(groups: Sequence[dict[str, Any]], state: Any) -> None:
             if isinstance(value, DTensor) and sharding_of(value) != sharding_of(parameter):
                 fresh = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
                 state[parameter][key] = fresh.copy_(value)
-            elif type(value) is torch.Tensor and value.shape == parameter.shape == () and key not in _PER_PARAMETER:
-                state[parameter][key] = _torch.like_dtensor(parameter, value.to(parameter.device))
+        wrap_scalars(parameter, state)
+
+
+def wrap_scalars(parameter: torch.Tensor, state: Any) -> None:
+    """Let loaded state of a parameter without dims be DTensors, as what an optimizer has made itself is.
+
+    torch's functions that distribute a whole state dict leave every number as it is.
+    """
+    for key, value in state.get(parameter, {}).items() if parameter.dim() == 0 else ():
+        if type(value) is torch.Tensor and value.dim() == 0 and key not in _PER_PARAMETER:
+            state[parameter][key] = _torch.like_dtensor(parameter, value.to(_torch.local_of(parameter).device))
 
 
 # Optimizers from before sharding

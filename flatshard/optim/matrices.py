@@ -14,7 +14,7 @@ from flatshard.engine.gradients.main_grads import MAIN_GRAD
 from flatshard.engine.groups.registry import group_of
 from flatshard.optim.all_to_all import AllToAll, OwnerGroup
 from flatshard.optim.assignment import Matrix
-from flatshard.optim.flat_params import sharding_of
+from flatshard.optim.flat_params import set_grad, sharding_of
 
 
 class MatrixParam:
@@ -29,7 +29,10 @@ class MatrixParam:
         local = _torch.held_of(parameter)
         self._nothing = torch.zeros((), dtype=local.dtype, device=local.device).expand(matrix.shape)  # takes no memory
         self.tensor = nn.Parameter(self._nothing, parameter.requires_grad)
-        self.tensor.__dict__.update({k: v for k, v in parameter.__dict__.items() if k in _marks(parameter)})
+        # what users have put on the parameter
+        self.tensor.__dict__.update(
+            {key: value for key, value in parameter.__dict__.items() if not key.startswith("_")}
+        )
         self.tensor.__dict__["matrix_name"] = self.name
 
     @property
@@ -44,25 +47,13 @@ class MatrixParam:
 
     def set_values(self, gradient: torch.Tensor, weight: torch.Tensor, uncast: bool) -> None:
         """Give the tensor its values. A parameter without a gradient on this rank has been used on none."""
-        tensor, shape = self.tensor, self.matrix.shape
-        tensor.data = weight.view(shape)
-        if self.parameter.grad is None:
-            return
-        if gradient.dtype != weight.dtype:
-            if uncast:
-                _torch.allow_grad_of(tensor, gradient.dtype)
-            else:
-                gradient = gradient.to(weight.dtype)
-        tensor.grad = gradient.view(shape)
+        self.tensor.data = weight.view(self.matrix.shape)
+        if self.parameter.grad is not None:
+            set_grad(self.tensor, gradient.view(self.matrix.shape), uncast)
 
     def clear(self) -> None:
         self.tensor.grad = None
         self.tensor.data = self._nothing
-
-
-def _marks(parameter: nn.Parameter) -> set[str]:
-    """The names of what users have put on a parameter."""
-    return {name for name in parameter.__dict__ if not name.startswith("_")}
 
 
 @dataclass
@@ -75,7 +66,6 @@ class Bucket:
 
     def __post_init__(self) -> None:
         self.mine = [number for number, each in enumerate(self.matrices) if each.is_mine]
-        self._gradients: dict[int, torch.Tensor] = {}
         self._weights: dict[int, torch.Tensor] = {}
         self._held: dict[int, torch.Tensor] = {}  # what this rank holds of the weights, from `send_in` to `receive_out`
 
@@ -89,15 +79,16 @@ class Bucket:
 
     def receive_in(self, uncast: bool) -> None:
         """Let the matrices of this rank have the values that have come."""
+        gradients: dict[int, torch.Tensor] = {}
         for number in self.mine:
             each = self.matrices[number]
             sizes, device = each.matrix.box.sizes, _torch.held_of(each.parameter).device
             gradient, weight = each.dtypes
-            self._gradients[number] = torch.empty(sizes, dtype=gradient, device=device)
+            gradients[number] = torch.empty(sizes, dtype=gradient, device=device)
             self._weights[number] = torch.empty(sizes, dtype=weight, device=device)
-        self.to_owners.receive({"gradient": self._gradients, "weight": self._weights})
+        self.to_owners.receive({"gradient": gradients, "weight": self._weights})
         for number in self.mine:
-            self.matrices[number].set_values(self._gradients.pop(number), self._weights[number], uncast)
+            self.matrices[number].set_values(gradients.pop(number), self._weights[number], uncast)
 
     def send_out(self, lane: Lane) -> None:
         """Send the new weights to all who hold them."""
@@ -116,7 +107,6 @@ class Bucket:
         for number in self.mine:
             self.matrices[number].clear()
         self._weights.clear()
-        self._gradients.clear()
 
     def drop(self) -> None:
         self.clear()

@@ -21,12 +21,11 @@ from flatshard.engine.groups.registry import generation, group_of, is_replaced, 
 from flatshard.engine.schedule.reduces import join_reduces
 from flatshard.optim.adamw8bit import AdamW8bit
 from flatshard.optim.all_to_all import cut_axes
-from flatshard.optim.assignment import Cost, newton_schulz
+from flatshard.optim.assignment import BUCKET, Cost, Predicate, Splits, WholeOptions, newton_schulz
 from flatshard.optim.combined import CombinedOptimizer
 from flatshard.optim.flat_params import is_elementwise, local_part
-from flatshard.optim.local_step import LocalStep, refuse_replaced
-from flatshard.optim.whole_options import BUCKET, Predicate, Splits, WholeOptions
-from flatshard.optim.whole_step import WholeStep
+from flatshard.optim.local_step import LocalStep, refuse_replaced, wrap_scalars
+from flatshard.optim.whole_step import CAPTURED, WholeStep
 
 Opt = TypeVar("Opt", bound=Optimizer)
 
@@ -55,7 +54,6 @@ _OVER_ALL = {"Prodigy", "DAdaptAdam", "DAdaptSGD"}
 _LOCAL = "_flatshard_local"
 _CHECKED = "_flatshard_checked"
 _SCALARS = "_flatshard_scalars"
-_NUMBERS = {"step", "mu_product", "mu", "eta"}  # in the state of torch's optimizers, plain tensors for any parameter
 
 
 def fully_shard_optimizer(
@@ -103,7 +101,8 @@ def fully_shard_optimizer(
             raise ValueError(
                 "fully_shard_optimizer was called on this optimizer before, with another `whole`; call it on a new one"
             )
-        optimizer.__dict__[_LOCAL].uncast = precision_aware
+        known = optimizer.__dict__[_LOCAL]
+        (known.local if isinstance(known, WholeStep) else known).uncast = precision_aware
         return optimizer
     side = LocalStep(type(optimizer) in ELEMENTWISE, precision_aware)
     if options is None:
@@ -301,7 +300,7 @@ def _take_state(self: Optimizer, state: dict[str, Any]) -> None:
     base = type(self).__mro__[1].__setstate__  # type: ignore[attr-defined]
     if _LOCAL not in self.__dict__ or "state" not in state:
         base(self, state)
-    elif _whole(self).is_loading:
+    elif _whole(self).loaded is not None:
         with _whole(self).split_entries(state["state"]) as parts:
             base(self, {**state, "state": parts})
     else:
@@ -389,15 +388,22 @@ def _refuse_parts(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> N
         )
 
 
+def _captured(optimizer: Optimizer) -> LocalStep | None:
+    local: LocalStep | WholeStep | None = optimizer.__dict__.get(_LOCAL)
+    if isinstance(local, WholeStep):
+        raise NotImplementedError(CAPTURED)
+    return local
+
+
 def is_settled(optimizer: Optimizer) -> bool:
     """Before a step is captured: whether it can go without reading what others have done to its state."""
-    local: LocalStep | WholeStep | None = optimizer.__dict__.get(_LOCAL)
+    local = _captured(optimizer)
     return local is None or local.settle()
 
 
 def state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
     """The tensors that a step of an optimizer reads and writes, local ones."""
-    local: LocalStep | WholeStep | None = optimizer.__dict__.get(_LOCAL)
+    local = _captured(optimizer)
     if local is not None:
         return local.state_tensors()
     tensors = [value for state in optimizer.state.values() for value in state.values()]
@@ -442,26 +448,13 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                     )
         optimizer.__dict__[_CHECKED] = now
         optimizer.__dict__[_SCALARS] = [p for p in parameters if isinstance(p, DTensor) and p.dim() == 0]
-    if now[0] and optimizer.__dict__[_SCALARS] and side is None:
-        _wrap_scalars(optimizer)
-
-
-def _wrap_scalars(optimizer: Optimizer) -> None:
-    """Let loaded state of parameters without dims be DTensors, as what the optimizer has made itself is.
-
-    torch's functions that distribute a whole state dict leave every number as it is.
-    """
-    for parameter in optimizer.__dict__[_SCALARS]:
-        state = optimizer.state.get(parameter, {})
-        for key, value in state.items():
-            loaded = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim() == 0
-            if loaded and key not in _NUMBERS:
-                state[key] = _torch.like_dtensor(parameter, value.to(_torch.local_of(parameter).device))
+    for parameter in optimizer.__dict__[_SCALARS] if now[0] and side is None else ():
+        wrap_scalars(parameter, optimizer.state)
 
 
 @functools.cache
 def watch_steps() -> None:
-    """Snapshot at every optimizer of this process before it steps, from now on."""
+    """Look at every optimizer of this process before it steps, from now on."""
     register_optimizer_step_pre_hook(_before_step)
 
 

@@ -5,7 +5,7 @@
 Matrices go in buckets (`flatshard.optim.all_to_all`). While the owners step one, the next comes in and the one before
 goes out. A rank has, beside its shards and the state of what it owns, the matrices of one bucket, and packed pieces of
 two: with B the larger of ``bucket_bytes`` and the largest matrix, weight and gradient together, at most 5.5 B in
-float32, and 3.5 B more for each further copy of the model among those who share the work (`WholeStep.most_bytes`).
+float32, and 3.5 B more for each further copy of the model among those who share the work.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ from flatshard import _torch
 from flatshard.buffer import Lane
 from flatshard.engine.groups.registry import OWNER, generation, group_of
 from flatshard.optim.all_to_all import OwnerGroup, cut_axes, make_all_to_alls
-from flatshard.optim.assignment import MatrixTransfer, assign, in_buckets, matrices_of
+from flatshard.optim.assignment import MatrixTransfer, WholeOptions, assign, in_buckets, matrices_of
 from flatshard.optim.flat_params import State
 from flatshard.optim.local_step import LocalStep, refuse_replaced
 from flatshard.optim.matrices import Bucket, MatrixParam
 from flatshard.optim.owner_state import LABEL, entries_of, join_entries, state_of_owner, state_on_all_ranks
 from flatshard.optim.split_step import SplitStep
-from flatshard.optim.whole_options import WholeOptions
 
-_CAPTURED = "a step on whole matrices cannot be captured; leave the optimizer's step outside"
+CAPTURED = "a step on whole matrices cannot be captured; leave the optimizer's step outside"
 
 
 class WholeStep:
@@ -62,21 +61,13 @@ class WholeStep:
         self._lanes: dict[torch.device, Lane] = {}
         self._stand_in: Any = None  # what `optimizer.state` is meanwhile
         self._shown: dict[Any, State] | None = None  # what it was when somebody looked, since the last step
-        self._loaded: defaultdict[Any, State] | None = None  # what is being loaded, by parameter
+        self.loaded: defaultdict[Any, State] | None = None  # what is being loaded, by parameter
         self._has_state = False
 
     @property
     def is_stepping(self) -> bool:
         """Whether the optimizer's step is running, or something else that must see only what it is given."""
         return self._stand_in is not None or self.local.is_stepping
-
-    @property
-    def uncast(self) -> bool:
-        return self.local.uncast
-
-    @uncast.setter
-    def uncast(self, value: bool) -> None:
-        self.local.uncast = value
 
     # Plan
 
@@ -268,7 +259,7 @@ class WholeStep:
     def step(self, optimizer: Optimizer, base: Callable[[], Any]) -> Any:
         """Run the step of the optimizer's class, on shards for what is not whole, then bucket after bucket."""
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise NotImplementedError(_CAPTURED)
+            raise NotImplementedError(CAPTURED)
         self.plan(optimizer)
         self._take_changes(optimizer)
         is_new = self._compared < len(self.batches)
@@ -285,7 +276,7 @@ class WholeStep:
                 lane = self.lane(bucket.matrices[0].owner_group)
                 if number == 0:
                     bucket.send_in(lane)
-                bucket.receive_in(self.uncast)
+                bucket.receive_in(self.local.uncast)
                 if number + 1 < len(self.buckets):
                     following = self.buckets[number + 1]
                     following.send_in(self.lane(following.matrices[0].owner_group))
@@ -321,22 +312,7 @@ class WholeStep:
 
     def free_gradients(self) -> None:
         """Free the memory of gradients that have been set to None."""
-        self.local.free_gradients()
-        with _torch.PlainAttributes():
-            for group in dict.fromkeys(group_of(each.parameter) for each in self.matrices):
-                if group is not None:
-                    group.gradients.main_grads.rest()
-
-    @property
-    def most_bytes(self) -> int:
-        """The most that a step has at once in matrices and packed pieces, besides what the optimizer itself takes."""
-        largest, copies, share = 0, 1, 0.0
-        for each in self.matrices:
-            gradient, weight = (dtype.itemsize for dtype in each.dtypes)
-            largest = max(largest, each.matrix.box.numel * (gradient + weight), self.options.bucket_bytes)
-            copies = max(copies, max(each.owner_group.holders(each.parameter).copies) + 1)
-            share = max(share, weight / (gradient + weight))
-        return int(largest * (2 + 2 * copies + 3 * copies * share))
+        self.local.free_gradients(group_of(each.parameter) for each in self.matrices)
 
     # State
 
@@ -407,21 +383,17 @@ class WholeStep:
     @contextmanager
     def loading(self) -> Iterator[defaultdict[Any, State]]:
         """In it, `optimizer.state` is what `split_entries` is given, by parameter: the same entries on all ranks."""
-        self._loaded = loaded = defaultdict[Any, State](dict)
+        self.loaded = loaded = defaultdict[Any, State](dict)
         try:
             with self.with_state(loaded):
                 yield loaded
         finally:
-            self._loaded = None
-
-    @property
-    def is_loading(self) -> bool:
-        return self._loaded is not None
+            self.loaded = None
 
     @contextmanager
     def split_entries(self, state: Mapping[Any, State]) -> Iterator[dict[Any, State]]:
         """State that is being loaded, in which parts of parameters have entries by the names that optimizers know."""
-        assert self._loaded is not None
+        assert self.loaded is not None
         split = {p: parts for p, parts in self._by_parameter().items() if p in state and parts[0].matrix.label}
         found: dict[Any, State] = defaultdict(dict, {key: value for key, value in state.items() if key not in split})
         for parameter, parts in split.items():
@@ -432,7 +404,7 @@ class WholeStep:
         together = {
             p: join_entries([(e.matrix.label, found.pop(e.tensor)) for e in parts]) for p, parts in split.items()
         }
-        self._loaded.update({**found, **together})
+        self.loaded.update({**found, **together})
 
     @contextmanager
     def taking_state(self, optimizer: Optimizer, state: Mapping[Any, State]) -> Iterator[dict[Any, State]]:
@@ -474,14 +446,6 @@ class WholeStep:
         """Whether this rank has an entry of the state of a whole parameter."""
         parts = self._by_parameter()[parameter]
         return any(each.is_mine and (len(parts) == 1 or key.endswith(each.matrix.label)) for each in parts)
-
-    def state_tensors(self) -> list[torch.Tensor]:
-        """Those of the state, for a captured step, which has none of it."""
-        raise NotImplementedError(_CAPTURED)
-
-    def settle(self) -> bool:
-        """Before a step is captured: one on whole matrices cannot be."""
-        raise NotImplementedError(_CAPTURED)
 
 
 def name_in_unit(parameter: torch.Tensor) -> str:

@@ -6,8 +6,8 @@ not come to one, because it sits in a call of CUDA, NCCL or the operating system
 is still there, the watch thread (`loop`) ends the process after a grace period, with the same words (`verdict`). If a
 process is gone without a word, only those are told who wait for it: it may have done all it had to.
 
-The watch thread also ends a rank whose collective on a GPU has not ended after the time-out of its process group
-(`timeouts`), and writes the flight record to disk and to stderr on SIGUSR1 (`exits`).
+The watch thread also ends a rank whose collective on a GPU has not ended after the time-out of its process group,
+and writes the flight record to disk and to stderr on SIGUSR1 (`exits`).
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ import weakref
 from typing import Any
 
 from flatshard.trust import exits
-from flatshard.trust.errors import PeerError, one_line
 from flatshard.trust.exits import leave
-from flatshard.trust.loop import Loop
-from flatshard.trust.record import record, records_folder
+from flatshard.trust.loop import TICK, Loop
+from flatshard.trust.record import Entry, record, records_folder
 from flatshard.trust.terminate import TerminateHandler
-from flatshard.trust.timeouts import LaunchWatch
-from flatshard.trust.verdict import Verdict, grace_period
-from flatshard.trust.watch import GRACE, TICK, Watch, Watched
+from flatshard.trust.verdict import PeerError, Verdict, grace_period, one_line
+from flatshard.trust.watch import GRACE, Watch, Watched
 
 __all__ = ["GRACE", "Alarm", "PeerError", "Watched", "alarm", "leave"]
 
 _log = logging.getLogger("flatshard")
+_STALLED = 3  # looks without a launch after which the record is settled
 
 
 class Alarm:
@@ -50,7 +49,9 @@ class Alarm:
         self._of: weakref.ref[Any] | None = None
         self._pid, self._starts = 0, 0
         self._loop: Loop | None = None
-        self._launches = LaunchWatch()
+        self._oldest, self._age = 0, 0.0  # the oldest launch that has not ended, and for how long it has been that
+        self._seen, self._idle = 0, 0  # launches, and looks without a new one
+        self._may_ask_events = False
         self._terminate = TerminateHandler(self._torch_gives_up)
 
     def error(self, what: str) -> PeerError:
@@ -94,12 +95,13 @@ class Alarm:
         return f"flatshard/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{self._starts}"
 
     def _install(self) -> None:
-        self._loop = Loop(self._tick, self._pause, exits.dump, every=TICK)
+        if self._loop is None:  # a process that was forked has these already
+            os.register_at_fork(after_in_child=self._forked)
+            exits.on_uncaught(self._uncaught)
+            self._terminate.install()
+        self._loop = Loop(self._tick, self._pause, exits.dump)
         self._loop.start()
-        os.register_at_fork(after_in_child=self._forked)
         exits.at_exit(self._exit)
-        exits.on_uncaught(self._uncaught)
-        self._terminate.install()
 
     def _begin_record(self, group: Watched) -> None:
         record.header.pop("error", None)
@@ -109,10 +111,8 @@ class Alarm:
             if folder is not None:
                 record.keep_in(folder, group.rank)
         except OSError as error:
-            told = (
-                f"the flight record is in memory only: {error}; set FLATSHARD_RECORD to a folder that can be written to"
-            )
-            warnings.warn(told, stacklevel=3)
+            remedy = "set FLATSHARD_RECORD to a folder that can be written to"
+            warnings.warn(f"the flight record is in memory only: {error}; {remedy}", stacklevel=3)
 
     def _group_is_gone(self, of: weakref.ref[Any]) -> None:
         """The process group is no more. If it was an error that ended it, the others are told."""
@@ -144,16 +144,36 @@ class Alarm:
 
     def _tick(self, seconds: float) -> None:
         watch = self._watch
-        if watch is not None:
-            self._launches.prepare(watch.group.settle_in)
-        self._launches.settle_if_idle()
+        if watch is not None and record.is_on_device and not self._may_ask_events:
+            watch.group.settle_in()
+            self._may_ask_events = True
+        self._idle = self._idle + 1 if record.number == self._seen else 0
+        self._seen = record.number
+        if self._idle == _STALLED and self._seen:
+            record.settle()
         if watch is not None and self.verdict.reason is None:
             # Time in which this process, or the machine, was stopped does not count as waiting.
-            overdue = self._launches.overdue(min(seconds, 2 * TICK))
+            overdue = self._overdue(min(seconds, 2 * TICK))
             if overdue is not None:
                 threading.Thread(target=watch.time_out, args=overdue, daemon=True).start()
         if self.verdict.must_end():
             exits.end_stuck(self.verdict.reason)
+
+    def _overdue(self, seconds: float) -> tuple[Entry, float] | None:
+        """A launch on a device that has been the oldest for longer than its time-out, and that time-out in seconds.
+
+        ``seconds``: since the last look. A launch that waits behind another is as old as its turn.
+        """
+        entry = record.oldest_open() if record.is_on_device else None
+        if entry is None or entry.number != self._oldest:
+            self._oldest, self._age = 0 if entry is None else entry.number, 0.0
+            return None
+        self._age += seconds
+        limit = record.limit(entry)
+        if limit is None or self._age < limit:
+            return None
+        self._age = 0.0
+        return entry, limit
 
     # The process ends
 

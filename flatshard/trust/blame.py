@@ -16,7 +16,7 @@ def read_records(folder: Path) -> dict[int, ReadRecord]:
     found = {}
     for path in sorted(folder.glob("rank-*.json")) + sorted(folder.glob("rank-*.ring")):  # rings know the most
         try:
-            record = _sound(_from_json(path) if path.suffix == ".json" else decoded(path.read_bytes()))
+            record = _read(path)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path} is no flight record: {error}") from error
         found[record.rank] = record
@@ -25,13 +25,13 @@ def read_records(folder: Path) -> dict[int, ReadRecord]:
     return found
 
 
-def _from_json(path: Path) -> ReadRecord:
-    data = json.loads(path.read_text())
-    return ReadRecord(data["header"], [Entry(**entry) for entry in data["entries"]])
-
-
-def _sound(record: ReadRecord) -> ReadRecord:
+def _read(path: Path) -> ReadRecord:
     """A record whose rank is possible, without entries that a crash, or a disk, has left in pieces."""
+    if path.suffix == ".json":
+        data = json.loads(path.read_text())
+        record = ReadRecord(data["header"], [Entry(**entry) for entry in data["entries"]])
+    else:
+        record = decoded(path.read_bytes())
     rank, world = record.header["rank"], record.header.get("world", 1)
     if type(rank) is not int or type(world) is not int or not 0 <= rank < world <= MOST_RANKS:
         raise ValueError(f"it is of rank {rank!r} of {world!r}")
@@ -79,9 +79,8 @@ def _by_group(records: dict[int, ReadRecord]) -> dict[str, dict[int, list[Entry]
     for rank, record in records.items():
         for entry in record.entries:
             if entry.group not in found:
-                found[entry.group] = {
-                    member: [] for member in in_range((entry.group.split() or [""])[-1]) if member in records
-                }
+                members = in_range((entry.group.split() or [""])[-1])
+                found[entry.group] = {member: [] for member in members if member in records}
             found[entry.group].setdefault(rank, []).append(entry)
     return found
 

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing import util
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from flatshard.trust.record import record
 
@@ -35,20 +35,14 @@ def at_exit(action: Callable[[], None]) -> None:
 
 
 def on_uncaught(action: Callable[[BaseException], None]) -> None:
-    """Call a function with an exception that nobody catches, before the ``sys.excepthook`` of now. Once per process."""
-    if not isinstance(sys.excepthook, _Hook):
-        sys.excepthook = _Hook(action, sys.excepthook)
+    """Call a function with an exception that nobody catches, before the ``sys.excepthook`` of now."""
+    before = sys.excepthook
 
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        action(error)
+        before(kind, error, trace)
 
-class _Hook:
-    """In the place of ``sys.excepthook``."""
-
-    def __init__(self, action: Callable[[BaseException], None], before: Callable[..., Any]) -> None:
-        self._action, self._before = action, before
-
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self._action(error)
-        self._before(kind, error, trace)
+    sys.excepthook = hook
 
 
 def error_in_flight() -> Exception | None:

@@ -58,7 +58,8 @@ class Links:
         """Let those below connect, and tell them where. OSError, RuntimeError: no address, or no store."""
         if self._missing:
             address, name = _own_address()
-            self._listener = socket.create_server((address, 0), family=_family(address), backlog=2 * _FANOUT)
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            self._listener = socket.create_server((address, 0), family=family, backlog=2 * _FANOUT)
             self._listener.setblocking(False)
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
             said = [name, self._listener.getsockname()[1], self._token]
@@ -241,10 +242,6 @@ def _own_address() -> tuple[str, str]:
         own: str = probe.getsockname()[0]
     # This is the first node, and calls itself by an address that is none for the others.
     return ("", first) if _is_loopback(own) else (own, own)
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _is_loopback(name: str) -> bool:

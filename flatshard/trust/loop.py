@@ -12,20 +12,20 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+TICK = 1.0  # seconds between two looks at what there is to watch
+
 
 class Loop:
     """The thread of one process. Keys of its ``selector`` carry a function of no arguments, which it calls.
 
-    ``tick(seconds)`` is called about once a second, with how long ago that was the last time. ``pause()`` says how many
+    ``tick(seconds)`` is called once in `TICK`, with how long ago that was the last time. ``pause()`` says how many
     seconds it may sleep at most. ``dump()`` is called on SIGUSR1, also while the main thread sits in a call of C++,
     where no handler of Python's would run; if the signal is somebody else's, it is left alone.
     """
 
-    def __init__(
-        self, tick: Callable[[float], None], pause: Callable[[], float], dump: Callable[[], None], every: float = 1.0
-    ) -> None:
+    def __init__(self, tick: Callable[[float], None], pause: Callable[[], float], dump: Callable[[], None]) -> None:
         self.selector = selectors.DefaultSelector()
-        self._tick, self._pause, self._dump, self._every = tick, pause, dump, every
+        self._tick, self._pause, self._dump = tick, pause, dump
         self._todo: deque[Callable[[], None]] = deque()
         inside, self._wake = socket.socketpair()
         inside.setblocking(False)
@@ -59,7 +59,7 @@ class Loop:
         """A thread that comes back to an interpreter that is gone would abort the process."""
         self._stops = True
         self._knock()
-        self._thread.join(self._every)
+        self._thread.join(TICK)
 
     def _knock(self) -> None:
         with contextlib.suppress(OSError):  # it has been woken often enough
@@ -77,7 +77,7 @@ class Loop:
             for key, _ in self.selector.select(self._pause()):
                 key.data()
             now = time.monotonic()
-            if now - then >= self._every:
+            if now - then >= TICK:
                 self._tick(now - then)
                 then = now
 

@@ -19,6 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -96,15 +97,9 @@ class ReadRecord:
         return "ended" if entry.ended else "pending"
 
 
-class _Encoded(dict[str, bytes]):
-    """Names as they are written. Units have the same ones in every step."""
-
-    def __missing__(self, name: str) -> bytes:
-        if len(self) > 100_000:  # somebody makes them up as he goes
-            self.clear()
-        # the end of a long name says more than its beginning
-        self[name] = encoded = name.encode()[-84:]
-        return encoded
+@lru_cache(maxsize=1 << 16)  # units have the same names in every step
+def _encoded(name: str) -> bytes:
+    return name.encode()[-84:]  # the end of a long name says more than its beginning
 
 
 class FlightRecord:
@@ -119,7 +114,6 @@ class FlightRecord:
         self.header: dict[str, Any] = {"rank": 0, "world": 1}
         self._map: mmap.mmap = mmap.mmap(-1, _SIZE)
         self._path: Path | None = None
-        self._names = _Encoded()
         # What ends on the CPU keeps tensors alive, and is known weakly.
         self._launched: list[Callable[[], Launched | None] | None] = [None] * CAPACITY
         self._oldest = 1  # all before this have ended
@@ -127,16 +121,13 @@ class FlightRecord:
 
     def group(self, label: str, limit: float | None = None) -> GroupRecord:
         """What is counted under this label. Beyond so many all others are one. ``limit``: its time-out, in seconds."""
+        index = len(self._groups)
+        if label not in self._groups and index >= _GROUPS // _LABEL - 1:
+            label = "others"
         if label not in self._groups:
-            index = len(self._groups)
-            if index == _GROUPS // _LABEL - 1:
-                label = "others"
-            if index < _GROUPS // _LABEL:
-                self._groups[label] = GroupRecord(index, label, limit)
-                at = _HEADER + index * _LABEL
-                self._map[at : at + _LABEL] = label.encode()[:_LABEL].ljust(_LABEL, b"\0")
-            else:
-                label = "others"
+            self._groups[label] = GroupRecord(index, label, limit)
+            at = _HEADER + index * _LABEL
+            self._map[at : at + _LABEL] = label.encode()[:_LABEL].ljust(_LABEL, b"\0")
         found = self._groups[label]
         found.limit = limit if limit is not None else found.limit
         return found
@@ -156,7 +147,7 @@ class FlightRecord:
         at = _HEADER + _GROUPS + slot * 128
         _pack(
             self._map, at, number, now, now if self.captures else 0.0, numbytes, of_group, self.step, self.phase, kind,
-            group.index, self._names[name],
+            group.index, _encoded(name),
         )  # fmt: skip
         self.number = number  # another thread reads up to here
 

@@ -6,8 +6,23 @@ import math
 import os
 import time
 
-from flatshard.trust.errors import PeerError, record_error
 from flatshard.trust.record import in_range, record
+
+
+class PeerError(RuntimeError):
+    """A collective did not end, because of another rank or of the network. Says which launch, and who, if known."""
+
+
+def record_error(error: PeerError) -> PeerError:
+    """An error that is in the flight record from now on, whoever catches it: its process has not ended well."""
+    record.tell(error=f"PeerError: {error}")
+    return error
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, on one line, and not at length."""
+    text = " ".join(str(error).split()) or "(no message)"
+    return text if len(text) <= 600 else f"{text[:600]}..."
 
 
 def grace_period() -> float:
@@ -37,8 +52,7 @@ class Verdict:
 
     def add_lost(self, rank: int) -> None:
         """A process is gone that has not said goodbye."""
-        if self.reason is None:
-            self._lost = rank
+        self._lost = rank if self.reason is None else self._lost
         self.add(f"rank {rank} has ended without a word: it was killed, or has crashed", is_failure=False)
 
     def pause_grace(self) -> None:
@@ -50,13 +64,10 @@ class Verdict:
 
     def must_end(self) -> bool:
         """Whether this rank has to end now, since it has not ended by itself."""
-        is_due = self.reason is not None and time.monotonic() - self._since > self._grace
-        return is_due and (self.is_failure or self._waits_for_lost())
-
-    def _waits_for_lost(self) -> bool:
-        """Whether the oldest launch that has not ended, on a GPU, is among ranks of which one is gone."""
-        entry = record.oldest_open() if record.is_on_device else None
-        return entry is not None and self._lost in in_range(entry.group.split()[-1])
+        if self.reason is None or time.monotonic() - self._since <= self._grace:
+            return False
+        entry = record.oldest_open() if record.is_on_device else None  # on the CPU whoever waits is told
+        return self.is_failure or (entry is not None and self._lost in in_range(entry.group.split()[-1]))
 
     def error(self, what: str) -> PeerError:
         """The error to raise at a launch or a wait. ``what``: that launch or wait."""

@@ -8,17 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from flatshard.trust.errors import PeerError, one_line, record_error
 from flatshard.trust.links import Links, Message
-from flatshard.trust.loop import Loop
+from flatshard.trust.loop import TICK, Loop
 from flatshard.trust.record import Entry, record
-from flatshard.trust.survey import Survey
-from flatshard.trust.verdict import Verdict
+from flatshard.trust.verdict import PeerError, Verdict, one_line, record_error
 
 _log = logging.getLogger("flatshard")
 
 GRACE = 3.0  # seconds that others have to say why a wait has failed
-TICK = 1.0  # seconds between two looks at what there is to watch
 _HASTE = 0.05  # seconds between the first two attempts to find the others; then twice as many, up to a tick
 _FAREWELL = 5.0  # seconds that the rank which has the store waits for the others to end
 
@@ -39,6 +36,53 @@ class Watched:
     settle_in: Callable[[], None] = lambda: None
 
 
+class Survey:
+    """The answers to the last question, whichever rank has asked it, and this rank's own answer."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.waits_for = ""  # what this rank waits for on the CPU, if that wait has failed
+        self._others = set(range(world)) - {rank}
+        self._states: dict[int, str] = {}
+        self._left: set[int] = set()  # ranks that have ended well
+
+    def hear(self, message: Message) -> None:
+        """A question, to which earlier answers no longer count; an answer; or a goodbye."""
+        if "ask" in message:
+            self._states.clear()
+        elif "left" in message:
+            self._left.add(message["left"])
+        elif "state" in message:
+            self._states[message["rank"]] = message["state"]
+
+    def is_complete(self) -> bool:
+        return self._others <= self._states.keys() | self._left
+
+    def own_state(self) -> str:
+        """What this rank waits for."""
+        if self.waits_for:
+            return f"waits for {self.waits_for}"
+        entry, last = record.oldest_open(), record.last()
+        if entry is not None:
+            return f"waits for {entry}"
+        return "has launched nothing yet" if last is None else f"has launched nothing since {last}"
+
+    def summary(self) -> str:
+        """What the others have answered, who has ended, and who says nothing."""
+        states, left = dict(self._states), self._others & self._left
+        silent = sorted(self._others - states.keys() - left)
+        said = [f"rank {rank} {state}" for rank, state in sorted(states.items())][:16]
+        if left:
+            said.append(f"rank {_listed(sorted(left))} has ended")
+        if silent:
+            said.append(f"no answer from rank {_listed(silent)}: stopped, or cut off")
+        text = "; ".join(said)
+        return text[:1].upper() + text[1:]
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+
 class Watch:
     """The watch over one process group. Without a ``loop`` there are no connections, and nothing is heard or said.
 
@@ -56,25 +100,27 @@ class Watch:
 
     def open(self) -> None:
         """Find the other ranks, and connect to them, on the thread of the loop."""
-        self._do(self._open)
 
-    def _open(self) -> None:
-        assert self._loop is not None
-        try:
-            store = self.group.store(self._name)
-            self._links = Links(store, self.group.rank, self.group.world, self._loop.selector, self._hear)
-            self._links.open()
-        except (OSError, RuntimeError) as error:
-            _log.warning("flatshard: ranks cannot tell each other what ends them, but by time-outs: %s", error)
+        def connect() -> None:
+            assert self._loop is not None
+            try:
+                store = self.group.store(self._name)
+                self._links = Links(store, self.group.rank, self.group.world, self._loop.selector, self._hear)
+                self._links.open()
+            except (OSError, RuntimeError) as error:
+                _log.warning("flatshard: ranks cannot tell each other what ends them, but by time-outs: %s", error)
+
+        self._do(connect)
 
     def close(self, wait: float = GRACE) -> None:
         """Say goodbye, and wait for so many seconds at most until that is done."""
-        self._do(self._close, wait)
 
-    def _close(self) -> None:
-        links, self._links = self._links, None
-        if links is not None:
-            links.close()
+        def disconnect() -> None:
+            links, self._links = self._links, None
+            if links is not None:
+                links.close()
+
+        self._do(disconnect, wait)
 
     def drop(self) -> None:
         """In a process that was forked: the connections are the parent's."""
@@ -126,17 +172,15 @@ class Watch:
         def send() -> None:
             if self._links is not None:
                 self._links.tell({"raised": text, "rank": self.group.rank})
-                if not self._links.are_complete():  # those who connect later find it there
-                    self._leave_in_store(text)
+            if self._links is None or self._links.are_complete():
+                return
+            try:  # those who connect later find it there
+                self.group.store(self._name).compare_set("raised", "", f"{self.group.rank} {text}")
+            except RuntimeError as error:
+                # The process is ending already, and its own error is what its user must see.
+                _log.error("flatshard: the other ranks could not be told: %s", one_line(error))
 
         self._do(send, wait=GRACE)
-
-    def _leave_in_store(self, text: str) -> None:
-        try:
-            self.group.store(self._name).compare_set("raised", "", f"{self.group.rank} {text}")
-        except RuntimeError as error:
-            # The process is ending already, and its own error is what its user must see.
-            _log.error("flatshard: the other ranks could not be told: %s", one_line(error))
 
     def _hear(self, message: Message) -> None:
         """A message of another rank, on the thread of the loop."""
@@ -144,11 +188,9 @@ class Watch:
             self.verdict.add(f"rank {message['rank']} raised {message['raised']}")
         elif "lost" in message:
             self.verdict.add_lost(int(message["lost"]))
-        elif "ask" in message and self._links is not None:
-            self._survey.restart()
+        self._survey.hear(message)
+        if "ask" in message and self._links is not None:
             self._links.tell({"state": self._survey.own_state(), "rank": self.group.rank})
-        else:
-            self._survey.hear(message)
 
     # Failed waits
 
@@ -176,9 +218,10 @@ class Watch:
         """What the other ranks do. Returns early if the reason for a failure comes to be known."""
 
         def send() -> None:
-            self._survey.restart()
+            question = {"ask": self.group.rank}
+            self._survey.hear(question)
             if self._links is not None:
-                self._links.tell({"ask": self.group.rank})
+                self._links.tell(question)
 
         asked = time.monotonic()
         self._do(send)

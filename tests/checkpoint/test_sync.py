@@ -107,3 +107,18 @@ def _alone(rank, world, folder):
 
 def test_weights_that_do_not_fit_are_named(ranks, tmp_path):
     ranks(1, _alone, str(tmp_path))
+
+
+def _refused(rank, world, folder):
+    model = _model(1)
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    if rank:
+        return sync_weights(model, folder).version
+    with pytest.raises(FileExistsError):
+        sync_weights(model, folder)
+    return 0
+
+
+def test_a_folder_that_cannot_be_written_leaves_no_rank_waiting(ranks, tmp_path):
+    (tmp_path / "1").write_text("in the place of the first version")
+    assert ranks(2, _refused, str(tmp_path)) == [0, 1]

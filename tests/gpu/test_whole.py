@@ -60,7 +60,8 @@ def test_memory_is_that_of_a_few_buckets(world):
         taken = torch.cuda.max_memory_allocated() - before
     side = optimizer.__dict__["_flatshard_local"]
     assert len(side.buckets) > 1
-    assert 8 * rows * columns <= taken <= side.most_bytes + (1 << 20)
+    pair = 8 * rows * columns  # a matrix and its gradient
+    assert pair <= taken <= 5.5 * pair + (1 << 20)
 
 
 def test_a_step_cannot_be_captured(gpu_ranks):
