@@ -118,7 +118,10 @@ def _blame(options: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         print(f"flatshard blame: {error}", file=sys.stderr)
         return 2
-    print(blame(records))
+    if any(record.entries or "error" in record.header for record in records.values()):
+        print(blame(records))
+    else:
+        print(f"{len(records)} records, all empty: these ranks have launched no collective, and raised no error.")
     if options.last > 0:
         print("\n".join(last_launches(records, options.last)))
     return 0
