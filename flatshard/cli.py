@@ -130,13 +130,14 @@ def _blame(options: argparse.Namespace) -> int:
 def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Show what `flatshard rehearse --record FILE` or `flatshard train --record FILE` has recorded as one HTML "
-        "file, which loads nothing: lanes over time, exposed waits, memory, layout, curves. Two of them stand side by "
-        "side."
+        "file that needs no network: lanes over time, exposed waits, memory, layout, loss curves. Two recordings are "
+        "shown side by side, with their differences."
     )
     parser.add_argument("record", type=Path, nargs="+", metavar="RECORD", help="one, or two to compare")
     parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), metavar="HTML")
     parser.add_argument("--losses", type=Path, nargs="+", default=[], metavar="FILE", help="logs of the runs")
     parser.add_argument("--trace", type=Path, metavar="JSON", help="write the (first) recording for Perfetto too")
+    parser.add_argument("--peak-tflops", type=float, metavar="N", help="peak TFLOP/s of a device, for MFU")
     parser.set_defaults(run=_report, parser=parser)
 
 
@@ -147,7 +148,8 @@ def _report(options: argparse.Namespace) -> int:
         if len(options.record) > 2 or len(options.losses) > len(options.record):
             raise ValueError("takes one or two recordings, and a log for each at most")
         logs = [*options.losses, None, None]
-        records = [Record.read(path, log) for path, log in zip(options.record, logs)]
+        peak = None if options.peak_tflops is None else 1e12 * options.peak_tflops
+        records = [Record.read(path, log, peak) for path, log in zip(options.record, logs)]
         options.output.write_text(html(records), encoding="utf-8")
         if options.trace:
             options.trace.write_text(records[0].trace())

@@ -269,8 +269,11 @@ class _Recorder:
             "optimizer state": _local_bytes(held),
         }
         run = {"rank": 0, "world": mesh.size(), "device": mesh.device_type, "torch": torch.__version__}
-        title = f"flatshard train, steps {self._trainer.done + _RECORDED[0] + 1} and {number}"
-        document = {"title": title, "run": {**run, "memory": memory}, **self._recording.to_dict()}
+        tokens = self._trainer.settings.batch * self._trainer.settings.context / mesh.size()
+        run |= {"tokens_per_step": tokens, "flops_per_step": tokens * self._trainer.flops_per_token}
+        title = f"flatshard train, steps {number - 1} and {number}"
+        steps = self._recording.to_dict(before=number - _RECORDED[1] + _RECORDED[0] - 1)
+        document = {"title": title, "run": {**run, "memory": memory}, **steps}
         self._path.write_text(json.dumps(document))
         self._recording = None
 
