@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flatshard import fully_shard
+from flatshard import shard_model
 
 device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 if device.type != "cpu":
@@ -15,10 +15,8 @@ dist.init_process_group()  # NCCL for tensors on GPUs, Gloo for tensors on CPUs
 
 torch.manual_seed(0)  # the same weights on every rank
 model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)), nn.Linear(64, 1))
-for block in model[:-1]:
-    fully_shard(block)
-fully_shard(model)
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+shard_model(model)  # or fully_shard(block) for every block, then fully_shard(model), as with FSDP2
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # built after sharding
 
 torch.manual_seed(dist.get_rank())  # other data on every rank
 for step in range(1, 101):

@@ -141,8 +141,11 @@ class Recording:
         if self._cuda:
             torch.cuda.synchronize()
 
-    def to_dict(self, keep: int = 2) -> dict[str, Any]:
-        """The last ``keep`` whole steps, in seconds from the beginning of the first; and the units, as JSON has it."""
+    def to_dict(self, keep: int = 2, before: int = 0) -> dict[str, Any]:
+        """The last ``keep`` whole steps, in seconds from the beginning of the first; and the units, as JSON has it.
+
+        ``before``: how many steps were made before the recording began.
+        """
         self._settle()
         ends = [self.seconds(moment) for moment in self.steps]
         bounds = list(pairwise(ends))[-keep:]
@@ -151,7 +154,10 @@ class Recording:
         start, stop = bounds[0][0], bounds[-1][1]
         waits = [wait for wait in self.waits if start <= self.seconds(wait.begin) < stop]
         return {
-            "steps": [{"begin": begin - start, "end": end - start} for begin, end in bounds],
+            "steps": [
+                {"number": before + number, "begin": begin - start, "end": end - start}
+                for number, (begin, end) in enumerate(bounds, len(ends) + 1 - len(bounds))
+            ],
             "spans": [*self._computed(waits, start, bounds), *self._sent(start, stop)],
             "waits": [{"phase": wait.phase, "unit": wait.unit, **self._span(wait, start)} for wait in waits],
             "memory": [

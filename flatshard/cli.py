@@ -118,7 +118,10 @@ def _blame(options: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         print(f"flatshard blame: {error}", file=sys.stderr)
         return 2
-    print(blame(records))
+    if any(record.entries or "error" in record.header for record in records.values()):
+        print(blame(records))
+    else:
+        print(f"{len(records)} records, all empty: these ranks have launched no collective, and raised no error.")
     if options.last > 0:
         print("\n".join(last_launches(records, options.last)))
     return 0
@@ -127,13 +130,14 @@ def _blame(options: argparse.Namespace) -> int:
 def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Show what `flatshard rehearse --record FILE` or `flatshard train --record FILE` has recorded as one HTML "
-        "file, which loads nothing: lanes over time, exposed waits, memory, layout, curves. Two of them stand side by "
-        "side."
+        "file that needs no network: lanes over time, exposed waits, memory, layout, loss curves. Two recordings are "
+        "shown side by side, with their differences."
     )
     parser.add_argument("record", type=Path, nargs="+", metavar="RECORD", help="one, or two to compare")
     parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), metavar="HTML")
     parser.add_argument("--losses", type=Path, nargs="+", default=[], metavar="FILE", help="logs of the runs")
     parser.add_argument("--trace", type=Path, metavar="JSON", help="write the (first) recording for Perfetto too")
+    parser.add_argument("--peak-tflops", type=float, metavar="N", help="peak TFLOP/s of a device, for MFU")
     parser.set_defaults(run=_report, parser=parser)
 
 
@@ -144,7 +148,8 @@ def _report(options: argparse.Namespace) -> int:
         if len(options.record) > 2 or len(options.losses) > len(options.record):
             raise ValueError("takes one or two recordings, and a log for each at most")
         logs = [*options.losses, None, None]
-        records = [Record.read(path, log) for path, log in zip(options.record, logs)]
+        peak = None if options.peak_tflops is None else 1e12 * options.peak_tflops
+        records = [Record.read(path, log, peak) for path, log in zip(options.record, logs)]
         options.output.write_text(html(records), encoding="utf-8")
         if options.trace:
             options.trace.write_text(records[0].trace())
@@ -288,12 +293,10 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layout", default="tensor", choices=("tensor", "flat", "auto"))
     parser.add_argument("--units", nargs="+", metavar="CLASS", help="import paths of unit classes (default: found)")
     parser.add_argument("--microbatches", type=int, default=1, metavar="N", help="per optimizer step (default 1)")
-    parser.add_argument(
-        "--activations", default="0", metavar="SIZE", help="of one rank, counted in the peak (default 0)"
-    )
-    parser.add_argument("--batch", type=int, metavar="ROWS", help="of a micro-batch and rank: estimates activations")
-    parser.add_argument("--length", type=int, metavar="TOKENS", help="of a row, for the same and for attention's time")
-    parser.add_argument("--recompute", action="store_true", help="blocks are recomputed, for both")
+    parser.add_argument("--activations", metavar="SIZE", help="activations of one rank, if you know them")
+    parser.add_argument("--batch", type=int, metavar="ROWS", help="rows per micro-batch and rank; for activations")
+    parser.add_argument("--length", type=int, metavar="TOKENS", help="tokens per row; for activations and attention")
+    parser.add_argument("--recompute", action="store_true", help="blocks recompute their activations in backward")
     parser.add_argument("--ep", type=int, metavar="N", help="experts in N parts on neighbouring ranks (default: tried)")
     parser.add_argument("--experts-per-token", type=int, metavar="N", help="where the model's configuration is silent")
     parser.add_argument("--picture", action="store_true", help="and what fits at which number of devices")
@@ -309,6 +312,9 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--host-ms", type=float, default=2.7, help="the host's per unit and micro-batch, for the same; 0: captured"
+    )
+    parser.add_argument(
+        "--peak-tflops", type=float, default=989.0, metavar="N", help="peak TFLOP/s of a device, for MFU (default 989)"
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures here too")
     parser.set_defaults(run=_plan, parser=parser)
@@ -331,7 +337,9 @@ def _plan(options: argparse.Namespace) -> int:
         if any(given is not None and given < 1 for given in (options.ep, options.experts_per_token)):
             raise ValueError("--ep and --experts-per-token are at least 1")
         network = get_network(options.network, options.ranks_per_node)
-        memory, activations = _size("memory", options.memory), _size("activations", options.activations)
+        memory = _size("memory", options.memory)
+        activations = None if options.activations is None else _size("activations", options.activations)
+        recomputed: float | None = None
         if options.devices < 1:
             raise ValueError(f"--devices {options.devices}: devices are at least 1")
         check_source(options.model)
@@ -345,7 +353,8 @@ def _plan(options: argparse.Namespace) -> int:
         param_dtype = _dtype("param", options.param_dtype)
         model = load_model(options.model, options.units or "auto", options.experts_per_token)
         if options.batch is not None:
-            activations += _activations(options)
+            saved, recomputed = (size + (activations or 0) for size in _activations(options))
+            activations, recomputed = (recomputed, None) if options.recompute else (saved, recomputed)
         if tflops == "measured":
             tflops = measured_flops(model, options.tokens, param_dtype) / 1e12
             print(f"measured here: {tflops:,.1f} TFLOP/s\n")
@@ -363,6 +372,8 @@ def _plan(options: argparse.Namespace) -> int:
             state=OPTIMIZERS[options.optimizer],
             microbatches=options.microbatches,
             activations=activations,
+            recomputed=recomputed,
+            recompute=options.recompute,
             speed=None
             if tflops is None
             else Speed(
@@ -372,6 +383,7 @@ def _plan(options: argparse.Namespace) -> int:
                 options.recompute,
                 1e12 * options.memory_bandwidth,
                 1e-3 * options.host_ms,
+                1e12 * options.peak_tflops,
             ),
             expert_parts=options.ep,
         )
@@ -403,14 +415,14 @@ def _tflops(given: str | None) -> Any:
         raise ValueError(f"--tflops {given!r}: must be a number of TFLOP/s, or 'measured'") from None
 
 
-def _activations(options: argparse.Namespace) -> int:
-    """Bytes that a micro-batch leaves for its backward."""
+def _activations(options: argparse.Namespace) -> tuple[int, int]:
+    """Bytes that a micro-batch leaves for its backward: without recompute, and with it."""
     from flatshard.tools.activations import activations_of
     from flatshard.tools.model_shapes import load_runnable
 
     dtype = _dtype("param", options.param_dtype)
     found = activations_of(*load_runnable(options.model), options.batch, options.length, dtype)
-    return found.recomputed if options.recompute else found.saved
+    return found.saved, found.recomputed
 
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:

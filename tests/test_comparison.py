@@ -20,7 +20,7 @@ from flatshard.rehearsal.traffic import difference
 
 _ROOT = Path(__file__).parents[1]
 TEXT = (_ROOT / "README.md").read_text().partition("## Beside FSDP2")[2].partition("What works, line by line")[0]
-NOTES = dict(re.findall(r"^\[(\d+)\] ([^\n]*)", re.sub(r"\. \[(\d+)\] ", r".\n[\1] ", TEXT), re.M))
+NOTES = dict(re.findall(r"^\[(\d+)\] ([^\n]*)", TEXT, re.M))
 
 
 def test_every_cell_names_a_note_and_every_note_a_test_or_a_measurement():
@@ -36,13 +36,12 @@ def test_every_cell_names_a_note_and_every_note_a_test_or_a_measurement():
         assert number[1] in NOTES, cell
     assert set(re.findall(r"\[(\d+)\]", TEXT)) == NOTES.keys()
     for note in NOTES.values():
-        (file, *test) = re.findall(r"`([^`]+)`", note)[0].split("::")
-        assert (_ROOT / file).exists(), note
-        for heading in re.findall(r'"([^"]+)"', note):
-            assert f"\n## {heading}\n" in (_ROOT / file).read_text(), note
-        if test:
-            functions = {node.name for node in ast.walk(ast.parse((_ROOT / file).read_text())) if hasattr(node, "name")}
-            assert test[0] in functions, note
+        text, file, _, heading = re.findall(r"\[([^\]]+)\]\(([^)#]+)(#([^)]+))?\)", note)[0]
+        source = (_ROOT / file).read_text()
+        if heading:
+            assert f"\n## {text}\n" in source, note
+        elif text != file:
+            assert text in {node.name for node in ast.walk(ast.parse(source)) if hasattr(node, "name")}, note
 
 
 def test_the_figures_are_those_of_the_results():

@@ -66,6 +66,12 @@ class Network:
         if not 0 <= self.sms <= 64:
             raise ValueError(f"sms must be from 0 to 64 (multiprocessors that a collective keeps), got {self.sms}")
 
+    def describe(self, world: int) -> str:
+        """Its name and the bandwidth of the links that ``world`` ranks use."""
+        links = [f"{self.inside.bandwidth / 1e9:g} GB/s inside a node"]
+        links += [f"{self.between.bandwidth / 1e9:g} GB/s between nodes"] if world > self.ranks_per_node else []
+        return f"{self.name} ({', '.join(links)})"
+
     def level(self, ranks: Sequence[int]) -> Level:
         """The link that a group of these global ranks is charged at."""
         node = ranks[0] // self.ranks_per_node

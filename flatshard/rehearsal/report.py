@@ -39,10 +39,11 @@ class Report:
 
     @property
     def exposed(self) -> float | None:
-        """Seconds by which the network makes a step longer than on a free one; None if that was not run."""
+        """Seconds by which the network makes a step longer than on a free one, or 0 where steps vary by more than that;
+        None if that was not run."""
         if self.free_network_seconds is None:
             return None
-        return self.median - statistics.median(self.free_network_seconds)
+        return max(0.0, self.median - statistics.median(self.free_network_seconds))
 
     def to_dict(self) -> dict[str, Any]:
         """The fields and the figures derived from them; :meth:`from_dict` takes it back."""
@@ -79,8 +80,9 @@ class Report:
             f"wire time            {_ms(self.wire)} per step",
         ]
         if self.free_network_seconds is not None and self.exposed is not None:
-            free = _ms(statistics.median(self.free_network_seconds))
-            lines.append(f"exposed              {_ms(self.exposed)} per step (free network: {free})")
+            free = statistics.median(self.free_network_seconds)
+            told = f"{_ms(self.exposed)} per step" if free < self.median else "not measurable: steps vary by more"
+            lines.append(f"exposed              {told} (free network: {_ms(free)})")
         if self.tokens_per_step:
             rate = self.tokens_per_step / self.median
             lines.append(f"tokens/s             {rate:,.0f} per rank, {rate * self.world:,.0f} in all")

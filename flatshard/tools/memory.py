@@ -54,7 +54,7 @@ class Memory:
     """``resting``: between steps. ``peak``: the fullest moment of a step.
 
     ``most_gathered`` and ``most_staging``: the most that gathered weights and staging take, perhaps at other moments.
-    ``launches``: the collectives of one step.
+    ``launches``: the collectives of one step. ``host``: bytes in host memory, where weights are offloaded.
     """
 
     resting: Bytes
@@ -62,6 +62,7 @@ class Memory:
     most_gathered: int
     most_staging: int
     launches: tuple[PlannedCollective, ...]
+    host: int = 0
 
 
 def memory_of(model: ModelShape, setup: TrainingSetup) -> Memory:
@@ -79,6 +80,20 @@ def memory_of(model: ModelShape, setup: TrainingSetup) -> Memory:
         for launch in group.launches(*count)
     ]
     return Memory(resting, fullest.peak, fullest.most_gathered, fullest.most_staging, tuple(launches))
+
+
+def offloaded(model: ModelShape, setup: TrainingSetup) -> Memory:
+    """The same under `CPUOffloadPolicy`: main weights, their gradients and optimizer state are in host memory.
+
+    The peak is an upper bound: the most that gathered weights and staging take, even if at different moments, and the
+    shards of two units on their way to the host or from it.
+    """
+    memory = memory_of(model, setup)
+    shards = [sum(group.main + group.main_grad for group in unit) for unit in _groups(model, setup)]
+    resting = Bytes(compute=memory.resting.compute)
+    peak = replace(resting, gathered=memory.most_gathered, staging=memory.most_staging + 2 * max(shards))
+    host = memory.resting.state + sum(shards)
+    return replace(memory, resting=resting, peak=peak, host=host)
 
 
 def time_of(model: ModelShape, setup: TrainingSetup, speed: Speed, network: Network) -> Estimate:

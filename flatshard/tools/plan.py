@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,18 +15,28 @@ from flatshard.layout.planner import LayoutName
 from flatshard.policy import MixedPrecisionPolicy, Strategy, placements_for
 from flatshard.rehearsal.network import Network, wire_bytes
 from flatshard.tools.group_bytes import PlannedCollective, StateOf, TrainingSetup
-from flatshard.tools.memory import Memory, memory_of, time_of
+from flatshard.tools.memory import Memory, memory_of, offloaded, time_of
 from flatshard.tools.model_shapes import ModelShape
 from flatshard.tools.timing import Estimate, Speed
 
-_STRATEGIES: tuple[tuple[str, Strategy, Strategy | None], ...] = (
-    ("ZeRO 0", "no_shard", None),
-    ("ZeRO 1", "optim", None),
-    ("ZeRO 2", "optim_grads", None),
-    ("ZeRO 3", "optim_grads_params", None),
-    ("HSDP", "optim_grads_params", "no_shard"),
-    ("HFSDP", "optim_grads_params", "optim"),
+
+class _Kind(NamedTuple):
+    kind: str
+    strategy: Strategy
+    outer: Strategy | None = None
+    offload: bool = False
+
+
+_STRATEGIES = (
+    _Kind("ZeRO 0", "no_shard"),
+    _Kind("ZeRO 1", "optim"),
+    _Kind("ZeRO 2", "optim_grads"),
+    _Kind("ZeRO 3", "optim_grads_params"),
+    _Kind("HSDP", "optim_grads_params", "no_shard"),
+    _Kind("HFSDP", "optim_grads_params", "optim"),
+    _Kind("ZeRO 3 offload", "optim_grads_params", offload=True),
 )
+_ZERO_3 = _STRATEGIES[3]
 _MOST_DEVICES = 1 << 16
 
 
@@ -52,7 +63,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Training:
-    """``activations``: bytes of one rank. ``speed``: what a device does, for the time of a step.
+    """``activations``: bytes of one rank; None if they are not known. ``recompute``: blocks recompute them in backward;
+    ``recomputed``: if not, what they would be then. ``speed``: what a device does, for the time of a step.
 
     ``state`` and ``microbatches`` are as in `Choice`. ``expert_parts``: in how many parts experts are tried, beside not
     at all; None: in as many as a node allows.
@@ -62,7 +74,9 @@ class Training:
     layout: LayoutName = "tensor"
     state: int | StateOf = 2
     microbatches: int = 1
-    activations: float = 0.0
+    activations: float | None = None
+    recomputed: float | None = None
+    recompute: bool = False
     speed: Speed | None = None
     expert_parts: int | None = None
 
@@ -77,6 +91,7 @@ class StrategyRow:
     kind: str
     strategy: Strategy
     outer: Strategy | None
+    offload: bool
     ep: int
     mesh: tuple[int, ...]
     memory: Memory
@@ -92,10 +107,10 @@ class StrategyRow:
         return f"{self.kind} ep {self.ep}" if self.ep > 1 else self.kind
 
     @property
-    def cost(self) -> tuple[float, float]:
-        """What is least in the best one: time, to two digits; then memory."""
+    def cost(self) -> tuple[bool, float, float]:
+        """What is least in the best one: no offload, then time (to two digits), then memory."""
         seconds = self.wire if self.step is None else float(f"{self.step.total:.2g}")
-        return seconds, self.peak
+        return self.offload, seconds, self.peak
 
 
 @dataclass(frozen=True)
@@ -167,16 +182,22 @@ class StrategyPlan:
         choices += [f'strategy="{row.strategy}"'] if row.strategy != "optim_grads_params" else []
         choices += [f'outer_strategy="{row.outer}"'] if row.outer == "optim" else []
         choices += [f'layout="{self.training.layout}"'] if self.training.layout != "tensor" else []
+        choices += ["offload_policy=CPUOffloadPolicy()"] if row.offload else []
         kept = self.kept_bytes
         if kept:
             choices += [
                 'reshard_after_forward="auto"',
                 f"schedule=SchedulePolicy(keep_for_backward={kept:,})".replace(",", "_"),
             ]
-        names = ["MixedPrecisionPolicy", *["SchedulePolicy"] * bool(kept), "shard_model"]
+        names = [*["CPUOffloadPolicy"] * row.offload, "MixedPrecisionPolicy", *["SchedulePolicy"] * bool(kept)]
+        names.append("shard_model")
         lines = [_mesh("mesh", row.mesh, axes), f"policy = MixedPrecisionPolicy({dtypes})"]
+        if self.training.recompute:
+            lines.insert(
+                0, "# first: torch.utils.checkpoint in every block (Transformers: gradient_checkpointing_enable)"
+            )
         if row.ep > 1:
-            names.insert(0, "Experts")
+            names.append("Experts")
             *outer, last = row.mesh
             sparse = (*outer, last // row.ep, row.ep)
             lines.append(_mesh("sparse", sparse, (*axes[:-1], "edp", "ep")))
@@ -190,7 +211,7 @@ class StrategyPlan:
             [
                 "import torch",
                 "from torch.distributed.device_mesh import init_device_mesh",
-                f"from flatshard import {', '.join(names)}",
+                f"from flatshard import {', '.join(sorted(names))}",
                 *lines,
                 f"shard_model(model, {', '.join(choices)})",
             ]
@@ -198,9 +219,9 @@ class StrategyPlan:
 
     @property
     def kept_bytes(self) -> int:
-        """The memory that the advised strategy leaves for weights to be kept from forward to backward."""
+        """Memory that is left for weights to be kept from forward to backward; 0 if activations are not known."""
         row = self.best
-        if row is None or not row.gathers or not row.memory.peak.gathered:
+        if row is None or self.training.activations is None or not row.gathers or not row.memory.peak.gathered:
             return 0
         full = sum(launch.size for launch in row.memory.launches if launch.kind == "all_gather" and launch.times > 1)
         left = int(min(self.machine.usable - row.peak, full) // 10**8) * 10**8
@@ -212,64 +233,94 @@ class StrategyPlan:
 
     def table(self) -> str:
         """Text for a terminal."""
-        machine, training = self.machine, self.training
-        timed = self.rows[0].step is not None
-        header = ["", "mesh", "resting", "main", "compute", "state", "grads", "gathered", "staging", "peak"]
-        header += ["gathers", "reduces", "wire ms", *["step ms", "waits"] * timed, "fits"]
+        speed, offload = self.training.speed, any(row.offload for row in self.rows)
+        unit, scale = ("GB", 1e9) if max(row.peak for row in self.rows) >= 1e8 else ("MB", 1e6)
+        header = ["", "mesh", "idle", "main", "compute", "state", "grads", "gathered", "staging", "peak"]
+        header += [*["host"] * offload, "gathers", "reduces", "wire ms"]
+        header += ["step ms", "waits", "tokens/s", "MFU"] * (speed is not None) + ["fits"]
         lines = [header]
         for row in self.rows:
-            peak, resting = row.memory.peak, row.memory.resting
+            peak, step = row.memory.peak, row.step
             sizes: list[float] = [
-                resting.total,
+                row.memory.resting.total,
                 peak.main,
                 peak.compute,
                 peak.state,
                 peak.gradients,
                 peak.gathered,
-                peak.staging,
             ]
-            sizes += [row.peak, row.gathers, row.reduces]
-            line = [row.name, " x ".join(map(str, row.mesh)), *map(_gb, sizes), f"{1e3 * row.wire:,.1f}"]
-            line += [f"{1e3 * row.step.total:,.1f}", f"{1e3 * row.step.waits:,.1f}"] if row.step is not None else []
+            sizes += [peak.staging, row.peak, *[row.memory.host] * offload, row.gathers, row.reduces]
+            line = [row.name, " x ".join(map(str, row.mesh)), *(_digits(size / scale) for size in sizes)]
+            line.append(f"{1e3 * row.wire:,.1f}")
+            if speed is not None and step is not None:
+                tokens = speed.tokens * self.training.microbatches * self.machine.devices
+                line += [f"{1e3 * step.total:,.1f}", f"{1e3 * step.waits:,.1f}", f"{tokens / step.total:,.0f}"]
+                line.append(f"{100 * step.flops / step.total / speed.peak:.0f}%")
+            line += ["-"] * (len(header) - 1 - len(line))
             lines.append([*line, "yes" if row.fits else "no"])
         widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
         table = [
             "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines
         ]
-        activations = f"{_gb(training.activations)} GB of activations" if training.activations else "no activations"
-        notes = [
-            f"{self.numel:,} parameters in {self.units} units; {machine.devices} devices of {_gb(machine.memory)} GB, "
-            f"{machine.network.ranks_per_node} to a node, network {machine.network.name}",
-            "",
-            *table,
-            "",
-            "GB (10^9 bytes) of one rank. resting: between steps. peak: the fullest moment of a step, with "
-            f"{activations};",
-            "the columns before it are its parts. gathers, reduces: sent per step. wire: their time on that network,",
-            f"overlapped or not. fits: the peak leaves {100 * machine.spare:.0f}% of the memory to others.",
-            f"state: of the optimizer, {self.state_per_parameter:.2f} bytes per parameter.",
-        ]
-        notes += self._of_time()
         code = self.python()
         return "\n".join(
-            [*notes, "", *([code, ""] if code else []), self.why, *([self.formats] if self.formats else [])]
+            [
+                *self._header(),
+                "",
+                *table,
+                "",
+                *self._legend(unit),
+                "",
+                *([code, ""] if code else []),
+                self.why,
+                *([self.formats] if self.formats else []),
+            ]
         )
 
-    def _of_time(self) -> list[str]:
-        """What to know of the times, and of experts."""
-        notes, step = [], self.rows[0].step
-        if step is not None:
-            notes.append("step: estimated (docs/plan.md); waits: the part of it in which compute waits for the wire.")
+    def _header(self) -> list[str]:
+        machine = self.machine
+        return [
+            f"{self.numel:,} parameters in {self.units} units; {machine.devices} devices of {_gb(machine.memory)}, "
+            f"{machine.network.ranks_per_node} per node",
+            f"network {machine.network.describe(machine.devices)}",
+        ]
+
+    def _legend(self, unit: str) -> list[str]:
+        """What the columns are, and what to know of the rows."""
+        training, timed = self.training, self.training.speed is not None
+        known = training.activations is not None
+        with_ = f"with {_gb(training.activations or 0)} of activations" if known else "WITHOUT activations"
+        notes = [
+            f"Sizes are in {unit} (decimal) per rank. idle: between steps. peak: the most during a step, {with_};",
+            "the columns before it are its parts. gathers, reduces: sent per step. wire: their time on the network,",
+            f"hidden behind compute or not. fits: the peak leaves {100 * self.machine.spare:.0f}% of the memory free.",
+            f"The optimizer's state takes {self.state_per_parameter:.2f} bytes per parameter.",
+        ]
+        if timed:
+            notes.append(
+                "step: estimated (docs/plan.md). waits: the part of it in which compute waits for the network."
+            )
+            notes.append("tokens/s: of all devices. MFU: FLOPs of the model, without recompute, of --peak-tflops.")
         slow = [row.name for row in self.rows if row.step is not None and row.step.total <= row.step.host]
         if slow:
+            notes.append(f"The host limits a step of {', '.join(slow)}; with captured steps it does not (--host-ms 0).")
+        if training.microbatches == 1:
+            notes.append("ZeRO 1 and 2 are equal: they differ in gradients between micro-batches (--microbatches).")
+        if any(row.offload for row in self.rows):
             notes.append(
-                f"The host is what a step of {', '.join(slow)} waits for; captured steps do not (--host-ms 0)."
+                "offload: main weights, gradients and optimizer state are in host memory (host). Its peak is an upper "
+                "bound" + ("; its step time is not estimated." if timed else ".")
             )
         if any(row.ep > 1 for row in self.rows):
             notes.append(
-                "ep: ranks in a row that have different experts. "
-                + ("wire and step have the tokens that they send each other." if step is not None else "")
-                + ("Tokens that they send are not counted: give --tokens and --tflops." if step is None else "")
+                "ep: so many neighbouring ranks have different experts. "
+                + ("wire and step include the tokens that they send each other." if timed else "")
+                + ("Tokens that they send are not counted: give --tokens and --tflops." if not timed else "")
+            )
+        if not known:
+            notes.append(
+                "Activations are not known. Give --batch and --length, or --activations, to see what fits with them,\n"
+                "and how many weights can stay gathered from forward to backward (keep_for_backward)."
             )
         return notes
 
@@ -282,33 +333,33 @@ def _mesh(name: str, sizes: tuple[int, ...], axes: tuple[str, ...]) -> str:
 def compare_strategies(model: ModelShape, machine: Machine, training: Training) -> StrategyPlan:
     """Compare the strategies that fit the number of devices."""
     rows = tuple(
-        _row(name, strategy, outer, ep, model, machine, training)
+        _row(kind, ep, model, machine, training)
         for ep in _parts(model, machine, training)
-        for name, strategy, outer in _STRATEGIES
-        if (outer is None or _nodes(machine) > 1) and _can_part(ep, outer, machine)
+        for kind in _STRATEGIES
+        if (kind.outer is None or _nodes(machine) > 1) and _can_part(ep, kind.outer, machine)
     )
-    experts = model.experts
     fitting = [row for row in rows if row.fits]
+    plan = StrategyPlan(model.numel, len(model.units), machine, training, rows, None, "", experts=model.experts)
     if not fitting:
-        why = _why_not(model, machine, training, rows)
-        return StrategyPlan(model.numel, len(model.units), machine, training, rows, None, why, experts=experts)
+        least = min(rows, key=lambda row: row.peak)
+        why = f"Nothing fits: {least.name} takes least, {_gb(least.peak)}; {_gb(machine.usable)} are usable. "
+        return replace(plan, why=why + _instead(model, machine, training, rows))
     best = min(fitting, key=lambda row: row.cost)
-    left = machine.memory - best.peak
-    why = f"{best.name}: {_gb(left)} GB of each device are left, and "
-    others = [row for row in fitting if row is not best]
-    if not others:
-        why += "nothing else fits."
-    elif best.step is not None:
-        why += f"of the {len(fitting)} that fit it is fastest, {1e3 * best.step.total:,.0f} ms per step"
+    why = f"{best.name}: {_gb(machine.memory - best.peak)} of each device are left, and "
+    if best.offload:
+        why += f"{_gb(best.memory.host)} of host memory are used per rank. Without offload nothing fits. "
+        why += _instead(model, machine, training, [row for row in rows if not row.offload])
+    elif all(row.offload or row is best for row in fitting):
+        why += "nothing else fits on the device."
     else:
-        why += (
-            f"of the {len(fitting)} that fit it has the least to send: {1e3 * best.wire:,.1f} ms per step on the wire"
-        )
-    if others:
-        leaner = min(fitting, key=lambda row: row.peak)
-        why += "." if leaner is best else f". {leaner.name} takes least memory: {_gb(best.peak - leaner.peak)} GB less."
-    formats = _formats(model, machine, training, best)
-    return StrategyPlan(model.numel, len(model.units), machine, training, rows, best.name, why, formats, experts)
+        others = [row for row in fitting if not row.offload]
+        if best.step is not None:
+            why += f"of the {len(others)} that fit none is clearly faster: {1e3 * best.step.total:,.0f} ms per step."
+        else:
+            why += f"of the {len(others)} that fit it sends least: {1e3 * best.wire:,.1f} ms per step on the network."
+        leaner = min(others, key=lambda row: row.peak)
+        why += "" if leaner is best else f" {leaner.name} takes least memory: {_gb(best.peak - leaner.peak)} less."
+    return replace(plan, advice=best.name, why=why, formats=_formats(model, machine, training, best))
 
 
 def _parts(model: ModelShape, machine: Machine, training: Training) -> list[int]:
@@ -345,7 +396,8 @@ def _formats(model: ModelShape, machine: Machine, training: Training, best: Stra
     none = replace(precision, gather_format=None, reduce_format=None)
     other = none if has else replace(precision, gather_format="int8", reduce_format="int8")
     changed = replace(training, precision=other)
-    row = _row(best.kind, best.strategy, best.outer, best.ep, model, machine, changed)
+    kind = next(kind for kind in _STRATEGIES if kind.kind == best.kind)
+    row = _row(kind, best.ep, model, machine, changed)
     plain, coded = (row, best) if has else (best, row)
     if not has and coded.wire > 0.9 * plain.wire:
         return ""
@@ -374,7 +426,7 @@ def picture(model: ModelShape, machine: Machine, training: Training) -> str:
     lines = ["fits on".ljust(wide) + "".join(str(count).rjust(width) for count in counts) + "  devices"]
     for name in names:
         lines.append(name.ljust(wide) + "".join(each.get(name, " ").rjust(width) for each in marks).rstrip())
-    lines += ["", f"#: fits in {_gb(machine.usable)} GB, .: does not"]
+    lines += ["", f"#: fits in {_gb(machine.usable)}, .: does not"]
     if any(name.endswith(" ep") for name in names):
         lines.append("ep: experts in as many parts as a node allows")
     return "\n".join(lines)
@@ -392,36 +444,27 @@ def _nodes(machine: Machine) -> int:
     return machine.devices // inside if machine.devices % inside == 0 else 1
 
 
-def _row(
-    kind: str,
-    strategy: Strategy,
-    outer: Strategy | None,
-    ep: int,
-    model: ModelShape,
-    machine: Machine,
-    training: Training,
-) -> StrategyRow:
+def _row(kind: _Kind, ep: int, model: ModelShape, machine: Machine, training: Training) -> StrategyRow:
     nodes = _nodes(machine)
-    mesh = (machine.devices,) if outer is None else (nodes, machine.devices // nodes)
+    mesh = (machine.devices,) if kind.outer is None else (nodes, machine.devices // nodes)
     setup = TrainingSetup(
         mesh,
-        placements_for(strategy, outer, len(mesh)),
+        placements_for(kind.strategy, kind.outer, len(mesh)),
         training.precision,
         training.layout,
         state=training.state,
         microbatches=training.microbatches,
         expert_parts=ep,
     )
-    memory = memory_of(model, setup)
+    memory = (offloaded if kind.offload else memory_of)(model, setup)
     sent = {each: sum(_sent(x) for x in memory.launches if x.reduces == each) for each in (True, False)}
     wire = sum(_seconds(launch, machine.network) for launch in memory.launches)
     step = None
-    if training.speed is not None:
+    if training.speed is not None and not kind.offload:
         step = time_of(model, setup, training.speed, machine.network)
         wire += step.exchanges
-    peak = memory.peak.total + training.activations
-    fits = peak <= machine.usable
-    return StrategyRow(kind, strategy, outer, ep, mesh, memory, sent[False], sent[True], wire, peak, fits, step)
+    peak = memory.peak.total + (training.activations or 0)
+    return StrategyRow(*kind, ep, mesh, memory, sent[False], sent[True], wire, peak, peak <= machine.usable, step)
 
 
 def _sent(launch: PlannedCollective) -> float:
@@ -433,23 +476,38 @@ def _seconds(launch: PlannedCollective, network: Network) -> float:
     return launch.times * network.seconds(launch.kind, launch.size, launch.among, level, launch.segments)
 
 
-def _why_not(model: ModelShape, machine: Machine, training: Training, rows: Sequence[StrategyRow]) -> str:
-    least = min(rows, key=lambda row: row.peak)
-    text = f"Nothing fits: {least.name} takes least, {_gb(least.peak)} GB; {_gb(machine.usable)} GB are usable. "
-    devices = machine.devices
-    while devices < _MOST_DEVICES:
+def _instead(model: ModelShape, machine: Machine, training: Training, rows: Sequence[StrategyRow]) -> str:
+    """What helps where ``rows`` do not fit: recompute, more devices, or neither."""
+    activations, recomputed = training.activations or 0.0, training.recomputed
+    if recomputed is not None and recomputed < activations:
+        text = f"With --recompute activations take {_gb(recomputed)} instead of {_gb(activations)}"
+        usable = machine.usable + activations - recomputed
+        fitting = [row for row in rows if row.peak <= usable and not row.offload]
+        if fitting:
+            return f"{text}, and {min(fitting, key=lambda row: row.cost).name} fits."
+        training = replace(training, activations=recomputed, recomputed=None)
+        return f"{text}. {_instead(model, machine, training, rows)}"
+    least, devices = math.inf, machine.devices
+    while devices <= _MOST_DEVICES // 2:  # padding grows with the number of devices: at some time they do not help
         devices *= 2
         more = replace(machine, devices=devices)
-        row = _row("ZeRO 3", "optim_grads_params", None, 1, model, more, training)
+        found = [_row(_ZERO_3, ep, model, more, training) for ep in _parts(model, more, training)]
+        row = min(found, key=lambda row: row.peak)
         if row.fits:
-            return f"{text}On {devices} devices ZeRO 3 would take {_gb(row.peak)} GB and fit."
-    fixed = least.memory.peak.gathered + least.memory.peak.staging + training.activations
+            return f"On {devices} devices {row.name} takes {_gb(row.peak)} and fits."
+        if row.peak >= least:
+            break
+        least = row.peak
     return (
-        f"{text}More devices do not help: gathered weights, gradients on their way and activations take "
-        f"{_gb(fixed)} GB on any number of them. Smaller units, or fewer activations, do."
+        f"More devices do not help: gathered weights, gradients on their way and activations take {_gb(least)} on any "
+        "number of them. Smaller units, or a smaller batch, do."
     )
 
 
 def _gb(size: float) -> str:
-    scaled = size / 1e9
-    return f"{scaled:,.1f}" if scaled >= 10 else f"{scaled:.2f}" if scaled >= 0.005 or not size else f"{scaled:.1g}"
+    """In words: GB, or MB of little."""
+    return f"{_digits(size / 1e9)} GB" if size >= 1e8 or not size else f"{_digits(size / 1e6)} MB"
+
+
+def _digits(number: float) -> str:
+    return f"{number:,.1f}" if number >= 10 else f"{number:.2f}"

@@ -32,6 +32,9 @@ OPTIMIZERS: dict[str, int | Callable[[tuple[int, ...], int], float]] = {
     "lion": 1,
 }
 
+# FLOP/s at best, dense in bfloat16, of devices whose name has this in it.
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
+
 _LLAMA_3 = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8}
 NAMED: dict[str, dict[str, Any]] = {
     name: {

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from flatshard.tools.presets import PEAK_FLOPS
 
 _LITTLE = 0.002  # of a step: a wait shorter than that is not worth a line
 _PARTS = ("steps", "spans", "waits", "memory", "units")
+_FIXED = ("parameters", "optimizer state")  # memory that stays, and that comes and goes
+_MOVING = ("gradients", "gathered", "staging")
+
+
+class Figure(NamedTuple):
+    """A number of a report, and how it is written."""
+
+    name: str
+    value: float
+    write: Callable[[float], str]
+
+    def __str__(self) -> str:
+        return self.write(self.value)
 
 
 @dataclass(frozen=True)
@@ -20,9 +35,11 @@ class Record:
     title: str
     data: Mapping[str, Any] = field(repr=False)
     curve: Sequence[Mapping[str, Any]] = field(default=(), repr=False)
+    file: str = ""
+    peak_flops: float | None = None  # FLOP/s of the device at best, for MFU; None: looked up by its name
 
     @classmethod
-    def read(cls, path: str | Path, losses: str | Path | None = None) -> Record:
+    def read(cls, path: str | Path, losses: str | Path | None = None, peak_flops: float | None = None) -> Record:
         """ValueError where a file is something else."""
         path = Path(path)
         try:
@@ -36,8 +53,8 @@ class Record:
             raise ValueError(f"{path}: is not a recording; `flatshard rehearse --record FILE` makes one")
         if not all(isinstance(line, dict) and {"step", "loss"} <= line.keys() for line in lines):
             raise ValueError(f"{losses}: is not the log of a run (`flatshard train --losses FILE`)")
-        found = cls(str(data.get("title") or path.name), data, lines)
         try:
+            found = cls(str(data.get("title") or path.name), _with_root(data), lines, path.name, peak_flops)
             found._shown(), found.trace()
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}: is damaged, or not a recording: {type(error).__name__}: {error}") from error
@@ -48,21 +65,27 @@ class Record:
         steps = self.data["steps"]
         return float(sum(step["end"] - step["begin"] for step in steps) / len(steps)) if steps else 0.0
 
-    def exposed(self) -> list[dict[str, Any]]:
-        """Where compute waits, the longest first: seconds per step, its share, and what might help."""
-        steps = max(1, len(self.data["steps"]))
-        waits: dict[tuple[str, str], float] = {}
+    def waited(self) -> dict[tuple[str, str], float]:
+        """Seconds per step that compute waits, by phase and unit."""
+        found: dict[tuple[str, str], float] = {}
         for wait in self.data["waits"]:
             key = wait["phase"], wait["unit"]
-            waits[key] = waits.get(key, 0.0) + (wait["end"] - wait["begin"]) / steps
-        rows = []
-        for (phase, unit), seconds in sorted(waits.items(), key=lambda item: -item[1]):
-            share = seconds / self.step_seconds if self.step_seconds else 0.0
-            if share >= _LITTLE:
-                what = "its reduce" if phase == "reduce" else f"its gather in {phase}"
-                rows.append({"unit": unit, "what": what, "seconds": seconds, "share": share})
-                rows[-1]["advice"] = self._advice(phase, unit)
-        return rows
+            found[key] = found.get(key, 0.0) + (wait["end"] - wait["begin"]) / max(1, len(self.data["steps"]))
+        return found
+
+    def exposed(self) -> list[dict[str, Any]]:
+        """Where compute waits, the longest first, a row for all that the same advice is for."""
+        rows: dict[str, dict[str, Any]] = {}
+        for (phase, unit), seconds in sorted(self.waited().items(), key=lambda item: -item[1]):
+            advice = self._advice(phase, unit)
+            row = rows.setdefault(advice, {"units": [], "what": [], "seconds": 0.0, "advice": advice})
+            what = "reduce-scatter" if phase == "reduce" else f"all-gather in {phase}"
+            row["units"] += [unit] * (unit not in row["units"])
+            row["what"] += [what] * (what not in row["what"])
+            row["seconds"] += seconds
+            row["share"] = row["seconds"] / self.step_seconds if self.step_seconds else 0.0
+        listed = [row for row in rows.values() if row["share"] >= _LITTLE]
+        return sorted(listed, key=lambda row: -row["seconds"])
 
     def _advice(self, phase: str, unit: str) -> str:
         """What might hide a wait, from what was under way beside it."""
@@ -91,43 +114,55 @@ class Record:
             )
         return "It is launched too late: SchedulePolicy(max_gathered=3), or max_gathered_bytes."
 
-    def figures(self) -> list[tuple[str, str]]:
+    def figures(self) -> list[Figure]:
         """The few numbers to look at first."""
-        total = sum(row["seconds"] for row in self.exposed())
-        found = []
-        if self.data["steps"]:
-            found = [("step", _time(self.step_seconds)), ("compute waits, per step", _time(total))]
-            gathers = [span for span in self.data["spans"] if span["kind"] == "all_gather"]
-            found.append(("gathers per step", f"{len(gathers) / len(self.data['steps']):.0f}"))
-        derived = (self.data.get("rehearsal") or {}).get("derived") or {}
-        if derived.get("tokens_per_second"):
-            found.append(("tokens/s per rank", f"{derived['tokens_per_second']:,.0f}"))
-        if derived.get("flops_per_second"):
-            found.append(("model FLOP/s per rank", f"{derived['flops_per_second'] / 1e12:,.1f} T"))
+        steps, known, step = len(self.data["steps"]), self._known, self.step_seconds
+        if not step:
+            return []
+        exposed = 100 * sum(self.waited().values()) / step
+        found = [Figure("step", step, _time), Figure("exposed: compute waits", exposed, "{:.1f}%".format)]
+        rates = {name: (known.get(f"{name}_per_step") or 0) / step for name in ("tokens", "flops")}
+        if rates["tokens"]:
+            found.append(Figure("tokens/s per rank", rates["tokens"], "{:,.0f}".format))
+        peak = self.peak_flops or next((f for n, f in PEAK_FLOPS.items() if n in known.get("device", "")), None)
+        if rates["flops"] and peak:
+            found.append(Figure("MFU", 100 * rates["flops"] / peak, "{:.1f}%".format))
+        elif rates["flops"]:
+            found.append(Figure("model GFLOP/s per rank", rates["flops"] / 1e9, "{:,.1f}".format))
+        sent = sum(span["bytes"] for span in self.data["spans"]) / steps
+        found.append(Figure("communicated per step", sent, _size))
+        held = sum(known.get("memory", {}).get(name, 0) for name in _FIXED)
+        moments = [held + sum(each.get(name) or 0 for name in _MOVING) for each in self.data["memory"]]
+        moments += [each.get("allocated") or 0 for each in self.data["memory"]]
+        found.append(Figure("peak memory", max([known.get("memory", {}).get("peak", 0), *moments]), _size))
         if self.curve:
-            found.append(("loss", f"{self.curve[0]['loss']:.3f} → {self.curve[-1]['loss']:.3f}"))
+            found.append(Figure("last loss", self.curve[-1]["loss"], "{:.3f}".format))
+        return found
+
+    @property
+    def _known(self) -> Mapping[str, Any]:
+        """What the rehearsal, or the run, has said of itself."""
+        found: Mapping[str, Any] = self.data.get("rehearsal") or self.data.get("run") or {}
         return found
 
     def about(self) -> str:
         """One line: where it ran."""
-        known = self.data.get("rehearsal") or self.data.get("run") or {}
+        known = self._known
         rank = f"rank {known['rank']} of {known['world']}" if "rank" in known else ""
         network = f"modelled network {known['network']}" if "network" in known else ""
         torch = f"torch {known['torch']}" if "torch" in known else ""
         return ", ".join(filter(None, (rank, network, known.get("device", ""), torch)))
 
     def _shown(self) -> dict[str, Any]:
-        known = self.data.get("rehearsal") or self.data.get("run") or {}
-        exposed = self.exposed()
-        said = f"Waits of less than {100 * _LITTLE:g}% of a step are left out." if exposed else "Nothing worth a line."
         return {
             **{part: self.data[part] for part in _PARTS},
             "title": self.title,
+            "file": self.file,
             "about": self.about(),
-            "figures": self.figures(),
-            "fixed": known.get("memory") or {},
-            "exposed": exposed,
-            "waited": said,
+            "figures": [(figure.name, str(figure)) for figure in self.figures()],
+            "fixed": self._known.get("memory") or {},
+            "exposed": self.exposed(),
+            "little": f"{100 * _LITTLE:g}%",
             "curve": list(self.curve),
         }
 
@@ -160,10 +195,38 @@ def _event(name: str, thread: int, span: Mapping[str, Any], details: dict[str, A
 
 
 def html(records: Sequence[Record]) -> str:
-    """One page for one recording, or for two side by side. It loads nothing."""
+    """One page for one recording, or for two side by side with their differences. It needs no other file."""
     page = resources.files("flatshard.tools").joinpath("report.html").read_text(encoding="utf-8")
-    data = json.dumps([record._shown() for record in records], allow_nan=False).replace("<", "\\u003c")
-    return page.replace("@DATA@", data)
+    shown = {"reports": [record._shown() for record in records], "differences": differences(records)}
+    return page.replace("@DATA@", json.dumps(shown, allow_nan=False).replace("<", "\\u003c"))
+
+
+def differences(records: Sequence[Record]) -> list[tuple[str, str, str, str]]:
+    """Of two recordings: each figure that both have, in the first, in the second, and by how much it differs."""
+    first, *others = ({figure.name: figure for figure in record.figures()} for record in records)
+    rows = []
+    for name, before in first.items():
+        after = others[0].get(name) if others else None
+        if after is not None:
+            unit = " points" if str(before).endswith("%") else "%"
+            change = after.value - before.value
+            by = change if unit == " points" else 100 * change / before.value if before.value else 0.0
+            rows.append((name, str(before), str(after), f"{by:+.1f}{unit}"))
+    return rows
+
+
+def _with_root(data: dict[str, Any]) -> dict[str, Any]:
+    """The recording with one name for the root unit, which has no path and is called by its class."""
+
+    def renamed(row: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**row, "unit": "root"} if row["unit"].startswith(("(root)", "FSDP")) else row
+
+    return {**data, **{part: [renamed(row) for row in data[part]] for part in ("spans", "waits", "units")}}
+
+
+def _size(size: float) -> str:
+    scale, unit = next((s, u) for s, u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if size >= s or s == 1)
+    return f"{size / scale:.2f} {unit}"
 
 
 def _time(seconds: float) -> str:

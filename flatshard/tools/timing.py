@@ -31,7 +31,8 @@ class Speed:
 
     ``flops`` per second of products; ``tokens`` of one rank, in rows of ``length`` (None: attention is not counted);
     ``recompute``: blocks run again in backward. ``bandwidth``: bytes per second of its memory. ``host``: seconds that
-    the host takes to launch a unit's forward and backward; 0 for captured steps.
+    the host takes to launch a unit's forward and backward; 0 for captured steps. ``peak``: FLOP per second that the
+    device is sold with, for the MFU.
     """
 
     flops: float
@@ -40,9 +41,10 @@ class Speed:
     recompute: bool = False
     bandwidth: float = 3.35e12
     host: float = 2.7e-3
+    peak: float = 989e12
 
     def __post_init__(self) -> None:
-        if not min(self.flops, self.tokens, self.bandwidth) > 0 or self.host < 0:
+        if not min(self.flops, self.tokens, self.bandwidth, self.peak) > 0 or self.host < 0:
             raise ValueError("TFLOP/s, tokens and memory bandwidth are more than 0, host time is 0 or more")
 
 
@@ -51,7 +53,7 @@ class Estimate:
     """The time of a step, in seconds: ``total``; in it, compute ``waits`` for the wire, and the ``optimizer``.
 
     ``exchanges``: of tokens among ranks that have different experts, on the wire. ``host``: what the host takes; where
-    that is more than the rest, it is the total.
+    that is more than the rest, it is the total. ``flops``: of the model on one rank, recompute not counted.
     """
 
     total: float
@@ -59,13 +61,14 @@ class Estimate:
     optimizer: float
     exchanges: float
     host: float
+    flops: float
 
 
 class StepClock:
     """``now``: where compute stands. ``waits``: how long it has waited."""
 
     def __init__(self, speed: Speed, network: Network, width: int) -> None:
-        self.now = self.waits = self._exchanged = 0.0
+        self.now = self.waits = self._exchanged = self._done = 0.0
         self._speed, self._network, self._width = speed, network, width
         self._lanes = {"gather": 0.0, "reduce": 0.0}
         self._links: dict[Level, float] = {"inside": 0.0, "between": 0.0}
@@ -100,11 +103,12 @@ class StepClock:
         Tokens go to the experts of other ranks and come back before compute goes on.
         """
         again = self._speed.recompute and unit.is_block
-        share = 0 if unit.is_embedding else self._flops(group, position) / self._speed.flops
+        flops = 0.0 if unit.is_embedding else self._flops(group, position)
+        self._done += (2 if backward else 1) * flops
         sent = self._tokens(group, position)
         for rounds in ((1, 2) if again else (2,)) if backward else (1,):
             self._exchange(sent)
-            self._compute(rounds * share)
+            self._compute(rounds * flops / self._speed.flops)
             self._exchange(sent)
 
     def _flops(self, group: GroupBytes, position: int) -> float:
@@ -131,24 +135,25 @@ class StepClock:
             moved += beside * link.bandwidth if beside > 0 else 0.0
         self.now += seconds + _MOVED * moved / self._speed.bandwidth
 
-    def repeat(self, times: int, since: tuple[float, float, float]) -> None:
+    def repeat(self, times: int, since: tuple[float, ...]) -> None:
         """What has happened since `marks` were these happens so many times more."""
-        now, waits, exchanged = (times * (end - begin) for end, begin in zip(self.marks, since))
+        now, waits, exchanged, done = (times * (end - begin) for end, begin in zip(self.marks, since))
         self.now += now
         self.waits += waits
         self._exchanged += exchanged
+        self._done += done
         self._lanes = {name: free + now for name, free in self._lanes.items()}
         self._links = {level: free + now for level, free in self._links.items()}
 
     @property
-    def marks(self) -> tuple[float, float, float]:
-        return self.now, self.waits, self._exchanged
+    def marks(self) -> tuple[float, ...]:
+        return self.now, self.waits, self._exchanged, self._done
 
     def finish(self, groups: Sequence[GroupBytes], passes: int) -> Estimate:
         """After the last reduce: the optimizer reads and writes its state and main weights, and reads gradients."""
         moved = sum(2 * group.main + group.main_grad + 2 * group.state for group in groups if group.trainable)
         optimizer, host = moved / self._speed.bandwidth, self._speed.host * passes
-        return Estimate(max(self.now + optimizer, host), self.waits, optimizer, self._exchanged, host)
+        return Estimate(max(self.now + optimizer, host), self.waits, optimizer, self._exchanged, host, self._done)
 
 
 def measured_flops(model: ModelShape, tokens: float, dtype: torch.dtype | None) -> float:

@@ -38,13 +38,13 @@ class Causal(nn.Module):
 
 
 def build_model(settings: TrainSettings, vocab: int) -> tuple[nn.Module, list[nn.Module], float]:
-    """A model, its blocks, and its FLOPs per token. All ranks make the same weights, then keep their shards."""
+    """A model, its blocks, and its FLOPs per token. All ranks make, or read, the same weights and keep their shards."""
     torch.manual_seed(settings.seed)
     if settings.model is None:
         shape = settings.shape(vocab)
         model = Llama(shape)
         return model, list(model.blocks), shape.flops_per_token(settings.context)
-    inner = _from_config(settings.model, vocab)
+    inner = _from_transformers(settings.model, vocab)
     if settings.recompute:
         inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     names = set(inner._no_split_modules or ())
@@ -54,9 +54,9 @@ def build_model(settings: TrainSettings, vocab: int) -> tuple[nn.Module, list[nn
     return Causal(inner, settings.loss_chunk), blocks, 6.0 * used
 
 
-def _from_config(path: Path, vocab: int) -> Any:
+def _from_transformers(path: Path, vocab: int) -> Any:
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, logging
     except ImportError as error:
         raise Mistake("--model: transformers is not installed: pip install 'flatshard[hf]'") from error
     try:
@@ -64,6 +64,9 @@ def _from_config(path: Path, vocab: int) -> Any:
         known = getattr(config.get_text_config(), "vocab_size", vocab)
         if known < vocab:
             raise Mistake(f"--model {path}: knows {known} tokens; the data has {vocab}")
+        if has_weights(path):
+            logging.disable_progress_bar()  # every rank would show one
+            return AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         if _looks_ahead(model):
             raise Mistake(f'--model {path}: tokens see those that they are to foretell; has it "is_decoder": true?')
@@ -72,6 +75,11 @@ def _from_config(path: Path, vocab: int) -> Any:
         raise
     except Exception as error:  # any type: each model checks its own configuration, and may lack a package
         raise Mistake(f"--model {path}: {shorten(str(error), 300)}") from error
+
+
+def has_weights(path: Path) -> bool:
+    """Whether this is a checkpoint of Hugging Face, and not a configuration alone."""
+    return any(True for pattern in ("*.safetensors", "pytorch_model*.bin") for _ in path.glob(pattern))
 
 
 @torch.no_grad()

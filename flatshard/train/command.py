@@ -40,6 +40,10 @@ def check_settings(settings: TrainSettings) -> None:
         log.check_log(settings.losses)
     if settings.tensorboard is not None:
         log.check_board(settings.tensorboard)
+    if settings.wandb is not None:
+        log.check_installed("wandb")
+    if settings.export is not None:
+        _check_new(settings.export)
     if settings.record is not None:
         _check_written(settings.record)
     if settings.checkpoint is not None:
@@ -54,7 +58,8 @@ def check_data(settings: TrainSettings) -> None:
     path = settings.data
     if path is not None and path.is_dir() and not any(path.glob("*.json")):
         raise Mistake(f"--data {path}: not a file, nor a dataset on disk")
-    if settings.tokenizer is not None or (path is not None and (path.is_dir() or path.suffix == ".bin")):
+    read_later = path is not None and (path.is_dir() or path.suffix in (".bin", ".jsonl"))
+    if settings.tokenizer_file is not None or read_later:
         return
     size = len(bundled_text()) if path is None else path.stat().st_size
     if size <= settings.context:
@@ -68,6 +73,17 @@ def _check_written(path: Path) -> None:
             pass
     except OSError as error:
         raise Mistake(f"--record {path}: {error.strerror}") from error
+
+
+def _check_new(folder: Path) -> None:
+    """Mistake where the folder for the trained model has something in it, or cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        full = any(folder.iterdir())
+    except OSError as error:
+        raise Mistake(f"--export {folder}: {error.strerror}") from error
+    if full:
+        raise Mistake(f"--export {folder}: is not empty")
 
 
 def _check_folder(settings: TrainSettings, folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from flatshard.train.bundled_text import bundled_text
+from flatshard.train.chat import Render, chat_template, load_chat
+from flatshard.train.model import NO_TARGET
 from flatshard.train.settings import Mistake, TrainSettings
 
 _HELD = 20  # one part in so many is held out where there is validation
@@ -19,15 +21,23 @@ _HELD = 20  # one part in so many is held out where there is validation
 
 @dataclass(frozen=True)
 class Text:
-    """All documents, one after another. Without a tokenizer, tokens are bytes."""
+    """All documents, one after another. Without a tokenizer, tokens are bytes.
+
+    Of conversations: ``answers`` says which tokens count in the loss, ``render`` writes messages as text.
+    """
 
     tokens: Tensor
     vocab: int
     name: str
     tokenizer: Any = None
+    answers: Tensor | None = None
+    render: Render | None = None
 
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode()) if self.tokenizer is None else list(self.tokenizer.encode(text).ids)
+    def prompt(self, text: str) -> list[int]:
+        """The tokens of a prompt: of a conversation, a message of the user."""
+        if self.render is None:
+            return list(text.encode()) if self.tokenizer is None else list(self.tokenizer.encode(text).ids)
+        return _encode(self.tokenizer, self.render([{"role": "user", "content": text}], True))
 
     def decode(self, tokens: Sequence[int]) -> str:
         if self.tokenizer is not None:
@@ -47,9 +57,14 @@ class Text:
 def load_text(settings: TrainSettings) -> Text:
     """What the settings say. A file of bytes or tokens is mapped, not read. Mistake where there is too little of it."""
     path = settings.data
-    tokenizer = None if settings.tokenizer is None else _tokenizer(settings.tokenizer)
+    file = settings.tokenizer_file
+    tokenizer = None if file is None else _tokenizer(file)
     vocab = 256 if tokenizer is None else int(tokenizer.get_vocab_size())
-    if path is None or (path.is_file() and path.suffix != ".bin"):
+    answers = render = None
+    if path is not None and path.suffix == ".jsonl":
+        render = chat_template(file and file.parent)
+        tokens, answers = load_chat(path, partial(_encode, tokenizer), render)
+    elif path is None or (path.is_file() and path.suffix != ".bin"):
         tokens = _text(path, tokenizer)
     elif path.is_dir():
         tokens, vocab = _dataset(path, settings, tokenizer, vocab)
@@ -59,10 +74,16 @@ def load_text(settings: TrainSettings) -> Text:
                 raise Mistake(f"--data {path}: give it --tokenizer FILE or --vocab N, how many tokens there are")
             vocab = settings.vocab
         tokens = _binary(path, settings.token_dtype)
-    text = Text(tokens, settings.vocab or vocab, path.name if path else "bundled stories", tokenizer)
+    name = path.name if path else "bundled stories"
+    text = Text(tokens, settings.vocab or vocab, name, tokenizer, answers, render)
     _check_size(text, settings)
     _check_range(text, settings)
     return text
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a rendered conversation: a template writes special tokens itself."""
+    return list(text.encode()) if tokenizer is None else list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def _binary(path: Path, dtype: str) -> Tensor:
@@ -192,5 +213,18 @@ def held_rows(text: Text, settings: TrainSettings, rank: int, world: int) -> tup
 
 
 def _windows(text: Text, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    window = torch.stack([text.tokens[start : start + context + 1].long() for start in starts.tolist()])
-    return window[:, :-1], window[:, 1:]
+    parts = [slice(start, start + context + 1) for start in starts.tolist()]
+    window = torch.stack([text.tokens[part].long() for part in parts])
+    tokens, targets = window[:, :-1], window[:, 1:]
+    if text.answers is not None:
+        counts = torch.stack([text.answers[part] for part in parts])[:, 1:]
+        targets = targets.masked_fill(~counts, NO_TARGET)
+    return tokens, targets
+
+
+def share_of(text: Text, settings: TrainSettings, step: int) -> float:
+    """By what the mean loss over all tokens of a step's batch is multiplied to be the mean over those that count."""
+    if text.answers is None:
+        return 1.0
+    _, targets = batch_rows(text, settings, step, 0, 1)
+    return targets.numel() / max(1, int((targets != NO_TARGET).sum()))

@@ -83,6 +83,8 @@ def run_rank(settings: TrainSettings) -> int:
                 pass
             if settings.sample and not trainer.stopped:
                 trainer.sample()
+        if settings.export is not None and not trainer.stopped:
+            trainer.export(settings.export)
         dist.destroy_process_group()
         return 128 + trainer.stopped if trainer.stopped else 0
     except (Mistake, CheckpointError) as mistake:  # all ranks have found it

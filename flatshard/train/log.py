@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 import time
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -33,10 +34,15 @@ def check_log(path: Path) -> None:
         raise Mistake(f"--losses {path}: {error.strerror}") from error
 
 
+def check_installed(name: str) -> None:
+    """Mistake where the package that a flag is named after is not installed."""
+    if find_spec(name) is None:
+        raise Mistake(f"--{name}: {name} is not installed: pip install {name}")
+
+
 def check_board(folder: Path) -> None:
     """Mistake where TensorBoard is not installed, or cannot have this folder."""
-    if find_spec("tensorboard") is None:
-        raise Mistake("--tensorboard: tensorboard is not installed: pip install tensorboard")
+    check_installed("tensorboard")
     try:
         _check_folder(folder)
     except OSError as error:
@@ -71,10 +77,19 @@ class Log:
     """The log of a run that continues after step ``done``. What an earlier run has written beyond that is cut off.
 
     The numbers are written so that they can be read back to the last bit. ``board``: a folder for TensorBoard, which
-    gets the same. ``tokens``: of a step, all ranks together, for the speed.
+    gets the same; ``project``: of Weights & Biases, which gets it too, and ``config``. ``tokens``: of a step, all ranks
+    together, for the speed.
     """
 
-    def __init__(self, path: Path | None, done: int, board: Path | None = None, tokens: int = 0) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        done: int,
+        board: Path | None = None,
+        tokens: int = 0,
+        project: str | None = None,
+        config: dict[str, str] | None = None,
+    ) -> None:
         self._file: BinaryIO | None = None
         if path is not None:
             end = _end_of(path, done)
@@ -82,6 +97,7 @@ class Log:
             self._file = path.open("ab")
             self._file.truncate(end)
         self._board: Any = None if board is None else _board(board, done)
+        self._wandb: Any = None if project is None else import_module("wandb").init(project=project, config=config)
         self._tokens, self._last = tokens, done
         self._waiting: list[Step] = []
         self._written = time.monotonic()
@@ -106,6 +122,8 @@ class Log:
                 if self._board is not None:
                     for name in line.keys() - {"step"}:
                         self._board.add_scalar(name, line[name], line["step"])
+                if self._wandb is not None:
+                    self._wandb.log({name: line[name] for name in line.keys() - {"step"}}, step=line["step"])
         self._waiting.clear()
         if self._file is not None:
             self._file.flush()

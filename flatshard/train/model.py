@@ -114,18 +114,21 @@ class Head(nn.Module):
         return mean_loss(self.projection, x, targets, self.chunk)
 
 
+NO_TARGET = -100  # a target that does not count in the loss
+
+
 def mean_loss(projection: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """The mean cross-entropy of ``targets`` under the logits ``projection(x)``, in float32.
+    """The mean cross-entropy of ``targets`` under the logits ``projection(x)``, in float32; of `NO_TARGET` it is 0.
 
     With ``chunk``, only the logits of so many tokens are there at a time: they are computed again in backward.
     """
     rows, labels = x.flatten(0, -2), targets.flatten()
 
     def summed(part: Tensor, label: Tensor) -> Tensor:
-        return F.cross_entropy(projection(part).float(), label, reduction="sum")
+        return F.cross_entropy(projection(part).float(), label, reduction="sum", ignore_index=NO_TARGET)
 
     if not chunk or len(labels) <= chunk:
-        return F.cross_entropy(projection(rows).float(), labels)
+        return summed(rows, labels) / len(labels)
     pairs = zip(rows.split(chunk), labels.split(chunk))
     sums: list[Tensor] = [_again(summed, *pair) for pair in pairs]
     return torch.stack(sums).sum() / len(labels)

@@ -37,6 +37,7 @@ class Reading:
     memory: int
     left: float | None
     val_loss: float | None = None
+    validated: int = 0  # in which step
 
     def __str__(self) -> str:
         return self.within(1000)
@@ -46,7 +47,7 @@ class Reading:
         scale, unit = next((s, u) for s, u in ((1e15, "P"), (1e12, "T"), (1e9, "G")) if self.flops >= s or u == "G")
         parts = [f"loss {self.loss:.3f}"]
         if self.val_loss is not None:
-            parts.append(f"val {self.val_loss:.3f}")
+            parts.append(f"val {self.val_loss:.3f}" + f" (step {self.validated})" * (self.validated < self.step))
         parts += [f"{self.speed:6,.0f} tokens/s", f"{self.flops / scale:.1f} {unit}FLOP/s", format_bytes(self.memory)]
         while len(parts) > 1 and len("  ".join(parts)) > width:
             parts.pop()
@@ -168,11 +169,11 @@ class ProgressMeter:
         self._tokens = trainer.settings.batch * trainer.settings.context
         self._step, self._time = trainer.done, time.monotonic()
         self._first: tuple[int, float] | None = None
-        self._val: float | None = None
+        self._val: tuple[float | None, int] = None, 0
 
     def read(self, step: Step) -> Reading:
         loss = float(step.loss)  # waits for the device: the clock is read after it
-        self._val = self._val if step.val_loss is None else float(step.val_loss)
+        self._val = self._val if step.val_loss is None else (float(step.val_loss), step.number)
         now = time.monotonic()
         speed = (step.number - self._step) * self._tokens / max(now - self._time, 1e-9)
         self._step, self._time = step.number, now
@@ -183,7 +184,7 @@ class ProgressMeter:
             each = (now - self._first[1]) / (step.number - self._first[0])
             left = each * (self._trainer.settings.steps - step.number)
         memory = peak_memory(self._trainer.device)
-        return Reading(step.number, loss, speed, speed * self._trainer.flops_per_token, memory, left, self._val)
+        return Reading(step.number, loss, speed, speed * self._trainer.flops_per_token, memory, left, *self._val)
 
 
 def run_with_display(trainer: Trainer) -> None:

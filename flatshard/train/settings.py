@@ -16,7 +16,7 @@ FILE = "settings.yaml"  # in the folder of the run
 # What a run may change when it is continued.
 _FREE = {"processes", "steps", "recompute", "loss_chunk", "microbatches", "strategy", "replicas", "layout", "reshard"}
 _FREE |= {"offload", "sample", "sample_every", "prompt", "temperature", "checkpoint", "save_every", "keep", "losses"}
-_FREE |= {"tensorboard", "record", "timeout", "val_rows", "capture"}
+_FREE |= {"tensorboard", "wandb", "record", "timeout", "val_rows", "capture", "export"}
 
 
 class Mistake(ValueError):
@@ -29,8 +29,8 @@ class TrainSettings:
     """All of a training run. Two runs with equal settings train alike, on any number of processes, up to rounding."""
 
     # What to train on
-    data: Path | None = None  # text, tokens (.bin), or a folder of Hugging Face datasets; without it, bundled stories
-    tokenizer: Path | None = None  # a tokenizer.json of `tokenizers`; without it, tokens are bytes
+    data: Path | None = None  # text, chats (.jsonl), tokens (.bin), a folder of datasets; without it, bundled stories
+    tokenizer: Path | None = None  # a tokenizer.json; without it, that of --model, or tokens are bytes
     token_dtype: Literal["uint16", "uint32"] = "uint16"  # dtype of the tokens in a .bin file
     vocab: int | None = None  # size of the vocabulary of a .bin file without a tokenizer
     column: str = "text"  # column of a dataset that has its text, or its tokens
@@ -42,7 +42,7 @@ class TrainSettings:
     microbatches: int = 1  # parts of each process's rows that run one after another
     context: int = 128  # tokens per row
     # The model
-    model: Path | None = None  # a Hugging Face config.json, or its folder; without it, the Llama of these numbers:
+    model: Path | None = None  # a Hugging Face checkpoint, or a config.json (new weights); without it, a Llama with:
     width: int = 128  # width of the model
     layers: int = 4  # blocks of the model
     heads: int = 4  # attention heads
@@ -83,6 +83,8 @@ class TrainSettings:
     keep: int = 2  # newest checkpoints to keep
     losses: Path | None = None  # file for the losses, a line of JSON per step; a run that continues, continues it
     tensorboard: Path | None = None  # folder for TensorBoard
+    wandb: str | None = None  # project of Weights & Biases
+    export: Path | None = None  # folder for the trained --model in the end, as Hugging Face reads it
     record: Path | None = None  # file for `flatshard report`: the third to the fifth step
     timeout: int | None = None  # seconds that ranks wait for each other; without it, torch's
 
@@ -102,6 +104,8 @@ class TrainSettings:
         self._require("prompt", lambda value: value != "", "at least one character")
         if self.capture:
             self._check_capture()
+        if self.export is not None and self.model is None:
+            raise Mistake(f"--export {self.export}: only a model of Transformers can be exported: give it --model")
         if self.replicas is not None and self.strategy not in ("hsdp", "hfsdp"):
             raise Mistake(f"--replicas {self.replicas}: only --strategy hsdp and hfsdp have them")
         if self.rows and (self.offload or self.strategy not in ("zero3", "hsdp")):
@@ -148,6 +152,12 @@ class TrainSettings:
             chosen=self.experts_per_token,
             loss_chunk=self.loss_chunk,
         )
+
+    @property
+    def tokenizer_file(self) -> Path | None:
+        """The tokenizer that was given, or that of the model's folder; None: tokens are bytes."""
+        own = None if self.model is None else self.model / "tokenizer.json"
+        return own if self.tokenizer is None and own is not None and own.is_file() else self.tokenizer
 
     @property
     def recipe(self) -> dict[str, str]:

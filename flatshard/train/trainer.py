@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,9 +21,10 @@ from flatshard.buffer import Exchange
 from flatshard.captured import Captured, capture
 from flatshard.checkpoint.errors import CheckpointError, on_all_ranks
 from flatshard.optim.clip import clip_grad_norm_
-from flatshard.train.build import build_model, build_optimizer, set_capturable, shard
-from flatshard.train.data import Text, batch_rows, held_rows
+from flatshard.train.build import Causal, build_model, build_optimizer, set_capturable, shard
+from flatshard.train.data import Text, batch_rows, held_rows, share_of
 from flatshard.train.log import Log
+from flatshard.train.model import NO_TARGET
 from flatshard.train.settings import FILE, Mistake, TrainSettings
 from flatshard.train.step import Step
 from flatshard.train.stop import Stop
@@ -59,8 +61,9 @@ class Trainer:
         settings = self.settings
         if settings.checkpoint is not None:
             settings.write(settings.checkpoint / FILE)
-        if settings.losses is not None or settings.tensorboard is not None:
-            self._log = Log(settings.losses, self.done, settings.tensorboard, settings.batch * settings.context)
+        if any(each is not None for each in (settings.losses, settings.tensorboard, settings.wandb)):
+            tokens = settings.batch * settings.context
+            self._log = Log(settings.losses, self.done, settings.tensorboard, tokens, settings.wandb, settings.recipe)
 
     def _resume(self) -> int:
         """Continue from the newest checkpoint of the settings; the number of its step, 0 where there is none.
@@ -137,18 +140,22 @@ class Trainer:
         else:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-        batch = tokens.to(self.device), targets.to(self.device)
+        share = torch.tensor(share_of(self.text, self.settings, number))
+        batch = tokens.to(self.device), targets.to(self.device), share.to(self.device)
         is_first = isinstance(self._update, Captured) and self._update.captures_next
         loss, norm = self._captured(batch) if is_first else self._update(*batch)
         return Step(number, self._mean(loss), norm.clone(), lr)  # a graph writes to the same tensors again
 
-    def _eager(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean loss of this rank's rows, and the norm of the gradient, of which the model has made a step."""
+    def _eager(self, tokens: Tensor, targets: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean loss of this rank's rows, and the norm of the gradient, of which the model has made a step.
+
+        ``share`` is of `share_of`: ranks, and micro-batches, may have different numbers of targets that count.
+        """
         parts = self.settings.microbatches
         loss = torch.zeros((), device=self.device)
         for place, (inputs, labels) in enumerate(zip(tokens.chunk(parts), targets.chunk(parts))):
             with microbatch(self.model, is_last=place == parts - 1):
-                part = self.model(inputs, labels) / parts
+                part = self.model(inputs, labels) * share / parts
                 part.backward()
             loss += part.detach()
         norm = clip_grad_norm_(self.model.parameters(), self.settings.clip or float("inf"))
@@ -156,7 +163,7 @@ class Trainer:
         self.optimizer.zero_grad()
         return loss, norm
 
-    def _captured(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def _captured(self, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """A step that becomes a graph. Mistake on all ranks where it cannot on one."""
         made: list[tuple[Tensor, Tensor]] = []
         try:
@@ -184,7 +191,10 @@ class Trainer:
         for inputs, labels in zip(tokens.chunk(parts), targets.chunk(parts)):
             total += self.model(inputs.to(self.device), labels.to(self.device)) * len(inputs)
         self.model.train()
-        return self._mean(total / len(tokens))
+        loss = self._mean(total / len(tokens))
+        if self.text.answers is None:
+            return loss
+        return loss / self._mean((targets != NO_TARGET).float().mean().to(self.device))
 
     @torch.no_grad()
     def sample(self) -> str:
@@ -194,7 +204,7 @@ class Trainer:
         """
         settings = self.settings
         draw = torch.Generator(self.device).manual_seed(settings.seed)
-        prompt = self.text.beginning() if settings.prompt is None else self.text.encode(settings.prompt)
+        prompt = self.text.beginning() if settings.prompt is None else self.text.prompt(settings.prompt)
         written = torch.tensor([prompt], device=self.device)
         self.model.eval()
         for number in range(settings.sample):
@@ -212,6 +222,18 @@ class Trainer:
         self.model.train()
         return self.text.decode(written[0].tolist())
 
+    def export(self, folder: Path) -> None:
+        """Write the model, its configuration and its tokenizer to ``folder``, as Hugging Face has them."""
+        assert isinstance(self.model, Causal)
+        assert self.settings.model is not None
+        inner, source = self.model.inner, self.settings.model
+        checkpoint.export_safetensors(inner, folder, progress=False)
+        if self.mesh.get_rank() == 0:
+            inner.config.save_pretrained(folder)
+            for pattern in ("*token*", "chat_template*", "generation_config.json", "vocab*", "merges.txt"):
+                for file in source.glob(pattern) if source.is_dir() else ():
+                    shutil.copy(file, folder)
+
 
 class _Recorder:
     """Records a few steps on rank 0, for `flatshard report`. A context manager, so that an exception ends it too."""
@@ -220,6 +242,8 @@ class _Recorder:
         settings = trainer.settings
         self._trainer = trainer
         self._path = settings.record if trainer.mesh.get_rank() == 0 else None
+        if self._path is not None and trainer.done:  # what the run recorded before stays
+            self._path = self._path.with_stem(f"{self._path.stem}-after-{trainer.done}")
         self._stack = ExitStack()
         self._recording: Recording | None = None
 
@@ -245,8 +269,11 @@ class _Recorder:
             "optimizer state": _local_bytes(held),
         }
         run = {"rank": 0, "world": mesh.size(), "device": mesh.device_type, "torch": torch.__version__}
-        title = f"flatshard train, steps {self._trainer.done + _RECORDED[0] + 1} and {number}"
-        document = {"title": title, "run": {**run, "memory": memory}, **self._recording.to_dict()}
+        tokens = self._trainer.settings.batch * self._trainer.settings.context / mesh.size()
+        run |= {"tokens_per_step": tokens, "flops_per_step": tokens * self._trainer.flops_per_token}
+        title = f"flatshard train, steps {number - 1} and {number}"
+        steps = self._recording.to_dict(before=number - _RECORDED[1] + _RECORDED[0] - 1)
+        document = {"title": title, "run": {**run, "memory": memory}, **steps}
         self._path.write_text(json.dumps(document))
         self._recording = None
 

@@ -107,15 +107,17 @@ def test_the_largest_model_is_planned_from_shapes(capsys, tmp_path):
     command = ["plan", "llama-405b", "--devices", "512", "--memory", "80GiB", "--json", str(path)]
     assert main([*command, "--tokens", "8192", "--tflops", "400"]) == 0
     printed = capsys.readouterr().out
-    assert [line.split("  ")[0] for line in printed.splitlines()[3:9]] == [
-        "ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3", "HSDP", "HFSDP"
+    assert [line.split("  ")[0] for line in printed.splitlines()[4:11]] == [
+        "ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3", "HSDP", "HFSDP", "ZeRO 3 offload"
     ]  # fmt: skip
+    assert "h100-nvlink (360 GB/s inside a node, 45 GB/s between nodes)" in printed
+    assert "keep_for_backward=" not in printed  # activations, which are not known, need that memory too
     assert any(line.startswith("ZeRO 3: ") for line in printed.splitlines())  # whether formats pay is told after it
     assert 'mesh = init_device_mesh("cuda", (512,), mesh_dim_names=("dp",))' in printed
     plan = json.loads(path.read_text())
     assert plan["advice"] == "ZeRO 3"
     rows = {row["name"]: row for row in plan["strategies"]}
-    assert [name for name, row in rows.items() if row["fits"]] == ["ZeRO 3"]
+    assert [name for name, row in rows.items() if row["fits"]] == ["ZeRO 3", "ZeRO 3 offload"]
     main_bytes = rows["ZeRO 3"]["memory"]["resting"]["main"]
     assert main_bytes == pytest.approx(4 * COUNTS["llama-405b"] / 512, rel=0.001)
     assert rows["ZeRO 3"]["memory"]["resting"]["state"] == 2 * main_bytes
@@ -125,17 +127,23 @@ def test_the_largest_model_is_planned_from_shapes(capsys, tmp_path):
     for name in ("HSDP", "ZeRO 3"):
         step = rows[name]["step"]
         assert max(least, rows[name]["wire"]) < step["total"] < 1.1 * (least + step["waits"] + step["optimizer"])
+        assert step["flops"] == pytest.approx(6 * weights * 8192, rel=0.001)
+        mfu = f"{100 * step['flops'] / step['total'] / 989e12:.0f}%"
+        cells = next(line.split() for line in printed.splitlines() if line.startswith(f"{name}  "))
+        assert cells[-2:] == [mfu, "yes" if rows[name]["fits"] else "no"]
+        assert float(cells[-3].replace(",", "")) == pytest.approx(512 * 8192 / step["total"], rel=0.001)
     assert rows["HSDP"]["step"]["waits"] < 0.05 * rows["ZeRO 3"]["step"]["waits"]  # on a fast link little is exposed
 
 
 @pytest.mark.parametrize(
     ("model", "devices", "memory", "advice", "why"),
     [
-        ("llama-1b", 8, 80e9, "ZeRO 0", "least to send"),
-        ("llama-8b", 8, 40e9, "ZeRO 1", "least to send"),
+        ("llama-1b", 8, 80e9, "ZeRO 0", "it sends least"),
+        ("llama-8b", 8, 40e9, "ZeRO 1", "it sends least"),
         ("llama-8b", 8, 21e9, "ZeRO 3", "nothing else fits"),
-        ("llama-8b", 64, 40e9, "HSDP", "least to send"),
-        ("llama-8b", 2, 40e9, None, "On 4 devices ZeRO 3 would take"),
+        ("llama-8b", 64, 40e9, "HSDP", "it sends least"),
+        ("llama-8b", 2, 40e9, "ZeRO 3 offload", "On 4 devices ZeRO 3 takes"),
+        ("mixtral-8x7b", 64, 10e9, "ZeRO 3 offload ep 8", "On 256 devices ZeRO 3 ep 8 takes 6.47 GB and fits"),
         ("llama-1b", 8, 1e9, None, "More devices do not help"),
     ],
 )
@@ -148,6 +156,32 @@ def test_what_is_recommended_and_why(model, devices, memory, advice, why):
     assert plan.why in plan.table()
     chosen = [row for row in plan.rows if row.name == advice]
     assert all(row.fits for row in chosen)
+
+
+def test_recompute_is_suggested_where_it_is_the_answer():
+    """And the lines keep weights for backward only where activations are known to leave room for them."""
+    training = Training(activations=60e9, recomputed=2e9)
+    machine = Machine(8, 40e9, get_network("h100-nvlink"))
+    plan = compare_strategies(load_model("llama-1b"), machine, training)
+    assert plan.advice is None
+    assert "With --recompute activations take 2.00 GB instead of 60.0 GB, and ZeRO 0 fits." in plan.why
+    plan = compare_strategies(load_model("llama-8b"), replace(machine, devices=2), training)
+    assert "instead of 60.0 GB. On 8 devices ZeRO 3 takes" in plan.why
+    kept = {}
+    for size in (None, 0.0, 8e9):
+        plan = compare_strategies(load_model("llama-8b"), machine, Training(activations=size))
+        kept[size] = replace(plan, advice="ZeRO 3").kept_bytes
+    assert kept[None] == 0
+    assert kept[0.0] > kept[8e9] > 0
+
+
+def test_offload_leaves_gathered_weights_and_staging_on_the_device():
+    plan = compare_strategies(load_model("llama-8b"), Machine(8, 40e9, get_network("h100-nvlink")), Training())
+    rows = {row.name: row.memory for row in plan.rows}
+    device, host = rows["ZeRO 3"], rows["ZeRO 3 offload"]
+    assert host.resting.total == host.peak.main == host.peak.state == 0
+    assert host.host == pytest.approx(device.resting.total + 4 * COUNTS["llama-8b"] / 8, rel=0.001)
+    assert device.most_gathered + device.most_staging < host.peak.total < device.peak.total
 
 
 def test_stacked_experts_are_not_padded_where_there_are_fewer_than_devices():
@@ -354,7 +388,7 @@ def test_a_picture_shows_what_fits_where(capsys):
     assert main(["plan", "llama-1b", "--devices", "16", "--memory", "20GB", "--picture"]) == 0
     lines = capsys.readouterr().out.splitlines()
     marks = {
-        line.split("  ")[0]: line[12:].split() for line in lines if line[12:].strip() and set(line[12:]) <= set(" #.")
+        line.split("  ")[0]: line[16:].split() for line in lines if line[16:].strip() and set(line[16:]) <= set(" #.")
     }
     assert marks["ZeRO 0"] == ["."] * 8
     assert marks["ZeRO 3"] == [".", *"#######"]
@@ -366,16 +400,18 @@ def test_the_python_lines_of_every_strategy_run_and_shard_as_they_say(model):
     make = llama if model == "llama" else lambda: mixture(MOE_TINY)
     with torch.device("meta"):
         shapes = model_of(make() if model == "llama" else mixture(replace(MOE_TINY, ep=1)), "auto", 2)
-    plan = compare_strategies(shapes, Machine(16, 2e6, get_network("h100-nvlink")), Training())
+    training = Training(activations=0.0, recompute=True)
+    plan = compare_strategies(shapes, Machine(16, 2e6, get_network("h100-nvlink")), training)
     apart = [row for row in plan.rows if row.ep > 1 or model == "llama"]
-    assert len(apart) == (5 if model == "experts" else 6)
+    assert len(apart) == (6 if model == "experts" else 7)
+    wanted = {row.name: row.memory.resting.main for row in apart}
     for row in apart:
         lines = replace(plan, advice=row.name).python()
         with rehearse(16, "free"):
             names = {"model": make()}
             exec(lines.replace('"cuda"', '"cpu"'), names)
             mains = [group.main.local for _, unit in units_below(names["model"]) for group in unit.groups]
-            assert sum(main.nbytes for main in mains) == row.memory.resting.main, lines
+            assert sum(main.nbytes for main in mains) == wanted[row.name.replace(" offload", "")], lines
 
 
 def test_experts_apart_send_what_the_plan_says():
@@ -447,9 +483,9 @@ def test_many_microbatches_take_as_much_longer_and_the_host_is_a_bound(capsys):
     assert 3 * row[1].total > row[3].total
     command = ["plan", "llama-1b", "--devices", "8", "--memory", "80", "--tokens", "64", "--tflops", "450"]
     assert main(command) == 0
-    assert "The host is what a step of ZeRO 0" in capsys.readouterr().out
+    assert "The host limits a step of ZeRO 0" in capsys.readouterr().out
     assert main([*command, "--host-ms", "0"]) == 0
-    assert "The host" not in capsys.readouterr().out
+    assert "The host limits" not in capsys.readouterr().out
 
 
 @pytest.mark.full

@@ -7,10 +7,10 @@ import json
 import pytest
 
 from flatshard.cli import main
-from flatshard.tools.report import Record, html
+from flatshard.tools.report import Record, differences, html
 from tests.tools.browser import CHROMIUM, Browser
 
-UNITS = ["embed", "blocks.0", "blocks.1", "</script><b>head"]
+UNITS = ["FSDPNet", "blocks.0", "blocks.1", "</script><b>head"]
 
 
 def _recording(wait: float = 0.4):
@@ -33,8 +33,9 @@ def _recording(wait: float = 0.4):
         | {"gathered": 72, "waste": 0.01}
         for unit in UNITS
     ]
-    steps = [{"begin": 0.0, "end": at + 0.2}]
-    run = {"rank": 0, "world": 2, "device": "CPU", "torch": "2", "memory": {"parameters": 1 << 20}}
+    steps = [{"number": 7, "begin": 0.0, "end": at + 0.2}]
+    run = {"rank": 0, "world": 2, "device": "an H100", "torch": "2", "memory": {"parameters": 1 << 20}}
+    run |= {"tokens_per_step": 100 * (at + 0.2), "flops_per_step": 98.9e12 * (at + 0.2)}
     return {
         "title": "a run",
         "steps": steps,
@@ -60,13 +61,26 @@ def test_waits_are_told_with_what_to_try(files):
     slow, fast = Record.read(files[0], files[2]), Record.read(files[1])
     assert fast.exposed() == []
     rows = slow.exposed()
-    assert len(rows) == 8
-    assert rows[0]["share"] == pytest.approx(0.4 / slow.step_seconds)
-    advice = {(row["unit"], row["what"]): row["advice"] for row in rows}
-    assert "smaller first unit" in advice["embed", "its gather in forward"]
-    assert "reshard_after_forward=False" in advice[UNITS[-1], "its gather in backward"]
-    assert "launched too late" in advice["blocks.1", "its gather in forward"]
-    assert dict(slow.figures())["gathers per step"] == "8"
+    assert len(rows) == len({row["advice"] for row in rows}) == 3, "one for each advice"
+    assert sum(row["share"] for row in rows) == pytest.approx(8 * 0.4 / slow.step_seconds)
+    advice = {(unit, what): row["advice"] for row in rows for unit in row["units"] for what in row["what"]}
+    assert "smaller first unit" in advice["root", "all-gather in forward"]
+    assert "reshard_after_forward=False" in advice[UNITS[-1], "all-gather in backward"]
+    assert "launched too late" in advice["blocks.1", "all-gather in forward"]
+    figures = {figure.name: str(figure) for figure in slow.figures()}
+    assert figures == {
+        "step": "11.40 s",
+        "exposed: compute waits": "28.1%",
+        "tokens/s per rank": "100",
+        "MFU": "10.0%",
+        "communicated per step": "12.58 MB",
+        "peak memory": "3.15 MB",
+        "last loss": "0.625",
+    }
+    assert differences([slow]) == []
+    changes = {name: by for name, _, _, by in differences([slow, fast])}
+    assert changes["step"] == f"{100 * (fast.step_seconds / slow.step_seconds - 1):+.1f}%"
+    assert changes["exposed: compute waits"] == "-28.0 points"
     assert "srcdoc" in slow._repr_html_()
     assert html([slow]).count("</script>") == 2, "what a unit is called cannot end the script"
 
@@ -105,7 +119,19 @@ def test_the_page_works_in_a_browser(files, tmp_path, width):
         assert browser.evaluate(gathers) == 8
         assert browser.evaluate("document.querySelector('section svg.lanes').querySelectorAll('.wait').length") == 8
         assert browser.evaluate("document.querySelectorAll('section')[0].querySelectorAll('svg.curve').length") == 2
-        assert browser.evaluate("document.querySelector('table.exposed tbody').rows.length") == 8
+        assert browser.evaluate("document.querySelector('table.exposed tbody').rows.length") == 3
+        assert browser.evaluate("document.querySelector('table.differences tbody').rows.length") == 6
+        heads = browser.evaluate("[...document.querySelectorAll('h1')].map(h => h.textContent)")
+        assert heads == ["A: slow.json and B: fast.json", "A: a run", "B: a run"]
+        assert "step 7" in browser.evaluate("[...document.querySelectorAll('button')].map(b => b.textContent)")
+        assert browser.evaluate("document.querySelector('svg.memory text.peak').textContent") == "peak 3.15 MB"
+        wide = "Math.max(...[...document.querySelectorAll('table.layout')].map(t => t.offsetWidth)) < 900"
+        assert browser.evaluate(wide), "a table is as wide as what is in it"
+        colors = (
+            "new Set([...document.querySelectorAll('section:first-child svg.lanes .bar')].map(b => b.classList[1]))"
+        )
+        keys = "document.querySelectorAll('section:first-child .controls')[0].querySelectorAll('.key').length"
+        assert browser.evaluate(f"{colors}.size === {keys}"), "every colour has a legend"
         box = browser.evaluate(
             "(() => { const b = document.querySelector('[data-lane=compute][data-unit=\"blocks.1\"]')"
             ".getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2, b.width]; })()"

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import termios
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -289,10 +290,11 @@ def test_a_bar_fits_its_terminal_and_ctrl_c_in_it_saves(tmp_path):
 
 
 def test_a_reading_says_the_most_important_that_fits():
-    reading = Reading(3, 2.5, 1234.0, 5e12, 3 << 30, None, 2.25)
+    reading = Reading(3, 2.5, 1234.0, 5e12, 3 << 30, None, 2.25, 3)
     assert str(reading) == "loss 2.500  val 2.250   1,234 tokens/s  5.0 TFLOP/s  3.0 GiB"
     assert reading.within(40) == "loss 2.500  val 2.250   1,234 tokens/s"
     assert reading.within(5) == "loss 2.500"
+    assert str(replace(reading, step=5)).startswith("loss 2.500  val 2.250 (step 3) "), "it is not of this step"
 
 
 def test_under_torchrun_the_launcher_says_how_many(monkeypatch, capsys):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from torch import nn
 from flatshard.cli import main
 from flatshard.tools.report import Record
 from flatshard.train.build import build_mesh, build_model
-from flatshard.train.data import batch_rows, held_rows, load_text
+from flatshard.train.command import check_settings
+from flatshard.train.data import batch_rows, held_rows, load_text, share_of
 from flatshard.train.environment import has_own_gpus, slurm_ranks
 from flatshard.train.log import Log
 from flatshard.train.model import Llama, mean_loss
@@ -155,7 +158,7 @@ def test_tokens_come_from_text_files_and_datasets(tmp_path):
         text = load_text(each)
         assert (text.tokens.tolist(), text.vocab) == ([2, 3, 4] * 4, 5)
         assert batch_rows(text, each, 1, 0, 1)[0].dtype == torch.int64
-    assert load_text(settings).decode(load_text(settings).encode("cat sat")) == "cat sat"
+    assert load_text(settings).decode(load_text(settings).prompt("cat sat")) == "cat sat"
     with pytest.raises(Mistake, match="give it --tokenizer FILE or --vocab N"):
         load_text(replace(binary, tokenizer=None))
     with pytest.raises(Mistake, match="has 12 tokens; --context 12 needs more"):
@@ -210,6 +213,120 @@ def test_tensorboard_gets_what_the_log_gets(tmp_path):
     assert [(each.step, each.value) for each in board.Scalars("loss")] == [(step, step) for step in range(1, 9)]
     assert [each.step for each in board.Scalars("val_loss")] == [5]
     assert all(each.value > 0 for each in board.Scalars("tokens_per_second"))
+
+
+def test_weights_and_biases_gets_what_the_log_gets(tmp_path, monkeypatch):
+    """A stand-in takes the place of the package, which wants an account."""
+    got = []
+
+    def init(project, config):
+        assert (project, config) == ("stories", {"--lr": "0.1"})
+        return SimpleNamespace(log=lambda values, step: got.append((step, values["loss"], sorted(values))))
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    log = Log(None, 0, tokens=100, project="stories", config={"--lr": "0.1"})
+    for step in (1, 2):
+        log.add(Step(step, torch.tensor(5.0 / step), torch.tensor(1.0), 0.5))
+    log.write()
+    assert got == [(step, 5.0 / step, ["grad_norm", "loss", "lr", "tokens_per_second"]) for step in (1, 2)]
+    monkeypatch.setattr("flatshard.train.log.find_spec", lambda name: None)
+    with pytest.raises(Mistake, match="--wandb: wandb is not installed: pip install wandb"):
+        check_settings(replace(TINY, wandb="stories"))
+
+
+def _chats(path, count=12):
+    lines = [
+        {"messages": [{"role": "user", "content": f"{n} + 1?"}, {"role": "assistant", "content": f"{n + 1}" * (1 + n)}]}
+        for n in range(count)
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def test_of_conversations_answers_alone_are_learned(tmp_path):
+    settings = replace(TINY, data=_chats(tmp_path / "chats.jsonl"))
+    text = load_text(settings)
+    learned = bytes(text.tokens[text.answers].tolist()).decode()
+    assert learned == "".join(f"{n + 1}" * (1 + n) + "<|im_end|>\n" for n in range(12))
+    assert bytes(text.prompt("2 + 2?")) == b"<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n"
+    tokens, targets = batch_rows(text, settings, 1, 0, 1)
+    assert set(targets[targets >= 0].tolist()) <= set(b"0123456789<|im_end|>\n")
+    assert (targets[:, :-1] == tokens[:, 1:])[targets[:, :-1] >= 0].all()
+    logits = torch.randn(4, 32, 256)
+    expected = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    assert mean_loss(lambda x: x, logits, targets, 16) * share_of(text, settings, 1) == pytest.approx(float(expected))
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("nonsense", "line 1: must be like"),
+        ('{"text": "a"}', "line 1: must be like"),
+        ('{"messages": [{"role": "user", "content": ["a"]}]}', "must be text"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "no message has the role assistant"),
+    ],
+)
+def test_what_is_no_conversation_is_named(tmp_path, line, expected):
+    (tmp_path / "chats.jsonl").write_text(line)
+    with pytest.raises(Mistake, match=expected):
+        load_text(replace(TINY, data=tmp_path / "chats.jsonl"))
+
+
+def _tuned(rank, world, settings):
+    losses = []
+    for each in settings:
+        trainer = Trainer(each, load_text(each), build_mesh(each, "cpu", world, 1))
+        steps = list(trainer.steps())
+        losses.append(([float(step.loss) for step in steps], float(trainer.validate())))
+        if each.export is not None:
+            trainer.export(each.export)
+    return losses
+
+
+@pytest.mark.full
+def test_a_checkpoint_of_hugging_face_is_tuned_on_chats_and_exported(ranks, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    torch.manual_seed(1)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+    model.save_pretrained(tmp_path / "base")
+    alphabet = {chr(n): n - 31 for n in range(32, 127)} | {"\n": 0}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(alphabet, []))
+    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    wrapped.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    wrapped.save_pretrained(tmp_path / "base")
+    settings = replace(
+        TINY, data=_chats(tmp_path / "chats.jsonl", 40), model=tmp_path / "base", val_every=99, val_rows=4
+    )
+    text = load_text(settings)
+    assert text.decode(text.tokens[text.answers][:2].tolist()).startswith("1")
+    one = ranks(1, _tuned, [settings])[0][0]
+    two = ranks(2, _tuned, [replace(settings, microbatches=2, export=tmp_path / "out")])[0][0]
+    assert two[0] == pytest.approx(one[0], rel=1e-4)
+    assert two[1] == pytest.approx(one[1], rel=1e-4)
+    tokens, targets = batch_rows(text, settings, 1, 0, 1)
+    expected = nn.functional.cross_entropy(model(tokens).logits.flatten(0, 1), targets.flatten())
+    assert one[0][0] == pytest.approx(float(expected), rel=1e-4), "it begins with the weights of the checkpoint"
+    tuned = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert again.chat_template == wrapped.chat_template
+    loss = nn.functional.cross_entropy(tuned(tokens).logits.flatten(0, 1), targets.flatten())
+    assert float(loss) < float(expected)
+    with pytest.raises(Mistake, match="is not empty"):
+        check_settings(replace(settings, export=tmp_path / "out"))
+    with pytest.raises(Mistake, match="give it --model"):
+        replace(TINY, export=tmp_path / "new").validate()
+
+
+def test_a_run_that_continues_keeps_its_first_recording(ranks, tmp_path):
+    (tmp_path / "run").mkdir()
+    first = replace(TINY, steps=5, checkpoint=tmp_path / "run", record=tmp_path / "record.json")
+    ranks(1, _train, [first, replace(first, steps=10)])
+    titles = [json.loads((tmp_path / name).read_text())["title"] for name in ("record.json", "record-after-5.json")]
+    assert titles == ["flatshard train, steps 4 and 5", "flatshard train, steps 9 and 10"]
 
 
 def test_a_board_that_cannot_be_is_refused_before_anything_starts(tmp_path, capsys, monkeypatch):
