@@ -145,7 +145,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", default="a", choices=[*CASES, "all"], help="all: a to e64")
     names = [*SYSTEMS, *(name + COMPILED for name in SYSTEMS)]
-    parser.add_argument("--systems", nargs="+", default=DEFAULT_SYSTEMS, choices=names)
+    parser.add_argument("--systems", nargs="+", default=DEFAULT_SYSTEMS, choices=names, metavar="SYSTEM")
     parser.add_argument("--compile", action="store_true", help="measure every system with compiled blocks too")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--json", type=Path, help="write the figures with command, device and date")
