@@ -348,7 +348,7 @@ def _plan(options: argparse.Namespace) -> int:
 
     try:
         if options.optimizer not in OPTIMIZERS:
-            raise ValueError(f"optimizer {options.optimizer!r} is not known; known are {', '.join(OPTIMIZERS)}")
+            raise ValueError(f"optimizer {options.optimizer!r} is not known; choose one of {', '.join(OPTIMIZERS)}")
         if (options.batch is not None and options.length is None) or min(options.batch or 1, options.length or 1) < 1:
             raise ValueError("activations are estimated from both --batch and --length, at least 1")
         if options.tokens is None and options.batch is not None and options.tflops is not None:
@@ -477,7 +477,7 @@ def _convert(options: argparse.Namespace) -> int:
             raise ValueError(f"--rename {wrong!r}: must be PATTERN=NEW")
         rename = [(pattern, new) for pattern, _, new in (each.partition("=") for each in options.rename)]
         if options.names is None and not Path(options.source).exists():
-            raise ValueError(f"{options.source}: no checkpoint is there")
+            raise ValueError(f"{options.source}: no checkpoint found")
         from flatshard.checkpoint.convert import convert, names_from
 
         names = None if options.names is None else names_from(options.names)
