@@ -342,9 +342,7 @@ def test_a_board_that_cannot_be_is_refused_before_anything_starts(tmp_path, caps
 
 
 def test_nodes_that_differ_need_a_number_of_replicas():
-    with pytest.raises(
-        Mistake, match="9 processes on 2 nodes: .* give --replicas N"
-    ):
+    with pytest.raises(Mistake, match=r"9 processes on 2 nodes: .* give --replicas N"):
         build_mesh(replace(TINY, strategy="hsdp"), "cpu", 9, 2)
 
 
