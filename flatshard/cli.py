@@ -9,13 +9,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from flatshard import __version__
+from flatshard.tools.plan_command import add_plan, check_writable
 
 if TYPE_CHECKING:
-    import torch
-
     from flatshard.rehearsal.network import Link
 
 
@@ -34,17 +33,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of all commands but ``train``, which has its own."""
+    """The parser of all commands but ``train``, which has its own."""
     parser = _Parser(prog="flatshard", description="Fully sharded data parallelism for PyTorch.")
     parser.add_argument("--version", action="version", version=f"flatshard {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("train", help="train a language model", add_help=False)
     _add_rehearse(commands.add_parser("rehearse", help="run a training script as one rank of W on one device"))
     _add_run(commands.add_parser("run", help="run a script that uses PyTorch's fully_shard on flatshard"))
-    _add_plan(commands.add_parser("plan", help="what each strategy takes and sends, and whether it fits"))
-    _add_convert(commands.add_parser("convert", help="a checkpoint from one form into another"))
-    _add_blame(commands.add_parser("blame", help="which rank stopped a job, from the ranks' flight records"))
-    _add_report(commands.add_parser("report", help="a recorded step as one HTML file, and as a trace"))
+    add_plan(commands.add_parser("plan", help="memory, traffic and fit of every sharding strategy for a model"))
+    _add_convert(commands.add_parser("convert", help="convert a checkpoint to another format"))
+    _add_blame(commands.add_parser("blame", help="say which rank stopped a job, from the ranks' flight records"))
+    _add_report(commands.add_parser("report", help="show a recorded step as an HTML page"))
     return parser
 
 
@@ -62,7 +61,7 @@ def _main(arguments: list[str]) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line; the flags are a page that ``--help`` shows."""
+    """Reports an error in one line; ``--help`` lists the options."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
@@ -70,7 +69,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Run SCRIPT unchanged, with the names of torch.distributed.fsdp being flatshard's. Under torchrun: "
+        "Run SCRIPT unchanged: what it imports from torch.distributed.fsdp is flatshard's. Under torchrun: "
         "torchrun --nproc-per-node N -m flatshard run SCRIPT ..."
     )
     parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module's name")
@@ -90,7 +89,7 @@ def _run(options: argparse.Namespace) -> int:
 
     install()
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"flatshard run: {options.script}, its torch.distributed.fsdp being flatshard's", file=sys.stderr)
+        print(f"flatshard run: {options.script} uses flatshard for torch.distributed.fsdp", file=sys.stderr)
     sys.argv = [options.script, *options.arguments]
     if options.is_module:
         runpy.run_module(options.script, run_name="__main__", alter_sys=True)
@@ -102,11 +101,13 @@ def _run(options: argparse.Namespace) -> int:
 
 def _add_blame(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Say in one paragraph which rank stopped where and what the others waited for, from the flight records that "
-        "ranks leave in FOLDER when a job ends badly (FLATSHARD_RECORD, or where the error says)."
+        "Say in one paragraph which rank stopped where, and what the others waited for. FOLDER has the flight "
+        "records of the ranks: FLATSHARD_RECORD, or the folder that the error names."
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("--last", type=int, default=0, metavar="N", help="and the last N launches of every rank")
+    parser.add_argument(
+        "--last", type=int, default=0, metavar="N", help="also print the last N collectives of every rank"
+    )
     parser.set_defaults(run=_blame, parser=parser)
 
 
@@ -133,10 +134,19 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
         "file that needs no network: lanes over time, exposed waits, memory, layout, loss curves. Two recordings are "
         "shown side by side, with their differences."
     )
-    parser.add_argument("record", type=Path, nargs="+", metavar="RECORD", help="one, or two to compare")
+    parser.add_argument("record", type=Path, nargs="+", metavar="RECORD", help="one recording, or two to compare")
     parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), metavar="HTML")
-    parser.add_argument("--losses", type=Path, nargs="+", default=[], metavar="FILE", help="logs of the runs")
-    parser.add_argument("--trace", type=Path, metavar="JSON", help="write the (first) recording for Perfetto too")
+    parser.add_argument(
+        "--losses",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="loss logs of the runs (flatshard train --losses)",
+    )
+    parser.add_argument(
+        "--trace", type=Path, metavar="JSON", help="also write the (first) recording as a trace for Perfetto"
+    )
     parser.add_argument("--peak-tflops", type=float, metavar="N", help="peak TFLOP/s of a device, for MFU")
     parser.set_defaults(run=_report, parser=parser)
 
@@ -146,7 +156,7 @@ def _report(options: argparse.Namespace) -> int:
 
     try:
         if len(options.record) > 2 or len(options.losses) > len(options.record):
-            raise ValueError("takes one or two recordings, and a log for each at most")
+            raise ValueError("give one or two recordings, and at most one log for each")
         logs = [*options.losses, None, None]
         peak = None if options.peak_tflops is None else 1e12 * options.peak_tflops
         records = [Record.read(path, log, peak) for path, log in zip(options.record, logs)]
@@ -163,7 +173,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _missing_script(script: str, is_module: bool) -> str | None:
-    """What is wrong with the name of a script, if anything is."""
+    """What is wrong with the name of a script, or None."""
     if not is_module:
         return None if Path(script).exists() else f"there is no script {script}"
     import importlib.util
@@ -182,20 +192,22 @@ def _add_rehearse(parser: argparse.ArgumentParser) -> None:
         "calls flatshard.rehearsal.current().mark_step()."
     )
     parser.add_argument("--world", type=int, required=True, metavar="W", help="number of ranks")
-    parser.add_argument("--rank", type=int, default=0, help="which of them to be (default 0)")
+    parser.add_argument("--rank", type=int, default=0, help="which rank to be (default 0)")
     parser.add_argument("--network", default="h100-nvlink", help="a preset; unknown names list them")
     parser.add_argument("--ranks-per-node", type=int, help="how many consecutive ranks share a node (default 8)")
     for level in ("inside", "between"):
-        parser.add_argument(f"--{level}-bandwidth", type=float, metavar="GB/S", help=f"per rank, {level} nodes")
-        parser.add_argument(f"--{level}-latency", type=float, metavar="US", help=f"per launch, {level} nodes")
-    parser.add_argument("--segment-cost", type=float, metavar="US", help="of each further segment of one launch")
-    parser.add_argument("--sms", type=int, help="multiprocessors that a collective keeps from compute (default 0)")
-    parser.add_argument("--warmup", type=int, default=2, metavar="STEPS", help="steps left out (default 2)")
+        parser.add_argument(
+            f"--{level}-bandwidth", type=float, metavar="GB/S", help=f"bandwidth per rank {level} nodes"
+        )
+        parser.add_argument(f"--{level}-latency", type=float, metavar="US", help=f"latency per launch {level} nodes")
+    parser.add_argument("--segment-cost", type=float, metavar="US", help="cost of each further tensor of one launch")
+    parser.add_argument("--sms", type=int, help="multiprocessors that a collective occupies (default 0)")
+    parser.add_argument("--warmup", type=int, default=2, metavar="STEPS", help="first steps, not measured (default 2)")
     parser.add_argument("--tokens", type=float, help="tokens per step and rank, for tokens/s")
     parser.add_argument("--flops", type=float, help="model FLOPs per step and rank, for FLOP/s")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the report here too")
-    parser.add_argument("--record", type=Path, metavar="PATH", help="write what `flatshard report` shows here")
-    parser.add_argument("--no-baseline", action="store_true", help="leave out the second run, on a free network")
+    parser.add_argument("--record", type=Path, metavar="PATH", help="record a step here, for `flatshard report`")
+    parser.add_argument("--no-baseline", action="store_true", help="skip the second run, on a network that is free")
     parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module's name")
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="passed to SCRIPT")
@@ -213,8 +225,8 @@ def _rehearse(options: argparse.Namespace) -> int:
             )
         if options.warmup < 1:
             raise ValueError(f"--warmup {options.warmup}: must be at least 1, since the first step has no beginning")
-        _check_writable("json", options.json)
-        _check_writable("record", options.record)
+        check_writable("json", options.json)
+        check_writable("record", options.record)
         network = get_network(options.network, options.ranks_per_node)
         missing = _missing_script(options.script, options.is_module)
         if missing is not None:
@@ -268,183 +280,26 @@ def _link(link: Link, bandwidth: float | None, latency: float | None) -> Link:
     )
 
 
-def _add_plan(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Bytes by category, traffic and fit of every strategy for MODEL on a number of devices, and which one to take. "
-        "MODEL is a named shape (llama-8b, mixtral-8x7b, ...; an unknown name lists them), a Hugging Face config.json "
-        "(or its folder), or module:callable that returns a module; it is built on the meta device."
-    )
-    parser.add_argument("model", metavar="MODEL")
-    parser.add_argument("--devices", type=int, required=True, metavar="W", help="number of devices, one rank each")
-    parser.add_argument("--memory", required=True, help="of one device, in GB, or with a unit: 80GB, 80GiB")
-    parser.add_argument("--network", default="h100-nvlink", help="a preset; unknown names list them")
-    parser.add_argument("--ranks-per-node", type=int, help="how many consecutive ranks share a node (default 8)")
-    parser.add_argument(
-        "--optimizer", default="adamw", help="its state counts (default adamw); unknown names list them"
-    )
-    parser.add_argument("--main-dtype", default="float32", help="of main weights and state (default float32)")
-    parser.add_argument("--param-dtype", default="bfloat16", help="of compute and gathers (default bfloat16)")
-    parser.add_argument("--reduce-dtype", help="of reduces (default: the compute dtype)")
-    parser.add_argument("--grad-dtype", help="of reduced gradients (default: the main dtype)")
-    parser.add_argument("--gather-format", choices=("int8", "float8"), help="of gathers, in the place of their dtype")
-    parser.add_argument(
-        "--reduce-format", nargs="+", choices=("int8", "bf16_fp32"), help="of reduces; two: of the outer and inner axis"
-    )
-    parser.add_argument("--layout", default="tensor", choices=("tensor", "flat", "auto"))
-    parser.add_argument("--units", nargs="+", metavar="CLASS", help="import paths of unit classes (default: found)")
-    parser.add_argument("--microbatches", type=int, default=1, metavar="N", help="per optimizer step (default 1)")
-    parser.add_argument("--activations", metavar="SIZE", help="activations of one rank, if you know them")
-    parser.add_argument("--batch", type=int, metavar="ROWS", help="rows per micro-batch and rank; for activations")
-    parser.add_argument("--length", type=int, metavar="TOKENS", help="tokens per row; for activations and attention")
-    parser.add_argument("--recompute", action="store_true", help="blocks recompute their activations in backward")
-    parser.add_argument("--ep", type=int, metavar="N", help="experts in N parts on neighbouring ranks (default: tried)")
-    parser.add_argument("--experts-per-token", type=int, metavar="N", help="where the model's configuration is silent")
-    parser.add_argument("--picture", action="store_true", help="and what fits at which number of devices")
-    parser.add_argument("--spare", type=float, default=0.1, help="part of the memory that is left free (default 0.1)")
-    parser.add_argument(
-        "--tokens", type=float, help="per micro-batch and rank, for the step time (default: batch x length)"
-    )
-    parser.add_argument(
-        "--tflops", metavar="N", help="TFLOP/s that products reach, for the same; or 'measured', on this machine"
-    )
-    parser.add_argument(
-        "--memory-bandwidth", type=float, default=3.35, metavar="TB/S", help="of a device, for the same (default 3.35)"
-    )
-    parser.add_argument(
-        "--host-ms", type=float, default=2.7, help="the host's per unit and micro-batch, for the same; 0: captured"
-    )
-    parser.add_argument(
-        "--peak-tflops", type=float, default=989.0, metavar="N", help="peak TFLOP/s of a device, for MFU (default 989)"
-    )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures here too")
-    parser.set_defaults(run=_plan, parser=parser)
-
-
-def _plan(options: argparse.Namespace) -> int:
-    from flatshard.rehearsal.network import get_network
-    from flatshard.tools.presets import OPTIMIZERS, check_source
-
-    try:
-        if options.optimizer not in OPTIMIZERS:
-            raise ValueError(f"optimizer {options.optimizer!r} is not known; known are {', '.join(OPTIMIZERS)}")
-        if (options.batch is not None and options.length is None) or min(options.batch or 1, options.length or 1) < 1:
-            raise ValueError("activations are estimated from both --batch and --length, at least 1")
-        if options.tokens is None and options.batch is not None and options.tflops is not None:
-            options.tokens = float(options.batch * options.length)
-        if (options.tokens is None) != (options.tflops is None):
-            raise ValueError("a step time needs both --tokens, or --batch and --length, and --tflops")
-        tflops = _tflops(options.tflops)
-        if any(given is not None and given < 1 for given in (options.ep, options.experts_per_token)):
-            raise ValueError("--ep and --experts-per-token are at least 1")
-        network = get_network(options.network, options.ranks_per_node)
-        memory = _size("memory", options.memory)
-        activations = None if options.activations is None else _size("activations", options.activations)
-        recomputed: float | None = None
-        if options.devices < 1:
-            raise ValueError(f"--devices {options.devices}: devices are at least 1")
-        check_source(options.model)
-        _check_writable("json", options.json)
-
-        from flatshard.policy import MixedPrecisionPolicy
-        from flatshard.tools.model_shapes import load_model
-        from flatshard.tools.plan import Machine, Training, compare_strategies, picture
-        from flatshard.tools.timing import Speed, measured_flops
-
-        param_dtype = _dtype("param", options.param_dtype)
-        model = load_model(options.model, options.units or "auto", options.experts_per_token)
-        if options.batch is not None:
-            saved, recomputed = (size + (activations or 0) for size in _activations(options))
-            activations, recomputed = (recomputed, None) if options.recompute else (saved, recomputed)
-        if tflops == "measured":
-            tflops = measured_flops(model, options.tokens, param_dtype) / 1e12
-            print(f"measured here: {tflops:,.1f} TFLOP/s\n")
-        machine = Machine(options.devices, memory, network, options.spare)
-        training = Training(
-            precision=MixedPrecisionPolicy(
-                param_dtype=param_dtype,
-                reduce_dtype=_dtype("reduce", options.reduce_dtype),
-                main_dtype=_dtype("main", options.main_dtype),
-                grad_dtype=_dtype("grad", options.grad_dtype),
-                gather_format=options.gather_format,
-                reduce_format=_pair(options.reduce_format),
-            ),
-            layout=options.layout,
-            state=OPTIMIZERS[options.optimizer],
-            microbatches=options.microbatches,
-            activations=activations,
-            recomputed=recomputed,
-            recompute=options.recompute,
-            speed=None
-            if tflops is None
-            else Speed(
-                1e12 * tflops,
-                options.tokens,
-                options.length,
-                options.recompute,
-                1e12 * options.memory_bandwidth,
-                1e-3 * options.host_ms,
-                1e12 * options.peak_tflops,
-            ),
-            expert_parts=options.ep,
-        )
-        found = compare_strategies(model, machine, training)
-        drawn = picture(model, machine, training) if options.picture else None
-        if options.json:
-            options.json.write_text(found.to_json())
-    except (OSError, TypeError, ValueError) as error:
-        print(f"flatshard plan: {error}", file=sys.stderr)
-        return 2
-    print(found.table())
-    if drawn is not None:
-        print(f"\n{drawn}")
-    return 0
-
-
-def _pair(given: list[Any] | None) -> Any:
-    """What was given once stands alone."""
-    return given[0] if given is not None and len(given) == 1 else given and tuple(given)
-
-
-def _tflops(given: str | None) -> Any:
-    """A number, "measured", or None."""
-    if given is None or given == "measured":
-        return given
-    try:
-        return float(given)
-    except ValueError:
-        raise ValueError(f"--tflops {given!r}: must be a number of TFLOP/s, or 'measured'") from None
-
-
-def _activations(options: argparse.Namespace) -> tuple[int, int]:
-    """Bytes that a micro-batch leaves for its backward: without recompute, and with it."""
-    from flatshard.tools.activations import activations_of
-    from flatshard.tools.model_shapes import load_runnable
-
-    dtype = _dtype("param", options.param_dtype)
-    found = activations_of(*load_runnable(options.model), options.batch, options.length, dtype)
-    return found.saved, found.recomputed
-
-
 def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Write the checkpoint SRC to DST in another form: a folder of flatshard's own, a folder of "
+        "Write the checkpoint SRC to DST in another format: flatshard's own folder, a folder of "
         "torch.distributed.checkpoint (as FSDP2 and Megatron-FSDP write it), safetensors, or a file of torch.save. "
-        "Memory is that of one tensor; no process group is needed."
+        "It takes the memory of one tensor, and no process group."
     )
     parser.add_argument("source", metavar="SRC")
-    parser.add_argument("target", metavar="DST", help="must not exist; .pt, .pth, .bin and .safetensors tell the form")
+    parser.add_argument("target", metavar="DST", help="must not exist; .pt, .pth, .bin and .safetensors say the format")
     parser.add_argument(
-        "--to", choices=("flatshard", "dcp", "safetensors", "torch"), help="the form (default: by name)"
+        "--to", choices=("flatshard", "dcp", "safetensors", "torch"), help="the format (default: by the name of DST)"
     )
     parser.add_argument(
         "--rename",
         action="append",
         default=[],
         metavar="PATTERN=NEW",
-        help="a regular expression, and what takes the place of what it matches in names; again for more",
+        help="rename tensors: a regular expression and its replacement; may be repeated",
     )
-    parser.add_argument("--names", metavar="JSON", help="a file with names and what they become")
-    parser.add_argument("--model-only", action="store_true", help="leave out all but the weights")
+    parser.add_argument("--names", metavar="JSON", help="rename tensors: a file that maps old names to new ones")
+    parser.add_argument("--model-only", action="store_true", help="convert the weights only, not the optimizer state")
     parser.set_defaults(run=_convert, parser=parser)
 
 
@@ -455,7 +310,7 @@ def _convert(options: argparse.Namespace) -> int:
             raise ValueError(f"--rename {wrong!r}: must be PATTERN=NEW")
         rename = [(pattern, new) for pattern, _, new in (each.partition("=") for each in options.rename)]
         if options.names is None and not Path(options.source).exists():
-            raise ValueError(f"{options.source}: no checkpoint is there")
+            raise ValueError(f"{options.source}: no checkpoint found")
         from flatshard.checkpoint.convert import convert, names_from
 
         names = None if options.names is None else names_from(options.names)
@@ -467,39 +322,6 @@ def _convert(options: argparse.Namespace) -> int:
         return 2
     print(f"{options.target}: {form}")
     return 0
-
-
-def _check_writable(name: str, path: Path | None) -> None:
-    """ValueError where a file cannot be written, which is better known before the work than after it."""
-    if path is None:
-        return
-    try:
-        with path.open("a"):
-            pass
-    except OSError as error:
-        raise ValueError(f"--{name} {path}: {error.strerror}") from error
-
-
-def _size(name: str, given: str) -> float:
-    """Bytes: a number of GB, or one with its unit."""
-    units = {"GiB": 2**30, "MiB": 2**20, "TB": 1e12, "GB": 1e9, "MB": 1e6}
-    unit = next((unit for unit in units if given.endswith(unit)), "")
-    try:
-        size = float(given.removesuffix(unit)) * units.get(unit, 1e9)
-    except ValueError:
-        size = -1.0
-    if not 0 <= size < float("inf"):
-        raise ValueError(f"--{name} {given!r}: must be a number of GB, or one with its unit ({', '.join(units)})")
-    return size
-
-
-def _dtype(name: str, given: str | None) -> torch.dtype | None:
-    import torch
-
-    found = None if given is None else getattr(torch, given, None)
-    if given is not None and not isinstance(found, torch.dtype):
-        raise ValueError(f"--{name}-dtype {given!r} is no dtype of torch; for example bfloat16 or float32")
-    return found
 
 
 if __name__ == "__main__":

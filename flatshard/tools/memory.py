@@ -85,13 +85,16 @@ def memory_of(model: ModelShape, setup: TrainingSetup) -> Memory:
 def offloaded(model: ModelShape, setup: TrainingSetup) -> Memory:
     """The same under `CPUOffloadPolicy`: main weights, their gradients and optimizer state are in host memory.
 
-    The peak is an upper bound: the most that gathered weights and staging take, even if at different moments, and the
-    shards of two units on their way to the host or from it.
+    The peak is an upper bound: the most that gathered weights and staging can take together, and the shards of two
+    units on their way to the host or from it.
     """
     memory = memory_of(model, setup)
     shards = [sum(group.main + group.main_grad for group in unit) for unit in _groups(model, setup)]
     resting = Bytes(compute=memory.resting.compute)
-    peak = replace(resting, gathered=memory.most_gathered, staging=memory.most_staging + 2 * max(shards))
+    moving = memory.peak.total - memory.resting.total  # with gradients, which are in host memory then
+    gathered = min(memory.most_gathered, moving)
+    staging = min(memory.most_staging, moving - gathered) + 2 * max(shards)
+    peak = replace(resting, gathered=gathered, staging=staging)
     host = memory.resting.state + sum(shards)
     return replace(memory, resting=resting, peak=peak, host=host)
 

@@ -88,18 +88,18 @@ class Record:
         return sorted(listed, key=lambda row: -row["seconds"])
 
     def _advice(self, phase: str, unit: str) -> str:
-        """What might hide a wait, from what was under way beside it."""
+        """What might hide a wait, from what ran at the same time."""
         lane = "reduce" if phase == "reduce" else "gather"
         sent = [span for span in self.data["spans"] if span["lane"] == lane and span["unit"] == unit]
         wire = sum(span["end"] - span["begin"] for span in sent) / max(1, len(sent))
         if phase == "reduce":
             return (
-                "The last reduces have nothing behind them: smaller units at the bottom of the model, "
-                "reduce_dtype=torch.bfloat16, or micro-batches."
+                "No compute follows the last reduce-scatters to hide them. Try smaller first units in the model, "
+                "reduce_dtype=torch.bfloat16, or gradient accumulation."
             )
         order = [wait["unit"] for wait in self.data["waits"] if wait["phase"] == phase]
         if unit in order[:2]:
-            return "Nothing runs before it in its pass that could hide it: a smaller first unit" + (
+            return "No compute runs before it in its pass to hide it. Try a smaller first unit" + (
                 ", or reshard_after_forward=False for it." if phase == "backward" else "."
             )
         before = order[order.index(unit) - 1]
@@ -109,10 +109,10 @@ class Record:
         beside = sum(span["end"] - span["begin"] for span in compute) / max(1, len(self.data["steps"]))
         if wire > beside:
             return (
-                "Its gather takes longer than the compute of the unit before it: fewer bytes (param_dtype, HSDP), "
-                "more tokens per step, or SchedulePolicy(max_gathered=3) where units differ."
+                "Its all-gather takes longer than the compute before it. Try fewer bytes (param_dtype, HSDP), "
+                "more tokens per step, or SchedulePolicy(max_gathered=3) if units differ in size."
             )
-        return "It is launched too late: SchedulePolicy(max_gathered=3), or max_gathered_bytes."
+        return "It is launched too late. Try SchedulePolicy(max_gathered=3), or max_gathered_bytes."
 
     def figures(self) -> list[Figure]:
         """The few numbers to look at first."""

@@ -63,13 +63,13 @@ def _from_transformers(path: Path, vocab: int) -> Any:
         config = AutoConfig.from_pretrained(str(path))
         known = getattr(config.get_text_config(), "vocab_size", vocab)
         if known < vocab:
-            raise Mistake(f"--model {path}: knows {known} tokens; the data has {vocab}")
+            raise Mistake(f"--model {path}: has a vocabulary of {known} tokens; the data has {vocab}")
         if has_weights(path):
             logging.disable_progress_bar()  # every rank would show one
             return AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         if _looks_ahead(model):
-            raise Mistake(f'--model {path}: tokens see those that they are to foretell; has it "is_decoder": true?')
+            raise Mistake(f'--model {path}: is not causal, tokens attend to later ones; is "is_decoder": true missing?')
         return model
     except Mistake:
         raise
@@ -97,7 +97,7 @@ def build_mesh(settings: TrainSettings, kind: str, world: int, nodes: int) -> De
         return init_device_mesh(kind, (world,), mesh_dim_names=("dp",))
     outer = settings.replicas or nodes
     if world % outer:  # nodes have different numbers of processes
-        raise Mistake(f"{world} processes are on {nodes} nodes, not equally many on each: give --replicas N")
+        raise Mistake(f"{world} processes on {nodes} nodes: nodes have different numbers of them; give --replicas N")
     return init_device_mesh(kind, (outer, world // outer), mesh_dim_names=("replicas", "shard"))
 
 

@@ -51,7 +51,7 @@ def _parts(messages: Sequence[Message], render: Render) -> Iterator[tuple[str, b
         if message["role"] == "assistant":
             before, after = render(messages[:place], True), render(messages[: place + 1], False)
             if not (before.startswith(done) and after.startswith(before)):
-                raise Mistake("--data: the chat template writes earlier messages in another way once later ones follow")
+                raise Mistake("--data: the chat template changes earlier messages when later ones follow")
             yield before[len(done) :], False
             yield after[len(before) :], True
             done = after

@@ -71,7 +71,7 @@ def load_text(settings: TrainSettings) -> Text:
     else:
         if tokenizer is None:
             if settings.vocab is None:
-                raise Mistake(f"--data {path}: give it --tokenizer FILE or --vocab N, how many tokens there are")
+                raise Mistake(f"--data {path}: give --tokenizer FILE, or --vocab N, the size of the vocabulary")
             vocab = settings.vocab
         tokens = _binary(path, settings.token_dtype)
     name = path.name if path else "bundled stories"
@@ -90,7 +90,7 @@ def _binary(path: Path, dtype: str) -> Tensor:
     kind = getattr(torch, dtype)
     size, rest = divmod(path.stat().st_size, kind.itemsize)
     if rest:
-        raise Mistake(f"--data {path}: its bytes are no whole number of {dtype}; is it of another --token-dtype?")
+        raise Mistake(f"--data {path}: its size does not fit {dtype}; does it have another --token-dtype?")
     return torch.from_file(str(path), shared=False, size=size, dtype=kind)
 
 
@@ -105,7 +105,7 @@ def _text(path: Path | None, tokenizer: Any) -> Tensor:
     try:
         return torch.tensor(tokenizer.encode(path.read_text()).ids, dtype=torch.int32)
     except UnicodeDecodeError as error:
-        raise Mistake(f"--data {path}: is not text in UTF-8; for tokens, its name ends in .bin") from error
+        raise Mistake(f"--data {path}: is not UTF-8 text; a file of tokens must end in .bin") from error
 
 
 def _tokenizer(path: Path) -> Any:
@@ -142,7 +142,7 @@ def _dataset(path: Path, settings: TrainSettings, tokenizer: Any, vocab: int) ->
             what = f"row {number} of column {settings.column} is {document!r}"
             raise Mistake(f"--data {path}: {what}, neither text nor a list of tokens; leave such rows out")
         elif tokenizer is None and settings.vocab is None:
-            raise Mistake(f"--data {path}: has tokens; give it --tokenizer FILE or --vocab N, how many there are")
+            raise Mistake(f"--data {path}: has tokens; give --tokenizer FILE, or --vocab N, the size of the vocabulary")
         packed.append(torch.tensor([*document, *end], dtype=torch.int32))
     return torch.cat(packed) if packed else torch.empty(0, dtype=torch.int32), max(vocab, max(end, default=0) + 1)
 

@@ -20,7 +20,7 @@ _FREE |= {"tensorboard", "wandb", "record", "timeout", "val_rows", "capture", "e
 
 
 class Mistake(ValueError):
-    """Something that the user can put right, said in a line."""
+    """A mistake of the user, in one line."""
 
 
 # The comment behind a field is its help.
@@ -34,15 +34,15 @@ class TrainSettings:
     token_dtype: Literal["uint16", "uint32"] = "uint16"  # dtype of the tokens in a .bin file
     vocab: int | None = None  # size of the vocabulary of a .bin file without a tokenizer
     column: str = "text"  # column of a dataset that has its text, or its tokens
-    end_token: int | None = None  # put after each document of a dataset
+    end_token: int | None = None  # token to put after each document of a dataset
     # How much
-    processes: int | None = None  # to start on this machine; without it, one per GPU, or 2 on CPU
+    processes: int | None = None  # processes to start on this machine; without it, one per GPU, or 2 on CPU
     steps: int = 220  # optimizer steps
     batch: int = 8  # rows per step, divided among the processes
-    microbatches: int = 1  # parts of each process's rows that run one after another
+    microbatches: int = 1  # gradient accumulation: micro-batches per step and process
     context: int = 128  # tokens per row
     # The model
-    model: Path | None = None  # a Hugging Face checkpoint, or a config.json (new weights); without it, a Llama with:
+    model: Path | None = None  # a Hugging Face checkpoint, or a config.json (new weights); without it, a Llama:
     width: int = 128  # width of the model
     layers: int = 4  # blocks of the model
     heads: int = 4  # attention heads
@@ -51,9 +51,9 @@ class TrainSettings:
     experts: int = 0  # experts in each block; 0: none, one feed-forward layer for all tokens
     experts_per_token: int = 2  # experts that a token is sent to
     # How it is sharded
-    strategy: Literal["zero0", "zero1", "zero2", "zero3", "hsdp", "hfsdp"] = "zero3"  # what is sharded over what
+    strategy: Literal["zero0", "zero1", "zero2", "zero3", "hsdp", "hfsdp"] = "zero3"  # what is sharded (docs/plan.md)
     replicas: int | None = None  # size of the outer axis of hsdp and hfsdp; without it, the number of nodes
-    layout: Literal["tensor", "flat", "auto"] = "tensor"  # how parameters lie in buffers
+    layout: Literal["tensor", "flat", "auto"] = "tensor"  # layout of parameters in buffers
     reshard: bool = True  # free a block's weights after forward, and gather them again in backward
     offload: bool = False  # keep main weights and optimizer state in host memory
     precision: Literal["float32", "bfloat16"] = "float32"  # dtype of compute; main weights stay float32
@@ -62,14 +62,14 @@ class TrainSettings:
     rows: bool = False  # send only those rows of the embedding that a batch reads
     recompute: bool = False  # recompute blocks in backward to save memory
     loss_chunk: int = 1024  # tokens whose logits are computed at a time; 0: all
-    capture: bool = False  # on GPUs: from the fourth on, steps are one CUDA graph, which the host launches at once
+    capture: bool = False  # on GPUs: from the fourth step on, replay the step as one CUDA graph
     # How it learns
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for matrices inside blocks, and AdamW for all else
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for matrices of blocks, AdamW for all else
     lr: float = 3e-3  # peak learning rate
     schedule: Literal["cosine", "constant"] = "cosine"  # learning rate after warm-up
     warmup: int = 10  # steps of linear warm-up
     weight_decay: float = 0.1  # weight decay of matrices
-    clip: float = 1.0  # largest norm of the gradient; 0 leaves it as it is
+    clip: float = 1.0  # largest norm of the gradient; 0: no clipping
     seed: int = 0  # seed of weights, batches and the sample
     # What it tells and keeps
     val_every: int = 0  # steps from one validation to the next, on the last twentieth of the data; 0: none
@@ -107,11 +107,11 @@ class TrainSettings:
         if self.export is not None and self.model is None:
             raise Mistake(f"--export {self.export}: only a model of Transformers can be exported: give it --model")
         if self.replicas is not None and self.strategy not in ("hsdp", "hfsdp"):
-            raise Mistake(f"--replicas {self.replicas}: only --strategy hsdp and hfsdp have them")
+            raise Mistake(f"--replicas {self.replicas}: only --strategy hsdp and hfsdp have replicas")
         if self.rows and (self.offload or self.strategy not in ("zero3", "hsdp")):
             what = "--offload" if self.offload else f"--strategy {self.strategy}"
             raise Mistake(
-                f"--rows with {what}: for a table that is sharded over one axis, on the device; leave one out"
+                f"--rows with {what}: the embedding must be sharded over one axis, on the device; leave one out"
             )
         try:
             self.shape()
@@ -229,8 +229,8 @@ def parse(arguments: list[str]) -> TrainSettings:
 
 _ABOUT = (
     "Train a language model on N processes of this machine, or as one rank of a job that torchrun or srun has started. "
-    "The result does not depend on the number of processes. --config FILE (YAML or TOML) says what flags leave open; "
-    f"a run writes its own to {FILE} in the folder of its checkpoints."
+    "The result does not depend on the number of processes. --config FILE (YAML or TOML) sets options, which flags "
+    f"override; a run with --checkpoint writes its own to {FILE} in that folder."
 )
 
 

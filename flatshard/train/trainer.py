@@ -53,7 +53,7 @@ class Trainer:
         self._update = capture(self._eager) if settings.capture else self._eager
         set_capturable(self.optimizer, self._lr)
         if settings.record is not None and settings.steps < self.done + _RECORDED[1]:
-            raise Mistake(f"--record {settings.record}: takes step {_RECORDED[1]} of a run; give it more --steps")
+            raise Mistake(f"--record {settings.record}: records up to step {_RECORDED[1]} of a run; give more --steps")
         self._log: Log | None = None
         on_all_ranks(Exchange("control"), lambda: self._open_log() if mesh.get_rank() == 0 else None)
 

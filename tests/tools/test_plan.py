@@ -24,7 +24,8 @@ from flatshard.rehearsal.traffic import difference
 from flatshard.tools.activations import activations_of
 from flatshard.tools.memory import memory_of, time_of
 from flatshard.tools.model_shapes import NAMED, load_model, load_runnable, model_of, skeleton
-from flatshard.tools.plan import Machine, Training, compare_strategies
+from flatshard.tools.plan import compare_strategies
+from flatshard.tools.strategy_plan import Machine, Training
 from flatshard.tools.timing import Speed
 from flatshard.train.model import Llama, LlamaConfig
 from tests.dist.models import Net
@@ -167,6 +168,14 @@ def test_recompute_is_suggested_where_it_is_the_answer():
     assert "With --recompute activations take 2.00 GB instead of 60.0 GB, and ZeRO 0 fits." in plan.why
     plan = compare_strategies(load_model("llama-8b"), replace(machine, devices=2), training)
     assert "instead of 60.0 GB. On 8 devices ZeRO 3 takes" in plan.why
+    wide = replace(training, activations=20e9)
+    plan = compare_strategies(load_model("llama-8b"), replace(machine, devices=64), wide)
+    assert plan.advice == "HFSDP"
+    assert "faster" not in plan.why  # HSDP would send as much
+    slow = replace(machine, devices=64, memory=30e9)
+    plan = compare_strategies(load_model("llama-8b"), slow, replace(wide, activations=18e9))
+    assert plan.advice == "ZeRO 3"
+    assert "With --recompute HSDP fits, too, and is likely to be faster." in plan.why
     kept = {}
     for size in (None, 0.0, 8e9):
         plan = compare_strategies(load_model("llama-8b"), machine, Training(activations=size))
@@ -181,7 +190,8 @@ def test_offload_leaves_gathered_weights_and_staging_on_the_device():
     device, host = rows["ZeRO 3"], rows["ZeRO 3 offload"]
     assert host.resting.total == host.peak.main == host.peak.state == 0
     assert host.host == pytest.approx(device.resting.total + 4 * COUNTS["llama-8b"] / 8, rel=0.001)
-    assert device.most_gathered + device.most_staging < host.peak.total < device.peak.total
+    moving = device.peak.total - device.resting.total
+    assert max(device.most_gathered, device.most_staging) < host.peak.total < moving + 0.1 * device.resting.total
 
 
 def test_stacked_experts_are_not_padded_where_there_are_fewer_than_devices():

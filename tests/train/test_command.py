@@ -143,7 +143,7 @@ def short_file(tmp_path):
         ("--prompt=", "--prompt : must be at least one character"),
         ("--timeout 0", "--timeout 0: must be at least 1"),
         ("--seed 99999999999", "--seed 99999999999: must be 0 or more, and below 2^32"),
-        ("--replicas 2", "--replicas 2: only --strategy hsdp and hfsdp have them"),
+        ("--replicas 2", "--replicas 2: only --strategy hsdp and hfsdp have replicas"),
         ("--strategy hsdp --replicas 3 --processes 4", "--replicas 3: 4 processes cannot be divided by it"),
         ("--rows --offload", "--rows with --offload"),
         ("--losses /dev/zero", "--losses /dev/zero: not a file"),
@@ -215,7 +215,7 @@ finally:
         ("rehearse --world 0 x.py", 2, "--world 0"),
         ("rehearse --world 2 no.py", 2, "there is no script no.py"),
         ("run no.py", 2, "there is no script no.py"),
-        ("convert nothing there", 2, "nothing: no checkpoint is there"),
+        ("convert nothing there", 2, "nothing: no checkpoint found"),
         ("blame nowhere", 2, "nowhere"),
     ],
 )

@@ -17,8 +17,9 @@ from flatshard.optim import AdamW8bit
 from flatshard.optim.adamw8bit import is_quantized, state_bytes
 from flatshard.rehearsal.network import get_network
 from flatshard.tools.model_shapes import load_model
-from flatshard.tools.plan import Machine, Training, compare_strategies
+from flatshard.tools.plan import compare_strategies
 from flatshard.tools.presets import OPTIMIZERS
+from flatshard.tools.strategy_plan import Machine, Training
 from tests.whole.cases import assert_equal_bits, bits, give, gradients
 
 

@@ -1,0 +1,211 @@
+"""The command ``flatshard plan``: what is wrong with its arguments is said before torch is imported."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Print the memory and traffic of every sharding strategy for MODEL, whether it fits, and which one to take. "
+        "MODEL is a named shape (llama-8b, mixtral-8x7b, ...; an unknown name lists them), a Hugging Face config.json "
+        "(or its folder), or module:callable that returns a module. No GPU is needed."
+    )
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("--devices", type=int, required=True, metavar="W", help="number of devices, one rank each")
+    parser.add_argument("--memory", required=True, help="memory of one device, in GB, or with a unit: 80GB, 80GiB")
+    parser.add_argument("--network", default="h100-nvlink", help="a preset; unknown names list them")
+    parser.add_argument("--ranks-per-node", type=int, help="how many consecutive ranks share a node (default 8)")
+    parser.add_argument(
+        "--optimizer", default="adamw", help="for the size of its state (default adamw); unknown names list them"
+    )
+    parser.add_argument("--main-dtype", default="float32", help="dtype of main weights and state (default float32)")
+    parser.add_argument("--param-dtype", default="bfloat16", help="dtype of compute (default bfloat16)")
+    parser.add_argument("--reduce-dtype", help="dtype of reduce-scatters (default: that of compute)")
+    parser.add_argument("--grad-dtype", help="dtype of reduced gradients (default: that of main)")
+    parser.add_argument("--gather-format", choices=("int8", "float8"), help="format of all-gathers (docs/formats.md)")
+    parser.add_argument(
+        "--reduce-format",
+        nargs="+",
+        choices=("int8", "bf16_fp32"),
+        help="format of reduce-scatters; two: outer, inner axis",
+    )
+    parser.add_argument("--layout", default="tensor", choices=("tensor", "flat", "auto"), help="layout of buffers")
+    parser.add_argument("--units", nargs="+", metavar="CLASS", help="import paths of unit classes (default: automatic)")
+    parser.add_argument("--microbatches", type=int, default=1, metavar="N", help="micro-batches per step (default 1)")
+    parser.add_argument("--activations", metavar="SIZE", help="activations of one rank, if you know them")
+    parser.add_argument("--batch", type=int, metavar="ROWS", help="rows per micro-batch and rank; for activations")
+    parser.add_argument("--length", type=int, metavar="TOKENS", help="tokens per row; for activations and attention")
+    parser.add_argument("--recompute", action="store_true", help="blocks recompute their activations in backward")
+    parser.add_argument(
+        "--ep", type=int, metavar="N", help="expert parallelism among N neighbouring ranks (default: tried)"
+    )
+    parser.add_argument("--experts-per-token", type=int, metavar="N", help="if the model's configuration does not say")
+    parser.add_argument("--picture", action="store_true", help="also draw what fits on which number of devices")
+    parser.add_argument("--spare", type=float, default=0.1, help="part of the memory to leave free (default 0.1)")
+    parser.add_argument(
+        "--tokens", type=float, help="tokens per micro-batch and rank, for the step time (default: batch x length)"
+    )
+    parser.add_argument(
+        "--tflops", metavar="N", help="TFLOP/s that matrix products reach, for the step time; or 'measured', here"
+    )
+    parser.add_argument(
+        "--memory-bandwidth",
+        type=float,
+        default=3.35,
+        metavar="TB/S",
+        help="memory bandwidth of a device (default 3.35)",
+    )
+    parser.add_argument(
+        "--host-ms", type=float, default=2.7, help="host time per unit and micro-batch (default 2.7); 0: captured"
+    )
+    parser.add_argument(
+        "--peak-tflops", type=float, default=989.0, metavar="N", help="peak TFLOP/s of a device, for MFU (default 989)"
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures here too")
+    parser.set_defaults(run=_plan, parser=parser)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from flatshard.rehearsal.network import get_network
+    from flatshard.tools.presets import OPTIMIZERS, check_source
+
+    try:
+        if options.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer {options.optimizer!r} is not known; choose one of {', '.join(OPTIMIZERS)}")
+        if (options.batch is not None and options.length is None) or min(options.batch or 1, options.length or 1) < 1:
+            raise ValueError("activations are estimated from both --batch and --length, at least 1")
+        if options.tokens is None and options.batch is not None and options.tflops is not None:
+            options.tokens = float(options.batch * options.length)
+        if (options.tokens is None) != (options.tflops is None):
+            raise ValueError("a step time needs both --tokens, or --batch and --length, and --tflops")
+        tflops = _tflops(options.tflops)
+        if any(given is not None and given < 1 for given in (options.ep, options.experts_per_token)):
+            raise ValueError("--ep and --experts-per-token are at least 1")
+        network = get_network(options.network, options.ranks_per_node)
+        memory = _size("memory", options.memory)
+        activations = None if options.activations is None else _size("activations", options.activations)
+        recomputed: float | None = None
+        if options.devices < 1:
+            raise ValueError(f"--devices {options.devices}: devices are at least 1")
+        check_source(options.model)
+        check_writable("json", options.json)
+
+        from flatshard.policy import MixedPrecisionPolicy
+        from flatshard.tools.model_shapes import load_model
+        from flatshard.tools.plan import compare_strategies, picture
+        from flatshard.tools.strategy_plan import Machine, Training
+        from flatshard.tools.timing import Speed, measured_flops
+
+        param_dtype = _dtype("param", options.param_dtype)
+        model = load_model(options.model, options.units or "auto", options.experts_per_token)
+        if options.batch is not None:
+            saved, recomputed = (size + (activations or 0) for size in _activations(options))
+            activations, recomputed = (recomputed, None) if options.recompute else (saved, recomputed)
+        if tflops == "measured":
+            tflops = measured_flops(model, options.tokens, param_dtype) / 1e12
+            print(f"measured here: {tflops:,.1f} TFLOP/s\n")
+        machine = Machine(options.devices, memory, network, options.spare)
+        training = Training(
+            precision=MixedPrecisionPolicy(
+                param_dtype=param_dtype,
+                reduce_dtype=_dtype("reduce", options.reduce_dtype),
+                main_dtype=_dtype("main", options.main_dtype),
+                grad_dtype=_dtype("grad", options.grad_dtype),
+                gather_format=options.gather_format,
+                reduce_format=_pair(options.reduce_format),
+            ),
+            layout=options.layout,
+            state=OPTIMIZERS[options.optimizer],
+            microbatches=options.microbatches,
+            activations=activations,
+            recomputed=recomputed,
+            recompute=options.recompute,
+            speed=None
+            if tflops is None
+            else Speed(
+                1e12 * tflops,
+                options.tokens,
+                options.length,
+                options.recompute,
+                1e12 * options.memory_bandwidth,
+                1e-3 * options.host_ms,
+                1e12 * options.peak_tflops,
+            ),
+            expert_parts=options.ep,
+        )
+        found = compare_strategies(model, machine, training)
+        drawn = picture(model, machine, training) if options.picture else None
+        if options.json:
+            options.json.write_text(found.to_json())
+    except (OSError, TypeError, ValueError) as error:
+        print(f"flatshard plan: {error}", file=sys.stderr)
+        return 2
+    print(found.table())
+    if drawn is not None:
+        print(f"\n{drawn}")
+    return 0
+
+
+def _pair(given: list[Any] | None) -> Any:
+    """One value as it is, several as a tuple."""
+    return given[0] if given is not None and len(given) == 1 else given and tuple(given)
+
+
+def _tflops(given: str | None) -> Any:
+    """A number, "measured", or None."""
+    if given is None or given == "measured":
+        return given
+    try:
+        return float(given)
+    except ValueError:
+        raise ValueError(f"--tflops {given!r}: must be a number of TFLOP/s, or 'measured'") from None
+
+
+def _activations(options: argparse.Namespace) -> tuple[int, int]:
+    """Bytes that a micro-batch leaves for its backward: without recompute, and with it."""
+    from flatshard.tools.activations import activations_of
+    from flatshard.tools.model_shapes import load_runnable
+
+    dtype = _dtype("param", options.param_dtype)
+    found = activations_of(*load_runnable(options.model), options.batch, options.length, dtype)
+    return found.saved, found.recomputed
+
+
+def _size(name: str, given: str) -> float:
+    """Bytes: a number of GB, or one with its unit."""
+    units = {"GiB": 2**30, "MiB": 2**20, "TB": 1e12, "GB": 1e9, "MB": 1e6}
+    unit = next((unit for unit in units if given.endswith(unit)), "")
+    try:
+        size = float(given.removesuffix(unit)) * units.get(unit, 1e9)
+    except ValueError:
+        size = -1.0
+    if not 0 <= size < float("inf"):
+        raise ValueError(f"--{name} {given!r}: must be a number of GB, or one with its unit ({', '.join(units)})")
+    return size
+
+
+def _dtype(name: str, given: str | None) -> torch.dtype | None:
+    import torch
+
+    found = None if given is None else getattr(torch, given, None)
+    if given is not None and not isinstance(found, torch.dtype):
+        raise ValueError(f"--{name}-dtype {given!r} is no dtype of torch; for example bfloat16 or float32")
+    return found
+
+
+def check_writable(name: str, path: Path | None) -> None:
+    """ValueError if a file cannot be written, before any work is done."""
+    if path is None:
+        return
+    try:
+        with path.open("a"):
+            pass
+    except OSError as error:
+        raise ValueError(f"--{name} {path}: {error.strerror}") from error
