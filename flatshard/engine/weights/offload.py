@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
 from flatshard.buffer import DBuffer, Lane, Pool, Ticket
 from flatshard.policy import CPUOffloadPolicy, OffloadPolicy
+
+# Works on gradients in host memory while the device goes on, in the order in which they arrive.
+_worker = ThreadPoolExecutor(1, "flatshard-host")
 
 
 @dataclass(frozen=True)
@@ -51,22 +55,28 @@ class Home:
     ) -> Ticket:
         """Take reduced gradients, times a factor, to host memory, written or added to what is there.
 
-        Waiting for the ticket holds up the host: afterwards anybody may read the gradients there.
+        They travel in the dtype in which they were reduced. Waiting for the ticket holds up the host: afterwards
+        anybody may read the gradients there.
         """
-        landing = main_grad.local
-        if not fresh or landing.dtype != reduced.dtype or factor != 1.0:
-            landing = self.empty(landing.numel(), reduced.dtype)
+        lies = main_grad.local
+        is_there = fresh and lies.dtype == reduced.dtype and factor == 1.0
+        landing = lies if is_there else self.empty(lies.numel(), reduced.dtype)
 
         def copy() -> None:
             landing.copy_(reduced.local, non_blocking=True)
 
         copied = lane.follow(ticket, copy)
+        if is_there:
+            return Ticket(then=copied.synchronize)
 
         def land() -> None:
             copied.synchronize()
-            if fresh and landing is not main_grad.local:
-                main_grad.local.copy_(landing).mul_(factor)
-            elif not fresh:
-                main_grad.local.add_(landing, alpha=factor)
+            if not fresh:
+                lies.add_(landing, alpha=factor)
+            elif factor == 1.0:
+                lies.copy_(landing)
+            else:
+                torch.mul(landing, factor, out=lies)
 
-        return Ticket(then=land)
+        landed = _worker.submit(land)
+        return Ticket(then=lambda: landed.result())

@@ -270,7 +270,10 @@ class Gathered(_Buffered):
         self.compute = compute
         self._main, self._home, self._dtype = main, home, codec.dtype
         self._cast = codec if isinstance(codec, Cast) else None
-        self._fetched: DBuffer | None = None  # main, where it rests in host memory
+        # Where main rests in host memory: its values in the dtype of compute, there too, and when the device has them.
+        self._on_host: DBuffer | None = None
+        self._is_old = True
+        self._sent = DONE
         self._pool: Pool | None = None
         self._own: list[torch.Tensor] | None = None  # this rank's runs of the buffer
         self._parked: tuple[DBuffer, Ticket] | None = None  # and where the copy stands
@@ -317,19 +320,34 @@ class Gathered(_Buffered):
     def _from_main(self, buffer: DBuffer, pool: Pool, name: str, comm: Any) -> Ticket:
         main, lane, cast = self._main, pool.lane, self._cast
         assert cast is not None
-        if self._home.host:
-            main = self._fetched = self._home.on_device(main, pool)
-        if cast.sends_main and self._is_sharded:
+        if cast.sends_main and self._is_sharded and not self._home.host:
             return _gather(main, buffer, pool, name, comm)
         if self._own is None:
             self._own = buffer.runs(main.held)
-        cast.encode(main.runs(), self._own)
+        if self._home.host:
+            for own, part in zip(self._own, self._cast_on_host(cast).runs()):
+                own.copy_(part, non_blocking=True)
+            self._sent = lane.mark()
+        else:
+            cast.encode(main.runs(), self._own)
         if not self._is_sharded:
             return lane.mark()
         return buffer.gather_in_place(main.placements, lane=lane, name=name, comm=comm)
 
+    def _cast_on_host(self, cast: Cast) -> DBuffer:
+        """Main in the dtype of compute, both in host memory: it travels in every pass, and changes once per step."""
+        main = self._main
+        if cast.sends_main:
+            return main
+        if self._on_host is None:
+            self._on_host = main.like(self._home.empty(main.local.numel(), cast.dtype))
+        if self._is_old:
+            self._sent.synchronize()  # the device may still read it
+            self._on_host.local.copy_(main.local)
+            self._is_old = False
+        return self._on_host
+
     def release(self) -> None:
-        self._fetched = None
         if self.compute is not None:
             self.compute.read()
         if self.buffer is not None and self._pool is not None:
@@ -346,6 +364,7 @@ class Gathered(_Buffered):
 
     def mark_stale(self) -> None:
         self._parked = None
+        self._is_old = True
         if self.compute is not None:
             self.compute.is_stale = True
 
