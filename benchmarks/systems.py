@@ -47,7 +47,8 @@ AHEAD = 2_700_000_000  # bytes: the head of the 8B model and four of its blocks
 class Setup:
     """``batch`` sequences of ``seq`` tokens per micro-batch and rank; compute and reduction in ``dtype``.
 
-    ``compiled``: the blocks go through torch.compile, before they are sharded.
+    ``compiled``: the blocks go through torch.compile, before they are sharded. ``offload``: main weights, gradients and
+    optimizer state of sharded systems are in host memory, and the optimizer steps there.
     """
 
     model: LlamaConfig
@@ -58,6 +59,7 @@ class Setup:
     device: str = "cuda"
     dtype: torch.dtype = torch.bfloat16
     compiled: bool = False
+    offload: bool = False
 
     @property
     def ep(self) -> int:
@@ -262,6 +264,9 @@ def on_meta(setup: Setup) -> Llama:
 
 
 def sharded_model(setup: Setup, fully_shard: Callable[..., object], policy: object, **units: Any) -> Llama:
+    if setup.offload:
+        kind = flatshard.CPUOffloadPolicy if is_ours(fully_shard) else torch.distributed.fsdp.CPUOffloadPolicy
+        fully_shard = functools.partial(fully_shard, offload_policy=kind())
     return initialised(setup, on_meta(setup), fully_shard, policy, **units)
 
 
@@ -272,7 +277,9 @@ def initialised(setup: Setup, model: Llama, fully_shard: Callable[..., object], 
     shard_units(setup, model, fully_shard, policy, **units)
     if setup.ep > 1 and not is_ours(fully_shard):
         prefetch_explicitly(model)
-    model.to_empty(device=setup.device)
+    model.to_empty(device="cpu" if setup.offload else setup.device)
+    for name, buffer in model.named_buffers(recurse=False):
+        setattr(model, name, buffer.to(setup.device))
     model.init_weights()
     return model
 

@@ -44,6 +44,9 @@ CASES = {
     "d": Setup(LLAMA_1B, batch=1, seq=2048, world=8, microbatches=4),
     "e": Setup(QWEN_MOE, batch=1, seq=4096, world=8),  # each rank has its own experts
     "e64": Setup(QWEN_MOE, batch=1, seq=4096, world=64),  # experts of a node are sharded over eight nodes
+    "f": Setup(LLAMA_1B, batch=1, seq=4096, world=1, offload=True),
+    "f8": Setup(LLAMA_1B, batch=1, seq=4096, world=8, offload=True),
+    "f-8b": Setup(RECOMPUTED_8B, batch=1, seq=4096, world=1, offload=True),
     "tiny-moe": Setup(MOE_TINY, batch=2, seq=64, world=16, device="cpu", dtype=torch.float32),
     "tiny": Setup(LLAMA_TINY, batch=2, seq=128, world=8, device="cpu", dtype=torch.float32),
 }
