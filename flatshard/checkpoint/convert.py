@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -172,10 +172,6 @@ def _from_files(source: TensorFiles, make: Tensors, stack: ExitStack) -> Callabl
     return lambda key: make(source.tensors[key].dtype, source.tensors[key].shape).copy_(reader.whole(key))
 
 
-def _read_dcp(path: Path, make: Tensors, stack: ExitStack) -> Any:
-    return _listed(Folder(path, stack).read(make))
-
-
 def _listed(tree: Any) -> Any:
     """Dicts whose keys are the numbers of a list, made lists again."""
     if not isinstance(tree, dict):
@@ -273,10 +269,6 @@ def _write_own(path: Path, state: State) -> None:
     write_snapshot(path, taken)
 
 
-def _write_dcp(path: Path, state: State) -> None:
-    dcp_save(state.tree() if state.nested else {"model": state.model}, checkpoint_id=path, no_dist=True)
-
-
 def _write_safetensors(path: Path, state: State) -> None:
     tensors = {}
     for name, value in state.model.items():
@@ -287,10 +279,15 @@ def _write_safetensors(path: Path, state: State) -> None:
     write_files(path, plan_files(tensors), iter(tensors.values()))
 
 
-_READERS = {"flatshard": _read_own, "dcp": _read_dcp, "safetensors": _read_safetensors, "torch": _read_torch}
+_READERS: dict[Form, Callable[[Path, Tensors, ExitStack], dict[str, Any]]] = {
+    "flatshard": _read_own,
+    "dcp": lambda path, make, stack: _listed(Folder(path, stack).read(make)),
+    "safetensors": _read_safetensors,
+    "torch": _read_torch,
+}
 _WRITERS: dict[Form, Callable[[Path, State], None]] = {
     "flatshard": _write_own,
-    "dcp": _write_dcp,
+    "dcp": lambda path, state: dcp_save(replace(state, nested=True).tree(), checkpoint_id=path, no_dist=True),
     "safetensors": _write_safetensors,
     "torch": lambda path, state: torch.save(state.tree(), path),
 }

@@ -114,7 +114,8 @@ def stage_model(manifest: TensorFiles, reader: Reader, model: nn.Module, strict:
                 local = again
             assert local is not None
             read[id(value)] = (str(key), local, first)
-            found[name] = _like(value, local)
+            local = local.to(value.device_mesh.device_type) if isinstance(value, DTensor) and value.is_meta else local
+            found[name] = _torch.like_dtensor(value, local) if isinstance(value, DTensor) else local
     if strict:
         problems += [f"'{name}' is not in the model" for name in saved if name not in here]
     if problems:
@@ -138,14 +139,6 @@ def _read_part(manifest: TensorFiles, reader: Reader, name: str, key: str, like:
     if part.offsets is None:
         return torch.empty(part.local.shape, dtype=entry.dtype)
     return reader.read(name, entry, part.offsets, part.local.shape)
-
-
-def _like(value: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    if not isinstance(value, DTensor):
-        return local
-    if value.is_meta:
-        local = local.to(value.device_mesh.device_type)
-    return _torch.like_dtensor(value, local)
 
 
 def _stage_optimizer(manifest: Manifest, reader: Reader, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

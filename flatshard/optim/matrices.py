@@ -29,11 +29,8 @@ class MatrixParam:
         local = _torch.held_of(parameter)
         self._nothing = torch.zeros((), dtype=local.dtype, device=local.device).expand(matrix.shape)  # takes no memory
         self.tensor = nn.Parameter(self._nothing, parameter.requires_grad)
-        # what users have put on the parameter
-        self.tensor.__dict__.update(
-            {key: value for key, value in parameter.__dict__.items() if not key.startswith("_")}
-        )
-        self.tensor.__dict__["matrix_name"] = self.name
+        marks = {key: value for key, value in parameter.__dict__.items() if not key.startswith("_")}  # of users
+        self.tensor.__dict__.update(marks, matrix_name=self.name)
 
     @property
     def is_mine(self) -> bool:
