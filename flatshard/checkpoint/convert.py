@@ -57,7 +57,6 @@ class State:
         return cls(tree[model], None if optimizer is None else tree[optimizer], rest, True)
 
     def tree(self) -> dict[str, Any]:
-        """As one dict."""
         if not self.nested:
             return self.model
         optimizer = {} if self.optimizer is None else {"optimizer": self.optimizer}
@@ -119,7 +118,6 @@ def convert(
 
 
 def form_of(path: Path) -> Form:
-    """Which form a checkpoint is of."""
     if (path / MANIFEST).is_file():
         return "flatshard"
     if (path / METADATA).is_file():

@@ -16,10 +16,10 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -75,11 +75,11 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor in files."""
+    """A tensor that is in files, or is to be written to one: then without chunks."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[Chunk, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -94,18 +94,6 @@ class TensorFiles:
     files: dict[str, Any] = field(default_factory=dict)
     model: Any = None
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
-
-
-class TensorSpec(NamedTuple):
-    """What the header of a safetensors file says of a tensor, apart from its place."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def _weights(count: int) -> Any:
@@ -142,13 +130,13 @@ def blocks_of(tensor: torch.Tensor, size: int) -> Iterator[memoryview]:
     return (content[start : start + size] for start in range(0, len(content), size))
 
 
-def header_of(specs: Sequence[TensorSpec], metadata: dict[str, str] | None) -> bytes:
+def header_of(tensors: Mapping[str, TensorEntry], metadata: dict[str, str] | None) -> bytes:
     """The beginning of a safetensors file with these tensors, one after another."""
     described: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     place = 0
-    for spec in specs:
-        end = place + spec.nbytes
-        described[spec.name] = {"dtype": CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": [place, end]}
+    for name, entry in tensors.items():
+        end = place + entry.nbytes
+        described[name] = {"dtype": CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": [place, end]}
         place = end
     text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
@@ -162,8 +150,8 @@ def write_chunks(
 
     Returns what the manifest says of the file, and of each tensor its first byte and its checksums.
     """
-    specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in chunks]
-    header = header_of(specs, {"format": FORMAT})
+    described = {name: TensorEntry(tensor.dtype, tuple(tensor.shape)) for name, tensor in chunks}
+    header = header_of(described, {"format": FORMAT})
     stored = []
     with open(path, "xb") as file:
         file.write(header)

@@ -19,7 +19,7 @@ from flatshard.checkpoint.json_trees import decode_tree
 from flatshard.checkpoint.name_prefixes import renaming
 from flatshard.checkpoint.progress import bar
 from flatshard.checkpoint.reader import Reader
-from flatshard.checkpoint.state import checked_name, held_part, names_of
+from flatshard.checkpoint.state import checked_name, held_part
 from flatshard.optim.step import owner_of_entries
 
 _SHOWN = 8  # names in one error
@@ -154,7 +154,8 @@ def _stage_optimizer(manifest: Manifest, reader: Reader, model: nn.Module, optim
             f"{manifest.folder} has {len(groups)} parameter groups; the optimizer has {len(optimizer.param_groups)}: "
             "make it as it was"
         )
-    names, owned_of = names_of(model), owner_of_entries(optimizer)
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    owned_of = owner_of_entries(optimizer)
     state: dict[Any, Any] = defaultdict(dict)
     for number, (theirs, ours) in enumerate(zip(groups, optimizer.param_groups)):
         mine = [checked_name(parameter, names) for parameter in ours["params"]]

@@ -30,7 +30,6 @@ class Part:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Where it lies in the tensor."""
         assert self.offsets is not None
         return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.local.shape))
 
@@ -155,7 +154,7 @@ def take_snapshot(
 
     found.model = encode_tree(dict(model.state_dict(keep_vars=True)), put_once, "model")
     if optimizer is not None:
-        names = names_of(model)
+        names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         groups = []
         for group in optimizer.param_groups:
             options = {key: value for key, value in group.items() if key != "params"}
@@ -164,11 +163,6 @@ def take_snapshot(
         found.optimizer = encode_tree({"groups": groups, "state": entries}, found.put, "optimizer")
     found.extra = encode_tree(extra, put_extra, f"extra/{rank}")
     return found
-
-
-def names_of(model: nn.Module) -> dict[torch.Tensor, str]:
-    """The name of each parameter, the first of several."""
-    return {parameter: name for name, parameter in model.named_parameters()}
 
 
 def checked_name(parameter: torch.Tensor, names: dict[torch.Tensor, str]) -> str:

@@ -24,7 +24,7 @@ from flatshard.buffer import DONE, Lane, Ticket
 from flatshard.buffer.groups import joint_group
 from flatshard.buffer.ragged import RaggedDTensor
 from flatshard.layout import holding
-from flatshard.optim.assignment import Box, Holders, MatrixTransfer
+from flatshard.optim.assignment import Box, Holders
 
 Role: TypeAlias = Literal["gradient", "weight"]
 _ALIGN = 16  # bytes: a piece begins where vectorised copies can
@@ -137,7 +137,7 @@ class Piece:
 Tensors: TypeAlias = Mapping[Role, Mapping[int, torch.Tensor | None]]
 
 
-class _Packing:
+class Packing:
     """Pieces between this rank and each other one, and where they lie when packed."""
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ def _stacks(boxes: Sequence[tuple[Box, int]], within: Box) -> list[tuple[int, in
 class _Packed:
     """Packed bytes. Their storage is allocated for each use; the views of the pieces stay."""
 
-    def __init__(self, packing: _Packing, like: torch.Tensor) -> None:
+    def __init__(self, packing: Packing, like: torch.Tensor) -> None:
         """``like``: the bytes, or an empty tensor where they are to be."""
         self.pieces, self.splits = packing.pieces(), packing.splits
         self.bytes = like if like.numel() else like.new_empty(packing.bytes)
@@ -206,7 +206,7 @@ class _Packed:
 class AllToAll:
     """One all-to-all of a bucket, again and again. ``name`` tells it from others in records of what was launched."""
 
-    def __init__(self, owner_group: OwnerGroup, sent: _Packing, received: _Packing, name: str) -> None:
+    def __init__(self, owner_group: OwnerGroup, sent: Packing, received: Packing, name: str) -> None:
         self._owner_group, self._name = owner_group, name
         self._packings = sent, received
         self._packed: tuple[_Packed, _Packed] | None = None
@@ -276,35 +276,3 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
         torch._foreach_copy_([targets[number] for number in alike], [sources[number] for number in alike])
     for number in sorted(set(range(len(targets))).difference(alike)):
         targets[number].copy_(sources[number])
-
-
-def make_all_to_alls(
-    owner_group: OwnerGroup,
-    bucket: Sequence[tuple[int, MatrixTransfer]],
-    dtypes: Sequence[tuple[torch.dtype, torch.dtype]],
-    name: str,
-) -> tuple[AllToAll, AllToAll]:
-    """The way in and the way out of a bucket of numbered matrices, whose gradients and weights have these dtypes."""
-    me = owner_group.rank
-    packings = [_Packing() for _ in range(4)]
-    to_owner, at_owner, from_owner, at_holder = packings
-    for rank in range(owner_group.size):
-        for (number, transfer), (gradient, weight) in zip(bucket, dtypes):
-            whole, held, copies = transfer.matrix.box, transfer.holders.boxes, transfer.holders.copies
-            for owner, holder, inward, outward, within in (
-                (rank, me, to_owner, at_holder, held[me]),
-                (me, rank, at_owner, from_owner, whole),
-            ):
-                box = whole.intersect(held[holder]) if transfer.owner == owner else None
-                if box is None:
-                    continue
-                if copies[me] == copies[rank]:
-                    inward.add(number, "gradient", box, within, gradient)
-                    inward.add(number, "weight", box, within, weight)
-                outward.add(number, "weight", box, within, weight)
-        for packing in packings:
-            packing.close()
-    return (
-        AllToAll(owner_group, to_owner, at_owner, f"{name} in"),
-        AllToAll(owner_group, from_owner, at_holder, f"{name} out"),
-    )

@@ -60,21 +60,18 @@ class FlatParam:
         """The group of its parameters, while it exists."""
         return self._group()
 
-    @property
-    def is_current(self) -> bool:
-        """Whether the parameters still lie where they lay: `.to` and its like move them."""
-        group = self._group()
-        return group is None or group.main is self.main
-
     def attach_gradient(self, uncast: bool) -> bool:
         """Give the tensor its gradient; False if the gradients are not what they were when this was made."""
+        group = self._group()
+        if group is not None and group.main is not self.main:  # `.to` and its like have moved the parameters
+            return False
         if self._extent is None:
             first = self.parameters[0].grad
             if first is None or (self._flat and suits(getattr(first, MAIN_GRAD, None), self.main)):
                 return False
             gradient = _torch.local_of(first)
         else:
-            buffer = self._gradient_buffer()
+            buffer = self._gradient_buffer(group)
             if buffer is None:
                 return False
             is_all = self._extent == (0, buffer.local.numel())
@@ -82,10 +79,9 @@ class FlatParam:
         set_grad(self.tensor, gradient, uncast)
         return True
 
-    def _gradient_buffer(self) -> DBuffer | None:
+    def _gradient_buffer(self, group: ParamGroup | None) -> DBuffer | None:
         """The one buffer that the gradients of all parameters lie in, if there is one and it lies as main does."""
-        group = self._group()
-        main_grads = None if group is None or group.main is not self.main else group.gradients.main_grads
+        main_grads = None if group is None else group.gradients.main_grads
         if main_grads is not None and main_grads.buffer is not None:  # the group's own is the rule, and asked first
             with _torch.PlainAttributes():
                 for index, parameter in zip(self._indices, self.parameters):

@@ -116,7 +116,7 @@ class LocalStep:
             return False
         if any(parameter.grad is not None for parameter in self._absent):
             return False
-        if not all(each.is_current and each.attach_gradient(self.uncast) for each in self._flat_params):
+        if not all(each.attach_gradient(self.uncast) for each in self._flat_params):
             return False
         return not self._was_read or self._agrees()
 

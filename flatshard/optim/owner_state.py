@@ -76,7 +76,7 @@ def _is_shared(tensor: torch.Tensor) -> bool:
 
 
 def state_on_all_ranks(
-    owner_group: OwnerGroup, lane: Lane, mine: Mapping[int, Any], owners: Mapping[int, int]
+    owner_group: OwnerGroup, lane: Lane, mine: Mapping[int, Any], owners: Sequence[int]
 ) -> dict[int, Any]:
     """The state of all numbered matrices, from that of those which this rank owns. All ranks of the group call it."""
 

@@ -237,7 +237,8 @@ def _local_class(cls: type[Optimizer], whole: bool) -> type[Optimizer]:
             base = base.__wrapped__  # type: ignore[attr-defined]
         step = Optimizer.profile_hook_step(_step_over(base))
         step.hooked = True  # type: ignore[attr-defined]
-        members: dict[str, Any] = {"step": step, "state": property(_get_state, _set_state), "zero_grad": _zero_grad}
+        state = property(lambda self: _local(self).public_state(self), _set_state)
+        members: dict[str, Any] = {"step": step, "state": state, "zero_grad": _zero_grad}
         if whole:
             members.update(state_dict=_state_dict, load_state_dict=_load_state_dict, __setstate__=_take_state)
         names = {"__doc__": cls.__doc__, "__module__": cls.__module__}
@@ -334,10 +335,6 @@ def owner_of_entries(optimizer: Optimizer) -> Callable[[torch.Tensor, Iterable[s
         return None
 
     return owned
-
-
-def _get_state(self: Optimizer) -> Any:
-    return _local(self).public_state(self)
 
 
 def _set_state(self: Optimizer, state: Any) -> None:
