@@ -20,7 +20,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from flatshard import _arguments, _torch
-from flatshard.checkpoint.dcp import METADATA, Folder, check_archive
+from flatshard.checkpoint.dcp import METADATA, DcpFolder, check_archive
 from flatshard.checkpoint.errors import CheckpointError
 from flatshard.checkpoint.files import MANIFEST, Manifest, TensorFiles, open_file
 from flatshard.checkpoint.json_trees import decode_tree, encode_tree
@@ -279,7 +279,7 @@ def _write_safetensors(path: Path, state: State) -> None:
 
 _READERS: dict[Form, Callable[[Path, Tensors, ExitStack], dict[str, Any]]] = {
     "flatshard": _read_own,
-    "dcp": lambda path, make, stack: _listed(Folder(path, stack).read(make)),
+    "dcp": lambda path, make, stack: _listed(DcpFolder(path, stack).read(make)),
     "safetensors": _read_safetensors,
     "torch": _read_torch,
 }

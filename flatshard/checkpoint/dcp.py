@@ -71,7 +71,7 @@ def _set_state(record: Any, state: Any) -> None:
         record.__dict__["state"] = state
 
 
-class Folder:
+class DcpFolder:
     """A checkpoint of torch.distributed.checkpoint. CheckpointError names the file that cannot be right."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:

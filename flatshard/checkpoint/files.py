@@ -247,13 +247,13 @@ class Manifest(TensorFiles):
         super().__init__(folder)
         self.digest: str = digest
         try:
-            self._believe(body)
+            self._take_over(body)
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be true: {error}") from error
         except KeyError as error:
             raise CheckpointError(f"{path} cannot be true: it does not say {error}") from error
 
-    def _believe(self, body: dict[str, Any]) -> None:
+    def _take_over(self, body: dict[str, Any]) -> None:
         """Take over what the manifest says, if it can be true."""
         self.saved = manifest_checks.number(body["saved"], "saved", 2**63)
         self.world = manifest_checks.number(body["world"], "world")

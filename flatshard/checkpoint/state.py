@@ -82,7 +82,7 @@ class Snapshot:
             self.writes.append((key, part.offsets, part.local))
             if 0 < part.ranks < self.world:
                 # Not of optimizer state: that of a weight without gradients is rounding, and copies may differ in it.
-                few = _few(part.local) if key.startswith("model") else []
+                few = _sample(part.local) if key.startswith("model") else []
                 self.doubtful.append((key, part.offsets, few))
         return key
 
@@ -117,7 +117,7 @@ class Snapshot:
         self.writes = copies
 
 
-def _few(local: torch.Tensor) -> list[float]:
+def _sample(local: torch.Tensor) -> list[float]:
     """Some of the values of a tensor, by which copies of it can be told from another."""
     flat = local.flatten()
     return [float(value) for value in flat[:: max(flat.numel() // 16, 1)].tolist()]

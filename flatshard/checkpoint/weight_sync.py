@@ -120,7 +120,7 @@ def receive_weights(
     """
     began = time.monotonic()
     if isinstance(target, nn.Module):
-        take: _Put | Callback = _Put(target)
+        take: _ModelWriter | Callback = _ModelWriter(target)
         place = _device(target)
     elif callable(target):
         take, place = target, torch.device(device or "cpu")
@@ -133,7 +133,7 @@ def receive_weights(
         version, buckets = 0, _receive(source, take, place)
     else:
         raise TypeError(f"source={source!r}: must be a process group or a folder")
-    if isinstance(take, _Put):
+    if isinstance(take, _ModelWriter):
         take.finish()
     return _synced(buckets, began, version)
 
@@ -213,7 +213,7 @@ def _receive(group: ProcessGroup, take: Callback, device: torch.device) -> list[
     return buckets
 
 
-class _Put:
+class _ModelWriter:
     """Writes what comes into a model."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -288,11 +288,11 @@ def _wait_for(folder: Path, after: int, timeout: float | None) -> int:
 
 
 @torch.no_grad()
-def _read(folder: Path, take: _Put | Callback, device: torch.device) -> list[FilePlan]:
+def _read(folder: Path, take: _ModelWriter | Callback, device: torch.device) -> list[FilePlan]:
     source = find_tensors(folder)
     with Reader(source) as reader:
         for name, entry in source.tensors.items():
-            if not isinstance(take, _Put):
+            if not isinstance(take, _ModelWriter):
                 take([(name, reader.whole(name).to(device))])
                 continue
             part = take.part_of(name, entry.shape)  # only its own rows are read

@@ -35,7 +35,6 @@ class Box:
         return math.prod(self.sizes)
 
     def intersect(self, other: Box) -> Box | None:
-        """What two boxes have in common."""
         first = tuple(map(max, self.offsets, other.offsets))
         sizes = tuple(
             min(a + m, b + n) - start
@@ -44,7 +43,6 @@ class Box:
         return Box(first, sizes) if all(size > 0 for size in sizes) else None
 
     def inside(self, outer: Box) -> tuple[slice, ...]:
-        """Where this box lies in another one that contains it."""
         starts = [mine - theirs for mine, theirs in zip(self.offsets, outer.offsets)]
         return tuple(slice(start, start + size) for start, size in zip(starts, self.sizes))
 

@@ -175,16 +175,12 @@ def _powers(
     tensors: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Per tensor, the norm to the power of ``norm_type``, or the norm if it is infinite; 0 for a tensor of nothing."""
-    powers = torch.zeros(len(tensors), dtype=dtype, device=device)
-    filled = [number for number, tensor in enumerate(tensors) if tensor.numel()]
-    if filled:
-        norms = torch._foreach_norm([tensors[number] for number in filled], norm_type, dtype=dtype)
-        values = torch.stack([norm.to(device) for norm in norms])
-        values = values if math.isinf(norm_type) else values.pow(norm_type)
-        if len(filled) == len(tensors):
-            return values
-        powers[torch.tensor(filled, device=device)] = values
-    return powers
+    if not tensors:
+        return torch.zeros(0, dtype=dtype, device=device)
+    filled = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
+    norms = torch._foreach_norm(filled, norm_type, dtype=dtype)
+    values = torch.stack([norm.to(device) for norm in norms])
+    return values if math.isinf(norm_type) else values.pow(norm_type)
 
 
 def _join(powers: torch.Tensor, norm_type: float) -> torch.Tensor:

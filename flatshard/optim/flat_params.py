@@ -46,7 +46,7 @@ class FlatParam:
         self.number = number  # of the parameter group that it belongs to
         self._flat = flat  # is to be flat wherever its gradients lie in one buffer
         self.main = group.main
-        self._group = weakref.ref(group)
+        self.group = weakref.ref(group)
         self._indices = indices
         self._extent = extent
         local = self.main.local_view(indices[0]) if extent is None else self.main.local[slice(*extent)]
@@ -55,14 +55,9 @@ class FlatParam:
             self.tensor.__dict__.update(self.parameters[0].__dict__)  # what users mark parameters with
         self._views: dict[Any, tuple[torch.Tensor, list[DTensor]]] = {}
 
-    @property
-    def group(self) -> ParamGroup | None:
-        """The group of its parameters, while it exists."""
-        return self._group()
-
     def attach_gradient(self, uncast: bool) -> bool:
         """Give the tensor its gradient; False if the gradients are not what they were when this was made."""
-        group = self._group()
+        group = self.group()
         if group is not None and group.main is not self.main:  # `.to` and its like have moved the parameters
             return False
         if self._extent is None:

@@ -431,7 +431,6 @@ class WholeStep:
                 )
 
     def has(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter is whole."""
         return self._known.get(parameter, False)
 
     def owns(self, parameter: torch.Tensor, key: str) -> bool:

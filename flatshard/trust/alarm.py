@@ -210,7 +210,6 @@ class Alarm:
             time.sleep(60)  # the main thread ends the process, or the watch does
 
     def _exit(self) -> None:
-        """The last thing that this process does in Python."""
         error, watch = exits.error_in_flight(), self._watch
         if error is not None and "error" not in record.header:
             self._post(error)

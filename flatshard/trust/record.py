@@ -81,8 +81,6 @@ class Entry:
 
 @dataclass(frozen=True)
 class ReadRecord:
-    """A record as it was read."""
-
     header: dict[str, Any]
     entries: list[Entry]  # the oldest first
 
@@ -133,7 +131,6 @@ class FlightRecord:
         return found
 
     def append(self, group: GroupRecord, kind: int, name: str, numbytes: int, launched: Launched) -> None:
-        """Something has been launched."""
         number, now = self.number + 1, _now()
         group.launched = of_group = group.launched + 1
         slot = number % CAPACITY
@@ -173,11 +170,9 @@ class FlightRecord:
         return True
 
     def is_pending(self) -> bool:
-        """Whether something that was launched has not ended."""
         return not all(self._has_ended(slot) for slot in range(CAPACITY))
 
     def oldest_open(self) -> Entry | None:
-        """The oldest launch that has not ended."""
         last = self.number
         at = max(self._oldest, last - CAPACITY + 1)
         while at <= last and self._has_ended(at % CAPACITY):
@@ -186,7 +181,6 @@ class FlightRecord:
         return self._entry(at) if at <= last else None
 
     def last(self) -> Entry | None:
-        """The last launch."""
         return self._entry(self.number) if self.number else None
 
     def limit(self, entry: Entry) -> float | None:
