@@ -47,7 +47,8 @@ class FlatParam:
         self._flat = flat  # is to be flat wherever its gradients lie in one buffer
         self.main = group.main
         self.group = weakref.ref(group)
-        self._indices = indices
+        windows = self.main.layout.windows(self.main.held.first, self.main.held.count)
+        self._indices, self._windows = indices, [windows[index] for index in indices]
         self._extent = extent
         local = self.main.local_view(indices[0]) if extent is None else self.main.local[slice(*extent)]
         self.tensor = nn.Parameter(local)
@@ -128,22 +129,20 @@ class FlatParam:
         """One parameter's part of an elementwise entry; made once for as long as the optimizer keeps the entry."""
         known = self._views.get(key)
         if known is None or known[0] is not value:
-            parts = [value] if self._extent is None else [self._part(value, i) for i in range(len(self._indices))]
+            parts = [value]
+            if self._extent is not None:
+                base = value.storage_offset() - self._extent[0]
+                starts = [base + each.offset if 0 not in each.shape else 0 for each in self._windows]
+                parts = [value.as_strided(w.shape, w.stride, at) for w, at in zip(self._windows, starts)]
             views = [_torch.like_dtensor(p, part) for p, part in zip(self.parameters, parts)]
             known = self._views[key] = value, views
         return known[1][place]
-
-    def _part(self, flat: torch.Tensor, place: int) -> torch.Tensor:
-        assert self._extent is not None
-        offset, shape, stride = window(self.main, self._indices[place])
-        start = offset - self._extent[0] if 0 not in shape else 0
-        return flat.as_strided(shape, stride, flat.storage_offset() + start)
 
     def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """One flat tensor with these parts. Where they lie in one already, nothing is copied."""
         assert self._extent is not None
         start, stop = self._extent
-        filled = [(part, window(self.main, index)) for part, index in zip(parts, self._indices) if part.numel()]
+        filled = [(part, place) for part, place in zip(parts, self._windows) if part.numel()]
         if not filled:
             return parts[0].new_zeros(stop - start)
         first = filled[0][0]
@@ -164,11 +163,6 @@ class FlatParam:
 def suits(buffer: DBuffer | None, main: DBuffer) -> bool:
     """Whether a buffer of gradients lies as main does."""
     return buffer is not None and buffer.local.numel() == main.local.numel() and buffer.placements == main.placements
-
-
-def window(main: DBuffer, index: int) -> Any:
-    """Offset, shape and stride of tensor ``index`` in the local tensor of a buffer."""
-    return main.layout.windows(main.held.first, main.held.count)[index]
 
 
 def set_grad(tensor: torch.Tensor, gradient: torch.Tensor, uncast: bool) -> None:
