@@ -66,13 +66,13 @@ class Snapshot:
     # what this rank would write and ranks outside its mesh may have too: a norm beside tensor parallelism, say
     doubtful: list[tuple[str, tuple[int, ...], list[float]]] = field(default_factory=list)  # and a few of its values
 
-    def put(self, key: str, tensor: torch.Tensor) -> str:
-        """Remember a tensor under a key."""
+    def put(self, key: str, tensor: torch.Tensor, own: bool = False) -> str:
+        """Remember a tensor under a key. ``own``: this rank's, and of no other."""
         if tensor.dtype not in CODES:
             raise TypeError(f"{key} is {tensor.dtype}, which a checkpoint cannot hold")
         if tensor.is_meta:
             raise ValueError(f"{key} is on the meta device and has no values; materialize the model first")
-        part = held_part(tensor, self.rank)
+        part = held_part(tensor, 0 if own else self.rank)
         if _torch.is_wrapper(part.local):
             raise TypeError(f"{key} is a {type(part.local).__name__}; a checkpoint holds plain tensors only")
         number = len(self.tensors)
@@ -147,10 +147,7 @@ def take_snapshot(
     def put_extra(path: str, tensor: torch.Tensor) -> str:
         if isinstance(tensor, DTensor):
             raise TypeError(f"{path} is a DTensor; extra takes plain tensors, each rank's own")
-        if tensor.numel():
-            found.writes.append((path, (0,) * tensor.dim(), tensor.detach()))
-        found.tensors[path] = (CODES[tensor.dtype], tuple(tensor.shape))
-        return path
+        return found.put(path, tensor, own=True)
 
     found.model = encode_tree(dict(model.state_dict(keep_vars=True)), put_once, "model")
     if optimizer is not None:
