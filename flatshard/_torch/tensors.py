@@ -16,7 +16,7 @@ from flatshard._torch.autograd import PlainAttributes
 tree_flatten, tree_unflatten, pytree_leaves = pytree.tree_flatten, pytree.tree_unflatten, pytree.tree_leaves
 
 
-def map_leaves(kind: type[Any], change: Callable[[Any], Any], value: Any) -> Any:
+def map_leaves(kind: type[Any] | tuple[type[Any], ...], change: Callable[[Any], Any], value: Any) -> Any:
     """A tree with every leaf of type ``kind`` changed."""
     return pytree.tree_map_only(kind, change, value)
 

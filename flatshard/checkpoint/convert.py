@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from flatshard import _arguments, _torch
-from flatshard.checkpoint.dcp import METADATA, Folder, check_archive
+from flatshard.checkpoint.dcp import METADATA, DcpFolder, check_archive
 from flatshard.checkpoint.errors import CheckpointError
 from flatshard.checkpoint.files import MANIFEST, Manifest, TensorFiles, open_file
 from flatshard.checkpoint.json_trees import decode_tree, encode_tree
@@ -57,7 +57,6 @@ class State:
         return cls(tree[model], None if optimizer is None else tree[optimizer], rest, True)
 
     def tree(self) -> dict[str, Any]:
-        """As one dict."""
         if not self.nested:
             return self.model
         optimizer = {} if self.optimizer is None else {"optimizer": self.optimizer}
@@ -119,7 +118,6 @@ def convert(
 
 
 def form_of(path: Path) -> Form:
-    """Which form a checkpoint is of."""
     if (path / MANIFEST).is_file():
         return "flatshard"
     if (path / METADATA).is_file():
@@ -170,10 +168,6 @@ def _read_safetensors(path: Path, make: Tensors, stack: ExitStack) -> dict[str, 
 def _from_files(source: TensorFiles, make: Tensors, stack: ExitStack) -> Callable[[str], torch.Tensor]:
     reader = stack.enter_context(Reader(source))
     return lambda key: make(source.tensors[key].dtype, source.tensors[key].shape).copy_(reader.whole(key))
-
-
-def _read_dcp(path: Path, make: Tensors, stack: ExitStack) -> Any:
-    return _listed(Folder(path, stack).read(make))
 
 
 def _listed(tree: Any) -> Any:
@@ -273,10 +267,6 @@ def _write_own(path: Path, state: State) -> None:
     write_snapshot(path, taken)
 
 
-def _write_dcp(path: Path, state: State) -> None:
-    dcp_save(state.tree() if state.nested else {"model": state.model}, checkpoint_id=path, no_dist=True)
-
-
 def _write_safetensors(path: Path, state: State) -> None:
     tensors = {}
     for name, value in state.model.items():
@@ -287,10 +277,15 @@ def _write_safetensors(path: Path, state: State) -> None:
     write_files(path, plan_files(tensors), iter(tensors.values()))
 
 
-_READERS = {"flatshard": _read_own, "dcp": _read_dcp, "safetensors": _read_safetensors, "torch": _read_torch}
+_READERS: dict[Form, Callable[[Path, Tensors, ExitStack], dict[str, Any]]] = {
+    "flatshard": _read_own,
+    "dcp": lambda path, make, stack: _listed(DcpFolder(path, stack).read(make)),
+    "safetensors": _read_safetensors,
+    "torch": _read_torch,
+}
 _WRITERS: dict[Form, Callable[[Path, State], None]] = {
     "flatshard": _write_own,
-    "dcp": _write_dcp,
+    "dcp": lambda path, state: dcp_save(replace(state, nested=True).tree(), checkpoint_id=path, no_dist=True),
     "safetensors": _write_safetensors,
     "torch": lambda path, state: torch.save(state.tree(), path),
 }

@@ -71,7 +71,7 @@ def _set_state(record: Any, state: Any) -> None:
         record.__dict__["state"] = state
 
 
-class Folder:
+class DcpFolder:
     """A checkpoint of torch.distributed.checkpoint. CheckpointError names the file that cannot be right."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
@@ -125,18 +125,9 @@ class Folder:
         entry.dtype = entry.properties.state[0]
         if not isinstance(entry.dtype, torch.dtype):
             raise ValueError(f"'{name}' is of no dtype")
-        filled = []  # several parts without elements may be in one place; nothing is read of them
-        for chunk in entry.chunks:
-            both = chunk.offsets, chunk.sizes
-            offsets, sizes = (manifest_checks.numbers(list(each), f"a part of '{name}'") for each in both)
-            if not len(offsets) == len(sizes) == len(entry.size):
-                raise ValueError(f"a part of '{name}' has other dims than it")
-            if any(offset + count > whole for offset, count, whole in zip(offsets, sizes, entry.size)):
-                raise ValueError(f"a part of '{name}' reaches beyond it")
-            if math.prod(sizes):
-                filled.append((offsets, sizes))
-        is_all = sum(math.prod(sizes) for _, sizes in filled) == math.prod(entry.size)
-        if not is_all or not manifest_checks.are_disjoint(filled):
+        parts = manifest_checks.parts([(each.offsets, each.sizes) for each in entry.chunks], entry.size, name)
+        filled = [(offsets, sizes) for offsets, sizes in parts if 0 not in sizes]  # nothing is read of others
+        if sum(math.prod(sizes) for _, sizes in filled) != math.prod(entry.size):
             raise ValueError(f"the parts of '{name}' are not together the whole of it")
         entry.filled_chunks = filled
         room = sum(self._stored[name, offsets].length for offsets, _ in filled)

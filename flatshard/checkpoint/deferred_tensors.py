@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from flatshard import _torch
-from flatshard.checkpoint.files import TensorSpec, bytes_view, header_of
+from flatshard.checkpoint.files import TensorEntry, bytes_view, header_of
 
 _ADDRESSES = itertools.count(1 << 12, 1 << 50)  # no two memories overlap
 
@@ -188,7 +188,7 @@ def _layout(tensors: Mapping[str, DeferredTensor], metadata: dict[str, str] | No
 
     empty = save({name: torch.empty(0, dtype=tensor.dtype) for name, tensor in tensors.items()}, metadata)
     described = json.loads(empty[8 : 8 + int.from_bytes(empty[:8], "little")])
-    names = [name for name in described if name != "__metadata__"]
-    specs = [TensorSpec(name, tensors[name].dtype, tuple(tensors[name].shape)) for name in names]
-    ends = itertools.accumulate((spec.nbytes for spec in specs), initial=0)
-    return header_of(specs, metadata), dict(zip(names, ends))
+    ordered = {name: tensors[name] for name in described if name != "__metadata__"}
+    entries = {name: TensorEntry(tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered.items()}
+    begins = itertools.accumulate((entry.nbytes for entry in entries.values()), initial=0)
+    return header_of(entries, metadata), dict(zip(entries, begins))

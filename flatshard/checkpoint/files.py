@@ -16,10 +16,10 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -75,11 +75,11 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor in files."""
+    """A tensor that is in files, or is to be written to one: then without chunks."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[Chunk, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -94,18 +94,6 @@ class TensorFiles:
     files: dict[str, Any] = field(default_factory=dict)
     model: Any = None
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
-
-
-class TensorSpec(NamedTuple):
-    """What the header of a safetensors file says of a tensor, apart from its place."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def _weights(count: int) -> Any:
@@ -142,13 +130,13 @@ def blocks_of(tensor: torch.Tensor, size: int) -> Iterator[memoryview]:
     return (content[start : start + size] for start in range(0, len(content), size))
 
 
-def header_of(specs: Sequence[TensorSpec], metadata: dict[str, str] | None) -> bytes:
+def header_of(tensors: Mapping[str, TensorEntry], metadata: dict[str, str] | None) -> bytes:
     """The beginning of a safetensors file with these tensors, one after another."""
     described: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     place = 0
-    for spec in specs:
-        end = place + spec.nbytes
-        described[spec.name] = {"dtype": CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": [place, end]}
+    for name, entry in tensors.items():
+        end = place + entry.nbytes
+        described[name] = {"dtype": CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": [place, end]}
         place = end
     text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
@@ -162,27 +150,23 @@ def write_chunks(
 
     Returns what the manifest says of the file, and of each tensor its first byte and its checksums.
     """
-    specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in chunks]
-    header = header_of(specs, {"format": FORMAT})
+    described = {name: TensorEntry(tensor.dtype, tuple(tensor.shape)) for name, tensor in chunks}
+    header = header_of(described, {"format": FORMAT})
     stored = []
-    with open(path, "xb", buffering=0) as file:
-        _write(file, memoryview(header))
+    with open(path, "xb") as file:
+        file.write(header)
         place = len(header)
         for _, tensor in chunks:
             sums = []
             for block in blocks_of(tensor, BLOCK):
                 sums.append(block_checksum(block))
-                _write(file, block)
+                file.write(block)
                 advance(len(block))
             stored.append((place, sums))
             place += tensor.nbytes
+        file.flush()
         os.fsync(file.fileno())
     return {"bytes": place, "header": len(header), "crc": zlib.crc32(header)}, stored
-
-
-def _write(file: Any, content: memoryview) -> None:
-    while len(content):
-        content = content[file.write(content) :]
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -263,13 +247,13 @@ class Manifest(TensorFiles):
         super().__init__(folder)
         self.digest: str = digest
         try:
-            self._believe(body)
+            self._take_over(body)
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be true: {error}") from error
         except KeyError as error:
             raise CheckpointError(f"{path} cannot be true: it does not say {error}") from error
 
-    def _believe(self, body: dict[str, Any]) -> None:
+    def _take_over(self, body: dict[str, Any]) -> None:
         """Take over what the manifest says, if it can be true."""
         self.saved = manifest_checks.number(body["saved"], "saved", 2**63)
         self.world = manifest_checks.number(body["world"], "world")
@@ -280,11 +264,8 @@ class Manifest(TensorFiles):
             size = manifest_checks.number(known["bytes"], f"the size of {name}")
             manifest_checks.number(known["header"], f"the header of {name}", min(size, HEADER_LIMIT))
             manifest_checks.number(known["crc"], f"the checksum of {name}")
-        self.tensors = {key: self._entry(key, described) for key, described in body["tensors"].items()}
         taken: dict[str, list[tuple[int, int]]] = {name: [] for name in self.files}
-        for entry in self.tensors.values():
-            for chunk in entry.chunks:
-                taken[chunk.file].append((chunk.begin, chunk.begin + _size(chunk, entry.dtype)))
+        self.tensors = {key: self._entry(key, described, taken) for key, described in body["tensors"].items()}
         for name, ranges in taken.items():
             if not manifest_checks.do_not_overlap(ranges):
                 raise ValueError(f"parts of tensors overlap in {name}")
@@ -299,38 +280,25 @@ class Manifest(TensorFiles):
             raise ValueError("the model has a name that is none")
         _check_optimizer(self.optimizer)
 
-    def _entry(self, key: str, described: dict[str, Any]) -> TensorEntry:
-        """What the manifest says of one tensor, if it can be true."""
+    def _entry(self, key: str, described: dict[str, Any], taken: dict[str, list[tuple[int, int]]]) -> TensorEntry:
+        """What the manifest says of one tensor, if it can be true. Adds to the bytes of files that are taken."""
         shape = manifest_checks.shape(described["shape"], f"the shape of '{key}'")
         dtype = DTYPES.get(described["dtype"])
         if dtype is None:
             raise ValueError(f"'{key}' is of dtype {described['dtype']!r}, which is none of safetensors")
+        parts = manifest_checks.parts([(offsets, sizes) for _, _, offsets, sizes, _ in described["boxes"]], shape, key)
         chunks = []
-        for file, begin, offsets, sizes, sums in described["boxes"]:
-            what = f"where '{key}' is"
-            chunk = Chunk(
-                file,
-                manifest_checks.number(begin, what),
-                manifest_checks.numbers(offsets, what),
-                manifest_checks.numbers(sizes, what),
-                manifest_checks.numbers(sums, what, 2**64 - 1),
-            )
-            size, known = _size(chunk, dtype), self.files.get(file)
-            if known is None or not known["header"] <= chunk.begin <= known["bytes"] - size:
-                raise ValueError(f"a part of '{key}' would be from byte {chunk.begin} of {file}, where there is none")
-            inside = len(chunk.offsets) == len(chunk.sizes) == len(shape) and all(
-                offset + count <= whole for offset, count, whole in zip(chunk.offsets, chunk.sizes, shape)
-            )
-            if not inside or len(chunk.sums) != -(-size // BLOCK):
-                raise ValueError(f"a part of '{key}' is none of a tensor of shape {shape}")
-            chunks.append(chunk)
-        if not manifest_checks.are_disjoint([(chunk.offsets, chunk.sizes) for chunk in chunks]):
-            raise ValueError(f"parts of '{key}' overlap")
+        for (file, given, _, _, sums), (offsets, sizes) in zip(described["boxes"], parts):
+            begin = manifest_checks.number(given, f"where '{key}' is")
+            size, known = math.prod(sizes) * dtype.itemsize, self.files.get(file)
+            if known is None or not known["header"] <= begin <= known["bytes"] - size:
+                raise ValueError(f"a part of '{key}' would be from byte {begin} of {file}, where there is none")
+            checksums = manifest_checks.numbers(sums, f"a checksum of '{key}'", 2**64 - 1)
+            if len(checksums) != -(-size // BLOCK):
+                raise ValueError(f"a part of '{key}' has {len(checksums)} checksums")
+            taken[file].append((begin, begin + size))
+            chunks.append(Chunk(file, begin, offsets, sizes, checksums))
         return TensorEntry(dtype, shape, tuple(chunks))
-
-
-def _size(chunk: Chunk, dtype: torch.dtype) -> int:
-    return math.prod(chunk.sizes) * dtype.itemsize
 
 
 def _check_optimizer(given: Any) -> None:

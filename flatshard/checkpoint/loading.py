@@ -19,7 +19,7 @@ from flatshard.checkpoint.json_trees import decode_tree
 from flatshard.checkpoint.name_prefixes import renaming
 from flatshard.checkpoint.progress import bar
 from flatshard.checkpoint.reader import Reader
-from flatshard.checkpoint.state import checked_name, held_part, names_of
+from flatshard.checkpoint.state import checked_name, held_part
 from flatshard.optim.step import owner_of_entries
 
 _SHOWN = 8  # names in one error
@@ -114,7 +114,8 @@ def stage_model(manifest: TensorFiles, reader: Reader, model: nn.Module, strict:
                 local = again
             assert local is not None
             read[id(value)] = (str(key), local, first)
-            found[name] = _like(value, local)
+            local = local.to(value.device_mesh.device_type) if isinstance(value, DTensor) and value.is_meta else local
+            found[name] = _torch.like_dtensor(value, local) if isinstance(value, DTensor) else local
     if strict:
         problems += [f"'{name}' is not in the model" for name in saved if name not in here]
     if problems:
@@ -140,14 +141,6 @@ def _read_part(manifest: TensorFiles, reader: Reader, name: str, key: str, like:
     return reader.read(name, entry, part.offsets, part.local.shape)
 
 
-def _like(value: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    if not isinstance(value, DTensor):
-        return local
-    if value.is_meta:
-        local = local.to(value.device_mesh.device_type)
-    return _torch.like_dtensor(value, local)
-
-
 def _stage_optimizer(manifest: Manifest, reader: Reader, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """What `Optimizer.__setstate__` takes."""
     if manifest.optimizer is None:
@@ -161,7 +154,8 @@ def _stage_optimizer(manifest: Manifest, reader: Reader, model: nn.Module, optim
             f"{manifest.folder} has {len(groups)} parameter groups; the optimizer has {len(optimizer.param_groups)}: "
             "make it as it was"
         )
-    names, owned_of = names_of(model), owner_of_entries(optimizer)
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    owned_of = owner_of_entries(optimizer)
     state: dict[Any, Any] = defaultdict(dict)
     for number, (theirs, ours) in enumerate(zip(groups, optimizer.param_groups)):
         mine = [checked_name(parameter, names) for parameter in ours["params"]]

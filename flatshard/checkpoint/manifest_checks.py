@@ -7,11 +7,13 @@ takes no more memory than the files have bytes, names nothing outside its folder
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+
+Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 _LARGEST = 2**62  # elements and bytes: what the sum of two of them holds is still a number of 64 bits
 _KINDS: dict[str, Any] = {"tensor": str, "float": str, "bytes": str, "tuple": list, "dict": list}
@@ -58,8 +60,23 @@ def tree(value: Any, tensors: Collection[str], what: str) -> None:
         tree(each[1] if kind == "dict" else each, tensors, what)
 
 
-def are_disjoint(boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Whether no two boxes, each of offsets and sizes, have an element in common."""
+def parts(boxes: Iterable[tuple[Any, Any]], shape: tuple[int, ...], name: str) -> list[Box]:
+    """Boxes of a tensor, each of offsets and sizes, if they lie in it and none on another. Empty ones may."""
+    found: list[Box] = []
+    for box in boxes:
+        offsets, sizes = (numbers(list(each), f"a part of '{name}'") for each in box)
+        if not len(offsets) == len(sizes) == len(shape):
+            raise ValueError(f"a part of '{name}' has other dims than it")
+        if any(offset + count > whole for offset, count, whole in zip(offsets, sizes, shape)):
+            raise ValueError(f"a part of '{name}' reaches beyond it")
+        found.append((offsets, sizes))
+    if not _are_disjoint([(offsets, sizes) for offsets, sizes in found if 0 not in sizes]):
+        raise ValueError(f"parts of '{name}' overlap")
+    return found
+
+
+def _are_disjoint(boxes: Sequence[Box]) -> bool:
+    """Whether no two boxes have an element in common."""
     if len(boxes) < 2:
         return True
     low = np.array([offsets for offsets, _ in boxes], dtype=np.int64)

@@ -26,7 +26,6 @@ class Reader(ExitStack):
         self._open: dict[str, BinaryIO] = {}
 
     def whole(self, key: str) -> torch.Tensor:
-        """The tensor of this key."""
         return self.read(key, self._source.tensors[key])
 
     def read(

@@ -19,7 +19,7 @@ from flatshard import _arguments
 from flatshard.buffer import Exchange
 from flatshard.checkpoint import safetensors_files
 from flatshard.checkpoint.errors import on_all_ranks
-from flatshard.checkpoint.files import CODES, TensorSpec, block_checksum, blocks_of, sync_folder
+from flatshard.checkpoint.files import CODES, TensorEntry, block_checksum, blocks_of, sync_folder
 from flatshard.checkpoint.full import cast_dtype, check_dtype, iter_full_tensors, named_tensors
 from flatshard.checkpoint.loading import put_weights, stage_model
 from flatshard.checkpoint.progress import bar
@@ -35,11 +35,11 @@ class FilePlan:
     """A file, or a bucket, and what is to be in it."""
 
     name: str
-    tensors: list[TensorSpec] = field(default_factory=list)
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
-        return sum(spec.nbytes for spec in self.tensors)
+        return sum(entry.nbytes for entry in self.tensors.values())
 
 
 def export_safetensors(
@@ -120,12 +120,12 @@ def plan_files(
         if tensor.is_meta:
             raise ValueError(f"'{name}' is on the meta device and has no values; materialize the model first")
         for piece in pieces_of(name, tensor.shape, names):
-            spec = TensorSpec(piece.name, kind, piece.shape)
-            if size and size + spec.nbytes > limit:
+            entry = TensorEntry(kind, piece.shape)
+            if size and size + entry.nbytes > limit:
                 files.append(FilePlan(""))
                 size = 0
-            files[-1].tensors.append(spec)
-            size += spec.nbytes
+            files[-1].tensors[piece.name] = entry
+            size += entry.nbytes
     for number, file in enumerate(files, 1):
         file.name = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
     return files
@@ -146,17 +146,17 @@ def write_files(
             with open(temporary[file.name], "wb") as out:
                 out.write(checked_header(file.tensors, None))
                 sums = []
-                for spec in file.tensors:
-                    for block in blocks_of(next(tensors).to(spec.dtype), safetensors_files.SUMMED):
+                for entry in file.tensors.values():
+                    for block in blocks_of(next(tensors).to(entry.dtype), safetensors_files.SUMMED):
                         sums.append(block_checksum(block))
                         out.write(block)
-                    advance(spec.nbytes)
+                    advance(entry.nbytes)
                 out.seek(0)
                 out.write(checked_header(file.tensors, sums))
                 out.flush()
                 os.fsync(out.fileno())
         if len(names) > 1:
-            weights = {spec.name: file.name for file in files for spec in file.tensors}
+            weights = {name: file.name for file in files for name in file.tensors}
             index = {"metadata": {"total_size": sum(file.nbytes for file in files)}, "weight_map": weights}
             temporary[INDEX].write_text(json.dumps(index, indent=2) + "\n")
             names.append(INDEX)

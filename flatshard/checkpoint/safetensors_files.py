@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -23,7 +24,6 @@ from flatshard.checkpoint.files import (
     Chunk,
     TensorEntry,
     TensorFiles,
-    TensorSpec,
     header_of,
     open_file,
 )
@@ -34,14 +34,14 @@ SUMMED = 1 << 16
 _BLOCK, _SUMS, _CHECK = "flatshard.block", "flatshard.checksums", "flatshard.header"
 
 
-def checked_header(specs: Sequence[TensorSpec], sums: Sequence[int] | None) -> bytes:
+def checked_header(tensors: Mapping[str, TensorEntry], sums: Sequence[int] | None) -> bytes:
     """The beginning of a safetensors file with the checksums of its tensors. It is as long with None, for zeros."""
     if sums is None:
-        sums = [0] * sum(-(-spec.nbytes // SUMMED) for spec in specs)
+        sums = [0] * sum(-(-entry.nbytes // SUMMED) for entry in tensors.values())
     own = {_BLOCK: str(SUMMED), _SUMS: "".join(f"{each:016x}" for each in sums), _CHECK: f"{0:08x}"}
     metadata = {"format": "pt", **own}
-    blank = header_of(specs, metadata)
-    return header_of(specs, {**metadata, _CHECK: f"{zlib.crc32(blank):08x}"})
+    blank = header_of(tensors, metadata)
+    return header_of(tensors, {**metadata, _CHECK: f"{zlib.crc32(blank):08x}"})
 
 
 def find_tensors(folder: Path) -> TensorFiles:
@@ -64,31 +64,38 @@ def find_tensors(folder: Path) -> TensorFiles:
 
 def _index(path: Path) -> dict[str, str]:
     """In which file each tensor is."""
-    try:
+    with _reading(path, "an index of safetensors files"):
         with open_file(path) as file:
             homes = json.loads(file.read(), object_pairs_hook=_once)["weight_map"]
         for name in set(homes.values()):
             if not isinstance(name, str) or Path(name).name != name or "\0" in name:
                 raise CheckpointError(f"{path} names {name!r}, which is not a file in this folder")
+        return dict(homes)
+
+
+@contextmanager
+def _reading(path: Path, what: str) -> Iterator[None]:
+    """Within, whatever is wrong with a file is a CheckpointError."""
+    try:
+        yield
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except CheckpointError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged, or is not an index of safetensors files") from error
-    return dict(homes)
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged, or is not {what}") from error
 
 
 def _tensors_of(found: TensorFiles, name: str) -> dict[str, TensorEntry]:
     """What the header of one file says is in it, if that can be true."""
     path = found.folder / name
-    try:
+    with _reading(path, "a safetensors file"):
         size = path.stat().st_size
         with open_file(path) as file:
             start = file.read(8)
             length = int.from_bytes(start, "little")
             if len(start) < 8 or length > min(size - 8, HEADER_LIMIT):
-                raise CheckpointError(f"{path} is damaged, or is not a safetensors file")
+                raise ValueError("it ends too soon")
             text = file.read(length)
         described = json.loads(text, object_pairs_hook=_once)
         metadata = described.pop("__metadata__", {})
@@ -97,14 +104,8 @@ def _tensors_of(found: TensorFiles, name: str) -> dict[str, TensorEntry]:
         _check_places(path, entries, 8 + length, size)
         if isinstance(metadata, dict) and _CHECK in metadata:
             entries = _with_sums(path, entries, metadata, start + text)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except CheckpointError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged, or is not a safetensors file") from error
-    found.files[name] = {"bytes": size, "header": 8 + length, "crc": zlib.crc32(start + text)}
-    return entries
+        found.files[name] = {"bytes": size, "header": 8 + length, "crc": zlib.crc32(start + text)}
+        return entries
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -47,12 +47,6 @@ class PendingSave:
             raise self._error
         return True
 
-    def wait_unless_told(self) -> None:
-        """Wait until it is over, and raise what it raised unless somebody knows."""
-        self._done.wait()
-        if not self._told:
-            self.wait()
-
     def result(self) -> Path:
         """The path of the complete checkpoint. Waits for it."""
         self.wait()
@@ -91,8 +85,8 @@ def save(
     if keep_last is not None:
         _arguments.whole_number("keep_last", keep_last, 1)
     previous, _last = _last, None
-    if previous is not None:
-        previous.wait_unless_told()
+    if previous is not None and not (previous._done.wait() and previous._told):
+        previous.wait()
     ranks = Exchange("checkpoint_save")
     state = {} if optimizer is None else saved_state(optimizer)
     taken: list[Snapshot] = []
@@ -136,8 +130,15 @@ def _run(pending: PendingSave, taken: Snapshot, ranks: Exchange, keep_last: int 
 
 def _write(path: Path, taken: Snapshot, ranks: Exchange, keep_last: int | None, progress: bool) -> None:
     folder = path.parent / f"{_SAVING}{path.name}"
+
+    def start() -> None:
+        if ranks.rank == 0:
+            if folder.exists():  # a save was killed
+                shutil.rmtree(folder)
+            folder.mkdir(parents=True)
+
     try:
-        on_all_ranks(ranks, lambda: _start(folder) if ranks.rank == 0 else None)
+        on_all_ranks(ranks, start)
         written = on_all_ranks(ranks, lambda: _write_own(folder, taken, progress))
         on_all_ranks(ranks, lambda: _publish(path, folder, taken, written, keep_last) if ranks.rank == 0 else None)
     except CheckpointError:
@@ -149,12 +150,6 @@ def _write(path: Path, taken: Snapshot, ranks: Exchange, keep_last: int | None, 
 def write_snapshot(path: Path, taken: Snapshot) -> None:
     """Write a snapshot that one process has put together."""
     _write(path, taken, Exchange("checkpoint_save"), None, False)
-
-
-def _start(folder: Path) -> None:
-    if folder.exists():  # a save was killed
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
 
 
 def _write_own(folder: Path, taken: Snapshot, progress: bool) -> dict[str, Any]:
@@ -181,9 +176,8 @@ def _publish(path: Path, folder: Path, taken: Snapshot, written: list[Any], keep
             tensors[key]["boxes"].append((each["name"], begin, offsets, sizes, sums))
         seen = folder / each["name"]
         if not seen.exists() or seen.stat().st_size != each["file"]["bytes"]:
-            raise CheckpointError(
-                f"{seen} was written by another rank, and rank 0 does not see it: all ranks must share {path}"
-            )
+            reason = f"was written by another rank, and rank 0 does not see it: all ranks must share {path}"
+            raise CheckpointError(f"{seen} {reason}")
     others = complete(path.parent)
     body = {
         "format": FORMAT,

@@ -30,7 +30,6 @@ class Part:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Where it lies in the tensor."""
         assert self.offsets is not None
         return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.local.shape))
 
@@ -67,13 +66,13 @@ class Snapshot:
     # what this rank would write and ranks outside its mesh may have too: a norm beside tensor parallelism, say
     doubtful: list[tuple[str, tuple[int, ...], list[float]]] = field(default_factory=list)  # and a few of its values
 
-    def put(self, key: str, tensor: torch.Tensor) -> str:
-        """Remember a tensor under a key."""
+    def put(self, key: str, tensor: torch.Tensor, own: bool = False) -> str:
+        """Remember a tensor under a key. ``own``: this rank's, and of no other."""
         if tensor.dtype not in CODES:
             raise TypeError(f"{key} is {tensor.dtype}, which a checkpoint cannot hold")
         if tensor.is_meta:
             raise ValueError(f"{key} is on the meta device and has no values; materialize the model first")
-        part = held_part(tensor, self.rank)
+        part = held_part(tensor, 0 if own else self.rank)
         if _torch.is_wrapper(part.local):
             raise TypeError(f"{key} is a {type(part.local).__name__}; a checkpoint holds plain tensors only")
         number = len(self.tensors)
@@ -83,7 +82,7 @@ class Snapshot:
             self.writes.append((key, part.offsets, part.local))
             if 0 < part.ranks < self.world:
                 # Not of optimizer state: that of a weight without gradients is rounding, and copies may differ in it.
-                few = _few(part.local) if key.startswith("model") else []
+                few = _sample(part.local) if key.startswith("model") else []
                 self.doubtful.append((key, part.offsets, few))
         return key
 
@@ -118,7 +117,7 @@ class Snapshot:
         self.writes = copies
 
 
-def _few(local: torch.Tensor) -> list[float]:
+def _sample(local: torch.Tensor) -> list[float]:
     """Some of the values of a tensor, by which copies of it can be told from another."""
     flat = local.flatten()
     return [float(value) for value in flat[:: max(flat.numel() // 16, 1)].tolist()]
@@ -148,14 +147,11 @@ def take_snapshot(
     def put_extra(path: str, tensor: torch.Tensor) -> str:
         if isinstance(tensor, DTensor):
             raise TypeError(f"{path} is a DTensor; extra takes plain tensors, each rank's own")
-        if tensor.numel():
-            found.writes.append((path, (0,) * tensor.dim(), tensor.detach()))
-        found.tensors[path] = (CODES[tensor.dtype], tuple(tensor.shape))
-        return path
+        return found.put(path, tensor, own=True)
 
     found.model = encode_tree(dict(model.state_dict(keep_vars=True)), put_once, "model")
     if optimizer is not None:
-        names = names_of(model)
+        names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         groups = []
         for group in optimizer.param_groups:
             options = {key: value for key, value in group.items() if key != "params"}
@@ -164,11 +160,6 @@ def take_snapshot(
         found.optimizer = encode_tree({"groups": groups, "state": entries}, found.put, "optimizer")
     found.extra = encode_tree(extra, put_extra, f"extra/{rank}")
     return found
-
-
-def names_of(model: nn.Module) -> dict[torch.Tensor, str]:
-    """The name of each parameter, the first of several."""
-    return {parameter: name for name, parameter in model.named_parameters()}
 
 
 def checked_name(parameter: torch.Tensor, names: dict[torch.Tensor, str]) -> str:

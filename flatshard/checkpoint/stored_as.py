@@ -91,11 +91,10 @@ def _pieces(name: str, shape: tuple[int, ...], rule: StoredAs, found: tuple[str,
     sizes = list(shape)
     if parts > 1:
         sizes[rule.dim] //= parts
-    experts = range(shape[0]) if stacked else range(1)
     if stacked:
         sizes[0] = 1
     made = []
-    for expert in experts:
+    for expert in range(shape[0]) if stacked else range(1):
         for number, pattern in enumerate(rule.files):
             offsets = [0] * len(shape)
             if parts > 1:
@@ -116,7 +115,7 @@ def assemble(
 
     CheckpointError names what a file lacks, or has in another shape or dtype than the rest.
     """
-    found = dict(tensors)
+    found, misfit = dict(tensors), f"{where} does not fit the model"
     for name, shape in shapes.items():
         pieces = pieces_of(name, shape, rules)
         if len(pieces) == 1 and pieces[0].name == name:
@@ -125,14 +124,10 @@ def assemble(
         for piece in pieces:
             entry = found.pop(piece.name, None)
             if entry is None:
-                raise CheckpointError(
-                    f"{where} does not fit the model: '{piece.name}', a part of '{name}', is not in it"
-                )
+                raise CheckpointError(f"{misfit}: '{piece.name}', a part of '{name}', is not in it")
             if entry.shape != piece.shape:
-                raise CheckpointError(
-                    f"{where} does not fit the model: '{piece.name}' has shape {entry.shape}; as a part of '{name}' it "
-                    f"must have {piece.shape}"
-                )
+                fits = f"as a part of '{name}' it must have {piece.shape}"
+                raise CheckpointError(f"{misfit}: '{piece.name}' has shape {entry.shape}; {fits}")
             dtypes.add(entry.dtype)
             (chunk,) = entry.chunks
             chunks.append(replace(chunk, offsets=piece.offsets, sizes=piece.sizes, transposed=piece.transposed))

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from flatshard import _arguments
 from flatshard.buffer import spread
-from flatshard.checkpoint.files import TensorSpec
+from flatshard.checkpoint.files import CODES, DTYPES, TensorEntry
 from flatshard.checkpoint.full import cast_dtype, check_dtype, named_tensors
 from flatshard.checkpoint.reader import Reader
 from flatshard.checkpoint.safetensors import FilePlan, check_names, plan_files, stored_tensors, write_files
@@ -120,7 +120,7 @@ def receive_weights(
     """
     began = time.monotonic()
     if isinstance(target, nn.Module):
-        take: _Put | Callback = _Put(target)
+        take: _ModelWriter | Callback = _ModelWriter(target)
         place = _device(target)
     elif callable(target):
         take, place = target, torch.device(device or "cpu")
@@ -133,7 +133,7 @@ def receive_weights(
         version, buckets = 0, _receive(source, take, place)
     else:
         raise TypeError(f"source={source!r}: must be a process group or a folder")
-    if isinstance(take, _Put):
+    if isinstance(take, _ModelWriter):
         take.finish()
     return _synced(buckets, began, version)
 
@@ -159,9 +159,9 @@ def _storages(buckets: Sequence[FilePlan], device: torch.device) -> list[torch.T
 def _views(bucket: FilePlan, storage: torch.Tensor) -> tuple[Bucket, torch.Tensor]:
     """The tensors of a bucket, one after another in a buffer, and what they take of it."""
     views, place = [], 0
-    for spec in bucket.tensors:
-        views.append((spec.name, storage[place : place + spec.nbytes].view(spec.dtype).view(spec.shape)))
-        place += -(-spec.nbytes // _ALIGN) * _ALIGN
+    for name, entry in bucket.tensors.items():
+        views.append((name, storage[place : place + entry.nbytes].view(entry.dtype).view(entry.shape)))
+        place += -(-entry.nbytes // _ALIGN) * _ALIGN
     return views, storage[:place]
 
 
@@ -180,7 +180,7 @@ def _send(
     group: ProcessGroup, buckets: Sequence[FilePlan], pieces: Iterator[torch.Tensor], device: torch.device
 ) -> None:
     """Rank 0 of the group tells what comes, and sends bucket after bucket; its other ranks give the places."""
-    text = [[(name, str(dtype).removeprefix("torch."), s) for name, dtype, s in bucket.tensors] for bucket in buckets]
+    text = [[(name, CODES[x.dtype], x.shape) for name, x in bucket.tensors.items()] for bucket in buckets]
     message = torch.frombuffer(bytearray(json.dumps(text).encode()), dtype=torch.uint8).to(device)
     spread(group, torch.tensor([len(message)], device=device)).wait()
     work = spread(group, message)
@@ -196,7 +196,7 @@ def _receive(group: ProcessGroup, take: Callback, device: torch.device) -> list[
     message = torch.empty(int(size), dtype=torch.uint8, device=device)
     spread(group, message).wait()
     buckets = [
-        FilePlan("", [TensorSpec(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in tensors])
+        FilePlan("", {name: TensorEntry(DTYPES[code], tuple(shape)) for name, code, shape in tensors})
         for tensors in json.loads(message.cpu().numpy().tobytes())
     ]
     storages = _storages(buckets, device)
@@ -213,7 +213,7 @@ def _receive(group: ProcessGroup, take: Callback, device: torch.device) -> list[
     return buckets
 
 
-class _Put:
+class _ModelWriter:
     """Writes what comes into a model."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -288,14 +288,14 @@ def _wait_for(folder: Path, after: int, timeout: float | None) -> int:
 
 
 @torch.no_grad()
-def _read(folder: Path, take: _Put | Callback, device: torch.device) -> list[FilePlan]:
+def _read(folder: Path, take: _ModelWriter | Callback, device: torch.device) -> list[FilePlan]:
     source = find_tensors(folder)
     with Reader(source) as reader:
         for name, entry in source.tensors.items():
-            if not isinstance(take, _Put):
+            if not isinstance(take, _ModelWriter):
                 take([(name, reader.whole(name).to(device))])
                 continue
             part = take.part_of(name, entry.shape)  # only its own rows are read
             if part is not None:
                 part.local.copy_(reader.read(name, entry, part.offsets, part.local.shape))
-    return [FilePlan("", [TensorSpec(name, entry.dtype, entry.shape) for name, entry in source.tensors.items()])]
+    return [FilePlan("", source.tensors)]

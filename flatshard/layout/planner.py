@@ -170,12 +170,10 @@ class Layout:
 
     @property
     def shard_numel(self) -> int:
-        """Elements that one rank stores."""
         return self.buffer_numel(1)
 
     @cached_property
     def payload(self) -> int:
-        """Elements of all tensors."""
         return sum(slot.numel for slot in self.slots)
 
     @property
@@ -254,7 +252,9 @@ def _plan(
     if isinstance(placement, Whole):
         runs = [_pack_whole(bare, num_shards)]
     elif layout == "tensor":
-        runs = [_chunk(slot, index, num_shards) for index, slot in enumerate(bare)]
+        # Atoms are dealt out as torch.chunk deals rows.
+        atoms = [-(-slot.numel // slot.atom) if slot.atom else 0 for slot in bare]
+        runs = [_Run(-(-atoms[i] // num_shards) * slot.atom, {i: 0}) for i, slot in enumerate(bare)]
     else:
         kinds = [[index for index, mark in enumerate(marks) if mark is kind] for kind in (False, True)]
         runs = [run for members in kinds if members for run in _tightest(bare, members, num_shards)]
@@ -282,12 +282,6 @@ class _Run:
 
     piece: int
     offsets: dict[int, int]
-
-
-def _chunk(slot: Slot, index: int, num_shards: int) -> _Run:
-    """One tensor, its atoms dealt out as torch.chunk deals rows."""
-    atoms = -(-slot.numel // slot.atom) if slot.atom else 0
-    return _Run(-(-atoms // num_shards) * slot.atom, {index: 0})
 
 
 def _pack_whole(slots: Sequence[Slot], num_shards: int) -> _Run:

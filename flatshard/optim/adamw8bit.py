@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -23,8 +23,22 @@ from flatshard import _arguments, _torch
 from flatshard.buffer.ragged import RaggedDTensor
 
 BLOCK = 256
-_STEPS = {torch.int8: 127, torch.uint8: 255}
 _LEAST_ROW = 64  # elements: below it, scales would take more than they are worth
+
+
+class _Code(NamedTuple):
+    """How a moment is kept, as a part of the largest of its block: ``encode`` of it in so many ``steps``."""
+
+    dtype: torch.dtype
+    steps: int
+    encode: Callable[[torch.Tensor], torch.Tensor]
+    decode: Callable[[torch.Tensor], torch.Tensor]
+
+
+_CODES = {
+    "exp_avg": _Code(torch.int8, 127, lambda x: x.abs().sqrt_().mul_(x.sign()), lambda x: x * x.abs()),
+    "exp_avg_sq": _Code(torch.uint8, 255, lambda x: x.sqrt_().sqrt_(), lambda x: x.square_().square_()),
+}
 
 
 class AdamW8bit(Optimizer):
@@ -85,12 +99,12 @@ class AdamW8bit(Optimizer):
         (one, two), lr = group["betas"], float(group["lr"])
         weight, gradient = _torch.held_of(parameter), _torch.held_of(parameter.grad)  # type: ignore[arg-type]
         gradient = gradient.float()
-        first = _read(parameter, state, "exp_avg", _square, torch.int8)
+        first = _read(parameter, state, "exp_avg")
         first.mul_(one).add_(gradient * (1 - one))
-        second = _read(parameter, state, "exp_avg_sq", _fourth_power, torch.uint8)
+        second = _read(parameter, state, "exp_avg_sq")
         second.mul_(two).add_(gradient.square().mul_(1 - two))
-        _write(state, "exp_avg", first, _root)
-        _write(state, "exp_avg_sq", second, _fourth_root)
+        _write(state, "exp_avg", first)
+        _write(state, "exp_avg_sq", second)
         # The update is that of the moments before they were rounded.
         second.div_(1 - two**step).sqrt_().add_(group["eps"])
         update = first.div_(1 - one**step).div_(second).mul_(lr)
@@ -124,8 +138,8 @@ def _require_rows(parameter: torch.Tensor) -> None:
 def _begin(parameter: torch.Tensor, state: dict[str, Any]) -> None:
     local, quantized = _torch.held_of(parameter), is_quantized(parameter.shape)
     state["step"] = torch.tensor(0.0)
-    for name, dtype in (("exp_avg", torch.int8), ("exp_avg_sq", torch.uint8)):
-        codes = torch.zeros_like(local, dtype=dtype if quantized else torch.float32)
+    for name, code in _CODES.items():
+        codes = torch.zeros_like(local, dtype=code.dtype if quantized else torch.float32)
         state[name] = _torch.like_dtensor(parameter, codes) if isinstance(parameter, DTensor) else codes
         if quantized:
             blocks = -(-parameter.shape[1:].numel() // BLOCK)
@@ -169,53 +183,26 @@ def _held(parameter: torch.Tensor, state: dict[str, Any], name: str, dtype: torc
     return _torch.held_of(value)
 
 
-def _read(
-    parameter: torch.Tensor,
-    state: dict[str, Any],
-    name: str,
-    power: Callable[[torch.Tensor], torch.Tensor],
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def _read(parameter: torch.Tensor, state: dict[str, Any], name: str) -> torch.Tensor:
     """A moment in float32, in memory of its own."""
     if f"{name}_scale" not in state:
         return _held(parameter, state, name, torch.float32).clone()
-    codes = _held(parameter, state, name, dtype)
+    code = _CODES[name]
+    codes = _held(parameter, state, name, code.dtype)
     scales = _held(parameter, state, f"{name}_scale", torch.float32)
-    values = power(_blocks(codes).float().div_(_STEPS[dtype])).mul_(scales.unsqueeze(-1)).flatten(1)
+    values = code.decode(_blocks(codes).float().div_(code.steps)).mul_(scales.unsqueeze(-1)).flatten(1)
     width = codes.shape[1:].numel()
     return (values if values.shape[1] == width else values[:, :width].contiguous()).view(codes.shape)
 
 
-def _write(
-    state: dict[str, Any],
-    name: str,
-    values: torch.Tensor,
-    root: Callable[[torch.Tensor], torch.Tensor],
-) -> None:
+def _write(state: dict[str, Any], name: str, values: torch.Tensor) -> None:
     codes = _torch.held_of(state[name])
     if f"{name}_scale" not in state:
         codes.copy_(values)
         return
-    blocks = _blocks(values)
+    blocks, steps = _blocks(values), _CODES[name].steps
     scales = blocks.abs().amax(-1)
     _torch.held_of(state[f"{name}_scale"]).copy_(scales)
     parts = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
-    steps = _STEPS[codes.dtype]
-    coded = root(parts).mul_(steps).round_().clamp_(-steps, steps).flatten(1)
+    coded = _CODES[name].encode(parts).mul_(steps).round_().clamp_(-steps, steps).flatten(1)
     codes.copy_(coded[:, : codes.shape[1:].numel()].reshape(codes.shape))
-
-
-def _square(codes: torch.Tensor) -> torch.Tensor:
-    return codes * codes.abs()
-
-
-def _fourth_power(codes: torch.Tensor) -> torch.Tensor:
-    return codes.square_().square_()
-
-
-def _root(parts: torch.Tensor) -> torch.Tensor:
-    return parts.abs().sqrt_().mul_(parts.sign())
-
-
-def _fourth_root(parts: torch.Tensor) -> torch.Tensor:
-    return parts.sqrt_().sqrt_()

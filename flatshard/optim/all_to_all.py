@@ -24,7 +24,7 @@ from flatshard.buffer import DONE, Lane, Ticket
 from flatshard.buffer.groups import joint_group
 from flatshard.buffer.ragged import RaggedDTensor
 from flatshard.layout import holding
-from flatshard.optim.assignment import Box, Holders, MatrixTransfer
+from flatshard.optim.assignment import Box, Holders
 
 Role: TypeAlias = Literal["gradient", "weight"]
 _ALIGN = 16  # bytes: a piece begins where vectorised copies can
@@ -114,29 +114,19 @@ class Piece:
     """A box of matrix ``number`` in packed bytes, and where it lies in the tensor it is taken from or put into.
 
     ``where`` is None for all of that tensor. Equal boxes of consecutive rows that lie at equal distances, as those of
-    all ranks do where rows divide evenly, are one piece: ``times`` of them, each ``every`` elements.
+    all ranks do where rows divide evenly, are one piece: ``times`` of them.
     """
 
     number: int
     role: Role
     where: tuple[slice, ...] | None
-    sizes: tuple[int, ...]  # of one box
     dtype: torch.dtype
-    start: int  # in elements
     times: int
-    every: int
-
-    def __post_init__(self) -> None:
-        strides, rest = [], math.prod(self.sizes)
-        for size in self.sizes:
-            rest //= size
-            strides.append(rest)
-        stacked = ((), ()) if self.times == 1 else ((self.times,), (self.every,))
-        object.__setattr__(self, "_view", ((*stacked[0], *self.sizes), (*stacked[1], *strides), self.start))
+    strided: tuple[tuple[int, ...], tuple[int, ...], int]  # size, stride and offset in the packed bytes, in elements
 
     def of(self, packed: torch.Tensor) -> torch.Tensor:
         """In the packed bytes, seen as elements of its dtype."""
-        return packed.as_strided(*self._view)  # type: ignore[attr-defined]
+        return packed.as_strided(*self.strided)
 
     def within(self, tensor: torch.Tensor) -> torch.Tensor:
         """In the tensor, in the shape of `of`: a view, whatever its strides are, since it may be written to."""
@@ -147,7 +137,7 @@ class Piece:
 Tensors: TypeAlias = Mapping[Role, Mapping[int, torch.Tensor | None]]
 
 
-class _Packing:
+class Packing:
     """Pieces between this rank and each other one, and where they lie when packed."""
 
     def __init__(self) -> None:
@@ -174,31 +164,31 @@ class _Packing:
                 boxes = boxes[times:]
                 rows = Box(box.offsets, (times * box.sizes[0], *box.sizes[1:])) if times > 1 else box
                 where = None if rows == within else rows.inside(within)
-                found.append(Piece(number, role, where, box.sizes, dtype, start, times, every))
+                strides = tuple(math.prod(box.sizes[dim + 1 :]) for dim in range(len(box.sizes)))
+                stack = ((times,), (every,)) if times > 1 else ((), ())
+                strided = (*stack[0], *box.sizes), (*stack[1], *strides), start
+                found.append(Piece(number, role, where, dtype, times, strided))
         return found
 
 
 def _stacks(boxes: Sequence[tuple[Box, int]], within: Box) -> list[tuple[int, int]]:
     """How many boxes, from the first, are one piece, and at which distance; then the same for the others."""
     found: list[tuple[int, int]] = []
-    previous: tuple[Box, int] | None = None
-    for box, start in boxes:
-        if previous is not None:
-            (before, at), (times, every) = previous, found[-1]
-            follows = box.sizes == before.sizes and len(box.sizes) > 0 and box.sizes[1:] == within.sizes[1:]
-            if follows and box.offsets[0] == before.offsets[0] + box.sizes[0] and every in (0, start - at):
+    for number, (box, start) in enumerate(boxes):
+        before, at = boxes[number - 1] if number else (None, 0)
+        if before is not None and box.sizes and box.sizes == before.sizes and box.sizes[1:] == within.sizes[1:]:
+            times, every = found[-1]
+            if box.offsets[0] == before.offsets[0] + box.sizes[0] and every in (0, start - at):
                 found[-1] = times + 1, start - at
-                previous = box, start
                 continue
         found.append((1, 0))
-        previous = box, start
     return found
 
 
 class _Packed:
     """Packed bytes. Their storage is allocated for each use; the views of the pieces stay."""
 
-    def __init__(self, packing: _Packing, like: torch.Tensor) -> None:
+    def __init__(self, packing: Packing, like: torch.Tensor) -> None:
         """``like``: the bytes, or an empty tensor where they are to be."""
         self.pieces, self.splits = packing.pieces(), packing.splits
         self.bytes = like if like.numel() else like.new_empty(packing.bytes)
@@ -216,17 +206,11 @@ class _Packed:
 class AllToAll:
     """One all-to-all of a bucket, again and again. ``name`` tells it from others in records of what was launched."""
 
-    def __init__(self, owner_group: OwnerGroup, sent: _Packing, received: _Packing, name: str) -> None:
+    def __init__(self, owner_group: OwnerGroup, sent: Packing, received: Packing, name: str) -> None:
         self._owner_group, self._name = owner_group, name
         self._packings = sent, received
         self._packed: tuple[_Packed, _Packed] | None = None
         self._ticket: Ticket | None = None
-
-    @property
-    def bytes(self) -> int:
-        """The size of the packed pieces, sent and received."""
-        sent, received = self._packings
-        return sent.bytes + (received.bytes if self._owner_group.size > 1 else 0)
 
     def launch(self, lane: Lane, tensors: Tensors) -> None:
         """Pack and send pieces of tensors, by role and number; None counts as zeros."""
@@ -292,39 +276,3 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
         torch._foreach_copy_([targets[number] for number in alike], [sources[number] for number in alike])
     for number in sorted(set(range(len(targets))).difference(alike)):
         targets[number].copy_(sources[number])
-
-
-def make_all_to_alls(
-    owner_group: OwnerGroup,
-    bucket: Sequence[tuple[int, MatrixTransfer]],
-    dtypes: Sequence[tuple[torch.dtype, torch.dtype]],
-    name: str,
-) -> tuple[AllToAll, AllToAll]:
-    """The way in and the way out of a bucket of numbered matrices, whose gradients and weights have these dtypes."""
-    me = owner_group.rank
-    packings = [_Packing() for _ in range(4)]
-    to_owner, at_owner, from_owner, at_holder = packings
-    for rank in range(owner_group.size):
-        for (number, transfer), (gradient, weight) in zip(bucket, dtypes):
-            whole, held = transfer.matrix.box, transfer.holders.boxes
-            copies = transfer.holders.copies
-            if transfer.owner == rank:
-                mine = whole.intersect(held[me]) if whole.sizes else whole
-                if mine is not None:
-                    if copies[me] == copies[rank]:
-                        to_owner.add(number, "gradient", mine, held[me], gradient)
-                        to_owner.add(number, "weight", mine, held[me], weight)
-                    at_holder.add(number, "weight", mine, held[me], weight)
-            if transfer.owner == me:
-                theirs = whole.intersect(held[rank]) if whole.sizes else whole
-                if theirs is not None:
-                    if copies[me] == copies[rank]:
-                        at_owner.add(number, "gradient", theirs, whole, gradient)
-                        at_owner.add(number, "weight", theirs, whole, weight)
-                    from_owner.add(number, "weight", theirs, whole, weight)
-        for packing in packings:
-            packing.close()
-    return (
-        AllToAll(owner_group, to_owner, at_owner, f"{name} in"),
-        AllToAll(owner_group, from_owner, at_holder, f"{name} out"),
-    )

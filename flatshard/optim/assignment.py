@@ -1,4 +1,4 @@
-"""Which rank steps which matrix, and which of them travel together.
+"""What is a matrix, and which rank steps which.
 
 Pure integers, from the same description on every rank: all ranks come to the same result, in every run.
 """
@@ -6,6 +6,7 @@ Pure integers, from the same description on every rank: all ranks come to the sa
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,6 @@ class Box:
         return math.prod(self.sizes)
 
     def intersect(self, other: Box) -> Box | None:
-        """What two boxes have in common."""
         first = tuple(map(max, self.offsets, other.offsets))
         sizes = tuple(
             min(a + m, b + n) - start
@@ -43,7 +43,6 @@ class Box:
         return Box(first, sizes) if all(size > 0 for size in sizes) else None
 
     def inside(self, outer: Box) -> tuple[slice, ...]:
-        """Where this box lies in another one that contains it."""
         starts = [mine - theirs for mine, theirs in zip(self.offsets, outer.offsets)]
         return tuple(slice(start, start + size) for start, size in zip(starts, self.sizes))
 
@@ -94,12 +93,11 @@ def matrices_of(shape: Shape, split: Split, unbind: bool) -> list[Matrix]:
     if not unbind and split is None:
         return [Matrix("", Box((0,) * len(shape), shape), shape)]
     if unbind and len(shape) == 3:
-        each = matrices_of(shape[1:], split, True)
-        return [
-            Matrix(_joined(index, m.label), Box((index, *m.box.offsets), (1, *m.box.sizes)), m.shape)
-            for index in range(shape[0])
-            for m in each
-        ]
+        made = []
+        for index, each in itertools.product(range(shape[0]), matrices_of(shape[1:], split, True)):
+            label = f"[{index}, {each.label[1:]}" if each.label else f"[{index}]"
+            made.append(Matrix(label, Box((index, *each.box.offsets), (1, *each.box.sizes)), each.shape))
+        return made
     if not shape:
         if split is not None:
             raise ValueError("a parameter without dims has no rows to split")
@@ -115,13 +113,8 @@ def matrices_of(shape: Shape, split: Split, unbind: bool) -> list[Matrix]:
     return found
 
 
-def _joined(index: int, label: str) -> str:
-    return f"[{index}, {label[1:]}" if label else f"[{index}]"
-
-
 def _rows(rows: int, split: Split) -> list[int]:
-    if split is None:
-        return [rows]
+    split = 1 if split is None else split
     if isinstance(split, int):
         if split < 1 or rows % split:
             raise ValueError(f"{rows} rows cannot be split into {split} equal parts")
@@ -174,41 +167,3 @@ class Holders:
         begin = torch.maximum(first, torch.tensor(box.offsets))
         end = torch.minimum(last, torch.tensor([o + s for o, s in zip(box.offsets, box.sizes)]))
         return (end - begin).clamp(min=0).prod(1)
-
-
-@dataclass(frozen=True)
-class MatrixTransfer:
-    """One matrix on its way: the bytes of it and of its gradient per element, where it lies, and who owns it."""
-
-    matrix: Matrix
-    holders: Holders
-    width: int
-    owner: int
-
-    @property
-    def size(self) -> int:
-        return self.matrix.box.numel * self.width
-
-
-def in_buckets(transfers: Sequence[MatrixTransfer], limit: int) -> list[list[int]]:
-    """Cut a list of matrices into buckets, in its order.
-
-    With B the larger of ``limit`` and the largest matrix, an owner has at most B bytes of a bucket, and no rank holds
-    more than 2 B of it in pieces for each copy that there is: twice, because pieces are not all equal.
-    """
-    if not transfers:
-        return []
-    bound = max(limit, max(each.size for each in transfers))
-    world = len(transfers[0].holders.boxes)
-    buckets: list[list[int]] = []
-    owned, held = torch.zeros(world, dtype=torch.int64), torch.zeros(world, dtype=torch.int64)
-    for number, each in enumerate(transfers):
-        pieces = each.holders.counts(each.matrix.box) * each.width
-        most = 2 * bound * (max(each.holders.copies) + 1)
-        if not buckets or owned[each.owner] + each.size > bound or bool((held + pieces > most).any()):
-            buckets.append([])
-            owned, held = torch.zeros_like(owned), torch.zeros_like(held)
-        buckets[-1].append(number)
-        owned[each.owner] += each.size
-        held += pieces
-    return buckets

@@ -7,7 +7,7 @@ the axes that cut them; what several ranks hold alike is counted once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -175,16 +175,12 @@ def _powers(
     tensors: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Per tensor, the norm to the power of ``norm_type``, or the norm if it is infinite; 0 for a tensor of nothing."""
-    powers = torch.zeros(len(tensors), dtype=dtype, device=device)
-    filled = [number for number, tensor in enumerate(tensors) if tensor.numel()]
-    if filled:
-        norms = torch._foreach_norm([tensors[number] for number in filled], norm_type, dtype=dtype)
-        values = torch.stack([norm.to(device) for norm in norms])
-        values = values if math.isinf(norm_type) else values.pow(norm_type)
-        if len(filled) == len(tensors):
-            return values
-        powers[torch.tensor(filled, device=device)] = values
-    return powers
+    if not tensors:
+        return torch.zeros(0, dtype=dtype, device=device)
+    filled = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
+    norms = torch._foreach_norm(filled, norm_type, dtype=dtype)
+    values = torch.stack([norm.to(device) for norm in norms])
+    return values if math.isinf(norm_type) else values.pow(norm_type)
 
 
 def _join(powers: torch.Tensor, norm_type: float) -> torch.Tensor:
@@ -239,10 +235,7 @@ def _device(where: _Where, tensors: Sequence[torch.Tensor]) -> torch.device:
     return tensors[0].device if tensors else torch.device("cpu")
 
 
-# Per parameter
-
-
-# All ranks list the parameters of the model, which they have in common, and not the gradients, which they may not.
+# Per parameter: all ranks list those of the model, which they have in common; the gradients may not be the same.
 
 
 @torch.no_grad()
@@ -256,9 +249,10 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:
     norm_type = _norm_type(norm_type)  # before anything is communicated
     named = list(model.named_parameters())
     join_reduces()
-    everywhere = _has_gradient(named)
-    listed = [(name, parameter) for name, parameter in named if name in everywhere]
-    return _norms([(name, parameter, _placed(parameter)) for name, parameter in listed], norm_type)
+    having = _ranks_where(
+        named, lambda grads, device: torch.tensor([int(g is not None) for g in grads], dtype=torch.int32, device=device)
+    )
+    return _norms([(name, parameter, _placed(parameter)) for name, parameter in named if having[name]], norm_type)
 
 
 @torch.no_grad()
@@ -268,22 +262,22 @@ def weight_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:
     return _norms([(name, parameter, parameter.detach()) for name, parameter in model.named_parameters()], norm_type)
 
 
-def _by_mesh(named: Sequence[tuple[str, torch.Tensor]]) -> dict[DeviceMesh | None, list[tuple[str, torch.Tensor]]]:
-    found: dict[DeviceMesh | None, list[tuple[str, torch.Tensor]]] = {}
-    for name, parameter in named:
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        found.setdefault(mesh, []).append((name, parameter))
-    return found
-
-
-def _has_gradient(named: Sequence[tuple[str, torch.Tensor]]) -> set[str]:
-    """The names of parameters that have a gradient on any rank."""
-    found: set[str] = set()
-    for mesh, here in _by_mesh(named).items():
-        flags = torch.tensor([int(parameter.grad is not None) for _, parameter in here], dtype=torch.int32)
+def _ranks_where(
+    named: Sequence[tuple[str, torch.Tensor]],
+    flags_of: Callable[[list[torch.Tensor | None], torch.device], torch.Tensor],
+) -> dict[str, list[int]]:
+    """By name, the ranks on which gradients are flagged. Of plain parameters each rank knows its own."""
+    found = {}
+    meshes = [parameter.device_mesh if isinstance(parameter, DTensor) else None for _, parameter in named]
+    for mesh in dict.fromkeys(meshes):
+        here = [each for each, its_mesh in zip(named, meshes) if its_mesh == mesh]
+        device = torch.device("cpu") if mesh is None else _mesh_device(mesh)
+        flags = flags_of([parameter.grad for _, parameter in here], device)
+        ranks = [dist.get_rank() if dist.is_initialized() else 0]
         if mesh is not None:
-            flags = _gathered(flags.to(_mesh_device(mesh)), mesh).amax(0)
-        found.update(name for (name, _), flag in zip(here, flags.tolist()) if flag)
+            flags, ranks = _gathered(flags, mesh), mesh.mesh.flatten().tolist()
+        for (name, _), column in zip(here, flags.view(len(ranks), -1).T.tolist()):
+            found[name] = sorted(rank for rank, flag in zip(ranks, column) if flag)
     return found
 
 
@@ -323,21 +317,8 @@ def find_nonfinite(model: nn.Module) -> list[tuple[str, int]]:
     """
     _arguments.module("find_nonfinite", model)
     join_reduces()
-    named = list(model.named_parameters())
-    found: list[tuple[str, int]] = []
-    for mesh, here in _by_mesh(named).items():
-        device = torch.device("cpu") if mesh is None else _mesh_device(mesh)
-        flags = _nonfinite([parameter.grad for _, parameter in here], device)
-        if mesh is None:
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            found.extend((name, rank) for (name, _), flag in zip(here, flags.tolist()) if flag)
-            continue
-        everyones = _gathered(flags, mesh).tolist()
-        ranks = mesh.mesh.flatten().tolist()
-        for number, (name, _) in enumerate(here):
-            found.extend((name, rank) for rank, mine in zip(ranks, everyones) if mine[number])
-    order = {name: number for number, (name, _) in enumerate(named)}
-    return sorted(found, key=lambda item: (order[item[0]], item[1]))
+    where = _ranks_where(list(model.named_parameters()), _nonfinite)
+    return [(name, rank) for name, _ in model.named_parameters() for rank in where[name]]
 
 
 def _nonfinite(gradients: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:

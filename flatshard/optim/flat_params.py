@@ -46,8 +46,9 @@ class FlatParam:
         self.number = number  # of the parameter group that it belongs to
         self._flat = flat  # is to be flat wherever its gradients lie in one buffer
         self.main = group.main
-        self._group = weakref.ref(group)
-        self._indices = indices
+        self.group = weakref.ref(group)
+        windows = self.main.layout.windows(self.main.held.first, self.main.held.count)
+        self._indices, self._windows = indices, [windows[index] for index in indices]
         self._extent = extent
         local = self.main.local_view(indices[0]) if extent is None else self.main.local[slice(*extent)]
         self.tensor = nn.Parameter(local)
@@ -55,26 +56,18 @@ class FlatParam:
             self.tensor.__dict__.update(self.parameters[0].__dict__)  # what users mark parameters with
         self._views: dict[Any, tuple[torch.Tensor, list[DTensor]]] = {}
 
-    @property
-    def group(self) -> ParamGroup | None:
-        """The group of its parameters, while it exists."""
-        return self._group()
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the parameters still lie where they lay: `.to` and its like move them."""
-        group = self._group()
-        return group is None or group.main is self.main
-
     def attach_gradient(self, uncast: bool) -> bool:
         """Give the tensor its gradient; False if the gradients are not what they were when this was made."""
+        group = self.group()
+        if group is not None and group.main is not self.main:  # `.to` and its like have moved the parameters
+            return False
         if self._extent is None:
             first = self.parameters[0].grad
             if first is None or (self._flat and suits(getattr(first, MAIN_GRAD, None), self.main)):
                 return False
             gradient = _torch.local_of(first)
         else:
-            buffer = self._gradient_buffer()
+            buffer = self._gradient_buffer(group)
             if buffer is None:
                 return False
             is_all = self._extent == (0, buffer.local.numel())
@@ -82,10 +75,9 @@ class FlatParam:
         set_grad(self.tensor, gradient, uncast)
         return True
 
-    def _gradient_buffer(self) -> DBuffer | None:
+    def _gradient_buffer(self, group: ParamGroup | None) -> DBuffer | None:
         """The one buffer that the gradients of all parameters lie in, if there is one and it lies as main does."""
-        group = self._group()
-        main_grads = None if group is None or group.main is not self.main else group.gradients.main_grads
+        main_grads = None if group is None else group.gradients.main_grads
         if main_grads is not None and main_grads.buffer is not None:  # the group's own is the rule, and asked first
             with _torch.PlainAttributes():
                 for index, parameter in zip(self._indices, self.parameters):
@@ -137,22 +129,20 @@ class FlatParam:
         """One parameter's part of an elementwise entry; made once for as long as the optimizer keeps the entry."""
         known = self._views.get(key)
         if known is None or known[0] is not value:
-            parts = [value] if self._extent is None else [self._part(value, i) for i in range(len(self._indices))]
+            parts = [value]
+            if self._extent is not None:
+                base = value.storage_offset() - self._extent[0]
+                starts = [base + each.offset if 0 not in each.shape else 0 for each in self._windows]
+                parts = [value.as_strided(w.shape, w.stride, at) for w, at in zip(self._windows, starts)]
             views = [_torch.like_dtensor(p, part) for p, part in zip(self.parameters, parts)]
             known = self._views[key] = value, views
         return known[1][place]
-
-    def _part(self, flat: torch.Tensor, place: int) -> torch.Tensor:
-        assert self._extent is not None
-        offset, shape, stride = window(self.main, self._indices[place])
-        start = offset - self._extent[0] if 0 not in shape else 0
-        return flat.as_strided(shape, stride, flat.storage_offset() + start)
 
     def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """One flat tensor with these parts. Where they lie in one already, nothing is copied."""
         assert self._extent is not None
         start, stop = self._extent
-        filled = [(part, window(self.main, index)) for part, index in zip(parts, self._indices) if part.numel()]
+        filled = [(part, place) for part, place in zip(parts, self._windows) if part.numel()]
         if not filled:
             return parts[0].new_zeros(stop - start)
         first = filled[0][0]
@@ -173,11 +163,6 @@ class FlatParam:
 def suits(buffer: DBuffer | None, main: DBuffer) -> bool:
     """Whether a buffer of gradients lies as main does."""
     return buffer is not None and buffer.local.numel() == main.local.numel() and buffer.placements == main.placements
-
-
-def window(main: DBuffer, index: int) -> Any:
-    """Offset, shape and stride of tensor ``index`` in the local tensor of a buffer."""
-    return main.layout.windows(main.held.first, main.held.count)[index]
 
 
 def set_grad(tensor: torch.Tensor, gradient: torch.Tensor, uncast: bool) -> None:

@@ -30,6 +30,7 @@ class LocalStep:
         self._generation = 0  # when the flat parameters were made
         self._absent: Sequence[torch.Tensor] = []
         self._others: list[list[torch.Tensor]] = []
+        self._sharded: set[int] = set()  # ids of sharded parameters, and of the flat tensors that are stepped for them
         self._ids: list[list[int]] = []
         self._state: defaultdict[Any, State] = defaultdict(dict)
         self._outer: Any = None  # the optimizer's dict as we know it
@@ -66,7 +67,7 @@ class LocalStep:
     def free_gradients(self, others: Iterable[ParamGroup | None] = ()) -> None:
         """Free the memory of gradients that have been set to None, those of other groups too."""
         with _torch.PlainAttributes():
-            for group in dict.fromkeys([*(each.group for each in self._flat_params or ()), *others]):
+            for group in dict.fromkeys([*(each.group() for each in self._flat_params or ()), *others]):
                 if group is not None:
                     group.gradients.main_grads.rest()
 
@@ -84,9 +85,8 @@ class LocalStep:
             for each in self._flat_params:
                 if each.tensor in self._state:
                     each.write_state(self._state[each.tensor], kinds, outer)
-            ours = {id(each.tensor) for each in self._flat_params}
             for key, value in self._state.items():  # parameters that are not sharded, and what is of none
-                if id(key) not in ours:
+                if id(key) not in self._sharded:
                     outer[key] = value
             if len(outer) != known:
                 # Flat parameters lie in another order on each rank, and the state is gathered in the order of its keys.
@@ -116,21 +116,19 @@ class LocalStep:
             return False
         if any(parameter.grad is not None for parameter in self._absent):
             return False
-        if not all(each.is_current and each.attach_gradient(self.uncast) for each in self._flat_params):
+        if not all(each.attach_gradient(self.uncast) for each in self._flat_params):
             return False
         return not self._was_read or self._agrees()
 
     def _agrees(self) -> bool:
         """Whether those who have looked at the state have left it as it was."""
         assert self._flat_params is not None
-        kinds, known = self._kinds(), {id(parameter) for parameter in self._absent}
+        kinds = self._kinds()
         for each in self._flat_params:
             if not each.matches_state(self._state.get(each.tensor, {}), kinds, self._outer):
                 return False
-            known.update(map(id, each.parameters))
-        rest = {id(key): key for key in self._outer if id(key) not in known}
-        ours = {id(each.tensor) for each in self._flat_params}
-        mine = {id(key) for key in self._state if id(key) not in ours}
+        rest = {id(key): key for key in self._outer if id(key) not in self._sharded}
+        mine = {id(key) for key in self._state if id(key) not in self._sharded}
         return rest.keys() == mine and all(self._outer[key] is self._state[key] for key in rest.values())
 
     def _kinds(self) -> dict[Any, bool]:
@@ -153,18 +151,16 @@ class LocalStep:
         self._generation = generation()
         self._ids = [list(map(id, group["params"])) for group in groups]
         self._state = defaultdict(dict)
-        sharded = set(map(id, self._absent))
+        self._sharded = set(map(id, self._absent))
         for each in self._flat_params:
+            self._sharded.update(map(id, (each.tensor, *each.parameters)))
             taken, kinds = each.join_state(outer)
             if taken:
                 self._state[each.tensor] = taken
                 each.write_state(taken, kinds, outer)  # views take the place of what was joined, which is freed
-            sharded.update(map(id, each.parameters))
             if not each.attach_gradient(self.uncast):
                 raise AssertionError("a flat parameter was made that does not fit its gradients")
-        for key, value in outer.items():
-            if id(key) not in sharded:
-                self._state[key] = value
+        self._state.update({key: value for key, value in outer.items() if id(key) not in self._sharded})
 
 
 # Names in the state of torch's optimizers that have one number per parameter, whatever its shape.
@@ -205,13 +201,10 @@ def refuse_replaced(optimizer: Optimizer) -> None:
             if not is_replaced(parameter) and (owner is None or sharded):
                 continue
             known = "a parameter" if owner is None else f"'{owner[0]}' of {owner[1]}"
-            when = (
-                "as it was before another parameter was assigned in its place"
-                if sharded
-                else "as it was before fully_shard, or while it was unsharded"
-            )
+            when, event = "before fully_shard, or while it was unsharded", "fully_shard"
+            if sharded:
+                when, event = "before another parameter was assigned in its place", "that"
             raise RuntimeError(
-                f"parameter group {number} of this {type(optimizer).__name__} holds {known} {when}; a step on it would "
-                f"not train the model. Build the optimizer after {'that' if sharded else 'fully_shard'}, on "
-                "model.parameters()"
+                f"parameter group {number} of this {type(optimizer).__name__} holds {known} as it was {when}; a step "
+                f"on it would not train the model. Build the optimizer after {event}, on model.parameters()"
             )

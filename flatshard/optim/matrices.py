@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -12,8 +12,8 @@ from flatshard import _torch
 from flatshard.buffer import Lane
 from flatshard.engine.gradients.main_grads import MAIN_GRAD
 from flatshard.engine.groups.registry import group_of
-from flatshard.optim.all_to_all import AllToAll, OwnerGroup
-from flatshard.optim.assignment import Matrix
+from flatshard.optim.all_to_all import AllToAll, OwnerGroup, Packing
+from flatshard.optim.assignment import Holders, Matrix
 from flatshard.optim.flat_params import set_grad, sharding_of
 
 
@@ -26,14 +26,12 @@ class MatrixParam:
         self.name, self.parameter, self.matrix = f"{name}{matrix.label}", parameter, matrix
         self.number: int | None = number  # of its parameter group; None if it is in none any more
         self.owner_group, self.owner = owner_group, 0
+        self.holders = Holders((), ())  # of the parameter
         local = _torch.held_of(parameter)
         self._nothing = torch.zeros((), dtype=local.dtype, device=local.device).expand(matrix.shape)  # takes no memory
         self.tensor = nn.Parameter(self._nothing, parameter.requires_grad)
-        # what users have put on the parameter
-        self.tensor.__dict__.update(
-            {key: value for key, value in parameter.__dict__.items() if not key.startswith("_")}
-        )
-        self.tensor.__dict__["matrix_name"] = self.name
+        marks = {key: value for key, value in parameter.__dict__.items() if not key.startswith("_")}  # of users
+        self.tensor.__dict__.update(marks, matrix_name=self.name)
 
     @property
     def is_mine(self) -> bool:
@@ -44,6 +42,11 @@ class MatrixParam:
         """The dtypes of its gradient and its weight, the same on all ranks."""
         group = group_of(self.parameter)
         return self.parameter.dtype if group is None else group.gradients.grad_dtype, self.parameter.dtype
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element and of its gradient."""
+        return sum(dtype.itemsize for dtype in self.dtypes)
 
     def set_values(self, gradient: torch.Tensor, weight: torch.Tensor, uncast: bool) -> None:
         """Give the tensor its values. A parameter without a gradient on this rank has been used on none."""
@@ -56,26 +59,69 @@ class MatrixParam:
         self.tensor.data = self._nothing
 
 
-@dataclass
+def in_buckets(matrices: Sequence[MatrixParam], limit: int) -> list[list[MatrixParam]]:
+    """Cut a list of matrices into buckets, in its order.
+
+    With B the larger of ``limit`` and the largest matrix, an owner has at most B bytes of a bucket, and no rank holds
+    more than 2 B of it in pieces for each copy that there is: twice, because pieces are not all equal.
+    """
+    if not matrices:
+        return []
+    buckets: list[list[MatrixParam]] = []
+    world = len(matrices[0].holders.boxes)
+    owned, held = torch.zeros(world, dtype=torch.int64), torch.zeros(world, dtype=torch.int64)
+    bound = max([limit, *(each.matrix.box.numel * each.width for each in matrices)])
+    for each in matrices:
+        size, pieces = each.matrix.box.numel * each.width, each.holders.counts(each.matrix.box) * each.width
+        most = 2 * bound * (max(each.holders.copies) + 1)
+        if not buckets or owned[each.owner] + size > bound or bool((held + pieces > most).any()):
+            buckets.append([])
+            owned, held = torch.zeros_like(owned), torch.zeros_like(held)
+        buckets[-1].append(each)
+        owned[each.owner] += size
+        held += pieces
+    return buckets
+
+
 class Bucket:
     """Matrices that travel together; the numbers of pieces are places in ``matrices``."""
 
-    matrices: list[MatrixParam]
-    to_owners: AllToAll
-    from_owners: AllToAll
-
-    def __post_init__(self) -> None:
-        self.mine = [number for number, each in enumerate(self.matrices) if each.is_mine]
+    def __init__(self, matrices: Sequence[MatrixParam], lane: Lane, name: str) -> None:
+        self.matrices, self.lane = matrices, lane
+        self.mine = [number for number, each in enumerate(matrices) if each.is_mine]
         self._weights: dict[int, torch.Tensor] = {}
         self._held: dict[int, torch.Tensor] = {}  # what this rank holds of the weights, from `send_in` to `receive_out`
+        owner_group = matrices[0].owner_group
+        me = owner_group.rank
+        packings = [Packing() for _ in range(4)]
+        to_owner, at_owner, from_owner, at_holder = packings
+        for rank in range(owner_group.size):
+            for number, each in enumerate(matrices):
+                whole, held, copies = each.matrix.box, each.holders.boxes, each.holders.copies
+                for owner, holder, inward, outward, within in (
+                    (rank, me, to_owner, at_holder, held[me]),
+                    (me, rank, at_owner, from_owner, whole),
+                ):
+                    box = whole.intersect(held[holder]) if each.owner == owner else None
+                    if box is None:
+                        continue
+                    gradient, weight = each.dtypes
+                    if copies[me] == copies[rank]:
+                        inward.add(number, "gradient", box, within, gradient)
+                        inward.add(number, "weight", box, within, weight)
+                    outward.add(number, "weight", box, within, weight)
+            for packing in packings:
+                packing.close()
+        self.to_owners = AllToAll(owner_group, to_owner, at_owner, f"{name} in")
+        self.from_owners = AllToAll(owner_group, from_owner, at_holder, f"{name} out")
 
-    def send_in(self, lane: Lane) -> None:
+    def send_in(self) -> None:
         """Send gradients and weights to their owners."""
         with _torch.PlainAttributes():
             grads = [each.parameter.grad for each in self.matrices]
         self._held = {number: _torch.held_of(each.parameter) for number, each in enumerate(self.matrices)}
         gradients = {number: _held_gradient(each.parameter, grads[number]) for number, each in enumerate(self.matrices)}
-        self.to_owners.launch(lane, {"gradient": gradients, "weight": self._held})
+        self.to_owners.launch(self.lane, {"gradient": gradients, "weight": self._held})
 
     def receive_in(self, uncast: bool) -> None:
         """Let the matrices of this rank have the values that have come."""
@@ -90,12 +136,12 @@ class Bucket:
         for number in self.mine:
             self.matrices[number].set_values(gradients.pop(number), self._weights[number], uncast)
 
-    def send_out(self, lane: Lane) -> None:
+    def send_out(self) -> None:
         """Send the new weights to all who hold them."""
         for number in self.mine:
             each = self.matrices[number]
             self._weights[number] = each.tensor.data.reshape(each.matrix.box.sizes)  # it may be another tensor
-        self.from_owners.launch(lane, {"weight": self._weights})
+        self.from_owners.launch(self.lane, {"weight": self._weights})
         self.clear()
 
     def receive_out(self) -> None:

@@ -76,7 +76,7 @@ def _is_shared(tensor: torch.Tensor) -> bool:
 
 
 def state_on_all_ranks(
-    owner_group: OwnerGroup, lane: Lane, mine: Mapping[int, Any], owners: Mapping[int, int]
+    owner_group: OwnerGroup, lane: Lane, mine: Mapping[int, Any], owners: Sequence[int]
 ) -> dict[int, Any]:
     """The state of all numbered matrices, from that of those which this rank owns. All ranks of the group call it."""
 
@@ -90,24 +90,20 @@ def state_on_all_ranks(
     for found in owner_group.messages(lane, pickle.dumps(message)):
         everything.update(pickle.loads(found))
 
-    def own(number: int) -> Any:
-        return _torch.map_leaves(
-            torch.Tensor,
-            lambda value: (
-                value if _is_shared(value) else owner_dtensor(owner_group, owners[number], value.shape, value)
-            ),
-            mine[number],
-        )
+    def shown(number: int) -> Any:
+        def show(value: torch.Tensor | _Leaf) -> torch.Tensor:
+            if isinstance(value, torch.Tensor):
+                local = value
+                if _is_shared(value):
+                    return value
+            else:
+                device = torch.device("cpu") if value.on_host else owner_group.device
+                local = torch.empty((0, *value.shape[1:]), dtype=value.dtype, device=device)
+            return owner_dtensor(owner_group, owners[number], torch.Size(value.shape), local)
 
-    def others(number: int, state: Any) -> Any:
-        def empty(leaf: _Leaf) -> torch.Tensor:
-            device = torch.device("cpu") if leaf.on_host else owner_group.device
-            local = torch.empty((0, *leaf.shape[1:]), dtype=leaf.dtype, device=device)
-            return owner_dtensor(owner_group, owners[number], torch.Size(leaf.shape), local)
+        return _torch.map_leaves((torch.Tensor, _Leaf), show, mine.get(number, everything[number]))
 
-        return _torch.map_leaves(_Leaf, empty, state)
-
-    return {number: own(number) if number in mine else others(number, everything[number]) for number in everything}
+    return {number: shown(number) for number in everything}
 
 
 def state_of_owner(owner_group: OwnerGroup, owner: int, state: Any) -> Any:

@@ -50,6 +50,12 @@ _WHOLE = {
     **dict.fromkeys(("Muon", "Shampoo", "DistributedShampoo", "SOAP"), "works on whole matrices"),
     **dict.fromkeys(("LAMB", "Lamb", "LARS", "Lars", "NovoGrad"), "scales by norms of whole parameters"),
 }
+_REMEDIES = {
+    "all": "which a rank has only parts of; give whole=True, which lets it have the whole, or use an elementwise "
+    "optimizer such as AdamW",
+    "rest": "and `whole` leaves it parameters of which a rank has only parts; let it have those that are whole, and an "
+    "elementwise optimizer such as AdamW the others",
+}
 _OVER_ALL = {"Prodigy", "DAdaptAdam", "DAdaptSGD"}
 _LOCAL = "_flatshard_local"
 _CHECKED = "_flatshard_checked"
@@ -209,16 +215,8 @@ def _refuse(optimizer: Optimizer, on_shards: Literal["all", "rest", "none"]) -> 
     for found in names:
         if found in _OVER_ALL:
             raise ValueError(f"{name} sums over all parameters, which no rank has; use another optimizer")
-        if found in _WHOLE and on_shards == "all":
-            raise ValueError(
-                f"{name} {_WHOLE[found]}, which a rank has only parts of; give whole=True, which lets it have the "
-                "whole, or use an elementwise optimizer such as AdamW"
-            )
-        if found in _WHOLE and on_shards == "rest":
-            raise ValueError(
-                f"{name} {_WHOLE[found]}, and `whole` leaves it parameters of which a rank has only parts; let it have "
-                "those that are whole, and an elementwise optimizer such as AdamW the others"
-            )
+        if found in _WHOLE and on_shards != "none":
+            raise ValueError(f"{name} {_WHOLE[found]}, {_REMEDIES[on_shards]}")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(f"{name}(differentiable=True): sharded main weights have no graph; leave it out")
 
@@ -237,7 +235,8 @@ def _local_class(cls: type[Optimizer], whole: bool) -> type[Optimizer]:
             base = base.__wrapped__  # type: ignore[attr-defined]
         step = Optimizer.profile_hook_step(_step_over(base))
         step.hooked = True  # type: ignore[attr-defined]
-        members: dict[str, Any] = {"step": step, "state": property(_get_state, _set_state), "zero_grad": _zero_grad}
+        state = property(lambda self: _local(self).public_state(self), _set_state)
+        members: dict[str, Any] = {"step": step, "state": state, "zero_grad": _zero_grad}
         if whole:
             members.update(state_dict=_state_dict, load_state_dict=_load_state_dict, __setstate__=_take_state)
         names = {"__doc__": cls.__doc__, "__module__": cls.__module__}
@@ -334,10 +333,6 @@ def owner_of_entries(optimizer: Optimizer) -> Callable[[torch.Tensor, Iterable[s
         return None
 
     return owned
-
-
-def _get_state(self: Optimizer) -> Any:
-    return _local(self).public_state(self)
 
 
 def _set_state(self: Optimizer, state: Any) -> None:

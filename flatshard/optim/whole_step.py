@@ -28,11 +28,11 @@ from torch.optim import Optimizer
 from flatshard import _torch
 from flatshard.buffer import Lane
 from flatshard.engine.groups.registry import OWNER, generation, group_of
-from flatshard.optim.all_to_all import OwnerGroup, cut_axes, make_all_to_alls
-from flatshard.optim.assignment import MatrixTransfer, WholeOptions, assign, in_buckets, matrices_of
+from flatshard.optim.all_to_all import OwnerGroup, cut_axes
+from flatshard.optim.assignment import WholeOptions, assign, matrices_of
 from flatshard.optim.flat_params import State
 from flatshard.optim.local_step import LocalStep, refuse_replaced
-from flatshard.optim.matrices import Bucket, MatrixParam
+from flatshard.optim.matrices import Bucket, MatrixParam, in_buckets
 from flatshard.optim.owner_state import LABEL, entries_of, join_entries, state_of_owner, state_on_all_ranks
 from flatshard.optim.split_step import SplitStep
 
@@ -80,10 +80,9 @@ class WholeStep:
         batch: list[MatrixParam] = []
         for name, parameter, number in named:
             owner_group = self._owner_group_of(parameter)
+            split = self.options.split_of(name, parameter)
             try:
-                matrices = matrices_of(
-                    tuple(parameter.shape), self.options.split_of(name, parameter), self.options.unbind
-                )
+                matrices = matrices_of(tuple(parameter.shape), split, self.options.unbind)
             except ValueError as error:
                 raise ValueError(f"split of '{name}': {error}") from None
             batch += [MatrixParam(name, parameter, matrix, number, owner_group) for matrix in matrices]
@@ -105,7 +104,9 @@ class WholeStep:
         self, owner_group: OwnerGroup, here: Sequence[MatrixParam], loads: Sequence[float] = ()
     ) -> tuple[list[int], list[int]]:
         holders = {id(each.parameter): owner_group.holders(each.parameter) for each in here}
-        most = [int(holders[id(each.parameter)].counts(each.matrix.box).argmax()) for each in here]
+        for each in here:
+            each.holders = holders[id(each.parameter)]
+        most = [int(each.holders.counts(each.matrix.box).argmax()) for each in here]
         return assign([self.options.cost(each.matrix.shape) for each in here], most, owner_group.size, loads)
 
     def adopt(self, optimizer: Optimizer) -> None:
@@ -201,17 +202,8 @@ class WholeStep:
         for owner_group in dict.fromkeys(each.owner_group for each in batch):
             here = [each for each in batch if each.owner_group is owner_group and each.number is not None]
             here = [here[number] for number in self._assign(owner_group, here)[0]]
-            holders = {id(each.parameter): owner_group.holders(each.parameter) for each in here}
-            transfers = []
-            for each in here:
-                width = sum(dtype.itemsize for dtype in each.dtypes)
-                transfers.append(MatrixTransfer(each.matrix, holders[id(each.parameter)], width, each.owner))
-            for bucket in in_buckets(transfers, self.options.bucket_bytes):
-                numbered = [(place, transfers[number]) for place, number in enumerate(bucket)]
-                matrices = [here[number] for number in bucket]
-                dtypes = [each.dtypes for each in matrices]
-                both = make_all_to_alls(owner_group, numbered, dtypes, f"whole {len(found)}")
-                found.append(Bucket(matrices, *both))
+            for bucket in in_buckets(here, self.options.bucket_bytes):
+                found.append(Bucket(bucket, self.lane(owner_group), f"whole {len(found)}"))
         return found
 
     def lane(self, owner_group: OwnerGroup) -> Lane:
@@ -227,16 +219,18 @@ class WholeStep:
         for batch in self.batches[self._compared :]:
             for owner_group in dict.fromkeys(each.owner_group for each in batch):
                 here = [each for each in batch if each.owner_group is owner_group]
-                if not after:
-                    lines = [f"{e.name} {e.matrix.shape} {e.dtypes}, owned by number {e.owner}" for e in here]
-                    what, then = "other matrices to step", "build the optimizer alike on all of them"
-                else:
+                what, then = "other matrices to step", "build the optimizer alike on all of them"
+                lines = [f"{e.name} {e.matrix.shape} {e.dtypes}, owned by number {e.owner}" for e in here]
+                if after:
                     numbers = sorted({each.number for each in here if each.number is not None})
-                    lines = [line for number in numbers for line in _options(number, optimizer.param_groups[number])]
+                    lines = [
+                        f"{key}={value!r} in parameter group {number}"
+                        for number in numbers
+                        for key, value in sorted(optimizer.param_groups[number].items())
+                        if isinstance(value, (int, float, str))
+                    ]
                     what = "other options after a step"
-                    then = (
-                        "build the optimizer alike on all of them; one that adds up over all parameters cannot be used"
-                    )
+                    then += "; one that adds up over all parameters cannot be used"
                 self._agree(owner_group, lines, what, then)
         self._compared = len(self.batches) if after else self._compared
 
@@ -273,17 +267,15 @@ class WholeStep:
                 with split.with_params(rest) as step:
                     split.result = self.local.step(optimizer, step)
             for number, bucket in enumerate(self.buckets):
-                lane = self.lane(bucket.matrices[0].owner_group)
                 if number == 0:
-                    bucket.send_in(lane)
+                    bucket.send_in()
                 bucket.receive_in(self.local.uncast)
                 if number + 1 < len(self.buckets):
-                    following = self.buckets[number + 1]
-                    following.send_in(self.lane(following.matrices[0].owner_group))
+                    self.buckets[number + 1].send_in()
                 self._step_on(split, [bucket.matrices[place] for place in bucket.mine])
                 if number > 0:
                     self.buckets[number - 1].receive_out()
-                bucket.send_out(lane)
+                bucket.send_out()
             if self.buckets:
                 self.buckets[-1].receive_out()
             self._step_on(split, [])  # groups of which this rank owns nothing may count too
@@ -358,11 +350,11 @@ class WholeStep:
         self._take_changes(optimizer)
         outer = {key: value for key, value in self.public_state(optimizer).items() if not self.has(key)}
         matrices = list(self.matrices)
+        owners = [each.owner for each in matrices]
         found: dict[int, Any] = {}
         for owner_group in dict.fromkeys(each.owner_group for each in matrices):
-            here = {number: each for number, each in enumerate(matrices) if each.owner_group is owner_group}
-            mine = {n: self.state[each.tensor] for n, each in here.items() if each.tensor in self.state}
-            owners = {n: each.owner for n, each in here.items()}
+            here = [(number, each.tensor) for number, each in enumerate(matrices) if each.owner_group is owner_group]
+            mine = {number: self.state[tensor] for number, tensor in here if tensor in self.state}
             found.update(state_on_all_ranks(owner_group, self.lane(owner_group), mine, owners))
         parts: dict[nn.Parameter, list[tuple[str, State]]] = {}
         for number, state in sorted(found.items()):
@@ -439,7 +431,6 @@ class WholeStep:
                 )
 
     def has(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter is whole."""
         return self._known.get(parameter, False)
 
     def owns(self, parameter: torch.Tensor, key: str) -> bool:
@@ -452,8 +443,3 @@ def name_in_unit(parameter: torch.Tensor) -> str:
     """The name of a sharded parameter, from its unit down."""
     known = parameter.__dict__.get(OWNER)
     return "" if known is None else str(known[0])
-
-
-def _options(number: int, group: Mapping[str, Any]) -> list[str]:
-    plain = {key: value for key, value in group.items() if isinstance(value, (int, float, str))}
-    return [f"{key}={plain[key]!r} in parameter group {number}" for key in sorted(plain)]

@@ -81,25 +81,19 @@ class Alarm:
         self._begin_record(group)
         if self._watch is not None:
             self._watch.close(wait=0.0)
-        self._watch = Watch(group, self._name, self._loop if is_on else None, self.verdict)
+        # torchrun keeps the store when it starts ranks again, so the prefix has the number of restarts: earlier ranks'
+        # messages are not for these. Each node counts its own. Where the counts differ, ranks are not connected, and
+        # learn of a failure by their waits.
+        name = f"flatshard/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{self._starts}"
+        self._watch = Watch(group, name, self._loop if is_on else None, self.verdict)
         self._watch.open()
-
-    @property
-    def _name(self) -> str:
-        """The prefix of this alarm's keys in the store.
-
-        torchrun keeps the store when it starts ranks again, so the prefix has the number of restarts: earlier ranks'
-        messages are not for these. Each node counts its own. Where the counts differ, ranks are not connected, and
-        learn of a failure by their waits.
-        """
-        return f"flatshard/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{self._starts}"
 
     def _install(self) -> None:
         if self._loop is None:  # a process that was forked has these already
             os.register_at_fork(after_in_child=self._forked)
             exits.on_uncaught(self._uncaught)
             self._terminate.install()
-        self._loop = Loop(self._tick, self._pause, exits.dump)
+        self._loop = Loop(self._tick, lambda: TICK if self._watch is None else self._watch.pause(), exits.dump)
         self._loop.start()
         exits.at_exit(self._exit)
 
@@ -138,9 +132,6 @@ class Alarm:
             self._watch = None
 
     # On the watch thread
-
-    def _pause(self) -> float:
-        return TICK if self._watch is None else self._watch.pause()
 
     def _tick(self, seconds: float) -> None:
         watch = self._watch
@@ -219,7 +210,6 @@ class Alarm:
             time.sleep(60)  # the main thread ends the process, or the watch does
 
     def _exit(self) -> None:
-        """The last thing that this process does in Python."""
         error, watch = exits.error_in_flight(), self._watch
         if error is not None and "error" not in record.header:
             self._post(error)

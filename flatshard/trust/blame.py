@@ -46,7 +46,6 @@ def _is_sound(entry: Entry) -> bool:
 
 
 def blame(records: dict[int, ReadRecord]) -> str:
-    """One paragraph."""
     world = max(int(record.header.get("world", 1)) for record in records.values())
     said = [f"Records of {len(records)} of {world} ranks."]
     absent = sorted(set(range(world)) - set(records))

@@ -51,7 +51,6 @@ class Links:
         return not self._missing and not self._seeks and (self._above is None or self._above.rank is not None)
 
     def are_there(self) -> bool:
-        """Whether there are connections."""
         return bool(self._links)
 
     def open(self) -> None:
@@ -92,7 +91,7 @@ class Links:
         self._missing.clear()
 
     def tell(self, message: Message, by: _Link | None = None) -> None:
-        """Send a message to all ranks, or pass on that of another."""
+        """Send a message to all ranks, or pass on what has come ``by`` a connection."""
         line = _line(message)
         if not message.keys() & {"ask", "state"}:
             self._news.append(line)

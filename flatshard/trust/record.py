@@ -45,13 +45,13 @@ class Launched(Protocol):
     def has_ended(self) -> bool: ...
 
 
+@dataclass(slots=True)
 class GroupRecord:
     """One process group of a lane, as the record counts launches on it. ``limit``: its time-out in seconds, or None."""
 
-    __slots__ = ("index", "label", "launched", "limit")
-
-    def __init__(self, index: int, label: str, limit: float | None) -> None:
-        self.index, self.label, self.launched, self.limit = index, label, 0, limit
+    index: int
+    limit: float | None
+    launched: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,6 @@ class Entry:
 
 @dataclass(frozen=True)
 class ReadRecord:
-    """A record as it was read."""
-
     header: dict[str, Any]
     entries: list[Entry]  # the oldest first
 
@@ -125,7 +123,7 @@ class FlightRecord:
         if label not in self._groups and index >= _GROUPS // _LABEL - 1:
             label = "others"
         if label not in self._groups:
-            self._groups[label] = GroupRecord(index, label, limit)
+            self._groups[label] = GroupRecord(index, limit)
             at = _HEADER + index * _LABEL
             self._map[at : at + _LABEL] = label.encode()[:_LABEL].ljust(_LABEL, b"\0")
         found = self._groups[label]
@@ -133,7 +131,6 @@ class FlightRecord:
         return found
 
     def append(self, group: GroupRecord, kind: int, name: str, numbytes: int, launched: Launched) -> None:
-        """Something has been launched."""
         number, now = self.number + 1, _now()
         group.launched = of_group = group.launched + 1
         slot = number % CAPACITY
@@ -173,11 +170,9 @@ class FlightRecord:
         return True
 
     def is_pending(self) -> bool:
-        """Whether something that was launched has not ended."""
         return not all(self._has_ended(slot) for slot in range(CAPACITY))
 
     def oldest_open(self) -> Entry | None:
-        """The oldest launch that has not ended."""
         last = self.number
         at = max(self._oldest, last - CAPACITY + 1)
         while at <= last and self._has_ended(at % CAPACITY):
@@ -186,7 +181,6 @@ class FlightRecord:
         return self._entry(at) if at <= last else None
 
     def last(self) -> Entry | None:
-        """The last launch."""
         return self._entry(self.number) if self.number else None
 
     def limit(self, entry: Entry) -> float | None:
@@ -195,9 +189,7 @@ class FlightRecord:
         return None if group is None else group.limit
 
     def _entry(self, number: int) -> Entry:
-        at = _HEADER + _GROUPS + number % CAPACITY * _ENTRY.size
-        labels = [self._map[at : at + _LABEL] for at in range(_HEADER, _HEADER + _GROUPS, _LABEL)]
-        found = _unpacked(self._map[at : at + _ENTRY.size], labels)
+        found = _unpacked(self._map, _HEADER + _GROUPS + number % CAPACITY * _ENTRY.size)
         assert found is not None
         return found
 
@@ -276,17 +268,17 @@ def decoded(data: bytes) -> ReadRecord:
         raise ValueError(f"a flight record has {_SIZE} bytes; this has {len(data)}")
     text = data[:_HEADER].rstrip(b"\0")
     header = json.loads(text) if text else {"rank": 0, "world": 1}
-    labels = [data[at : at + _LABEL] for at in range(_HEADER, _HEADER + _GROUPS, _LABEL)]
     places = range(_HEADER + _GROUPS, _SIZE, _ENTRY.size)
-    found = [entry for at in places if (entry := _unpacked(data[at : at + _ENTRY.size], labels)) is not None]
+    found = [entry for at in places if (entry := _unpacked(data, at)) is not None]
     return ReadRecord(header, sorted(found, key=lambda entry: entry.number))
 
 
-def _unpacked(data: bytes, labels: Sequence[bytes]) -> Entry | None:
-    number, launched, ended, numbytes, of, step, phase, kind, group, name = _ENTRY.unpack(data)
-    if not number or phase >= len(PHASES) or kind >= len(KINDS) or group >= len(labels):
+def _unpacked(data: bytes | mmap.mmap, at: int) -> Entry | None:
+    number, launched, ended, numbytes, of, step, phase, kind, group, name = _ENTRY.unpack_from(data, at)
+    if not number or phase >= len(PHASES) or kind >= len(KINDS) or group >= _GROUPS // _LABEL:
         return None
-    label, text = (each.rstrip(b"\0").decode(errors="replace") for each in (labels[group], name))
+    place = _HEADER + group * _LABEL
+    label, text = (each.rstrip(b"\0").decode(errors="replace") for each in (data[place : place + _LABEL], name))
     return Entry(number, launched, ended, numbytes, of, step, PHASES[phase], KINDS[kind], label, text)
 
 

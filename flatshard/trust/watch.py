@@ -58,7 +58,6 @@ class Survey:
         return self._others <= self._states.keys() | self._left
 
     def own_state(self) -> str:
-        """What this rank waits for."""
         if self.waits_for:
             return f"waits for {self.waits_for}"
         entry, last = record.oldest_open(), record.last()
