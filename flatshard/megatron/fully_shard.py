@@ -179,7 +179,7 @@ def fully_shard_optimizer(optimizer: Optimizer, preproc_state_dict_for_dcp_ckpt:
     ) -> Any:
         for model in models:
             if sync_grad_before_optimizer_step and not model.model_auto_sync:
-                model.finish_grad_sync()
+                model.complete_gradients()
             elif model.report_nan_in_param_grad:
                 model.check_for_nan()
             if not install_optimized_model_weights:

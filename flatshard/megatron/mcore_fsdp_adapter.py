@@ -199,7 +199,7 @@ class DistributedOptimizer:
     def step(self) -> tuple[bool, float | None, None]:
         """Complete gradients, clip them, step, and bring compute weights up to date."""
         for chunk in self.model_chunks:
-            chunk.finish_grad_sync()  # type: ignore[operator]
+            chunk.complete_gradients()  # type: ignore[operator]
         norm = self.clip_grad_norm(self.clip_grad) if self.clip_grad > 0 else None
         self.optimizer.step()
         return True, norm, None

@@ -240,7 +240,24 @@ class MegatronFSDP(nn.Module):
         self._root.sync_gradients()
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Make gradients complete, and the parameters that modules show sharded ones; an optimizer may step then."""
+        """Make gradients complete, and the parameters that modules show sharded ones; any optimizer may step then.
+
+        Gradients that rest in another dtype than main weights become copies in that of these, unless they are decoupled
+        or have to stay where they are.
+        """
+        self.complete_gradients()
+        config = self.ddp_config
+        if config.megatron_fsdp_use_decoupled_grad or config.megatron_fsdp_cuda_graph_mode:
+            return
+        for parameter in self.module.parameters():
+            grad = parameter.grad
+            if grad is not None and grad.dtype != parameter.dtype:
+                parameter.grad = None
+                _torch.allow_grad_of(parameter, parameter.dtype)
+                parameter.grad = grad.to(parameter.dtype)
+
+    def complete_gradients(self) -> None:
+        """`finish_grad_sync` for optimizers that take gradients in any dtype, as `fully_shard_optimizer` lets them."""
         self.synchronize_gradient_reduce()
         self.attach_grad_to_optimizer_state()
         if self.report_nan_in_param_grad:
