@@ -156,7 +156,7 @@ def is_equal(case: str, reference: dict[str, Any], row: dict[str, Any]) -> bool:
 
 
 def verdicts(found: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """Of flatshard, by case: ``equal``, ``different``, or an error; ``-`` where NVIDIA's has failed as well."""
+    """Of flatshard, by case: ``equal``, ``different``, or an error; ``-`` where it was skipped or NVIDIA's has failed as well."""
     told = {}
     for case, rows in found.items():
         reference, row = rows.get(SYSTEMS[0], {}), rows.get("flatshard", {})
@@ -164,24 +164,24 @@ def verdicts(found: dict[str, dict[str, Any]]) -> dict[str, str]:
             told[case] = "equal" if is_equal(case, reference, row) else "different"
         else:
             lost = row.get("error") or reference.get("error") or "was not run"
-            told[case] = "-" if "error" in rows.get("NVIDIA", {}) else lost
+            told[case] = "-" if "error" in rows.get("NVIDIA", {}) or "skipped" in row else lost
     return told
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:
-    lines = [f"{'case':26}{'system':13}{'losses':38}{'off by':>10}{'norms off':>11}{'seconds':>9}"]
+    lines = [f"{'case':30}{'system':13}{'losses':38}{'off by':>10}{'norms off':>11}{'seconds':>9}"]
     for case, rows in found.items():
         for system, row in rows.items():
-            if "error" in row:
-                lines.append(f"{case:26}{system:13}{row['error']}")
+            if "losses" not in row:
+                lines.append(f"{case:30}{system:13}{row.get('error') or row['skipped']}")
                 continue
             reference = rows.get(SYSTEMS[0], {})
             off = [distance(reference[key], row[key]) if key in reference else 0.0 for key in ("losses", "norms")]
             losses = " ".join(f"{loss:8.5f}" for loss in row["losses"])
-            lines.append(f"{case:26}{system:13}{losses:38}{off[0]:10.1e}{off[1]:11.1e}{row['seconds']:9.1f}")
+            lines.append(f"{case:30}{system:13}{losses:38}{off[0]:10.1e}{off[1]:11.1e}{row['seconds']:9.1f}")
             if "reloaded" in row:
                 losses = " ".join(f"{loss:8.5f}" for loss in row["reloaded"])
-                lines.append(f"{'':26}{'  reloaded':13}{losses:38}{distance(row['losses'], row['reloaded']):10.1e}")
+                lines.append(f"{'':30}{'  reloaded':13}{losses:38}{distance(row['losses'], row['reloaded']):10.1e}")
     return "\n".join(lines)
 
 

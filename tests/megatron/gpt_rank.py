@@ -320,7 +320,7 @@ class Rank:
         return {"losses": losses, "norms": norms}
 
     def saved_and_loaded(self, case):
-        """By Megatron-Core's functions for its format ``fsdp_dtensor``, a gated layer in two halves; then trained on."""
+        """By Megatron-Core's functions for its format ``fsdp_dtensor``, gated layers in halves; then trained on."""
         from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
             preprocess_state_dict_for_uneven_dtensor,
         )
@@ -366,7 +366,8 @@ class Rank:
             --micro-batch-size {ROWS // case["ranks"]} --global-batch-size {ROWS * MICRO} --train-iters {STEPS}
             --lr {LR} --min-lr {LR} --lr-decay-style constant --weight-decay {DECAY} --adam-eps {EPS} --clip-grad {CLIP}
             --adam-beta2 0.999 --attention-dropout 0 --hidden-dropout 0 --no-masked-softmax-fusion
-            --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm --use-cpu-initialization --vocab-size {VOCAB} --tokenizer-type NullTokenizer
+            --no-bias-dropout-fusion --no-bias-gelu-fusion --no-rope-fusion --no-persist-layer-norm
+            --use-cpu-initialization --vocab-size {VOCAB} --tokenizer-type NullTokenizer
         """
         sys.argv = ["pretrain_gpt.py", *told.split()]
         args = arguments.validate_args(arguments.parse_args())
@@ -404,7 +405,7 @@ class Rank:
         from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 
         if case.get("version") == 2 and not hasattr(mcore_fsdp_adapter, "FullyShardedDataParallelV2"):
-            return {"error": "this Megatron-Core has no second version"}
+            return {"skipped": "this Megatron-Core has no second version"}
         if case.get("arguments"):
             return self.by_arguments(case)
         return self.saved_and_loaded(case) if case.get("checkpoint") else self.trained(case)
@@ -430,7 +431,7 @@ def _note(results, row):
 
 
 def main():
-    """``SYSTEM DEVICE SECONDS RESULTS CASE...``: writes lines of JSON to the file RESULTS, one when all is ready, then one per case."""
+    """``SYSTEM DEVICE SECONDS RESULTS CASE...``: lines of JSON go to the file RESULTS, one when ready, one per case."""
     system, kind, seconds, results, *names = sys.argv[1:]
     torch.set_num_threads(1)
     device = torch.device(kind if kind == "cpu" else "cuda:0")
