@@ -54,6 +54,7 @@ class Pool:
 
     def __init__(self, lane: Lane, planner: Planner | None = None) -> None:
         self.lane = lane
+        self.refresh_lane = lane  # on which compute weights that rest are brought up to date
         self.planner = planner
         self.live_bytes = 0
         self.peak_bytes = 0

@@ -156,7 +156,7 @@ def is_equal(case: str, reference: dict[str, Any], row: dict[str, Any]) -> bool:
 
 
 def verdicts(found: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """Of flatshard, by case: ``equal``, ``different``, or an error; ``-`` where it was skipped or NVIDIA's has failed as well."""
+    """Of flatshard, by case: ``equal``, ``different``, an error; ``-`` if it was skipped or NVIDIA's failed as well."""
     told = {}
     for case, rows in found.items():
         reference, row = rows.get(SYSTEMS[0], {}), rows.get("flatshard", {})

@@ -1,4 +1,4 @@
-"""Megatron-Core's GPTModel in Megatron-Core's own loop; `tests.megatron.gpt` is the command, with NVIDIA's beside it."""
+"""Megatron-Core's GPTModel in Megatron-Core's own loop; `tests.megatron.gpt` is the command, with NVIDIA's beside."""
 
 import importlib.util
 import subprocess
