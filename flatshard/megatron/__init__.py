@@ -18,16 +18,7 @@ from flatshard.megatron.utils import FSDPDistributedIndex
 __version__ = "0.6.1"  # of Megatron-FSDP, whose names these are
 
 __all__ = [
-    "DistributedDataParallelConfig",
-    "DistributedOptimizer",
-    "FSDPDistributedIndex",
-    "FullyShardedDataParallel",
-    "MegatronFSDP",
-    "MixedPrecisionPolicy",
-    "fsdp_no_shard",
-    "fully_shard",
-    "fully_shard_model",
-    "fully_shard_optimizer",
-    "install",
-    "uninstall",
-]
+    "DistributedDataParallelConfig", "DistributedOptimizer", "FSDPDistributedIndex", "FullyShardedDataParallel",
+    "MegatronFSDP", "MixedPrecisionPolicy", "fsdp_no_shard", "fully_shard", "fully_shard_model",
+    "fully_shard_optimizer", "install", "uninstall",
+]  # fmt: skip

@@ -37,63 +37,40 @@ class ShardingStrategy(IntEnum):
 _STRATEGIES = tuple(strategy.name.lower() for strategy in ShardingStrategy)
 
 # Where arguments of `fully_shard_model` go: to fields of the configuration, to the index, to the model.
-_FIELDS = {
-    **{name: name for name in ("overlap_grad_reduce", "overlap_param_gather", "average_in_collective", *ASKED)},
+_FIELDS = {name: name for name in ("overlap_grad_reduce", "overlap_param_gather", "average_in_collective", *ASKED)} | {
     "use_decoupled_grad": "megatron_fsdp_use_decoupled_grad",
     "cuda_graph_mode": "megatron_fsdp_cuda_graph_mode",
     "maxpool_double_buffer": "megatron_fsdp_max_pool_double_buffer",
 }
-_OF_INDEX: tuple[str, ...] = ("dp_outer_dim", "hybrid_fsdp_group", "hybrid_fsdp_expt_group", "expt_device_mesh")
-_OF_INDEX += ("fsdp_group_ag", "expt_fsdp_group_ag")
-_OF_MODEL: tuple[str, ...] = (
-    "mixed_precision_policy",
-    "fsdp_unit_modules",
-    "disable_bucketing",
-    "device",
-    "calculate_per_token_loss",
-)
-_OF_MODEL += ("init_model_with_meta_device", "sync_model_each_microbatch", "report_nan_in_param_grad", "layout")
+_OF_INDEX = (
+    "dp_outer_dim", "hybrid_fsdp_group", "hybrid_fsdp_expt_group", "expt_device_mesh", "fsdp_group_ag",
+    "expt_fsdp_group_ag",
+)  # fmt: skip
+_OF_MODEL = (
+    "mixed_precision_policy", "fsdp_unit_modules", "disable_bucketing", "device", "calculate_per_token_loss",
+    "init_model_with_meta_device", "sync_model_each_microbatch", "report_nan_in_param_grad", "layout",
+)  # fmt: skip
 
 
+# fmt: off
 def fully_shard_model(
-    module: nn.Module,
-    device_mesh: DeviceMesh | None = None,
-    dp_shard_dim: str | None = None,
-    dp_outer_dim: str | None = None,
-    tp_dim: str | None = None,
-    hybrid_fsdp_group: ProcessGroup | None = None,
-    hybrid_fsdp_expt_group: ProcessGroup | None = None,
-    expt_device_mesh: DeviceMesh | None = None,
-    fsdp_group_ag: ProcessGroup | None = None,
-    expt_fsdp_group_ag: ProcessGroup | None = None,
-    fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None,
-    zero_dp_strategy: str | int = 3,
-    outer_dp_sharding_strategy: str | int = 0,
-    device: torch.device | None = None,
-    init_model_with_meta_device: bool = False,
-    mixed_precision_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
-    overlap_grad_reduce: bool = True,
-    overlap_param_gather: bool = True,
-    sync_model_each_microbatch: bool = True,
-    preproc_state_dict_for_dcp_ckpt: bool = True,
-    report_nan_in_param_grad: bool = False,
-    average_in_collective: bool = False,
-    disable_bucketing: bool = False,
-    calculate_per_token_loss: bool = False,
-    keep_fp8_transpose_cache: bool = False,
-    nccl_ub: bool = False,
-    fsdp_double_buffer: bool = False,
-    fsdp_db_use_persist_buf_on_alloc_fail: bool = False,
-    disable_symmetric_registration: bool = False,
-    enable_fine_grained_param_gather: bool = False,
-    use_decoupled_grad: bool = False,
-    cuda_graph_mode: bool = False,
-    maxpool_double_buffer: bool = False,
-    *,
-    layout: Any = "tensor",
-    preserve_fp32_weights: bool | None = None,
+    module: nn.Module, device_mesh: DeviceMesh | None = None, dp_shard_dim: str | None = None,
+    dp_outer_dim: str | None = None, tp_dim: str | None = None, hybrid_fsdp_group: ProcessGroup | None = None,
+    hybrid_fsdp_expt_group: ProcessGroup | None = None, expt_device_mesh: DeviceMesh | None = None,
+    fsdp_group_ag: ProcessGroup | None = None, expt_fsdp_group_ag: ProcessGroup | None = None,
+    fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None, zero_dp_strategy: str | int = 3,
+    outer_dp_sharding_strategy: str | int = 0, device: torch.device | None = None,
+    init_model_with_meta_device: bool = False, mixed_precision_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    overlap_grad_reduce: bool = True, overlap_param_gather: bool = True, sync_model_each_microbatch: bool = True,
+    preproc_state_dict_for_dcp_ckpt: bool = True, report_nan_in_param_grad: bool = False,
+    average_in_collective: bool = False, disable_bucketing: bool = False, calculate_per_token_loss: bool = False,
+    keep_fp8_transpose_cache: bool = False, nccl_ub: bool = False, fsdp_double_buffer: bool = False,
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = False, disable_symmetric_registration: bool = False,
+    enable_fine_grained_param_gather: bool = False, use_decoupled_grad: bool = False, cuda_graph_mode: bool = False,
+    maxpool_double_buffer: bool = False, *, layout: Any = "tensor", preserve_fp32_weights: bool | None = None,
     grad_reduce_in_fp32: bool | None = None,
 ) -> MegatronFSDP:
+    # fmt: on
     """Shard ``module`` in place, and return it in a `MegatronFSDP`. docs/from-megatron-fsdp.md has every argument.
 
     ``layout`` is flatshard's: ``"tensor"`` cuts each parameter as torch.chunk does, ``"flat"`` packs those of a unit

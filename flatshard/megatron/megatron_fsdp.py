@@ -28,13 +28,10 @@ from flatshard.module import FSDPModule
 from flatshard.optim.clip import find_nonfinite
 
 # Arguments that are also fields of the configuration.
-ASKED: tuple[str, ...] = (
-    "keep_fp8_transpose_cache",
-    "nccl_ub",
-    "fsdp_double_buffer",
-    "fsdp_db_use_persist_buf_on_alloc_fail",
-)
-ASKED += ("disable_symmetric_registration",)
+ASKED = (
+    "keep_fp8_transpose_cache", "nccl_ub", "fsdp_double_buffer", "fsdp_db_use_persist_buf_on_alloc_fail",
+    "disable_symmetric_registration",
+)  # fmt: skip
 
 
 class MegatronFSDP(nn.Module):
@@ -45,30 +42,22 @@ class MegatronFSDP(nn.Module):
     the rest. ``ddp_config`` may be Megatron-Core's; without a policy, its fields say which precision is meant.
     """
 
+    # fmt: off
     def __init__(
-        self,
-        module: nn.Module,
-        dist_index: FSDPDistributedIndex,
+        self, module: nn.Module, dist_index: FSDPDistributedIndex,
         ddp_config: DistributedDataParallelConfig | None = None,
         mixed_precision_policy: MixedPrecisionPolicy | None = None,
-        fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None,
-        disable_bucketing: bool = False,
-        device: torch.device | None = None,
-        calculate_per_token_loss: bool = False,
-        init_model_with_meta_device: bool = False,
-        sync_model_each_microbatch: bool = False,
-        keep_fp8_transpose_cache: bool = False,
-        nccl_ub: bool = False,
-        fsdp_double_buffer: bool = False,
-        fsdp_db_use_persist_buf_on_alloc_fail: bool = False,
-        disable_symmetric_registration: bool = False,
+        fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None, disable_bucketing: bool = False,
+        device: torch.device | None = None, calculate_per_token_loss: bool = False,
+        init_model_with_meta_device: bool = False, sync_model_each_microbatch: bool = False,
+        keep_fp8_transpose_cache: bool = False, nccl_ub: bool = False, fsdp_double_buffer: bool = False,
+        fsdp_db_use_persist_buf_on_alloc_fail: bool = False, disable_symmetric_registration: bool = False,
         enable_fine_grained_param_gather_hook: bool = False,
         enable_fine_grained_param_gather_backward_hook: bool = False,
         fine_grained_recurse_module_types: tuple[type[nn.Module], ...] | None = None,
-        report_nan_in_param_grad: bool = False,
-        *,
-        layout: Any = "tensor",
+        report_nan_in_param_grad: bool = False, *, layout: Any = "tensor",
     ) -> None:
+        # fmt: on
         given = locals()
         asked: dict[str, Any] = {name: given[name] for name in ASKED}
         super().__init__()

@@ -44,19 +44,15 @@ class FSDPDistributedIndex:
     which ranks have different experts.
     """
 
+    # fmt: off
     def __init__(
-        self,
-        device_mesh: DeviceMesh,
-        dp_shard_dim: str | None = None,
-        dp_outer_dim: str | None = None,
-        tp_dim: str | None = None,
-        hybrid_fsdp_group: ProcessGroup | None = None,
-        hybrid_fsdp_expt_group: ProcessGroup | None = None,
-        hsdp_outer_dp_shard: bool = False,
-        expt_device_mesh: DeviceMesh | None = None,
-        fsdp_group_ag: ProcessGroup | None = None,
+        self, device_mesh: DeviceMesh, dp_shard_dim: str | None = None, dp_outer_dim: str | None = None,
+        tp_dim: str | None = None, hybrid_fsdp_group: ProcessGroup | None = None,
+        hybrid_fsdp_expt_group: ProcessGroup | None = None, hsdp_outer_dp_shard: bool = False,
+        expt_device_mesh: DeviceMesh | None = None, fsdp_group_ag: ProcessGroup | None = None,
         expt_fsdp_group_ag: ProcessGroup | None = None,
     ) -> None:
+        # fmt: on
         for name, given in (("device_mesh", device_mesh), ("expt_device_mesh", expt_device_mesh)):
             if given is not None and not isinstance(given, DeviceMesh):
                 raise TypeError(f"{name}={given!r}: must be a DeviceMesh")
