@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
@@ -92,18 +93,13 @@ def fully_shard_model(
     if older:
         given["mixed_precision_policy"] = replace(mixed_precision_policy, **older)
     fields = {field: given[argument] for argument, field in _FIELDS.items()}
-    config = DistributedDataParallelConfig(
-        data_parallel_sharding_strategy=inner, outer_dp_sharding_strategy=outer, **fields
-    )
+    fields.update(data_parallel_sharding_strategy=inner, outer_dp_sharding_strategy=outer)
     axes = {name: given[name] for name in _OF_INDEX}
     axes.update(dp_shard_dim=dp_shard_dim, tp_dim=tp_dim, hsdp_outer_dp_shard=outer == "optim")
-    model = MegatronFSDP(
-        module,
-        FSDPDistributedIndex(device_mesh, **axes),
-        config,
-        enable_fine_grained_param_gather_hook=enable_fine_grained_param_gather,
-        **{name: given[name] for name in _OF_MODEL},
-    )
+    told = {name: given[name] for name in _OF_MODEL}
+    told["enable_fine_grained_param_gather_hook"] = enable_fine_grained_param_gather
+    index, config = FSDPDistributedIndex(device_mesh, **axes), DistributedDataParallelConfig(**fields)
+    model = MegatronFSDP(module, index, config, **told)
     if preproc_state_dict_for_dcp_ckpt and inner != "no_shard":
         model.register_state_dict_post_hook(_without_extra_state)  # type: ignore[no-untyped-call]
     return model
@@ -148,12 +144,9 @@ def fully_shard_optimizer(optimizer: Optimizer, preproc_state_dict_for_dcp_ckpt:
     base = optimizer.__dict__.pop("step", cls.step)  # a scheduler has put its own there, if it came first
 
     def step(
-        self: Optimizer,
-        *args: Any,
-        sync_grad_before_optimizer_step: bool = True,
-        install_optimized_model_weights: bool = True,
-        **kwargs: Any,
-    ) -> Any:
+        self: Optimizer, *args: Any, sync_grad_before_optimizer_step: bool = True,
+        install_optimized_model_weights: bool = True, **kwargs: Any,
+    ) -> Any:  # fmt: skip
         for model in models:
             if sync_grad_before_optimizer_step and not model.model_auto_sync:
                 model.complete_gradients()
@@ -196,23 +189,19 @@ def _with_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Give the state dict of a new optimizer what its first step would make, with the values from before that step."""
     if state_dict["state"]:
         return
-    number = 0
+    numbers = itertools.count()
     for group in optimizer.param_groups:
-        known: dict[torch.dtype, dict[str, Any]] = {}
+        known = {each.dtype: each for each in group["params"]}
+        states = {dtype: _state_of_one(optimizer, group, each) for dtype, each in known.items()}
         for parameter in group["params"]:
-            if parameter.dtype not in known:
-                known[parameter.dtype] = _state_of_one(optimizer, group, parameter)
-            entries = known[parameter.dtype].items()
-            state_dict["state"][number] = {key: _grown(value, parameter) for key, value in entries}
-            number += 1
+            entries = states[parameter.dtype].items()
+            state_dict["state"][next(numbers)] = {key: _grown(value, parameter) for key, value in entries}
 
 
 def _grown(value: Any, parameter: torch.Tensor) -> Any:
     """A value of the state of one element, for all elements of a parameter."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if not value.dim():
-        return value.clone()
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return value.clone() if isinstance(value, torch.Tensor) else value
     return torch.full_like(parameter, value.item(), dtype=value.dtype, requires_grad=False)
 
 
