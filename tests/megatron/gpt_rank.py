@@ -127,10 +127,10 @@ def on_cpu():
 class Rank:
     """A process with its device, and the groups of one layout."""
 
-    def __init__(self, device, case):
+    def __init__(self, device, case, system):
         from megatron.core import parallel_state, tensor_parallel
 
-        self.device = device
+        self.device, self.system = device, system
         self.state = parallel_state
         _, tp, ep, instances = layout_of(case)
         parallel_state.initialize_model_parallel(
@@ -261,7 +261,8 @@ class Rank:
             **({"megatron_fsdp_version": 2} if second else {}),
         )
         groups = {"pg_collection": ProcessGroupCollection.use_mpu_process_groups()} if second else {}
-        claimed = torch.device("cuda:0") if second else self.device  # its contexts take nothing else
+        # Contexts of NVIDIA's second version take nothing else.
+        claimed = torch.device("cuda:0") if second and self.system == "NVIDIA" else self.device
         model = FullyShardedDataParallel(config, ddp, self.model_of(case, config), device=claimed, **groups)
         chosen = OptimizerConfig(
             optimizer="adam",
@@ -399,8 +400,8 @@ class Rank:
             norms.append(float(found[5]))
         return {"losses": losses, "norms": norms}
 
-    def run(self, case, system):
-        if system == "one process":
+    def run(self, case):
+        if self.system == "one process":
             return self.alone(case)
         from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 
@@ -449,7 +450,7 @@ def main():
     elif kind == "cpu" and any(CASES[name].get("version") == 2 for name in names):
         _with_streams()
     alone = {"ranks": 1} if system == "one process" else CASES[names[0]]
-    rank = Rank(device, alone)
+    rank = Rank(device, alone, system)
     if system == "flatshard":
         from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 
@@ -459,7 +460,7 @@ def main():
     for name in names:
         faulthandler.dump_traceback_later(float(seconds))
         begin = time.monotonic()
-        found = rank.run(CASES[name], system)
+        found = rank.run(CASES[name])
         note({"case": name, **found, "seconds": round(time.monotonic() - begin, 1)})
     faulthandler.cancel_dump_traceback_later()
     dist.barrier()
