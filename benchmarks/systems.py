@@ -23,6 +23,7 @@ import flatshard
 import flatshard.megatron
 from benchmarks.models import Llama, LlamaConfig
 from benchmarks.moe import MixtureConfig, connect, is_expert, mixture
+from flatshard import _torch
 
 Step = Callable[[], Tensor]
 Wrap = Callable[[torch.optim.Optimizer], torch.optim.Optimizer]
@@ -110,7 +111,7 @@ def ddp(setup: Setup) -> Step:
     return trainer(setup, nn.parallel.DistributedDataParallel(model))
 
 
-def fsdp2(setup: Setup, **units: bool) -> Step:
+def fsdp2(setup: Setup, **units: Any) -> Step:
     """PyTorch FSDP2."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -125,13 +126,14 @@ def flat(
     rows: bool = False,
     ahead: int = 0,
     kept: bool = False,
+    hybrid: str | None = None,
     **schedule: Any,
 ) -> Step:
     """flatshard, by FSDP2's own argument names, with its optimizer step on local tensors.
 
     ``formats``: of what travels, one of `FORMATS`. ``rows``: of the embedding, only those travel that are read.
-    ``ahead``: bytes of weights that are gathered at most, more than the next unit. ``schedule``: more of
-    `SchedulePolicy`. Others: as of `shard_units`.
+    ``ahead``: bytes of weights that are gathered at most, more than the next unit. ``hybrid``: the strategy along the
+    axis of nodes, as of `hybrid_mesh`. ``schedule``: more of `SchedulePolicy`. Others: as of `shard_units`.
     It is told which micro-batch runs, and keeps blocks gathered from one to the next in memory that is free then.
     """
     chosen = {} if formats is None else FORMATS[formats]
@@ -142,7 +144,10 @@ def flat(
         **schedule,
     )
     fully_shard = functools.partial(flatshard.fully_shard, schedule=told)
-    model = sharded_model(setup, fully_shard, policy, finer=finer, rows=rows, kept=kept)
+    if hybrid == "optim":
+        fully_shard = functools.partial(fully_shard, outer_strategy=hybrid)
+        dispatch_nothing()
+    model = sharded_model(setup, fully_shard, policy, finer=finer, rows=rows, kept=kept, hybrid=hybrid)
     if setup.microbatches == 1:
         return trainer(setup, model, flatshard.fully_shard_optimizer)
 
@@ -176,7 +181,21 @@ def by_torchao(setup: Setup, ours: bool) -> Step:
     return trainer(setup, model, after)
 
 
-def megatron(setup: Setup) -> Step:
+def hybrid_mesh(setup: Setup, *further: str) -> DeviceMesh:
+    """Nodes of up to eight ranks: axes ``outer`` and ``fsdp``, and ``further`` ones of one rank each."""
+    inside = min(8, setup.world)
+    shape = (setup.world // inside, inside, *(1 for _ in further))
+    return init_device_mesh(setup.device, shape, mesh_dim_names=("outer", "fsdp", *further))
+
+
+def dispatch_nothing() -> None:
+    """Shard over two axes with torch 2.11 too: it does not know these tensors, but no operation on one of them is run
+    here. Weights have values before they are sharded, and optimizers step local tensors.
+    """
+    _torch.SUBCLASSES_DISPATCH = True
+
+
+def megatron(setup: Setup, hybrid: str | None = None) -> Step:
     """Megatron-FSDP: the package megatron-fsdp (0.6.1), which must be on the path. CUDA only."""
     import megatron_fsdp
     from megatron_fsdp import param_and_grad_buffer
@@ -184,18 +203,25 @@ def megatron(setup: Setup) -> Step:
     # Checkpoints need to know what other ranks hold, and a rehearsal has no others to ask.
     for name in ("update_uneven_dtensor_chunk_metadata", "validate_uneven_dtensor"):
         setattr(param_and_grad_buffer, name, lambda tensor: None)
-    return by_megatrons_names(setup, megatron_fsdp)
+    return by_megatrons_names(setup, megatron_fsdp, hybrid)
 
 
-def flat_megatron(setup: Setup) -> Step:
+def flat_megatron(setup: Setup, hybrid: str | None = None) -> Step:
     """flatshard under Megatron-FSDP's names, with the same choices."""
-    return by_megatrons_names(setup, flatshard.megatron)
+    if hybrid == "optim":
+        dispatch_nothing()
+    return by_megatrons_names(setup, flatshard.megatron, hybrid)
 
 
-def by_megatrons_names(setup: Setup, surface: Any) -> Step:
+def by_megatrons_names(setup: Setup, surface: Any, hybrid: str | None) -> Step:
     """Weights are made whole, in the compute dtype, before they are sharded. Gradients rest in float32, as everywhere
-    here, and travel in the compute dtype.
+    here, and travel in the compute dtype. ``hybrid``: the strategy along the axis of nodes.
     """
+    mesh, further = init_device_mesh(setup.device, (setup.world, 1), mesh_dim_names=("fsdp", "tp")), {}
+    if hybrid is not None:
+        mesh = hybrid_mesh(setup, "tp")
+        everyone = mesh["outer", "fsdp"]._flatten("everyone").get_group()
+        further = {"dp_outer_dim": "outer", "outer_dp_sharding_strategy": hybrid, "hybrid_fsdp_group": everyone}
     whole = on_meta(setup).to(setup.dtype).to_empty(device=setup.device)
     whole.init_weights()
     policy = surface.MixedPrecisionPolicy(
@@ -203,13 +229,14 @@ def by_megatrons_names(setup: Setup, surface: Any) -> Step:
     )
     model = surface.fully_shard_model(
         whole,
-        device_mesh=init_device_mesh(setup.device, (setup.world, 1), mesh_dim_names=("fsdp", "tp")),
+        device_mesh=mesh,
         dp_shard_dim="fsdp",
         tp_dim="tp",
         fsdp_unit_modules=[type(whole.blocks[0]), nn.Embedding],
         mixed_precision_policy=policy,
         sync_model_each_microbatch=setup.microbatches == 1,
         preproc_state_dict_for_dcp_ckpt=False,
+        **further,
     )
 
     def around(number: int) -> AbstractContextManager[None]:
@@ -245,6 +272,11 @@ SYSTEMS["flatshard-rows-captured"] = lambda setup: flatshard.capture(flat(setup,
 SYSTEMS["flatshard-rows-finer-captured"] = lambda setup: flatshard.capture(flat(setup, rows=True, finer=True))
 SYSTEMS["flatshard-rows-kept-captured"] = lambda setup: flatshard.capture(flat(setup, rows=True, kept=True))
 SYSTEMS["fsdp2-kept"] = functools.partial(fsdp2, kept=True)
+for _hybrid, _strategy in (("hsdp", "no_shard"), ("hfsdp", "optim")):
+    SYSTEMS[f"megatron-fsdp-{_hybrid}"] = functools.partial(megatron, hybrid=_strategy)
+    SYSTEMS[f"flatshard-megatron-{_hybrid}"] = functools.partial(flat_megatron, hybrid=_strategy)
+    SYSTEMS[f"flatshard-{_hybrid}"] = functools.partial(flat, hybrid=_strategy)
+SYSTEMS["fsdp2-hsdp"] = functools.partial(fsdp2, hybrid="no_shard")
 for _name in FORMATS:
     SYSTEMS[f"flatshard-{_name}-rows"] = functools.partial(flat, formats=_name, rows=True)
     SYSTEMS[f"flatshard-{_name}-rows-ahead"] = functools.partial(
@@ -274,13 +306,16 @@ def initialised(setup: Setup, model: Llama, fully_shard: Callable[..., object], 
     """A model that has no values yet, sharded, and with some. ``units``: as of `shard_units`."""
     if setup.ep > 1:
         fully_shard = around_experts(setup, model, fully_shard, policy)
+    if units.get("hybrid") == "optim":
+        model.to_empty(device=setup.device).init_weights()
     shard_units(setup, model, fully_shard, policy, **units)
     if setup.ep > 1 and not is_ours(fully_shard):
         prefetch_explicitly(model)
-    model.to_empty(device="cpu" if setup.offload else setup.device)
-    for name, buffer in model.named_buffers(recurse=False):
-        setattr(model, name, buffer.to(setup.device))
-    model.init_weights()
+    if units.get("hybrid") != "optim":
+        model.to_empty(device="cpu" if setup.offload else setup.device)
+        for name, buffer in model.named_buffers(recurse=False):
+            setattr(model, name, buffer.to(setup.device))
+        model.init_weights()
     return model
 
 
@@ -328,14 +363,15 @@ def shard_units(
     finer: bool = False,
     rows: bool = False,
     kept: bool = False,
+    hybrid: str | None = None,
 ) -> None:
     """Embedding, blocks and head are the units; the head stays gathered until its backward, and with ``kept`` all do.
 
     ``finer``: so is the feed-forward part of the first block. The reduces of that block are the last but one of a step,
     and nothing is left to hide them; most of them can then begin while its attention is in backward.
-    ``rows``: the embedding is looked up where its rows are.
+    ``rows``: the embedding is looked up where its rows are. ``hybrid``: the mesh is `hybrid_mesh`.
     """
-    mesh = init_device_mesh(setup.device, (setup.world,))
+    mesh = init_device_mesh(setup.device, (setup.world,)) if hybrid is None else hybrid_mesh(setup)
     if finer:
         fully_shard(model.blocks[0].ffn, mesh=mesh, reshard_after_forward=not kept, mp_policy=policy)
     for unit in (model.embed, *model.blocks, model.head):

@@ -4,6 +4,7 @@
     python -m benchmarks.table --case all --json benchmarks/results/NAME.json
     python -m benchmarks.table --case a --compile  every system once more, with its blocks compiled
     python -m benchmarks.table --case c --systems limit fsdp2 flatshard flatshard-int8-gathers flatshard-int8
+    python -m benchmarks.table --case c --systems limit flatshard fsdp2-hsdp flatshard-hsdp flatshard-hfsdp
 
 Each system runs in a process of its own.  ``ratio`` is to the compute limit of the same run, for compiled rows to the
 compiled one.  Host time is how long the Python of a step takes when the device is idle at its start (with thousands of
@@ -40,6 +41,7 @@ CASES = {
     "a": Setup(LLAMA_1B, batch=1, seq=4096, world=8),
     "b": Setup(RECOMPUTED_8B, batch=1, seq=8192, world=8),
     "c": Setup(RECOMPUTED_8B, batch=1, seq=8192, world=64),
+    "c16": Setup(RECOMPUTED_8B, batch=1, seq=8192, world=16),
     "c512": Setup(RECOMPUTED_8B, batch=1, seq=8192, world=512),
     "d": Setup(LLAMA_1B, batch=1, seq=2048, world=8, microbatches=4),
     "e": Setup(QWEN_MOE, batch=1, seq=4096, world=8),  # each rank has its own experts
@@ -48,6 +50,7 @@ CASES = {
     "f8": Setup(LLAMA_1B, batch=1, seq=4096, world=8, offload=True),
     "f-8b": Setup(RECOMPUTED_8B, batch=1, seq=4096, world=1, offload=True),
     "tiny-moe": Setup(MOE_TINY, batch=2, seq=64, world=16, device="cpu", dtype=torch.float32),
+    "tiny16": Setup(LLAMA_TINY, batch=2, seq=128, world=16, device="cpu", dtype=torch.float32),
     "tiny": Setup(LLAMA_TINY, batch=2, seq=128, world=8, device="cpu", dtype=torch.float32),
 }
 DEFAULT_SYSTEMS = ["limit", "fsdp2", "flatshard"]

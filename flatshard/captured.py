@@ -212,7 +212,8 @@ class _Graph:
         self._graph, self._static, self._output = graph, static, output
         self._roots = [weakref.ref(root) for root in roots]
         # NCCL cannot destroy a communicator that a graph uses: process groups of lanes that exist are not destroyed.
-        self._lanes = [(root.gather_lane, root.rows_lane, root.reduce_lane) for root in roots]
+        lanes = [(root.gather_lane, root.gather_pool.refresh_lane, root.rows_lane, root.reduce_lane) for root in roots]
+        self._lanes = lanes
         self.optimizers = list(optimizers)
         self._ranks = sorted({rank for root in roots for mesh in root.meshes for rank in mesh.mesh.flatten().tolist()})
         self._places, self._gradients = _places(roots), _gradients(roots)
@@ -336,8 +337,8 @@ def _check_capturable(root: Root) -> None:
 
 def _join_lanes(root: Root) -> None:
     """Order the current stream after all that the lanes have been given."""
-    root.gather_lane.join()
-    root.reduce_lane.join()
+    for lane in (root.gather_lane, root.gather_pool.refresh_lane, root.reduce_lane):
+        lane.join()
 
 
 @contextmanager

@@ -50,6 +50,7 @@ class Pool:
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
+        self.refresh_lane = lane  # on which compute weights that rest are brought up to date
         self.live_bytes = 0
         self.peak_bytes = 0
         self.live_buffers = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -10,18 +9,16 @@ from typing import Any
 import torch
 
 from flatshard.megatron.mixed_precision import MixedPrecisionPolicy
+from flatshard.megatron.utils import needs_transformer_engine
 from flatshard.policy import SchedulePolicy
 
 _log = logging.getLogger("flatshard")
 
 # Fields that say how buckets are cut. Here units are what travels, and the layout says how they are padded.
 _OF_BUCKETS = (
-    "bucket_size",
-    "num_buckets",
-    "pad_buckets_for_high_nccl_busbw",
-    "suggested_communication_unit_size",
+    "bucket_size", "num_buckets", "pad_buckets_for_high_nccl_busbw", "suggested_communication_unit_size",
     "align_param_gather",
-)
+)  # fmt: skip
 _MISSING = {
     "param_name_patterns_for_fp32_local_accumulation": "give a main_grads_dtype of torch.float32",
     "reduce_scatter_with_fp32_accumulation": "give a grad_comm_dtype of torch.float32",
@@ -110,8 +107,8 @@ def schedule_of(config: DistributedDataParallelConfig) -> SchedulePolicy:
         if getattr(config, name):
             raise NotImplementedError(f"{name}={getattr(config, name)} is not offered; {instead}")
     for name in ("fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"):
-        if getattr(config, name) and importlib.util.find_spec("transformer_engine") is None:
-            raise ValueError(f"{name}=True needs TransformerEngine, which is not installed")
+        if getattr(config, name):
+            needs_transformer_engine(f"{name}=True")
     defaults = {field.name: field.default for field in fields(DistributedDataParallelConfig)}
     idle = [name for name in _OF_BUCKETS if getattr(config, name) != defaults[name]]
     if idle:

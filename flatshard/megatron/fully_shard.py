@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
@@ -37,63 +38,40 @@ class ShardingStrategy(IntEnum):
 _STRATEGIES = tuple(strategy.name.lower() for strategy in ShardingStrategy)
 
 # Where arguments of `fully_shard_model` go: to fields of the configuration, to the index, to the model.
-_FIELDS = {
-    **{name: name for name in ("overlap_grad_reduce", "overlap_param_gather", "average_in_collective", *ASKED)},
+_FIELDS = {name: name for name in ("overlap_grad_reduce", "overlap_param_gather", "average_in_collective", *ASKED)} | {
     "use_decoupled_grad": "megatron_fsdp_use_decoupled_grad",
     "cuda_graph_mode": "megatron_fsdp_cuda_graph_mode",
     "maxpool_double_buffer": "megatron_fsdp_max_pool_double_buffer",
 }
-_OF_INDEX: tuple[str, ...] = ("dp_outer_dim", "hybrid_fsdp_group", "hybrid_fsdp_expt_group", "expt_device_mesh")
-_OF_INDEX += ("fsdp_group_ag", "expt_fsdp_group_ag")
-_OF_MODEL: tuple[str, ...] = (
-    "mixed_precision_policy",
-    "fsdp_unit_modules",
-    "disable_bucketing",
-    "device",
-    "calculate_per_token_loss",
-)
-_OF_MODEL += ("init_model_with_meta_device", "sync_model_each_microbatch", "report_nan_in_param_grad", "layout")
+_OF_INDEX = (
+    "dp_outer_dim", "hybrid_fsdp_group", "hybrid_fsdp_expt_group", "expt_device_mesh", "fsdp_group_ag",
+    "expt_fsdp_group_ag",
+)  # fmt: skip
+_OF_MODEL = (
+    "mixed_precision_policy", "fsdp_unit_modules", "disable_bucketing", "device", "calculate_per_token_loss",
+    "init_model_with_meta_device", "sync_model_each_microbatch", "report_nan_in_param_grad", "layout",
+)  # fmt: skip
 
 
+# fmt: off
 def fully_shard_model(
-    module: nn.Module,
-    device_mesh: DeviceMesh | None = None,
-    dp_shard_dim: str | None = None,
-    dp_outer_dim: str | None = None,
-    tp_dim: str | None = None,
-    hybrid_fsdp_group: ProcessGroup | None = None,
-    hybrid_fsdp_expt_group: ProcessGroup | None = None,
-    expt_device_mesh: DeviceMesh | None = None,
-    fsdp_group_ag: ProcessGroup | None = None,
-    expt_fsdp_group_ag: ProcessGroup | None = None,
-    fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None,
-    zero_dp_strategy: str | int = 3,
-    outer_dp_sharding_strategy: str | int = 0,
-    device: torch.device | None = None,
-    init_model_with_meta_device: bool = False,
-    mixed_precision_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
-    overlap_grad_reduce: bool = True,
-    overlap_param_gather: bool = True,
-    sync_model_each_microbatch: bool = True,
-    preproc_state_dict_for_dcp_ckpt: bool = True,
-    report_nan_in_param_grad: bool = False,
-    average_in_collective: bool = False,
-    disable_bucketing: bool = False,
-    calculate_per_token_loss: bool = False,
-    keep_fp8_transpose_cache: bool = False,
-    nccl_ub: bool = False,
-    fsdp_double_buffer: bool = False,
-    fsdp_db_use_persist_buf_on_alloc_fail: bool = False,
-    disable_symmetric_registration: bool = False,
-    enable_fine_grained_param_gather: bool = False,
-    use_decoupled_grad: bool = False,
-    cuda_graph_mode: bool = False,
-    maxpool_double_buffer: bool = False,
-    *,
-    layout: Any = "tensor",
-    preserve_fp32_weights: bool | None = None,
+    module: nn.Module, device_mesh: DeviceMesh | None = None, dp_shard_dim: str | None = None,
+    dp_outer_dim: str | None = None, tp_dim: str | None = None, hybrid_fsdp_group: ProcessGroup | None = None,
+    hybrid_fsdp_expt_group: ProcessGroup | None = None, expt_device_mesh: DeviceMesh | None = None,
+    fsdp_group_ag: ProcessGroup | None = None, expt_fsdp_group_ag: ProcessGroup | None = None,
+    fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None, zero_dp_strategy: str | int = 3,
+    outer_dp_sharding_strategy: str | int = 0, device: torch.device | None = None,
+    init_model_with_meta_device: bool = False, mixed_precision_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    overlap_grad_reduce: bool = True, overlap_param_gather: bool = True, sync_model_each_microbatch: bool = True,
+    preproc_state_dict_for_dcp_ckpt: bool = True, report_nan_in_param_grad: bool = False,
+    average_in_collective: bool = False, disable_bucketing: bool = False, calculate_per_token_loss: bool = False,
+    keep_fp8_transpose_cache: bool = False, nccl_ub: bool = False, fsdp_double_buffer: bool = False,
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = False, disable_symmetric_registration: bool = False,
+    enable_fine_grained_param_gather: bool = False, use_decoupled_grad: bool = False, cuda_graph_mode: bool = False,
+    maxpool_double_buffer: bool = False, *, layout: Any = "tensor", preserve_fp32_weights: bool | None = None,
     grad_reduce_in_fp32: bool | None = None,
 ) -> MegatronFSDP:
+    # fmt: on
     """Shard ``module`` in place, and return it in a `MegatronFSDP`. docs/from-megatron-fsdp.md has every argument.
 
     ``layout`` is flatshard's: ``"tensor"`` cuts each parameter as torch.chunk does, ``"flat"`` packs those of a unit
@@ -115,18 +93,13 @@ def fully_shard_model(
     if older:
         given["mixed_precision_policy"] = replace(mixed_precision_policy, **older)
     fields = {field: given[argument] for argument, field in _FIELDS.items()}
-    config = DistributedDataParallelConfig(
-        data_parallel_sharding_strategy=inner, outer_dp_sharding_strategy=outer, **fields
-    )
+    fields.update(data_parallel_sharding_strategy=inner, outer_dp_sharding_strategy=outer)
     axes = {name: given[name] for name in _OF_INDEX}
     axes.update(dp_shard_dim=dp_shard_dim, tp_dim=tp_dim, hsdp_outer_dp_shard=outer == "optim")
-    model = MegatronFSDP(
-        module,
-        FSDPDistributedIndex(device_mesh, **axes),
-        config,
-        enable_fine_grained_param_gather_hook=enable_fine_grained_param_gather,
-        **{name: given[name] for name in _OF_MODEL},
-    )
+    told = {name: given[name] for name in _OF_MODEL}
+    told["enable_fine_grained_param_gather_hook"] = enable_fine_grained_param_gather
+    index, config = FSDPDistributedIndex(device_mesh, **axes), DistributedDataParallelConfig(**fields)
+    model = MegatronFSDP(module, index, config, **told)
     if preproc_state_dict_for_dcp_ckpt and inner != "no_shard":
         model.register_state_dict_post_hook(_without_extra_state)  # type: ignore[no-untyped-call]
     return model
@@ -171,15 +144,12 @@ def fully_shard_optimizer(optimizer: Optimizer, preproc_state_dict_for_dcp_ckpt:
     base = optimizer.__dict__.pop("step", cls.step)  # a scheduler has put its own there, if it came first
 
     def step(
-        self: Optimizer,
-        *args: Any,
-        sync_grad_before_optimizer_step: bool = True,
-        install_optimized_model_weights: bool = True,
-        **kwargs: Any,
-    ) -> Any:
+        self: Optimizer, *args: Any, sync_grad_before_optimizer_step: bool = True,
+        install_optimized_model_weights: bool = True, **kwargs: Any,
+    ) -> Any:  # fmt: skip
         for model in models:
             if sync_grad_before_optimizer_step and not model.model_auto_sync:
-                model.finish_grad_sync()
+                model.complete_gradients()
             elif model.report_nan_in_param_grad:
                 model.check_for_nan()
             if not install_optimized_model_weights:
@@ -219,23 +189,19 @@ def _with_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Give the state dict of a new optimizer what its first step would make, with the values from before that step."""
     if state_dict["state"]:
         return
-    number = 0
+    numbers = itertools.count()
     for group in optimizer.param_groups:
-        known: dict[torch.dtype, dict[str, Any]] = {}
+        known = {each.dtype: each for each in group["params"]}
+        states = {dtype: _state_of_one(optimizer, group, each) for dtype, each in known.items()}
         for parameter in group["params"]:
-            if parameter.dtype not in known:
-                known[parameter.dtype] = _state_of_one(optimizer, group, parameter)
-            entries = known[parameter.dtype].items()
-            state_dict["state"][number] = {key: _grown(value, parameter) for key, value in entries}
-            number += 1
+            entries = states[parameter.dtype].items()
+            state_dict["state"][next(numbers)] = {key: _grown(value, parameter) for key, value in entries}
 
 
 def _grown(value: Any, parameter: torch.Tensor) -> Any:
     """A value of the state of one element, for all elements of a parameter."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if not value.dim():
-        return value.clone()
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return value.clone() if isinstance(value, torch.Tensor) else value
     return torch.full_like(parameter, value.item(), dtype=value.dtype, requires_grad=False)
 
 

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from flatshard.megatron.distributed_data_parallel_config import DistributedDataParallelConfig, own_config
 from flatshard.megatron.fully_shard import fully_shard_optimizer
+from flatshard.megatron.marks import Names
 from flatshard.megatron.megatron_fsdp import MegatronFSDP
-from flatshard.megatron.names import Names
 from flatshard.megatron.utils import FSDPDistributedIndex, default_mesh
 from flatshard.optim.clip import clip_grad_norm_
 
@@ -28,16 +28,13 @@ class FullyShardedDataParallel(nn.Module):
     ``dp_cp``, ``tp`` and ``outer_fsdp_dp``, or None: all ranks are data-parallel.
     """
 
+    # fmt: off
     def __init__(
-        self,
-        config: Any,
-        ddp_config: Any,
-        module: Any,
-        fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None,
-        disable_bucketing: bool = False,
-        device: torch.device | None = None,
-        pg_collection: Any = None,
+        self, config: Any, ddp_config: Any, module: Any,
+        fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None, disable_bucketing: bool = False,
+        device: torch.device | None = None, pg_collection: Any = None,
     ) -> None:
+        # fmt: on
         super().__init__()
         if isinstance(ddp_config, nn.Module):
             ddp_config, module = module, ddp_config
@@ -47,17 +44,11 @@ class FullyShardedDataParallel(nn.Module):
         self.force_all_reduce = False
         if fsdp_unit_modules is None and self.ddp_config.data_parallel_sharding_strategy == "optim_grads_params":
             fsdp_unit_modules = getattr(module, "_fsdp_unit_modules", None) or "auto"
-        self.module = MegatronFSDP(
-            module,
-            index_of(pg_collection, self.ddp_config),
-            self.ddp_config,
-            self.ddp_config.precision(),
-            fsdp_unit_modules,
-            disable_bucketing,
-            device,
-            bool(getattr(config, "calculate_per_token_loss", False)),
-            bool(getattr(config, "init_model_with_meta_device", False)),
-        )
+        names = ("calculate_per_token_loss", "init_model_with_meta_device")
+        said: dict[str, Any] = {name: bool(getattr(config, name, False)) for name in names}
+        index, precision = index_of(pg_collection, self.ddp_config), self.ddp_config.precision()
+        given = (module, index, self.ddp_config, precision, fsdp_unit_modules, disable_bucketing, device)
+        self.module = MegatronFSDP(*given, **said)
         self.param_and_grad_buffer = self.module.param_and_grad_buffer
         self.megatron_fsdp_dist_index = self.module.dist_index
 
@@ -119,17 +110,11 @@ def index_of(groups: Any, config: DistributedDataParallelConfig) -> FSDPDistribu
     experts = _of(groups, "intra_expt_dp" if hybrid else "expt_dp")
     inner = [("dp_cp", experts), ("ep", _of(groups, "ep")), ("tp", _of(groups, "expt_tp"))]
     expert_mesh = None if experts is None else _mesh([*axes, *inner])
-    return FSDPDistributedIndex(
-        mesh,
-        "dp_cp",
-        "outer_fsdp_dp" if hybrid else None,
-        "tp" if "tp" in (mesh.mesh_dim_names or ()) else None,
-        groups.dp_cp if hybrid else None,
-        hsdp_outer_dp_shard=outer,
-        expt_device_mesh=expert_mesh,
-        fsdp_group_ag=_of(groups, "dp_cp_ag"),
-        expt_fsdp_group_ag=_of(groups, "expt_dp_ag"),
-    )
+    given: dict[str, Any] = {"dp_shard_dim": "dp_cp", "dp_outer_dim": "outer_fsdp_dp" if hybrid else None}
+    given["tp_dim"] = "tp" if "tp" in (mesh.mesh_dim_names or ()) else None
+    given |= {"hybrid_fsdp_group": groups.dp_cp if hybrid else None, "expt_device_mesh": expert_mesh}
+    given |= {"fsdp_group_ag": _of(groups, "dp_cp_ag"), "expt_fsdp_group_ag": _of(groups, "expt_dp_ag")}
+    return FSDPDistributedIndex(mesh, hsdp_outer_dp_shard=outer, **given)
 
 
 def _of(groups: Any, name: str) -> Any:
@@ -172,16 +157,11 @@ class DistributedOptimizer:
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        model_chunks: Sequence[nn.Module],
-        per_model_buffers: Any = None,
-        *,
+        self, optimizer: Optimizer, model_chunks: Sequence[nn.Module], per_model_buffers: Any = None, *,
         clip_grad: float = 0.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.optimizer = fully_shard_optimizer(optimizer)
-        self.model_chunks = list(model_chunks)
-        self.clip_grad = clip_grad
+        self.model_chunks, self.clip_grad = list(model_chunks), clip_grad
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("param_groups", "state", "state_dict", "zero_grad"):
@@ -199,7 +179,7 @@ class DistributedOptimizer:
     def step(self) -> tuple[bool, float | None, None]:
         """Complete gradients, clip them, step, and bring compute weights up to date."""
         for chunk in self.model_chunks:
-            chunk.finish_grad_sync()  # type: ignore[operator]
+            chunk.complete_gradients()  # type: ignore[operator]
         norm = self.clip_grad_norm(self.clip_grad) if self.clip_grad > 0 else None
         self.optimizer.step()
         return True, norm, None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,23 +20,39 @@ from flatshard.engine import steps
 from flatshard.engine.gradients.main_grads import DECOUPLED, MainGrads
 from flatshard.engine.tree.build import units_below
 from flatshard.engine.tree.materialize import materialize
-from flatshard.megatron import reports
+from flatshard.megatron import utils
 from flatshard.megatron.distributed_data_parallel_config import DistributedDataParallelConfig, own_config, schedule_of
+from flatshard.megatron.marks import distribute_marked, plan_units
 from flatshard.megatron.mixed_precision import MixedPrecisionPolicy, engine_policy
 from flatshard.megatron.param_and_grad_buffer import ParamAndGradBuffer
-from flatshard.megatron.units import distribute_marked, plan_units
 from flatshard.megatron.utils import FSDPDistributedIndex, initial_values, register_memory, take_first
 from flatshard.module import FSDPModule
 from flatshard.optim.clip import find_nonfinite
 
 # Arguments that are also fields of the configuration.
-ASKED: tuple[str, ...] = (
-    "keep_fp8_transpose_cache",
-    "nccl_ub",
-    "fsdp_double_buffer",
-    "fsdp_db_use_persist_buf_on_alloc_fail",
-)
-ASKED += ("disable_symmetric_registration",)
+ASKED = (
+    "keep_fp8_transpose_cache", "nccl_ub", "fsdp_double_buffer", "fsdp_db_use_persist_buf_on_alloc_fail",
+    "disable_symmetric_registration",
+)  # fmt: skip
+
+
+def _of_root(method: str, says: str, **choices: Any) -> Callable[..., None]:
+    """A method that the outermost unit has by another name."""
+
+    def call(self: MegatronFSDP, *unused: Any) -> None:
+        getattr(self._root, method)(**choices)
+
+    call.__doc__ = says
+    return call
+
+
+@contextmanager
+def _during(change: Callable[[Any], None], now: Any, then: Any) -> Iterator[None]:
+    change(now)
+    try:
+        yield
+    finally:
+        change(then)
 
 
 class MegatronFSDP(nn.Module):
@@ -45,46 +63,33 @@ class MegatronFSDP(nn.Module):
     the rest. ``ddp_config`` may be Megatron-Core's; without a policy, its fields say which precision is meant.
     """
 
+    # fmt: off
     def __init__(
-        self,
-        module: nn.Module,
-        dist_index: FSDPDistributedIndex,
+        self, module: nn.Module, dist_index: FSDPDistributedIndex,
         ddp_config: DistributedDataParallelConfig | None = None,
         mixed_precision_policy: MixedPrecisionPolicy | None = None,
-        fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None,
-        disable_bucketing: bool = False,
-        device: torch.device | None = None,
-        calculate_per_token_loss: bool = False,
-        init_model_with_meta_device: bool = False,
-        sync_model_each_microbatch: bool = False,
-        keep_fp8_transpose_cache: bool = False,
-        nccl_ub: bool = False,
-        fsdp_double_buffer: bool = False,
-        fsdp_db_use_persist_buf_on_alloc_fail: bool = False,
-        disable_symmetric_registration: bool = False,
+        fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None, disable_bucketing: bool = False,
+        device: torch.device | None = None, calculate_per_token_loss: bool = False,
+        init_model_with_meta_device: bool = False, sync_model_each_microbatch: bool = False,
+        keep_fp8_transpose_cache: bool = False, nccl_ub: bool = False, fsdp_double_buffer: bool = False,
+        fsdp_db_use_persist_buf_on_alloc_fail: bool = False, disable_symmetric_registration: bool = False,
         enable_fine_grained_param_gather_hook: bool = False,
         enable_fine_grained_param_gather_backward_hook: bool = False,
         fine_grained_recurse_module_types: tuple[type[nn.Module], ...] | None = None,
-        report_nan_in_param_grad: bool = False,
-        *,
-        layout: Any = "tensor",
+        report_nan_in_param_grad: bool = False, *, layout: Any = "tensor",
     ) -> None:
+        # fmt: on
         given = locals()
         asked: dict[str, Any] = {name: given[name] for name in ASKED}
         super().__init__()
         if ddp_config is None:
-            ddp_config = DistributedDataParallelConfig(
-                data_parallel_sharding_strategy="optim_grads_params",
-                overlap_grad_reduce=True,
-                overlap_param_gather=True,
-                **asked,
-            )
+            asked.update(overlap_grad_reduce=True, overlap_param_gather=True)
+            ddp_config = DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params", **asked)
         elif any(asked.values()):
             raise ValueError(f"{', '.join(name for name, on in asked.items() if on)}: ask for it in ddp_config")
         if fine_grained_recurse_module_types:
-            raise NotImplementedError(
-                "fine_grained_recurse_module_types is not offered: fine-grained units are all modules with parameters"
-            )
+            units = "fine-grained units are all modules with parameters"
+            raise NotImplementedError(f"fine_grained_recurse_module_types is not offered: {units}")
         self.ddp_config = ddp_config = own_config(ddp_config)
         self.dist_index = dist_index
         self.mp_policy = ddp_config.precision() if mixed_precision_policy is None else mixed_precision_policy
@@ -121,14 +126,7 @@ class MegatronFSDP(nn.Module):
         self.set_model_auto_sync(sync_model_each_microbatch)
         self.log_parameter_groups()
 
-    def _shard(
-        self,
-        module: nn.Module,
-        classes: Sequence[type[nn.Module] | str] | None,
-        fine_grained: bool,
-        single: bool,
-        layout: Any,
-    ) -> None:
+    def _shard(self, module: nn.Module, classes: Any, fine_grained: bool, single: bool, layout: Any) -> None:
         index, config = self.dist_index, self.ddp_config
         # What is refused is refused before anything is changed.
         if config.nccl_ub:
@@ -136,13 +134,8 @@ class MegatronFSDP(nn.Module):
         strategy: Any = config.data_parallel_sharding_strategy
         if not classes and strategy in (3, "optim_grads_params"):
             strategy = "no_shard"  # replicated, as by DistributedDataParallel
-        choices = {
-            "mp_policy": engine_policy(self.mp_policy),
-            "schedule": schedule_of(config),
-            "layout": layout,
-            "strategy": strategy,
-            "values": initial_values(),
-        }
+        choices = {"layout": layout, "strategy": strategy, "values": initial_values()}
+        choices |= {"mp_policy": engine_policy(self.mp_policy), "schedule": schedule_of(config)}
         planned = plan_units(module, classes, fine_grained=fine_grained, single=single)
         units = [(modules, expert, index.mesh_of(expert)) for modules, expert in [*planned, ([module], False)]]
         self._has_experts = any(expert for _, expert, _ in units)
@@ -170,21 +163,17 @@ class MegatronFSDP(nn.Module):
         return self.module
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if _torch.profiling():
-            with torch.profiler.record_function("CustomFSDP.forward"):
-                return self._forward(inputs, kwargs)
-        return self._forward(inputs, kwargs)
-
-    def _forward(self, inputs: Any, kwargs: Any) -> Any:
         if not self._has_groups:
             self._use_gather_groups()
-        if self.model_auto_sync or self.microbatch_count == 0 or self._steps != steps.taken():
-            self.microbatch_count = 0
-            self._hide_gradients()
+        with ExitStack() as around:
+            if _torch.profiling():
+                around.enter_context(torch.profiler.record_function("CustomFSDP.forward"))
+            if self.model_auto_sync or self.microbatch_count == 0 or self._steps != steps.taken():
+                self.microbatch_count = 0
+                self._hide_gradients()
+            else:  # persistent compute weights are those of the first micro-batch
+                around.enter_context(microbatch(self.module, is_first=False, is_last=False))
             output = self.module(*inputs, **kwargs)
-        else:  # persistent compute weights are those of the first micro-batch
-            with microbatch(self.module, is_first=False, is_last=False):
-                output = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled():
             self.microbatch_count += 1
             self._steps = steps.taken()
@@ -206,23 +195,13 @@ class MegatronFSDP(nn.Module):
             self._root.set_requires_all_reduce(completes)
             self._root.set_is_last_backward(completes)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backwards of micro-batches that are not the last. Of no effect while the model synchronises each one."""
-        self.is_last_microbatch = False
-        try:
-            yield
-        finally:
-            self.is_last_microbatch = True
+        return _during(functools.partial(setattr, self, "is_last_microbatch"), False, True)
 
-    @contextmanager
-    def sync(self) -> Iterator[None]:
+    def sync(self) -> AbstractContextManager[None]:
         """Gradients are complete after each backward in here."""
-        self.set_model_auto_sync(True)
-        try:
-            yield
-        finally:
-            self.set_model_auto_sync(False)
+        return _during(self.set_model_auto_sync, True, False)
 
     def set_model_auto_sync(self, sync_model: bool = True) -> None:
         """Whether gradients are complete after every backward, whatever `no_sync` says."""
@@ -231,16 +210,28 @@ class MegatronFSDP(nn.Module):
         if sync_model:
             self.attach_grad_to_optimizer_state()
 
-    def start_grad_sync(self, *unused: Any) -> None:
-        """Start reducing what backwards have left unreduced."""
-        self._root.sync_gradients(wait=False)
-
-    def synchronize_gradient_reduce(self) -> None:
-        """Reduce what backwards have left unreduced, and wait for it."""
-        self._root.sync_gradients()
+    start_grad_sync = _of_root("sync_gradients", "Start reducing what backwards have left unreduced.", wait=False)
+    synchronize_gradient_reduce = _of_root("sync_gradients", "Reduce what backwards have left, and wait for it.")
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Make gradients complete, and the parameters that modules show sharded ones; an optimizer may step then."""
+        """Make gradients complete, and the parameters that modules show sharded ones; any optimizer may step then.
+
+        Gradients that rest in another dtype than main weights become copies in that of these, unless they are decoupled
+        or have to stay where they are.
+        """
+        self.complete_gradients()
+        config = self.ddp_config
+        if config.megatron_fsdp_use_decoupled_grad or config.megatron_fsdp_cuda_graph_mode:
+            return
+        for parameter in self.module.parameters():
+            grad = parameter.grad
+            if grad is not None and grad.dtype != parameter.dtype:
+                parameter.grad = None
+                _torch.allow_grad_of(parameter, parameter.dtype)
+                parameter.grad = grad.to(parameter.dtype)
+
+    def complete_gradients(self) -> None:
+        """`finish_grad_sync` for optimizers that take gradients in any dtype, as `fully_shard_optimizer` lets them."""
         self.synchronize_gradient_reduce()
         self.attach_grad_to_optimizer_state()
         if self.report_nan_in_param_grad:
@@ -307,27 +298,19 @@ class MegatronFSDP(nn.Module):
         elif self.ddp_config.fsdp_all_gather_in_start_param_sync or force_dispatch:
             self._root.unshard(async_op=True)
 
-    def synchronize_param_gather(self) -> None:
-        """Release what was gathered; modules show sharded parameters."""
-        self._root.reshard_all()
+    synchronize_param_gather = _of_root("reshard_all", "Release what was gathered; modules show sharded parameters.")
+    _replace_param_with_distributed_if_needed = synchronize_param_gather
+    install_optimized_model_weights = _of_root("refresh_weights", "Bring compute weights up to date with main weights.")
 
     def all_gather_and_wait_parameters_ready(
-        self,
-        params: Iterable[nn.Parameter],
-        prefetch: bool = True,
-        prefetch_order: Any = None,
-        wait_bucket_ready: bool = True,
-        bwd: bool = False,
-    ) -> None:
+        self, params: Iterable[nn.Parameter], prefetch: bool = True, prefetch_order: Any = None,
+        wait_bucket_ready: bool = True, bwd: bool = False,
+    ) -> None:  # fmt: skip
         """Gather the units that own these parameters, and show them in full if ``wait_bucket_ready``."""
         wanted = {id(parameter) for parameter in params}
         for unit in [unit for unit in self.module.modules() if isinstance(unit, FSDPModule)]:
             if any(id(parameter) in wanted for parameter in unit.own_parameters()):
                 unit.unshard(async_op=not wait_bucket_ready)
-
-    def install_optimized_model_weights(self) -> None:
-        """Bring compute weights up to date with what the optimizer has made of main weights."""
-        self._root.refresh_weights()
 
     def broadcast_params(self) -> None:
         """Give ranks that hold copies of the same part those of the first of them. All ranks call it."""
@@ -341,44 +324,29 @@ class MegatronFSDP(nn.Module):
                     take_first(lane, mesh, axis, parameter.to_local().detach())
         self._root.refresh_weights()
 
-    def _replace_param_with_distributed_if_needed(self) -> None:
-        """Let modules show sharded parameters."""
-        self._root.reshard_all()
-
     def _replace_param_with_raw_if_needed(self) -> None:
         """A forward shows full parameters by itself."""
 
     # Neighbours
 
-    compute_per_param_norms = _compute_per_param_norms = reports.compute_per_param_norms
-    log_per_param_norms = _log_per_param_norms = reports.log_per_param_norms
-    log_parameter_groups = _log_parameter_groups = reports.log_parameter_groups
-    check_all_fsdp_buffers = reports.check_all_fsdp_buffers
+    compute_per_param_norms = _compute_per_param_norms = utils.compute_per_param_norms
+    log_per_param_norms = _log_per_param_norms = utils.log_per_param_norms
+    log_parameter_groups = _log_parameter_groups = utils.log_parameter_groups
+    check_all_fsdp_buffers = utils.check_all_fsdp_buffers
 
-    def state_dict_for_save_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """`state_dict`."""
-        return self.state_dict(*args, **kwargs)
+    state_dict_for_save_checkpoint = nn.Module.state_dict
 
     def get_distributed_index(self) -> FSDPDistributedIndex:
         """The meshes and groups of the model."""
         return self.dist_index
 
-    @contextmanager
-    def mixed_precision_context(self, mixed_precision_policy: MixedPrecisionPolicy) -> Iterator[None]:
+    def mixed_precision_context(self, mixed_precision_policy: MixedPrecisionPolicy) -> AbstractContextManager[None]:
         """Another precision policy for a while."""
-        before = self.mp_policy
-        self.reset_mixed_precision_policy(mixed_precision_policy)
-        try:
-            yield
-        finally:
-            self.reset_mixed_precision_policy(before)
+        return _during(self.reset_mixed_precision_policy, mixed_precision_policy, self.mp_policy)
 
     def reset_mixed_precision_policy(self, mixed_precision_policy: MixedPrecisionPolicy) -> None:
         """Another precision policy between steps. Main weights and main gradients keep their dtypes."""
         engine_policy(mixed_precision_policy)  # raises where it is none
-        kept = self.mp_policy
-        policy = MixedPrecisionPolicy(
-            kept.main_params_dtype, kept.main_grads_dtype, mixed_precision_policy.grad_comm_dtype
-        )
+        policy = replace(self.mp_policy, grad_comm_dtype=mixed_precision_policy.grad_comm_dtype)
         self._root.set_mp_policy(engine_policy(policy))
         self.mp_policy = policy

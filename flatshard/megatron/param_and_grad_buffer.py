@@ -15,15 +15,10 @@ from flatshard.buffer.dtensor import Parallel, composed
 from flatshard.engine.tree.build import units_below
 from flatshard.engine.units.unit import unit_of
 from flatshard.layout import is_sharded
-from flatshard.megatron.groups import ParameterGroup
+from flatshard.megatron.experimental.parameter_group import ParameterGroup
 from flatshard.megatron.uneven_dtensor import update_uneven_dtensor_chunk_metadata, validate_uneven_dtensor
-from flatshard.megatron.utils import (
-    FSDPDistributedIndex,
-    get_mcore_tensor_parallel_partition_dim,
-    register_memory,
-    take_first,
-    using_tensor_parallel,
-)
+from flatshard.megatron.utils import FSDPDistributedIndex, register_memory, take_first, using_tensor_parallel
+from flatshard.megatron.utils import get_mcore_tensor_parallel_partition_dim as partition_dim
 from flatshard.module import FSDPModule
 
 _OF_MODEL = {  # what the model has too, by these names
@@ -90,10 +85,7 @@ class ParamAndGradBuffer:
             for group in unit.groups
         ]
 
-    @property
-    def num_buckets(self) -> int:
-        """How many `parameter_groups` there are."""
-        return len(self.parameter_groups)
+    num_buckets = property(lambda self: len(self.parameter_groups))
 
     def __getattr__(self, name: str) -> Any:
         if name not in _OF_MODEL:
@@ -114,23 +106,17 @@ class ParamAndGradBuffer:
 
     def manual_buffer_registration(self) -> None:
         """Let what is communicated lie in registered memory from now on. Once is enough."""
-        owner = self._owner
-        for module in owner.module.modules():
+        symmetric = not self.ddp_config.disable_symmetric_registration
+        for module in self._owner.module.modules():
             if isinstance(module, FSDPModule):
-                mesh = owner.dist_index.dp_mesh
-                register_memory(module, mesh, symmetric=not owner.ddp_config.disable_symmetric_registration)
+                register_memory(module, self.dist_index.dp_mesh, symmetric)
 
 
 def make_fsdp_dtensor(
-    local_tensor: torch.Tensor,
-    param: torch.Tensor,
-    dist_index: FSDPDistributedIndex,
-    is_sharded_param: bool = True,
-    is_expert_param: bool = False,
-    run_check: bool = False,
-    update_uneven_dtensor_chunk_meta: bool = False,
+    local_tensor: torch.Tensor, param: torch.Tensor, dist_index: FSDPDistributedIndex, is_sharded_param: bool = True,
+    is_expert_param: bool = False, run_check: bool = False, update_uneven_dtensor_chunk_meta: bool = False,
     force_sync_tp_duplicated_param: bool = False,
-) -> DTensor:
+) -> DTensor:  # fmt: skip
     """This rank's rows of a parameter, or all of it unless ``is_sharded_param``, as a DTensor over all of its meshes.
 
     ``param`` has the shape and the marks that the parameter has before data parallelism: it may be a DTensor of tensor
@@ -139,17 +125,13 @@ def make_fsdp_dtensor(
     """
     part = _torch.local_of(param) if isinstance(param, DTensor) else param
     if not is_sharded_param and local_tensor.numel() != part.numel():
-        raise ValueError(
-            f"a parameter of {tuple(part.shape)} that is not sharded was given as {local_tensor.numel()} elements"
-        )
+        found = f"{local_tensor.numel()} elements"
+        raise ValueError(f"a parameter of {tuple(part.shape)} that is not sharded was given as {found}")
     mesh, outer = dist_index.mesh_of(is_expert_param), dist_index.hsdp_outer_dp_shard
     made = param if isinstance(param, DTensor) else None
     if made is None and using_tensor_parallel(dist_index, is_expert_param):
         assert dist_index.tp_dim is not None
-        tp, dim = (
-            dist_index.get_submesh(dist_index.tp_dim, is_expert_param),
-            get_mcore_tensor_parallel_partition_dim(param),
-        )
+        tp, dim = dist_index.get_submesh(dist_index.tp_dim, is_expert_param), partition_dim(param)
         if dim is not None:
             made = DTensor.from_local(torch.empty_like(param, device="meta"), tp, [Shard(dim)], run_check=False)
         elif force_sync_tp_duplicated_param:

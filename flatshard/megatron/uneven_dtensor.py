@@ -6,7 +6,9 @@ the ranks of their mesh tell each other how much they hold.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -37,8 +39,7 @@ def gather_and_compute_chunk_metadata(dtensor: DTensor) -> Any:
     local = _torch.local_of(dtensor)
     if isinstance(dtensor, RaggedDTensor):
         return _described(dtensor)
-    mesh = dtensor.device_mesh
-    lane = Lane("uneven", torch.device(mesh.device_type))
+    mesh, lane = dtensor.device_mesh, _lane(dtensor)
     said = f"{tuple(dtensor.shape)} {dtensor.placements} {dtensor.dtype}"
     _agree(lane, mesh, _digest(said), f"metadata contract mismatch: this rank has a tensor {said}, others have another")
     offsets, sizes = [0] * local.dim(), list(local.shape)
@@ -67,6 +68,10 @@ def _inner_first(placements: Sequence[Any]) -> list[int]:
     strided = [axis for axis, placement in enumerate(placements) if isinstance(placement, _torch.StridedShard)]
     plain = [axis for axis, p in enumerate(placements) if isinstance(p, Shard) and axis not in strided]
     return [*strided, *reversed(plain)]
+
+
+def _lane(dtensor: DTensor) -> Lane:
+    return Lane("uneven", torch.device(dtensor.device_mesh.device_type))
 
 
 def _digest(text: str) -> int:
@@ -137,12 +142,10 @@ def filter_unflattened_state_dict(
 
 def get_unflattened_state_dict(state_dict: dict[Any, Any], key_chain: Sequence[Any] = ()) -> Any:
     """The value in nested dicts at these keys."""
-    current: Any = state_dict
-    for key in key_chain:
-        if not isinstance(current, dict) or key not in current:
-            raise KeyError(f"{list(key_chain)} is not in the state dict")
-        current = current[key]
-    return current
+    try:
+        return functools.reduce(operator.getitem, key_chain, state_dict)
+    except (KeyError, TypeError) as error:
+        raise KeyError(f"{list(key_chain)} is not in the state dict") from error
 
 
 def _tensors_in(state_dict: dict[Any, Any]) -> list[DTensor]:
@@ -150,10 +153,9 @@ def _tensors_in(state_dict: dict[Any, Any]) -> list[DTensor]:
     chains = sorted(filter_unflattened_state_dict(state_dict, (), lambda value: isinstance(value, DTensor)), key=str)
     tensors: list[DTensor] = [get_unflattened_state_dict(state_dict, chain) for chain in chains]
     if tensors:
-        mesh = tensors[0].device_mesh
-        said = " ".join(map(str, chains))
+        said = _digest(" ".join(map(str, chains)))
         otherwise = "metadata contract mismatch: the state dicts of ranks have different tensors"
-        _agree(Lane("uneven", torch.device(mesh.device_type)), mesh, _digest(said), otherwise)
+        _agree(_lane(tensors[0]), tensors[0].device_mesh, said, otherwise)
     return tensors
 
 
@@ -180,7 +182,7 @@ def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> torch.Tensor:
     mesh, axes = dtensor.device_mesh, sorted(_inner_first(dtensor.placements))
     if not axes:
         return local.clone()
-    lane, group = Lane("uneven", torch.device(mesh.device_type)), joint_group(mesh, axes)
+    lane, group = _lane(dtensor), joint_group(mesh, axes)
     boxes = _gathered(lane, group, torch.tensor([*box.offsets, *box.sizes], device=lane.device))
     sizes = boxes[:, local.dim() :]
     padded = torch.nn.functional.pad(local.flatten(), (0, int(sizes.prod(1).max()) - local.numel()))
@@ -201,15 +203,10 @@ gather_uneven_dtensor_to_full_tensor = redistribute_uneven_dtensor_to_replicated
 
 
 def make_uneven_dtensor(
-    local_tensor: torch.Tensor,
-    shape: Sequence[int],
-    dp_mesh: DeviceMesh,
-    placements: Sequence[Any],
-    *,
-    post_process_uneven: bool = False,
-    copy_chunk_meta_from: DTensor | None = None,
+    local_tensor: torch.Tensor, shape: Sequence[int], dp_mesh: DeviceMesh, placements: Sequence[Any], *,
+    post_process_uneven: bool = False, copy_chunk_meta_from: DTensor | None = None,
     chunk_metadata: tuple[Sequence[int], Sequence[int]] | None = None,
-) -> DTensor:
+) -> DTensor:  # fmt: skip
     """A DTensor of this shape over this rank's part of it, which may have any length.
 
     Which part that is, torch.distributed.checkpoint is told: as all ranks of the mesh find out
@@ -244,21 +241,15 @@ def get_state_dict(
 
 
 def split_dtensor(
-    dtensor: DTensor,
-    split_size_or_sections: int | Sequence[int],
-    dim: int = 0,
+    dtensor: DTensor, split_size_or_sections: int | Sequence[int], dim: int = 0,
     update_uneven_dtensor_chunk_meta: bool = False,
-) -> Iterator[DTensor]:
+) -> Iterator[DTensor]:  # fmt: skip
     """`torch.split` along a dim, without communicating values: each rank keeps what it holds of each part.
 
     The parts are uneven; with ``update_uneven_dtensor_chunk_meta`` they say so to torch.distributed.checkpoint.
     """
-    total = dtensor.shape[dim]
-    if isinstance(split_size_or_sections, int):
-        starts = range(0, total, split_size_or_sections)
-        sections = [min(split_size_or_sections, total - start) for start in starts]
-    else:
-        sections = list(split_size_or_sections)
+    whole, sections = torch.empty(dtensor.shape[dim], device="meta"), split_size_or_sections
+    sections = [len(part) for part in whole.split(sections)] if isinstance(sections, int) else sections
     box, local, start = gather_and_compute_chunk_metadata(dtensor), _torch.local_of(dtensor), 0
     for size in sections:
         first = min(max(start - box.offsets[dim], 0), local.shape[dim])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import math
 import os
@@ -16,7 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flatshard import _torch
 from flatshard.buffer import Lane
+from flatshard.engine.tree.summary import check_buffers, summary
 from flatshard.module import FSDPModule
+from flatshard.optim.clip import grad_norms, weight_norms
+
+_log = logging.getLogger("flatshard")
 
 
 def default_mesh(shard: str = "fsdp", tp: str = "tp") -> DeviceMesh:
@@ -29,6 +34,12 @@ def default_mesh(shard: str = "fsdp", tp: str = "tp") -> DeviceMesh:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kind = "cpu" if accelerator is None else accelerator.type
     return init_device_mesh(kind, (dist.get_world_size(), 1), mesh_dim_names=(shard, tp))
+
+
+def needs_transformer_engine(what: str) -> None:
+    """ValueError where it is not installed."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise ValueError(f"{what} needs TransformerEngine, which is not installed")
 
 
 def initial_values() -> Any:
@@ -44,19 +55,15 @@ class FSDPDistributedIndex:
     which ranks have different experts.
     """
 
+    # fmt: off
     def __init__(
-        self,
-        device_mesh: DeviceMesh,
-        dp_shard_dim: str | None = None,
-        dp_outer_dim: str | None = None,
-        tp_dim: str | None = None,
-        hybrid_fsdp_group: ProcessGroup | None = None,
-        hybrid_fsdp_expt_group: ProcessGroup | None = None,
-        hsdp_outer_dp_shard: bool = False,
-        expt_device_mesh: DeviceMesh | None = None,
-        fsdp_group_ag: ProcessGroup | None = None,
+        self, device_mesh: DeviceMesh, dp_shard_dim: str | None = None, dp_outer_dim: str | None = None,
+        tp_dim: str | None = None, hybrid_fsdp_group: ProcessGroup | None = None,
+        hybrid_fsdp_expt_group: ProcessGroup | None = None, hsdp_outer_dp_shard: bool = False,
+        expt_device_mesh: DeviceMesh | None = None, fsdp_group_ag: ProcessGroup | None = None,
         expt_fsdp_group_ag: ProcessGroup | None = None,
     ) -> None:
+        # fmt: on
         for name, given in (("device_mesh", device_mesh), ("expt_device_mesh", expt_device_mesh)):
             if given is not None and not isinstance(given, DeviceMesh):
                 raise TypeError(f"{name}={given!r}: must be a DeviceMesh")
@@ -73,21 +80,18 @@ class FSDPDistributedIndex:
         self.ep_dim = "ep" if expt_device_mesh is not None and "ep" in (expt_device_mesh.mesh_dim_names or ()) else None
         for group, mesh in ((hybrid_fsdp_group, self.dp_mesh), (hybrid_fsdp_expt_group, self.expt_dp_mesh)):
             if group is not None and mesh is not None and group.size() != mesh.size():
-                raise ValueError(
-                    f"a hybrid group of {group.size()} ranks was given for {mesh.size()} data-parallel ones"
-                )
+                sizes = f"{group.size()} ranks was given for {mesh.size()}"
+                raise ValueError(f"a hybrid group of {sizes} data-parallel ones")
 
     def _data_parallel(self, mesh: DeviceMesh) -> DeviceMesh:
         """The mesh (outer, shard) or (shard) of a larger one."""
         if self.dp_shard_dim is None:
             return mesh
         names = mesh.mesh_dim_names or ()
-        wanted = [self.dp_shard_dim, *([self.dp_outer_dim] if self.dp_outer_dim is not None else [])]
+        wanted = [self.dp_shard_dim] if self.dp_outer_dim is None else [self.dp_shard_dim, self.dp_outer_dim]
         for name in wanted:
-            try:
-                mesh[name]  # also an axis that was made of others (`_flatten`)
-            except KeyError:
-                raise ValueError(f"the mesh has no axis {name!r}; its axes are {names}") from None
+            if not contains_submesh(mesh, name):  # also an axis that was made of others (`_flatten`)
+                raise ValueError(f"the mesh has no axis {name!r}; its axes are {names}")
         if all(name in names for name in wanted):
             return mesh[tuple(reversed(wanted))]
         return _torch.data_parallel_mesh(mesh, wanted[:1], wanted[1:])
@@ -111,12 +115,12 @@ class FSDPDistributedIndex:
 
     def get_dp_group(self, is_expert_parallel: bool = False) -> ProcessGroup:
         """Of all data-parallel ranks. Over two axes it is the group that was given."""
+        if not self.use_hybrid_fsdp:
+            return self.get_fsdp_group(is_expert_parallel)
         given = self.hybrid_fsdp_expt_group if is_expert_parallel else self.hybrid_fsdp_group
-        if self.use_hybrid_fsdp:
-            if given is None:
-                raise ValueError("no process group of all data-parallel ranks was given (hybrid_fsdp_group)")
-            return given
-        return self.get_fsdp_group(is_expert_parallel)
+        if given is None:
+            raise ValueError("no process group of all data-parallel ranks was given (hybrid_fsdp_group)")
+        return given
 
     def get_fsdp_group(self, is_expert_parallel: bool = False, independent_all_gather: bool = False) -> ProcessGroup:
         """Of the shard axis; with ``independent_all_gather`` the one given for gathers."""
@@ -162,24 +166,20 @@ def is_mcore_tensor_model_parallel(param: torch.Tensor) -> bool:
 
 
 def is_mcore_tensor_parallel_duplicated(param: torch.Tensor) -> bool:
-    """Whether every rank of Megatron's tensor parallelism has all of a plain parameter."""
-    return get_mcore_tensor_parallel_partition_dim(param) is None
+    """Whether every rank of it has all of a plain parameter."""
+    return not is_mcore_tensor_model_parallel(param)
 
 
 def using_tensor_parallel(dist_index: FSDPDistributedIndex, is_expert_parallel: bool = False) -> bool:
     """Whether the tensor-parallel axis, if there is one, has several ranks."""
-    if dist_index.tp_dim is None:
-        return False
-    found = dist_index.get_submesh(dist_index.tp_dim, is_expert_parallel=is_expert_parallel)
-    return found.mesh.numel() > 1
+    tp = dist_index.tp_dim
+    return tp is not None and dist_index.get_submesh(tp, is_expert_parallel).mesh.numel() > 1
 
 
 def safe_get_rank() -> int:
     """This rank, also before torch.distributed is initialised: as torchrun says, else 0."""
-    if dist.is_initialized():
-        return dist.get_rank()
     said = os.environ.get("RANK", "0")
-    return int(said) if said.isdecimal() else 0
+    return dist.get_rank() if dist.is_initialized() else int(said) if said.isdecimal() else 0
 
 
 def log_single_rank(logger_: logging.Logger, level: int, msg: str, *args: Any, rank: int = 0, **kwargs: Any) -> None:
@@ -190,18 +190,14 @@ def log_single_rank(logger_: logging.Logger, level: int, msg: str, *args: Any, r
 
 def get_mesh_names(device_mesh: DeviceMesh | None = None, only_submesh_dims: bool = False) -> list[str]:
     """The names of the axes of a mesh, and of those that were made of several (`_flatten`)."""
-    if device_mesh is None:
-        return []
-    names = list(device_mesh.mesh_dim_names or ())
-    return names if only_submesh_dims else [*names, *_torch.flattened_names(device_mesh)]
+    names = [] if device_mesh is None else list(device_mesh.mesh_dim_names or ())
+    return names if only_submesh_dims or device_mesh is None else [*names, *_torch.flattened_names(device_mesh)]
 
 
 def contains_submesh(device_mesh: DeviceMesh | None, submesh_names: str | Sequence[str] | None) -> bool:
     """Whether a mesh has axes of these names, or such as were made of several."""
-    if device_mesh is None or submesh_names is None:
-        return False
     wanted = [submesh_names] if isinstance(submesh_names, str) else submesh_names
-    return set(wanted) <= set(get_mesh_names(device_mesh))
+    return device_mesh is not None and wanted is not None and set(wanted) <= set(get_mesh_names(device_mesh))
 
 
 def is_submodule(module: nn.Module, parent_module: nn.Module, strict: bool = True) -> bool:
@@ -211,9 +207,8 @@ def is_submodule(module: nn.Module, parent_module: nn.Module, strict: bool = Tru
 
 def find_megatron_fsdp(model: nn.Module) -> nn.Module | None:
     """The `MegatronFSDP` at or below ``model``."""
-    return next(
-        (each for each in model.modules() if isinstance(vars(each).get("dist_index"), FSDPDistributedIndex)), None
-    )
+    found = (each for each in model.modules() if isinstance(vars(each).get("dist_index"), FSDPDistributedIndex))
+    return next(found, None)
 
 
 def register_memory(unit: FSDPModule | None, mesh: DeviceMesh, symmetric: bool = True) -> None:
@@ -232,3 +227,41 @@ def take_first(lane: Lane, mesh: DeviceMesh, axis: int, local: torch.Tensor) -> 
     if mesh.get_local_rank(axis):
         local.zero_()
     lane.all_reduce(lane.group(mesh, axis), [local], after=(lane.mark(),), name="broadcast").wait()
+
+
+# What a sharded model is made of and how large its parts are, for logs
+
+
+def _inside(model: nn.Module) -> nn.Module:
+    """What was wrapped, whose names count."""
+    found = find_megatron_fsdp(model)
+    return model if found is None else found.get_submodule("module")
+
+
+def compute_per_param_norms(module: nn.Module) -> dict[str, dict[str, float]]:
+    """Norms of weights and gradients over all ranks, by name: ``param_norm``, ``grad_norm``. All ranks call it."""
+    weights, gradients = weight_norms(_inside(module)), grad_norms(_inside(module))
+    return {name: {"param_norm": norm, "grad_norm": gradients.get(name, 0.0)} for name, norm in weights.items()}
+
+
+def log_per_param_norms(module: nn.Module, iteration: int | None = None, prefix: str = "") -> None:
+    """Log `compute_per_param_norms` on the first rank. All ranks call it."""
+    head = " ".join([*([prefix] if prefix else []), *([] if iteration is None else [f"iteration {iteration},"])])
+    for name, norms in compute_per_param_norms(module).items():
+        told = (f"{head} {name}".strip(), norms["param_norm"], norms["grad_norm"])
+        log_single_rank(_log, logging.INFO, "%s: weight %.6g, gradient %.6g", *told)
+
+
+def log_parameter_groups(module: nn.Module) -> None:
+    """Log the table of units and groups on the first rank."""
+    log_single_rank(_log, logging.INFO, "parameter groups:\n%s", summary(_inside(module)))
+
+
+def check_all_fsdp_buffers(module: nn.Module) -> bool:
+    """Whether all parameters lie where their layout says, and none overlap; logs what is wrong."""
+    try:
+        check_buffers(_inside(module))
+    except AssertionError as error:
+        _log.error("%s", error)
+        return False
+    return True

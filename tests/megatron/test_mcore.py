@@ -310,3 +310,24 @@ def _orders(rank, world):
 
 def test_both_orders_of_arguments(ranks):
     ranks(2, _orders)
+
+
+def _plain_optimizer(rank, world):
+    """Gradients that rest in bfloat16 step float32 main weights, by an optimizer that knows of neither."""
+    model = wrapped(Model().bfloat16(), groups_of(dp_cp=[[0, 1]]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    before = [parameter.to_local().clone() for parameter in model.parameters()]
+    model(next(data(1))[0].chunk(world)[rank].bfloat16()).square().mean().backward()
+    model.finish_grad_sync()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    optimizer.step()
+    after = [parameter.to_local() for parameter in model.parameters()]
+    assert any(not torch.equal(old, new) for old, new in zip(before, after))
+    model.zero_grad_buffer()
+    model(next(data(1))[0].chunk(world)[rank].bfloat16()).square().mean().backward()
+    model.complete_gradients()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_gradients_for_any_optimizer(ranks):
+    ranks(2, _plain_optimizer)

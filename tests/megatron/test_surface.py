@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import flatshard
 import flatshard.megatron as megatron
+from flatshard._torch import SUBCLASSES_DISPATCH
 from flatshard.engine.units.unit import unit_of
 from flatshard.megatron import (
     DistributedDataParallelConfig,
@@ -844,6 +845,28 @@ def _configured(rank, world):
 
 def test_optimizer_instances_are_an_outer_axis(ranks):
     ranks(4, _configured)
+
+
+def _two_lanes(rank, world):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "fsdp"))
+    axes = {"dp_shard_dim": "fsdp", "dp_outer_dim": "outer", "outer_dp_sharding_strategy": 1}
+    model = sharded(device_mesh=mesh, **axes)
+    optimizer = adamw(model)
+    for number in range(2):
+        loss_of(model, tokens_of(rank, world, number)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    root = unit_of(model.module).root
+    outer = [operation.name for operation in root.gather_pool.refresh_lane.history]
+    assert outer.count("refresh blocks.0") == 3  # before the first step and after each
+    assert all(name.startswith("refresh ") for name in outer)
+    assert not any(operation.name.startswith("refresh ") for operation in root.gather_lane.history)
+
+
+@pytest.mark.skipif(not SUBCLASSES_DISPATCH, reason="needs torch 2.13")
+def test_gathers_along_the_outer_axis_have_a_lane_of_their_own(ranks):
+    """Those that an optimizer's step starts, of all units, are not in the way of the first unit's along the inner."""
+    ranks(4, _two_lanes)
 
 
 def test_fields_of_buckets_are_named_in_a_warning(caplog):

@@ -43,6 +43,9 @@ class Root:
         own_rows = policy.separate_groups is not False
         self.rows_lane = Lane("rows", device, own_groups=own_rows) if looks_up else self.gather_lane
         self.gather_pool = Pool(self.gather_lane)
+        if any(group.source.is_gathered_twice for unit in units for group in unit.groups):
+            # Gathers along the inner axis do not queue behind all that an optimizer's step has to send along the outer.
+            self.gather_pool.refresh_lane = Lane("refresh", device)
         self.program = Program([len(unit.groups) for unit in units], [unit.place.parent for unit in units])
         self.forwards = self.backwards = 0
         self._units = [weakref.ref(unit) for unit in units]
@@ -369,6 +372,11 @@ class Root:
         event, self.main_event = self.main_event, None
         for lane in (self.gather_lane,) if event is None else (self.gather_lane, self.rows_lane):
             with lane.entered((lane.mark() if event is None else lane.ticket(event),)):
+                pass
+        if self.gather_pool.refresh_lane is not self.gather_lane:  # which may still read what is to be written
+            with self.gather_lane.entered():
+                so_far = self.gather_lane.mark()
+            with self.gather_pool.refresh_lane.entered((so_far,)):
                 pass
 
     def hold(self, units: Sequence[Unit]) -> None:

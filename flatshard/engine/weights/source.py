@@ -43,6 +43,7 @@ class Source:
     """
 
     is_resident = False  # they rest on this rank: nothing is gathered for a pass, and nothing is released after it
+    is_gathered_twice = False  # along one axis after a step, to rest there, and along another for each pass
     buffer: DBuffer | None = None  # of which full weights are views, except for those that lie there in another order
     compute: Compute | None = None  # persistent compute weights, where their placement is not main's
 
@@ -177,7 +178,8 @@ class Compute:
 
     def refresh(self, pool: Pool, name: str) -> tuple[DBuffer, Ticket]:
         """The weights, and when they are up to date."""
-        main, buffer, lane, codec = self._main, self.buffer, pool.lane, self._codec
+        main, buffer, codec = self._main, self.buffer, self._codec
+        lane = pool.lane if self._home.host or not isinstance(codec, Cast) else pool.refresh_lane
         decodes = isinstance(codec, Blocks) and _everywhere(self._placement)
         with lane.entered():
             if buffer is None:
@@ -279,6 +281,7 @@ class Gathered(_Buffered):
         self._parked: tuple[DBuffer, Ticket] | None = None  # and where the copy stands
         self._is_hollow = not main.layout.payload  # only empty tensors, of which collectives take no list
         self._is_sharded = not _everywhere(main.placements)
+        self.is_gathered_twice = compute is not None and self._cast is not None and compute.launches
 
     def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
         self._pool = pool  # another one than last time, if the unit has a new root

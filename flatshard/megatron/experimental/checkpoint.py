@@ -6,12 +6,7 @@ import os
 from typing import Any
 
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
@@ -33,11 +28,10 @@ def load_checkpoint(
     """
     state = _state(model, optimizer)
     load(state, checkpoint_id=checkpoint_dir)
-    set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     if sync_model_weights:
         sync_model_weights_from_main_weights(model.parameters())
 
 
 def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))

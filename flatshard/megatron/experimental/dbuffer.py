@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -42,15 +42,10 @@ class GlobalLayout:
         piece = -(-end // (dp_size * step)) * step
         return cls(shapes, Layout(tuple(slots), (Segment(piece),), dp_size, layout.Flat()), block_size)
 
-    @property
-    def size(self) -> int:
-        """Elements of the whole buffer."""
-        return self.engine.buffer_numel(self.engine.num_shards)
-
-    @property
-    def tensor_to_offset(self) -> tuple[int, ...]:
-        """The first element of each tensor."""
-        return tuple(slot.offset for slot in self.engine.slots)
+    size = property(lambda self: self.engine.buffer_numel(self.engine.num_shards), doc="Of the whole, in elements.")
+    tensor_to_offset = property(
+        lambda self: tuple(slot.offset for slot in self.engine.slots), doc="The first element of each tensor."
+    )
 
 
 Shapes: TypeAlias = Iterable[Sequence[int]] | GlobalLayout
@@ -63,70 +58,43 @@ class DBuffer:
     a buffer to write to, which may lie in the memory of this one.
     """
 
+    # fmt: off
     def __init__(
-        self,
-        mesh: DeviceMesh,
-        placements: Iterable[Placement],
-        tensor_shapes: Shapes,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        *,
-        local: torch.Tensor | None = None,
+        self, mesh: DeviceMesh, placements: Iterable[Placement], tensor_shapes: Shapes, dtype: torch.dtype,
+        device: torch.device | str, *, local: torch.Tensor | None = None,
         allocation_stream: torch.cuda.Stream | None = None,
     ) -> None:
+        # fmt: on
         self.mesh, self.placements = mesh, tuple(placements)
         if len(self.placements) != mesh.ndim:
             raise ValueError(f"{len(self.placements)} placements were given for a mesh of {mesh.ndim} axes")
-        engine = [to_engine(placement) for placement in self.placements]
-        blocks = {rows for placement in engine if (rows := getattr(placement, "rows", None))}
-        given = tensor_shapes
-        if not isinstance(given, GlobalLayout):
-            given = GlobalLayout.build(given, mesh.size(), math.lcm(1, *blocks))
-        self.layout = given
-        cut = [layout.Flat() if is_sharded(placement) else placement for placement in engine]
+        blocks = {rows for each in map(to_engine, self.placements) if (rows := getattr(each, "rows", None))}
+        self.layout = tensor_shapes if isinstance(tensor_shapes, GlobalLayout) else GlobalLayout.build(
+            tensor_shapes, mesh.size(), math.lcm(1, *blocks)
+        )  # fmt: skip
+        cut = _cut(self.placements)
         if local is None:
-            made = buffer.DBuffer.zeros(self.layout.engine, mesh, cut, dtype=dtype, device=device)
+            self._engine = buffer.DBuffer.zeros(self.layout.engine, mesh, cut, dtype=dtype, device=device)
         else:
-            made = buffer.DBuffer(self.layout.engine, mesh, cut, local)
-        self._engine = made
+            self._engine = buffer.DBuffer(self.layout.engine, mesh, cut, local)
         if allocation_stream is None and self.device.type == "cuda":
             allocation_stream = torch.cuda.current_stream(self.device)
         self.allocation_stream = allocation_stream  # on which its memory was made; None where there are none
 
     @classmethod
-    def empty(
-        cls,
-        mesh: DeviceMesh,
-        placements: Iterable[Placement],
-        tensor_shapes: Shapes,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> DBuffer:
-        """A new buffer."""
-        return cls(mesh, placements, tensor_shapes, dtype, device)
+    def empty(cls, *args: Any, **kwargs: Any) -> DBuffer:
+        """A new buffer; arguments are those of the class."""
+        return cls(*args, **kwargs)
 
     @classmethod
     def from_local(
-        cls,
-        local_buffer: torch.Tensor,
-        mesh: DeviceMesh,
-        placements: Iterable[Placement],
-        tensor_shapes: Shapes,
-        *,
-        allocation_stream: torch.cuda.Stream | None = None,
+        cls, local_buffer: torch.Tensor, mesh: DeviceMesh, placements: Iterable[Any], tensor_shapes: Shapes, **on: Any
     ) -> DBuffer:
-        """A buffer over memory that is there: flat, contiguous, and of the right size."""
+        """A buffer over memory that is there: flat, contiguous, and of the right size. ``allocation_stream``: its."""
         if local_buffer.dim() != 1 or not local_buffer.is_contiguous():
             raise ValueError("local_buffer must be flat and contiguous")
-        return cls(
-            mesh,
-            placements,
-            tensor_shapes,
-            local_buffer.dtype,
-            local_buffer.device,
-            local=local_buffer,
-            allocation_stream=allocation_stream,
-        )
+        dtype, device = local_buffer.dtype, local_buffer.device
+        return cls(mesh, placements, tensor_shapes, dtype, device, local=local_buffer, **on)
 
     @classmethod
     def distribute_tensors(
@@ -144,28 +112,14 @@ class DBuffer:
             made.get_local_tensor(index).copy_(made._engine.rows_of(index, tensor))
         return made
 
-    @property
-    def local_buffer(self) -> torch.Tensor:
-        """What this rank holds, flat."""
-        return self._engine.local
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._engine.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._engine.device
-
-    @property
-    def is_symmetric_memory(self) -> bool:
-        """Whether peers know of this memory (torch 2.12)."""
-        return _torch.is_symmetric(self.local_buffer)
-
-    @property
-    def offset(self) -> int:
-        """Where `local_buffer` begins in the whole buffer."""
-        return self._engine.held.first * self.layout.engine.segments[0].piece
+    local_buffer = property(lambda self: self._engine.local, doc="What this rank holds, flat.")
+    dtype = property(lambda self: self._engine.dtype)
+    device = property(lambda self: self._engine.device)
+    is_symmetric_memory = property(lambda self: _torch.is_symmetric(self.local_buffer), doc="From torch 2.12 on.")
+    offset = property(
+        lambda self: self._engine.held.first * self.layout.engine.segments[0].piece,
+        doc="Where `local_buffer` begins in the whole buffer.",
+    )
 
     def get_local_tensor(self, index: int) -> torch.Tensor:
         """What this rank holds of a tensor: rows, none, or all of it."""
@@ -219,16 +173,14 @@ class DBuffer:
         wanted = tuple(new_placements)
         if wanted == self.placements and out is None:
             return self
-        source, goal = self._engine, [to_engine(placement) for placement in wanted]
-        relabelled = []
-        for old, new in zip(source.placements, goal):
+        source, cut, relabelled = self._engine, _cut(wanted), []
+        for old, new in zip(source.placements, cut):
             if isinstance(old, layout.Replicate) and isinstance(new, layout.Partial):
                 if new.op != "avg":
                     raise NotImplementedError("equal values on all ranks are their average, not addends of their sum")
                 old = new
             relabelled.append(old)
         source = buffer.DBuffer(self.layout.engine, self.mesh, relabelled, source.local)
-        cut = [layout.Flat() if is_sharded(placement) else placement for placement in goal]
         if out is None and cut == list(source.placements):
             return DBuffer(self.mesh, wanted, self.layout, self.dtype, self.device, local=self.local_buffer)
         target = self._target(out, wanted, self.dtype)
@@ -240,25 +192,22 @@ class DBuffer:
 
     def allgather(self, mesh_axis: int, *, out: DBuffer | None = None) -> DBuffer:
         """A sharded axis becomes Replicate."""
-        return self._change(mesh_axis, Replicate(), is_sharded(self._engine.placements[mesh_axis]), "allgather", out)
+        return self._change(mesh_axis, Replicate(), "allgather", out)
 
     def allreduce(self, mesh_axis: int, *, out: DBuffer | None = None) -> DBuffer:
         """A Partial axis becomes Replicate."""
-        partial = isinstance(self._engine.placements[mesh_axis], layout.Partial)
-        return self._change(mesh_axis, Replicate(), partial, "allreduce", out)
+        return self._change(mesh_axis, Replicate(), "allreduce", out)
 
     def reduce_scatter(self, mesh_axis: int, new_placement: Placement, *, out: DBuffer | None = None) -> DBuffer:
         """A Partial axis becomes sharded."""
-        partial = isinstance(self._engine.placements[mesh_axis], layout.Partial)
-        return self._change(mesh_axis, new_placement, partial, "reduce_scatter", out)
+        return self._change(mesh_axis, new_placement, "reduce_scatter", out)
 
     def scatter(self, mesh_axis: int, new_placement: Placement, *, out: DBuffer | None = None) -> DBuffer:
         """A Replicate axis becomes sharded: a view of this memory, or written to ``out``. Nothing is communicated."""
-        whole = isinstance(self._engine.placements[mesh_axis], layout.Replicate)
-        return self._change(mesh_axis, new_placement, whole, "scatter", out)
+        return self._change(mesh_axis, new_placement, "scatter", out)
 
-    def _change(self, axis: int, new: Placement, legal: bool, method: str, out: DBuffer | None) -> DBuffer:
-        if not legal:
+    def _change(self, axis: int, new: Placement, method: str, out: DBuffer | None) -> DBuffer:
+        if not isinstance(self._engine.placements[axis], _CHANGED_BY[method]):
             raise ValueError(f"{method}: axis {axis} is placed {self.placements[axis]}")
         wanted = [*self.placements[:axis], new, *self.placements[axis + 1 :]]
         return self.view(wanted) if method == "scatter" and out is None else self.redistribute(wanted, out=out)
@@ -266,8 +215,18 @@ class DBuffer:
     def _target(self, out: DBuffer | None, placements: tuple[Placement, ...], dtype: torch.dtype) -> DBuffer:
         if out is None:
             return DBuffer(self.mesh, placements, self.layout, dtype, self.device)
-        wanted = [layout.Flat() if is_sharded(p) else p for p in map(to_engine, placements)]
+        wanted = _cut(placements)
         found = (out.mesh, list(out._engine.placements), out.layout, out.dtype)
         if found != (self.mesh, wanted, self.layout, dtype):
             raise ValueError(f"`out` must have placements {wanted}, this buffer's mesh and layout, and dtype {dtype}")
         return out
+
+
+# What an axis is placed as before each of these; a buffer of the engine has no other cut than this.
+_CHANGED_BY: dict[str, type] = {"allgather": layout.Flat, "scatter": layout.Replicate}
+_CHANGED_BY |= dict.fromkeys(("allreduce", "reduce_scatter"), layout.Partial)
+
+
+def _cut(placements: Iterable[Placement]) -> list[layout.Placement]:
+    """For the engine: pieces of the layout have whole rows or blocks, so that any cut is one of rows."""
+    return [layout.Flat() if is_sharded(each) else each for each in map(to_engine, placements)]

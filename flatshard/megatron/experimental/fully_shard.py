@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -20,15 +21,16 @@ from flatshard.megatron.utils import initial_values, register_memory
 from flatshard.policy import SchedulePolicy
 
 _open: ContextVar[FsdpContext | None] = ContextVar("fully_shard_context", default=None)
-_CLASSES: dict[type, type] = {}
+
+
+@functools.cache
+def _class_of(cls: Any) -> type:
+    return type(cls.__name__, (FsdpModule, cls), {})
 
 
 @contextmanager
 def fully_shard_context(
-    device: torch.device | None = None,
-    *,
-    use_symmetric_memory: bool = False,
-    unify_communication_stream: bool = False,
+    device: torch.device | None = None, *, use_symmetric_memory: bool = False, unify_communication_stream: bool = False
 ) -> Iterator[FsdpContext]:
     """Units that are made in here share lanes and micro-batches; they run once it has been left.
 
@@ -48,16 +50,9 @@ def fully_shard_context(
 
 
 def fully_shard(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    placements: Placements,
-    mixed_precision_policy: Any = None,
-    use_symm_mem: bool = False,
-    grad_divisor: float = 1,
-    *,
-    fine_grained: bool = False,
-    layout: Any = "tensor",
-) -> None:
+    module: nn.Module, mesh: DeviceMesh, placements: Placements, mixed_precision_policy: Any = None,
+    use_symm_mem: bool = False, grad_divisor: float = 1, *, fine_grained: bool = False, layout: Any = "tensor",
+) -> None:  # fmt: skip
     """Make a unit of a module, in place, within a `fully_shard_context` or without.
 
     Gradients are means over the data-parallel ranks (sums, where ``placements.gradient`` is ``Partial`` of a sum),
@@ -74,32 +69,27 @@ def fully_shard(
     alone, context = context is None, FsdpContext() if context is None else context
     if context.device is not None and context.device.type != mesh.device_type:
         raise ValueError(f"fully_shard_context was given device {context.device}; the mesh is on {mesh.device_type}")
-    if use_symm_mem or context.use_symmetric_memory:
+    symmetric = use_symm_mem or context.use_symmetric_memory
+    if symmetric:
         register_memory(None, mesh)
     units = [each for _, each in owned_modules([module]) if each is module or (fine_grained and each._parameters)]
     scale = (1.0 if placements.sums else 1.0 / mesh.size()) / grad_divisor
+    choices: dict[str, Any] = {
+        "mesh": mesh, "reshard_after_forward": True, "strategy": placements.engine(), "layout": layout,
+        "mp_policy": engine_policy(mixed_precision_policy), "values": initial_values(),
+        "gradient_scale": "mean" if grad_divisor == 1 and not placements.sums else scale,
+        "schedule": SchedulePolicy(separate_groups=not context.unify_communication_stream),
+    }  # fmt: skip
     for each in reversed(units):
-        api.fully_shard(
-            each,
-            mesh=mesh,
-            reshard_after_forward=True,
-            strategy=placements.engine(),
-            mp_policy=engine_policy(mixed_precision_policy),
-            gradient_scale="mean" if grad_divisor == 1 and not placements.sums else scale,
-            schedule=SchedulePolicy(separate_groups=not context.unify_communication_stream),
-            layout=layout,
-            values=initial_values(),
-        )
-        _adopt(each, context, mesh, use_symm_mem or context.use_symmetric_memory)
+        api.fully_shard(each, **choices)
+        _adopt(each, context, mesh, symmetric)
     for each in below if alone else ():  # one context for all units below the last one that was made
         context.add(each, is_open=False)
 
 
 def _adopt(module: nn.Module, context: FsdpContext, mesh: DeviceMesh, symmetric: bool) -> None:
-    cls = type(module)
-    if cls not in _CLASSES:
-        _CLASSES[cls] = type(cls.__name__, (FsdpModule, cls), {})
-    module.__class__ = _CLASSES[cls]
+    kind: Any = type(module)
+    module.__class__ = _class_of(kind)
     context.add(module, is_open=_open.get() is context)
     if any(parameter.is_meta for parameter in module.parameters()):
         place = torch.device(mesh.device_type)
@@ -110,12 +100,9 @@ def _adopt(module: nn.Module, context: FsdpContext, mesh: DeviceMesh, symmetric:
 
 @contextmanager
 def microbatch(
-    module: nn.Module | FsdpContext | None = None,
-    is_last: bool = True,
-    *,
-    is_first: bool = True,
+    module: nn.Module | FsdpContext | None = None, is_last: bool = True, *, is_first: bool = True,
     context: FsdpContext | None = None,
-) -> Iterator[None]:
+) -> Iterator[None]:  # fmt: skip
     """Say which micro-batch runs in the body, for the units of a context or below a module: `flatshard.microbatch`."""
     target = module if context is None else context
     if (module is None) == (context is None) or not isinstance(target, (nn.Module, FsdpContext)):
@@ -124,7 +111,7 @@ def microbatch(
     roots = [root for each in contexts for root in each.roots]
     if isinstance(target, nn.Module) and not contexts and units_below(target):
         roots = [target]
-    before = [(each, each.is_first_microbatch, each.is_last_microbatch) for each in contexts]
+    before = [(each.is_first_microbatch, each.is_last_microbatch) for each in contexts]
     with ExitStack() as stack:
         for root in roots:
             stack.enter_context(api.microbatch(root, is_first=is_first, is_last=is_last))
@@ -133,7 +120,7 @@ def microbatch(
         try:
             yield
         finally:
-            for each, first, last in before:
+            for each, (first, last) in zip(contexts, before):
                 each.is_first_microbatch, each.is_last_microbatch = first, last
 
 

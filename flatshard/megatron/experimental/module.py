@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from flatshard.engine.units.unit import Phase, Unit, unit_of
-from flatshard.megatron.experimental.parameter_group import CONTEXTS
-from flatshard.megatron.groups import ParameterGroup
+from flatshard.megatron.experimental.parameter_group import CONTEXTS, ParameterGroup
 from flatshard.module import FSDPModule, share_comm_ctx
 
 _CONTEXT = "_flatshard_megatron_context"
@@ -28,41 +27,26 @@ class FsdpContext:
         self._units: list[weakref.ref[nn.Module]] = []
         self._guards: list[Any] = []  # while the context is open no unit may run
 
-    @property
-    def units(self) -> list[nn.Module]:
-        """Its units, in the order in which they were made."""
-        return [module for ref in self._units if (module := ref()) is not None]
+    def _ordered(self, modules: Callable[[nn.Module], Iterator[nn.Module]], backwards: bool = False) -> list[nn.Module]:
+        mine, roots = {id(unit) for unit in self.units}, self.roots
+        return [each for root in (roots[::-1] if backwards else roots) for each in modules(root) if id(each) in mine]
 
     @property
     def roots(self) -> list[nn.Module]:
         """Units that lie in no other."""
-        units = self.units
-        below = {id(each) for unit in units for each in unit.modules() if each is not unit}
-        return [unit for unit in units if id(unit) not in below]
+        below = {id(each) for unit in self.units for each in unit.modules() if each is not unit}
+        return [unit for unit in self.units if id(unit) not in below]
 
-    @property
-    def forward_order(self) -> list[nn.Module]:
-        """Its units as forwards come to them: root after root, each from the outside in."""
-        mine = {id(unit) for unit in self.units}
-        return [each for root in self.roots for each in root.modules() if id(each) in mine]
-
-    @property
-    def backward_order(self) -> list[nn.Module]:
-        """Its units as backwards come to them."""
-        mine = {id(unit) for unit in self.units}
-        return [each for root in reversed(self.roots) for each in _backward(root) if id(each) in mine]
-
-    @property
-    def parameter_groups(self) -> list[ParameterGroup]:
-        """Those of its units."""
-        return [group for unit in self.units if isinstance(unit, FsdpModule) for group in unit.parameter_groups]
+    units = property(lambda self: [module for ref in self._units if (module := ref()) is not None])  # as they were made
+    forward_order = property(lambda self: self._ordered(nn.Module.modules), doc="Units as forwards come to them.")
+    backward_order = property(lambda self: self._ordered(_backward, True), doc="Units as backwards come to them.")
+    parameter_groups = property(lambda self: [group for unit in self.units for group in unit.parameter_groups])
 
     def add(self, module: nn.Module, is_open: bool) -> None:
         """A unit has been made."""
         self._units.append(weakref.ref(module))
         module.__dict__[_CONTEXT] = self
-        unit = unit_of(module)
-        assert unit is not None
+        unit = _unit(module)
         unit.__class__ = AnnotatedUnit
         CONTEXTS.update(dict.fromkeys(unit.groups, self))
         if is_open:
@@ -96,9 +80,7 @@ class AnnotatedUnit(Unit):
 
     @property
     def phase(self) -> Phase:
-        """Where the current pass stands, here."""
-        found: Phase = self.__dict__["phase"]
-        return found
+        return self.__dict__["phase"]  # type: ignore[no-any-return]
 
     @phase.setter
     def phase(self, phase: Phase) -> None:
@@ -116,11 +98,7 @@ class FsdpModule(FSDPModule):
 
     Phase = Phase
 
-    @property
-    def context(self) -> FsdpContext:
-        """What it shares with other units."""
-        found: FsdpContext = _module(self).__dict__[_CONTEXT]
-        return found
+    context = property(lambda self: self.__dict__[_CONTEXT], doc="The `FsdpContext` that it shares with others.")
 
     @property
     def name(self) -> str:
@@ -128,29 +106,21 @@ class FsdpModule(FSDPModule):
         named = (found for root in self.context.roots for found in root.named_modules())
         return str(next(name for name, each in named if each is self))
 
-    @property
-    def phase(self) -> Any:
-        """Where the current pass stands, here."""
-        return _unit(self).phase
+    phase = property(lambda self: _unit(self).phase, doc="Where the current pass stands, here.")
 
     @property
     def parameter_groups(self) -> tuple[ParameterGroup, ...]:
         """Its parameters, as they travel together."""
-        module, unit = _module(self), _unit(self)
+        module, unit = cast(nn.Module, self), _unit(self)
         known = module.__dict__.setdefault("_flatshard_megatron_groups", {})
         return tuple(known.setdefault(id(group), ParameterGroup(module, unit, group)) for group in unit.groups)
 
     def is_root(self) -> bool:
         """Whether it lies in no other unit."""
-        return _module(self) in self.context.roots
-
-
-def _module(module: Any) -> nn.Module:
-    assert isinstance(module, nn.Module)
-    return module
+        return cast(nn.Module, self) in self.context.roots
 
 
 def _unit(module: Any) -> Unit:
-    unit = unit_of(_module(module))
+    unit = unit_of(module)
     assert unit is not None
     return unit

@@ -1,21 +1,106 @@
-"""Parameter groups of the second version, and the contexts of their units."""
+"""Parameters of one unit that travel together, as both versions of Megatron-FSDP show them."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import nn
 
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.groups.registry import group_of
-from flatshard.megatron.groups import FsdpParameter, ParameterGroup
+from flatshard.engine.tree.roots import find_root
+from flatshard.engine.units.unit import Unit
+from flatshard.megatron.utils import is_expert
 
-__all__ = ["CONTEXTS", "FsdpParameter", "FsdpParameterGroup", "sync_model_weights_from_main_weights"]
-
-FsdpParameterGroup = ParameterGroup
 CONTEXTS: weakref.WeakKeyDictionary[ParamGroup, Any] = weakref.WeakKeyDictionary()  # the `FsdpContext` of each group
+
+
+@dataclass(frozen=True)
+class FsdpParameter:
+    """A parameter and all its names, from its unit down."""
+
+    fqns: tuple[str, ...]
+    sharded: nn.Parameter
+
+
+class ParameterGroup:
+    """Parameters of one unit that travel together, by the names of both versions (`_VALUES`).
+
+    Buffers have ``local_buffer`` or ``data``, ``params``, and ``layout.size``, that of the whole.
+    """
+
+    def __init__(self, module: nn.Module, unit: Unit, group: ParamGroup, fsdp_unit_id: int | None = None) -> None:
+        """``fsdp_unit_id``: the number of the unit; None for what no unit but the model itself has."""
+        self._module, self._unit, self._group = weakref.ref(module), weakref.ref(unit), weakref.ref(group)
+        self.fsdp_unit_id = fsdp_unit_id
+
+    @property
+    def engine(self) -> ParamGroup:
+        """The group of the engine."""
+        group = self._group()
+        if group is None:
+            raise RuntimeError("the model of this parameter group has been deleted")
+        return group
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _VALUES:
+            raise AttributeError(f"{name}: not in the parameter groups of flatshard.megatron")
+        return _VALUES[name](self)
+
+    @property
+    def fsdp_parameters(self) -> list[FsdpParameter]:
+        """Its parameters, with their names."""
+        module = self._module()
+        modules = [] if module is None else module.named_modules()
+        names = {id(each): f"{name}." if name else "" for name, each in modules}
+        return [
+            FsdpParameter(tuple(names.get(id(site.module()), "") + site.name for site in member.sites), member.sharded)
+            for member in self.engine.params
+        ]
+
+    def sync_model_weight_from_main_weight(self) -> None:
+        """Bring compute weights up to date with main."""
+        unit, module, group = self._unit(), self._module(), self.engine
+        if unit is not None and module is not None and not group.main.local.is_meta:
+            find_root(unit, module).refresh([unit], [group])
+
+    def _view(self, buffer: Any, otherwise: torch.Tensor | None = None) -> Any:
+        """A buffer of the engine; where there is none, ``otherwise``."""
+        local, layout = otherwise if buffer is None else buffer.local, self.engine.layout
+        whole = SimpleNamespace(size=layout.num_shards * layout.run_numel)
+        return None if local is None else SimpleNamespace(
+            local_buffer=local, data=local, layout=whole, params=self.params
+        )  # fmt: skip
+
+    def _gradients(self) -> Any:
+        empty = torch.empty(0, dtype=self.grad_dtype, device=self.engine.main.device)
+        return self._view(self.engine.gradients.main_grads.buffer, empty if self.requires_grad else None)
+
+
+_VALUES: dict[str, Callable[[ParameterGroup], Any]] = {
+    "params": lambda group: tuple(member.sharded for member in group.engine.params),
+    "sharded_parameters": lambda group: group.params,
+    "parameter_names": lambda group: tuple(member.name for member in group.engine.params),  # from its unit down
+    "requires_grad": lambda group: any(parameter.requires_grad for parameter in group.params),
+    "is_expert_param": lambda group: is_expert(group.params[0]),
+    "dtype": lambda group: group.engine.codec.dtype,  # of compute
+    "grad_dtype": lambda group: group.engine.gradients.grad_dtype,  # of reduced gradients
+    "main_weight": lambda group: group._view(group.engine.main),
+    "main_weight_buffer": lambda group: group.main_weight,
+    # Compute weights as they rest: main weights, where each gather derives them from those.
+    "model_weight_buffer": lambda group: group._view(
+        getattr(group.engine.source.compute, "buffer", None), group.engine.main.local
+    ),
+    "main_grad": lambda group: group._view(group.engine.gradients.main_grads.buffer),
+    "main_grad_buffer": ParameterGroup._gradients,  # empty before there are some; None where there will be none
+    "_unsharded_model_weight": lambda group: group._view(group.engine.source.buffer),
+}
+FsdpParameterGroup = ParameterGroup
 
 
 def sync_model_weights_from_main_weights(parameters: Iterable[nn.Parameter]) -> None:

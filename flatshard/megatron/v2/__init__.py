@@ -1,8 +1,8 @@
 """The third spelling: that of the first proposal of Megatron-FSDP's second version."""
 
+# ruff: noqa: I001
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,38 +13,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import api, policy
 from flatshard.megatron.mixed_precision import EnginePolicy
-from flatshard.megatron.reports import (
-    check_all_fsdp_buffers,
-    compute_per_param_norms,
-    log_parameter_groups,
-    log_per_param_norms,
-)
 from flatshard.megatron.uneven_dtensor import (
-    gather_and_compute_chunk_metadata,
-    preprocess_state_dict_for_uneven_dtensor,
-    redistribute_uneven_dtensor_to_replicated,
-    split_dtensor,
-    uneven_dtensor_to_full_tensor,
-)
-from flatshard.megatron.utils import initial_values
+    gather_and_compute_chunk_metadata, preprocess_state_dict_for_uneven_dtensor,
+    redistribute_uneven_dtensor_to_replicated, split_dtensor, uneven_dtensor_to_full_tensor,
+)  # fmt: skip
+from flatshard.megatron.utils import (
+    check_all_fsdp_buffers, compute_per_param_norms, initial_values, log_parameter_groups, log_per_param_norms,
+    needs_transformer_engine,
+)  # fmt: skip
 from flatshard.module import FSDPModule
 
 __all__ = [
-    "FSDPModule",
-    "FullyShardFP8Policy",
-    "FullyShardMixedPrecisionPolicy",
-    "MixedPrecisionPolicy",
-    "check_all_fsdp_buffers",
-    "compute_per_param_norms",
-    "fully_shard",
-    "gather_and_compute_chunk_metadata",
-    "log_parameter_groups",
-    "log_per_param_norms",
-    "preprocess_state_dict_for_uneven_dtensor",
-    "redistribute_uneven_dtensor_to_replicated",
-    "split_dtensor",
-    "uneven_dtensor_to_full_tensor",
-]
+    "FSDPModule", "FullyShardFP8Policy", "FullyShardMixedPrecisionPolicy", "MixedPrecisionPolicy",
+    "check_all_fsdp_buffers", "compute_per_param_norms", "fully_shard", "gather_and_compute_chunk_metadata",
+    "log_parameter_groups", "log_per_param_norms", "preprocess_state_dict_for_uneven_dtensor",
+    "redistribute_uneven_dtensor_to_replicated", "split_dtensor", "uneven_dtensor_to_full_tensor",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,8 +40,8 @@ class FullyShardFP8Policy:
     keep_transpose_cache: bool = False
 
     def __post_init__(self) -> None:
-        if self.enabled and importlib.util.find_spec("transformer_engine") is None:
-            raise ValueError("FullyShardFP8Policy(enabled=True) needs TransformerEngine, which is not installed")
+        if self.enabled:
+            needs_transformer_engine("FullyShardFP8Policy(enabled=True)")
         if self.keep_transpose_cache:
             raise NotImplementedError("keep_transpose_cache=True is not offered: transposes are made after each gather")
 
@@ -89,21 +73,16 @@ class FullyShardMixedPrecisionPolicy:
 MixedPrecisionPolicy = FullyShardMixedPrecisionPolicy
 
 
+# fmt: off
 def fully_shard(
-    module: nn.Module,
-    mesh: DeviceMesh | None = None,
-    *,
-    reshard_after_forward: bool | int | None = None,
+    module: nn.Module, mesh: DeviceMesh | None = None, *, reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: FullyShardMixedPrecisionPolicy | None = None,
-    offload_policy: policy.OffloadPolicy | None = None,
-    ignored_params: set[nn.Parameter] | None = None,
-    enable_unshard_prefetch: bool = True,
-    enable_async_reduce_grad: bool = True,
-    gradient_scaling_factor: float | None = None,
-    enable_trace_pool: bool = False,
-    sharding_strategy: Any = "optim_grads_params",
+    mp_policy: FullyShardMixedPrecisionPolicy | None = None, offload_policy: policy.OffloadPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None, enable_unshard_prefetch: bool = True,
+    enable_async_reduce_grad: bool = True, gradient_scaling_factor: float | None = None,
+    enable_trace_pool: bool = False, sharding_strategy: Any = "optim_grads_params",
 ) -> nn.Module:
+    # fmt: on
     """`flatshard.fully_shard` under other names.
 
     ``gradient_scaling_factor`` times the sum over ranks is what gradients are; None: their mean.
