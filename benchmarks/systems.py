@@ -127,13 +127,14 @@ def flat(
     ahead: int = 0,
     kept: bool = False,
     hybrid: str | None = None,
+    in_backward: bool = False,
     **schedule: Any,
 ) -> Step:
     """flatshard, by FSDP2's own argument names, with its optimizer step on local tensors.
 
     ``formats``: of what travels, one of `FORMATS`. ``rows``: of the embedding, only those travel that are read.
     ``ahead``: bytes of weights that are gathered at most, more than the next unit. ``hybrid``: the strategy along the
-    axis of nodes, as of `hybrid_mesh`. ``schedule``: more of `SchedulePolicy`. Others: as of `shard_units`.
+    axis of nodes, as of `hybrid_mesh`. ``in_backward``: as of `fully_shard_optimizer`. ``schedule``: more of `SchedulePolicy`. Others: as of `shard_units`.
     It is told which micro-batch runs, and keeps blocks gathered from one to the next in memory that is free then.
     """
     chosen = {} if formats is None else FORMATS[formats]
@@ -148,13 +149,14 @@ def flat(
         fully_shard = functools.partial(fully_shard, outer_strategy=hybrid)
         dispatch_nothing()
     model = sharded_model(setup, fully_shard, policy, finer=finer, rows=rows, kept=kept, hybrid=hybrid)
+    wrap = functools.partial(flatshard.fully_shard_optimizer, in_backward=in_backward)
     if setup.microbatches == 1:
-        return trainer(setup, model, flatshard.fully_shard_optimizer)
+        return trainer(setup, model, wrap)
 
     def around(number: int) -> AbstractContextManager[None]:
         return flatshard.microbatch(model, is_first=number == 0, is_last=number == setup.microbatches - 1)
 
-    return trainer(setup, model, flatshard.fully_shard_optimizer, around)
+    return trainer(setup, model, wrap, around)
 
 
 def by_torchao(setup: Setup, ours: bool) -> Step:
@@ -264,6 +266,8 @@ SYSTEMS["flatshard-no-overlap"] = functools.partial(flat, async_reduce=False)
 SYSTEMS["flatshard-one-gathered"] = functools.partial(flat, max_gathered=1)
 SYSTEMS["flatshard-one-reducing"] = functools.partial(flat, max_reducing=1)
 SYSTEMS["flatshard-shared-groups"] = functools.partial(flat, separate_groups=False)
+SYSTEMS["flatshard-in-backward"] = functools.partial(flat, in_backward=True)
+SYSTEMS["flatshard-in-backward-captured"] = lambda setup: flatshard.capture(flat(setup, in_backward=True))
 SYSTEMS["fsdp2-torchao"] = functools.partial(by_torchao, ours=False)
 SYSTEMS["flatshard-torchao"] = functools.partial(by_torchao, ours=True)
 SYSTEMS["flatshard-rows"] = functools.partial(flat, rows=True)

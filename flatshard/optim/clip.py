@@ -21,6 +21,7 @@ from flatshard import _arguments, _torch
 from flatshard.buffer import DBuffer, Lane, Op
 from flatshard.buffer.groups import joint_group
 from flatshard.engine.gradients.main_grads import MAIN_GRAD
+from flatshard.engine.groups.registry import group_of
 from flatshard.engine.schedule.reduces import join_reduces
 
 # Where a tensor is: its mesh, and the axes of it that cut the tensor. Plain tensors: (None, ()).
@@ -61,6 +62,11 @@ def clip_grad_norm_(
     if stages is not None and (not isinstance(stages, DeviceMesh) or stages.ndim != 1):
         raise ValueError(f"stages={stages!r}: must be a DeviceMesh of one axis")
     listed = _listed(parameters)
+    if any(group is not None and group.gradients.on_final is not None for group in map(group_of, listed)):
+        raise RuntimeError(
+            "the backward has stepped these parameters (fully_shard_optimizer with in_backward=True): there is nothing "
+            "left to clip; leave one of the two out"
+        )
     join_reduces()
     places = _gradients(listed)
     if not places and stages is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,6 +16,8 @@ from flatshard import _torch
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.groups.registry import OWNER, generation, is_replaced
 from flatshard.optim.flat_params import FlatParam, State, make_flat_params, sharding_of
+
+LOCAL = "_flatshard_local"  # on an optimizer, what steps it
 
 
 class LocalStep:
@@ -37,20 +41,56 @@ class LocalStep:
         self._outdated = False
         self._was_read = True
         self.is_stepping = False  # the optimizer's step is running, and has our state
+        self.early: Callable[[Optimizer], Any] | None = None  # the step of the optimizer's class, if backwards run it
+        self._stepped: set[FlatParam] = set()  # by the backward before this step
+        self._again: str | None = None  # a parameter that has got gradients after that
 
     def step(self, optimizer: Optimizer, base: Callable[[], Any]) -> Any:
-        """Run the step of the optimizer's class on the flat parameters."""
-        groups = optimizer.param_groups
-        if not self._is_prepared(optimizer):
-            self._prepare(optimizer)
+        """Run the step of the optimizer's class on the flat parameters that no backward has stepped."""
+        if self._again is not None:
+            raise RuntimeError(
+                f"parameter '{self._again}' had more gradients after a backward had stepped it: with in_backward=True "
+                "there is one backward per step; mark micro-batches by flatshard.microbatch"
+            )
+        stepped, self._stepped = self._stepped, set()
+        if not self._is_prepared(optimizer, stepped):
+            self._prepare(optimizer)  # those that were stepped have no gradients any more
+            stepped = set()
         assert self._flat_params is not None
-        tensors = [[each for each in others if not isinstance(each, DTensor)] for others in self._others]
-        for each in self._flat_params:
+        left = [each for each in self._flat_params if each not in stepped]
+        return None if stepped and not (left or any(self._others)) else self._run(optimizer, left, self._others, base)
+
+    def step_early(self, optimizer: Optimizer, group: ParamGroup) -> None:
+        """Step what is of one group, whose gradients are complete; or leave it to `step`, where something is new."""
+        assert self.early is not None
+        mine = [each for each in self._flat_params or () if each.group() is group]
+        if not self._stepped.isdisjoint(mine):
+            self._again = group.params[0].name
+            return
+        known = {id(parameter) for each in mine for parameter in each.parameters}
+        with _torch.PlainAttributes():  # who reads gradients otherwise waits for all reduces
+            is_new = any(param.sharded.grad is not None and id(param.sharded) not in known for param in group.params)
+            if not mine or is_new or not self._is_known(optimizer) or not self._attach(mine):
+                return
+        if self._was_read and not self._agrees():
+            return
+        self._run(optimizer, mine, [[] for _ in optimizer.param_groups], functools.partial(self.early, optimizer))
+        self._stepped.update(mine)
+        for parameter in (parameter for each in mine for parameter in each.parameters):
+            parameter.grad = None
+
+    def _run(
+        self, optimizer: Optimizer, mine: Sequence[FlatParam], beside: Sequence[Sequence[Any]], base: Callable[[], Any]
+    ) -> Any:
+        """Lend the optimizer flat parameters, and others as they are, for a step."""
+        groups = optimizer.param_groups
+        tensors = [[each for each in others if not isinstance(each, DTensor)] for others in beside]
+        for each in mine:
             tensors[each.number].append(each.tensor)
         # Parameters of tensor subclasses are stepped as they are, and fused kernels take no DTensors beside others.
-        dtensors = [[each for each in others if isinstance(each, DTensor)] for others in self._others]
-        lent = [{**group, "params": mine or others} for group, mine, others in zip(groups, tensors, dtensors)]
-        both = [(group, others) for group, mine, others in zip(groups, tensors, dtensors) if mine and others]
+        dtensors = [[each for each in others if isinstance(each, DTensor)] for others in beside]
+        lent = [{**group, "params": plain or others} for group, plain, others in zip(groups, tensors, dtensors)]
+        both = [(group, others) for group, plain, others in zip(groups, tensors, dtensors) if plain and others]
         more = [{**group, "params": others} for group, others in both]
         optimizer.param_groups, self.is_stepping = [*lent, *more], True
         self._outdated, self._was_read = True, False
@@ -58,14 +98,16 @@ class LocalStep:
             return base()
         finally:
             optimizer.param_groups, self.is_stepping = groups, False
-            for group, mine in zip(groups, lent):
-                mine["params"] = group["params"]
-                group.update(mine)  # some optimizers count in their parameter groups
-            for each in self._flat_params:
+            for group, was_lent in zip(groups, lent):
+                was_lent["params"] = group["params"]
+                group.update(was_lent)  # some optimizers count in their parameter groups
+            for each in mine:
                 each.tensor.grad = None  # so that `zero_grad` frees the gradients at once
 
     def free_gradients(self, others: Iterable[ParamGroup | None] = ()) -> None:
         """Free the memory of gradients that have been set to None, those of other groups too."""
+        self._stepped.clear()  # by a backward that was given up, if any
+        self._again = None
         with _torch.PlainAttributes():
             for group in dict.fromkeys([*(each.group() for each in self._flat_params or ()), *others]):
                 if group is not None:
@@ -107,16 +149,22 @@ class LocalStep:
             self._was_read = False
         return not self._was_read
 
-    def _is_prepared(self, optimizer: Optimizer) -> bool:
-        """Whether the flat parameters are still right; if so they have their gradients."""
+    def _is_known(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer has the parameters and the state that the flat parameters were made of."""
         is_known = optimizer.__dict__["state"] is self._outer and self._generation == generation()
         if self._flat_params is None or not is_known:
             return False
-        if [list(map(id, group["params"])) for group in optimizer.param_groups] != self._ids:
+        return [list(map(id, group["params"])) for group in optimizer.param_groups] == self._ids
+
+    def _attach(self, flat_params: Iterable[FlatParam]) -> bool:
+        return all(each.attach_gradient(self.uncast) for each in flat_params)
+
+    def _is_prepared(self, optimizer: Optimizer, stepped: set[FlatParam]) -> bool:
+        """Whether the flat parameters are still right; if so they have their gradients, if they are not ``stepped``."""
+        if not self._is_known(optimizer) or any(parameter.grad is not None for parameter in self._absent):
             return False
-        if any(parameter.grad is not None for parameter in self._absent):
-            return False
-        if not all(each.attach_gradient(self.uncast) for each in self._flat_params):
+        assert self._flat_params is not None
+        if not self._attach(each for each in self._flat_params if each not in stepped):
             return False
         return not self._was_read or self._agrees()
 
@@ -161,6 +209,16 @@ class LocalStep:
             if not each.attach_gradient(self.uncast):
                 raise AssertionError("a flat parameter was made that does not fit its gradients")
         self._state.update({key: value for key, value in outer.items() if id(key) not in self._sharded})
+        for group in {each.group() for each in self._flat_params} if self.early is not None else ():
+            if group is not None and not group.borrowers:  # else a unit elsewhere may add to its gradients
+                group.gradients.on_final = functools.partial(_step_early, weakref.ref(optimizer), weakref.ref(group))
+
+
+def _step_early(optimizer: weakref.ref[Optimizer], group: weakref.ref[ParamGroup]) -> None:
+    """The gradients of a group are complete."""
+    known, of = optimizer(), group()
+    if known is not None and of is not None:
+        known.__dict__[LOCAL].step_early(known, of)
 
 
 # Names in the state of torch's optimizers that have one number per parameter, whatever its shape.

@@ -24,7 +24,7 @@ from flatshard.optim.all_to_all import cut_axes
 from flatshard.optim.assignment import BUCKET, Cost, Predicate, Splits, WholeOptions, newton_schulz
 from flatshard.optim.combined import CombinedOptimizer
 from flatshard.optim.flat_params import is_elementwise, local_part
-from flatshard.optim.local_step import LocalStep, refuse_replaced, wrap_scalars
+from flatshard.optim.local_step import LOCAL, LocalStep, refuse_replaced, wrap_scalars
 from flatshard.optim.whole_step import CAPTURED, WholeStep
 
 Opt = TypeVar("Opt", bound=Optimizer)
@@ -57,7 +57,6 @@ _REMEDIES = {
     "elementwise optimizer such as AdamW the others",
 }
 _OVER_ALL = {"Prodigy", "DAdaptAdam", "DAdaptSGD"}
-_LOCAL = "_flatshard_local"
 _CHECKED = "_flatshard_checked"
 _SCALARS = "_flatshard_scalars"
 
@@ -66,6 +65,7 @@ def fully_shard_optimizer(
     optimizer: Opt,
     *,
     precision_aware: bool = False,
+    in_backward: bool = False,
     whole: bool | Predicate = False,
     split: Splits = None,
     cost: Cost = newton_schulz,
@@ -88,6 +88,12 @@ def fully_shard_optimizer(
     Gradients whose dtype is not that of the main weights (``MixedPrecisionPolicy(grad_dtype=...)``) are cast for the
     step; with ``precision_aware=True`` the optimizer is given them as they are.
 
+    ``in_backward``: from the second step on, backwards step the parameters of a unit as soon as their gradients are
+    complete, and free them, while the rest of the backward goes on; under `CPUOffloadPolicy` on a thread of the host.
+    ``step`` then does what is left. The weights are the same to the last bit. There is one backward per step that
+    reduces gradients all the way (`microbatch`), hyperparameters are set before it, and gradients cannot be clipped or
+    scaled between the two. For torch's elementwise optimizers.
+
     ``whole``: True, or a function of the name and the parameter that says which. Each such parameter has an owner
     among the ranks that hold it, whose optimizer sees it, its gradient and its state as ordinary whole tensors; that is
     right for every optimizer that steps its parameters one by one (docs/optimizers.md). All ranks must call ``step``
@@ -101,16 +107,23 @@ def fully_shard_optimizer(
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"fully_shard_optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
     precision_aware = _arguments.flag("precision_aware", precision_aware)
+    if _arguments.flag("in_backward", in_backward) and (whole is not False or type(optimizer) not in ELEMENTWISE):
+        raise ValueError(
+            f"in_backward=True: is for torch's elementwise optimizers on shards, not for {type(optimizer).__name__}"
+            f"{'' if whole is False else ' on whole parameters'}; leave it out"
+        )
     options = _whole_options(whole, split, cost, owners, bucket_bytes)
-    if _LOCAL in optimizer.__dict__:
-        if isinstance(optimizer.__dict__[_LOCAL], WholeStep) != (options is not None):
+    if LOCAL in optimizer.__dict__:
+        if isinstance(optimizer.__dict__[LOCAL], WholeStep) != (options is not None):
             raise ValueError(
                 "fully_shard_optimizer was called on this optimizer before, with another `whole`; call it on a new one"
             )
-        known = optimizer.__dict__[_LOCAL]
+        known = optimizer.__dict__[LOCAL]
         (known.local if isinstance(known, WholeStep) else known).uncast = precision_aware
         return optimizer
     side = LocalStep(type(optimizer) in ELEMENTWISE, precision_aware)
+    if in_backward:
+        side.early = _plain_step(type(optimizer))
     if options is None:
         if isinstance(optimizer, AdamW8bit):  # sees to shards itself
             return optimizer
@@ -189,7 +202,7 @@ def _install(optimizer: Opt, side: LocalStep | WholeStep) -> Opt:
     if isinstance(side, WholeStep):
         side.plan(optimizer)
         _refuse(optimizer, "rest" if side.leaves_any else "none")
-    optimizer.__dict__[_LOCAL] = side
+    optimizer.__dict__[LOCAL] = side
     optimizer.__class__ = _local_class(type(optimizer), isinstance(side, WholeStep))  # type: ignore[assignment]
     if isinstance(side, WholeStep) and state:
         with side.taking_state(optimizer, state) as rest:
@@ -230,10 +243,7 @@ _CLASSES: dict[tuple[type[Optimizer], bool], type[Optimizer]] = {}
 def _local_class(cls: type[Optimizer], whole: bool) -> type[Optimizer]:
     """A subclass of ``cls`` whose step and state are `Local`'s, or `Whole`'s."""
     if (cls, whole) not in _CLASSES:
-        base = cls.step
-        if getattr(base, "hooked", False):  # hooks run around our step, not inside, where the optimizer is not itself
-            base = base.__wrapped__  # type: ignore[attr-defined]
-        step = Optimizer.profile_hook_step(_step_over(base))
+        step = Optimizer.profile_hook_step(_step_over(_plain_step(cls)))
         step.hooked = True  # type: ignore[attr-defined]
         state = property(lambda self: _local(self).public_state(self), _set_state)
         members: dict[str, Any] = {"step": step, "state": state, "zero_grad": _zero_grad}
@@ -242,6 +252,12 @@ def _local_class(cls: type[Optimizer], whole: bool) -> type[Optimizer]:
         names = {"__doc__": cls.__doc__, "__module__": cls.__module__}
         _CLASSES[cls, whole] = type(f"FSDP{cls.__name__}", (cls,), {**names, **members})
     return _CLASSES[cls, whole]
+
+
+def _plain_step(cls: type[Optimizer]) -> Callable[..., Any]:
+    """The step of a class without hooks, which run around ours, not inside, where the optimizer is not itself."""
+    base = cls.step
+    return base.__wrapped__ if getattr(base, "hooked", False) else base  # type: ignore[attr-defined]
 
 
 def _step_over(base: Callable[..., Any]) -> Callable[..., Any]:
@@ -258,13 +274,13 @@ def _step_over(base: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _local(optimizer: Optimizer) -> LocalStep | WholeStep:
-    if _LOCAL not in optimizer.__dict__:  # a copy: it has its parameters and its state, not the rest
+    if LOCAL not in optimizer.__dict__:  # a copy: it has its parameters and its state, not the rest
         if "__setstate__" in type(optimizer).__dict__:
             raise RuntimeError(
                 "this is a copy of an optimizer of whole matrices; call fully_shard_optimizer on a new one"
             )
-        optimizer.__dict__[_LOCAL] = LocalStep(type(optimizer).__mro__[1] in ELEMENTWISE, False)
-    found = optimizer.__dict__[_LOCAL]
+        optimizer.__dict__[LOCAL] = LocalStep(type(optimizer).__mro__[1] in ELEMENTWISE, False)
+    found = optimizer.__dict__[LOCAL]
     assert isinstance(found, (LocalStep, WholeStep))
     return found
 
@@ -297,7 +313,7 @@ def _load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
 def _take_state(self: Optimizer, state: dict[str, Any]) -> None:
     """As `Optimizer.__setstate__`. All ranks call it."""
     base = type(self).__mro__[1].__setstate__  # type: ignore[attr-defined]
-    if _LOCAL not in self.__dict__ or "state" not in state:
+    if LOCAL not in self.__dict__ or "state" not in state:
         base(self, state)
     elif _whole(self).loaded is not None:
         with _whole(self).split_entries(state["state"]) as parts:
@@ -311,7 +327,7 @@ def saved_state(optimizer: Optimizer) -> Mapping[Any, Any]:
     """The state of an optimizer by parameter, with the same entries on all ranks, to be saved. All ranks call it."""
     if isinstance(optimizer, CombinedOptimizer):
         return {key: value for each in optimizer.optimizers for key, value in saved_state(each).items()}
-    side = optimizer.__dict__.get(_LOCAL)
+    side = optimizer.__dict__.get(LOCAL)
     return side.saved_state(optimizer) if isinstance(side, WholeStep) else optimizer.state
 
 
@@ -321,7 +337,7 @@ def owner_of_entries(optimizer: Optimizer) -> Callable[[torch.Tensor, Iterable[s
     ValueError for entries of a parameter that was split in another way.
     """
     parts = optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else [optimizer]
-    sides = [(each, each.__dict__[_LOCAL]) for each in parts if isinstance(each.__dict__.get(_LOCAL), WholeStep)]
+    sides = [(each, each.__dict__[LOCAL]) for each in parts if isinstance(each.__dict__.get(LOCAL), WholeStep)]
     for each, side in sides:
         side.plan(each)
 
@@ -336,7 +352,7 @@ def owner_of_entries(optimizer: Optimizer) -> Callable[[torch.Tensor, Iterable[s
 
 
 def _set_state(self: Optimizer, state: Any) -> None:
-    side = self.__dict__.get(_LOCAL)
+    side = self.__dict__.get(LOCAL)
     if isinstance(side, WholeStep):
         with side.taking_state(self, state) as state:
             pass
@@ -384,7 +400,7 @@ def _refuse_parts(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> N
 
 
 def _captured(optimizer: Optimizer) -> LocalStep | None:
-    local: LocalStep | WholeStep | None = optimizer.__dict__.get(_LOCAL)
+    local: LocalStep | WholeStep | None = optimizer.__dict__.get(LOCAL)
     if isinstance(local, WholeStep):
         raise NotImplementedError(CAPTURED)
     return local
@@ -419,7 +435,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     steps.note()
     if torch.compiler.is_compiling():
         return
-    side = optimizer.__dict__.get(_LOCAL)
+    side = optimizer.__dict__.get(LOCAL)
     if side is not None and side.is_stepping:  # the step of a class has called that of its base
         return
     join_reduces()

@@ -165,6 +165,26 @@ def test_a_model_may_wait_in_host_memory(gpu_ranks):
             assert moving == staying
 
 
+def _stepped_in_backward(rank, world, choices):
+    found = []
+    for early in (False, True):
+        model = shard_net(make_net(), **choices)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        fully_shard_optimizer(optimizer, in_backward=early)
+        losses = train(model, optimizer, STEPS, ROWS, rank, world, device="cuda")
+        found.append((losses, [p.to_local().cpu() for p in model.parameters()]))
+    return found
+
+
+@pytest.mark.parametrize(
+    "choices", [{}, {"mp_policy": MIXED}, {"mp_policy": MIXED, "offload_policy": CPUOffloadPolicy()}]
+)
+def test_optimizers_of_backwards_have_the_same_weights(gpu_ranks, choices):
+    for after, during in gpu_ranks(2, _stepped_in_backward, choices):
+        assert after[0] == during[0]
+        assert all(map(torch.equal, after[1], during[1]))
+
+
 class Uneven(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -72,6 +72,7 @@ class Gradients:
         self.expected = sum(param.sharded.requires_grad for param in params)  # by a backward that uses them all
         self.on_complete: Callable[[], None] | None = None  # called when all expected ones have arrived, if watched
         self.on_first: Callable[[], None] | None = None  # called when one arrives and none has, if watched
+        self.on_final: Callable[[], None] | None = None  # called when they are all there, of the last micro-batch
         self._arrived: set[int] = set()  # of those watched
         self._sole = sole_owners(main.layout)
         self._set_stages(formats)

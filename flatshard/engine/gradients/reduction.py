@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from flatshard.buffer.dbuffer import held_by_this_rank
 from flatshard.buffer.tickets import Action, Tickets
 from flatshard.engine.gradients.main_grads import MainGrads
 from flatshard.engine.weights.formats import Formats
+from flatshard.engine.weights.offload import Home
 from flatshard.layout import Partial, Placement, is_sharded
 
 if TYPE_CHECKING:
@@ -42,10 +44,21 @@ class Reduction:
     ticket: Ticket = DONE
     then: Action = None  # called when it is over
     writes: MainGrads | None = None  # which are its result
+    on_final: Action = None  # called when it is over and the gradients are complete
     # Which parameters ranks have used (`Uses`): what the next stage is given, and what the last has made of it.
     uses: torch.Tensor | None = None
     parameters: int = 0  # how many they are
     asks: Action = None  # called when it is over, and the host may wait: this rank has not used all of them
+
+    def call_when_final(self, action: Callable[[], None], home: Home) -> None:
+        """Call a function once the gradients are complete: beside the device where they are in host memory.
+
+        Not where users' hooks are called first, or where it depends on other ranks which of the gradients there are.
+        """
+        if self.then is None and self.asks is None and home.host:
+            self.ticket = home.then(self.ticket, action)
+        elif self.then is None and self.asks is None:
+            self.on_final = action
 
     def wait(self) -> None:
         """Order the current stream after it. It is not on its way any more, also if that fails."""

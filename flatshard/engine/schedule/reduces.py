@@ -188,9 +188,12 @@ class Reduces:
             self._program.has_launched = True
         if self._program.is_profiled:
             with torch.profiler.record_function(f"flatshard::reduce {unit.name}"):
-                self.in_flight.append(gradients.reduce(pool, goal, unit.name))
+                reduction = gradients.reduce(pool, goal, unit.name)
         else:
-            self.in_flight.append(gradients.reduce(pool, goal, unit.name))
+            reduction = gradients.reduce(pool, goal, unit.name)
+        self.in_flight.append(reduction)
+        if gradients.on_final is not None and goal is Goal.FINAL and unit.is_last:
+            reduction.call_when_final(gradients.on_final, gradients.home)
         self._had.add(number)
         self.launched += 1
         if not self._policy.async_reduce and self._may_land():
@@ -245,6 +248,8 @@ class Reduces:
             for other in self.in_flight:  # of the same group, it may still add to what `then` sees
                 other.ticket.wait()
             reduction.then()
+        if reduction.on_final is not None:
+            reduction.on_final()
 
 
 _unjoined: weakref.WeakSet[Reduces] = weakref.WeakSet()  # of roots that have left a backward before them

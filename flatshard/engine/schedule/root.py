@@ -250,6 +250,8 @@ class Root:
     def recover(self) -> None:
         """Give up the running pass, which an exception broke off. What earlier micro-batches left is kept."""
         broken = self.program.running is Pass.BACKWARD
+        for reduction in self.reduces.in_flight:
+            reduction.on_final = None
         self.reduces.join()
         for unit in self.units:
             unit.recover(broken)

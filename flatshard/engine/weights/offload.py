@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -49,6 +50,16 @@ class Home:
         if not self.host:
             return main
         return main.like(pool.temporary(main.local.numel(), main.dtype).copy_(main.local, non_blocking=True))
+
+    def then(self, ticket: Ticket, action: Callable[[], None]) -> Ticket:
+        """Do something after a ticket of `bring`, while the device goes on."""
+
+        def run() -> None:
+            ticket.wait()
+            action()
+
+        done = _worker.submit(run)
+        return Ticket(then=lambda: done.result())
 
     def bring(
         self, reduced: DBuffer, ticket: Ticket, lane: Lane, main_grad: DBuffer, fresh: bool, factor: float
