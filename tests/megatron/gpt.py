@@ -151,7 +151,8 @@ def distance(one: list[float], other: list[float]) -> float:
 def is_equal(case: str, rows: dict[str, dict[str, Any]]) -> bool:
     """Losses as in one process, and after loading as before, nearly to the bit; norms as in one process or NVIDIA's.
 
-    Norms are Megatron-Core's own. Those of HFSDP are of one optimizer instance, and of the second version of one rank.
+    Norms are Megatron-Core's own. That of HFSDP is of one optimizer instance; that of the second version counts the
+    squares of all gradients once per rank, with NVIDIA's too.
     """
     reference, row, theirs = rows[SYSTEMS[0]], rows["flatshard"], rows.get("NVIDIA", {})
     near = 2e-2 if CASES[case].get("bf16") else 2e-4

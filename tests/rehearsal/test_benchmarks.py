@@ -10,6 +10,7 @@ from benchmarks.models import LLAMA_1B, LLAMA_8B, LLAMA_TINY, Llama
 from benchmarks.moe import MOE_TINY, QWEN_MOE, mixture
 from benchmarks.systems import FORMATS, SYSTEMS
 from benchmarks.table import CASES, describe, measure
+from flatshard import _torch
 
 
 @pytest.fixture
@@ -46,8 +47,8 @@ def test_later_tokens_change_no_earlier_logits():
     [
         name
         for name in SYSTEMS
-        if name != "megatron-fsdp"
-        and not name.endswith(("captured", "torchao"))  # they need CUDA, or what is not here
+        if not name.startswith("megatron-fsdp")
+        and not name.endswith(("captured", "torchao", "hsdp", "hfsdp"))  # CUDA, several nodes, or what is not here
         and not any(name.startswith(f"flatshard-{formats}") for formats in FORMATS)
     ],
 )
@@ -65,6 +66,18 @@ def test_every_system_is_measured(system, little_work):
         segments = 9 * row["launches"]  # at most: as many as a block has tensors
         assert 0.999 * least <= row["wire_ms"] <= 1.001 * least + 0.002 * segments
     assert "failed" not in describe({system: row})
+
+
+@pytest.mark.limit(120)
+@pytest.mark.parametrize("system", ["fsdp2-hsdp", "flatshard-hsdp", "flatshard-hfsdp", "flatshard-megatron-hfsdp"])
+def test_hybrids_send_one_part_in_eight_between_nodes(system, little_work, monkeypatch):
+    monkeypatch.setattr(_torch, "SUBCLASSES_DISPATCH", _torch.SUBCLASSES_DISPATCH)  # some rows set it
+    row = measure("tiny16", system, steps=1, warmup=1)
+    model = Llama(LLAMA_TINY)
+    size = 4 * sum(parameter.numel() for parameter in model.parameters())
+    head = 4 * sum(parameter.numel() for parameter in model.head.parameters())
+    least = 1e3 * ((3 * size - head) * 7 / 8 / 360e9 + size / 8 / 45e9) + 0.010 * row["launches"]
+    assert least <= row["wire_ms"] <= 1.001 * least + (0.015 + 0.018) * row["launches"]
 
 
 @pytest.mark.full
