@@ -134,7 +134,8 @@ def flat(
 
     ``formats``: of what travels, one of `FORMATS`. ``rows``: of the embedding, only those travel that are read.
     ``ahead``: bytes of weights that are gathered at most, more than the next unit. ``hybrid``: the strategy along the
-    axis of nodes, as of `hybrid_mesh`. ``in_backward``: as of `fully_shard_optimizer`. ``schedule``: more of `SchedulePolicy`. Others: as of `shard_units`.
+    axis of nodes, as of `hybrid_mesh`. ``in_backward``: as of `fully_shard_optimizer`.
+    ``schedule``: more of `SchedulePolicy`. Others: as of `shard_units`.
     It is told which micro-batch runs, and keeps blocks gathered from one to the next in memory that is free then.
     """
     chosen = {} if formats is None else FORMATS[formats]
