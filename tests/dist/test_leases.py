@@ -106,3 +106,29 @@ def _broken(rank, world, where):
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_weights_can_be_written_and_held_after_a_pass_that_raised(ranks, where):
     ranks(2, _broken, where)
+
+
+def _step_by_hand(parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.sub_(parameter.grad, alpha=0.5)
+    parameter.grad = None
+
+
+def _written_in_backward(rank, world):
+    """Weights that stay after a backward are those of before it, if hooks have written main meanwhile."""
+    model, x = _sharded(), torch.ones(2, DIM)
+    torch.manual_seed(0)
+    whole = Net()
+    model.set_reshard_after_backward(False)
+    model.set_reduce_scatter_max_input_buffers(1)  # so that hooks are called while the backward goes on
+    for parameter in (*model.parameters(), *whole.parameters()):
+        parameter.register_post_accumulate_grad_hook(_step_by_hand)
+    for _ in range(3):
+        losses = [each(x).square().sum() for each in (model, whole)]
+        torch.testing.assert_close(*losses)
+        for loss in losses:
+            loss.backward()
+
+
+def test_weights_that_hooks_write_during_a_backward_are_gathered_anew(ranks):
+    ranks(2, _written_in_backward)

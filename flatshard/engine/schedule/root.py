@@ -324,6 +324,8 @@ class Root:
                 self._launch_gather(unit)
         else:
             self._launch_gather(unit)
+        if unit.index == self.entry or unit.stays:
+            unit.note_state()
 
     def gather_apart(self, units: Sequence[Unit]) -> None:
         """Start gathering units, to stay beyond any pass: the next forward uses them as they are, if it still can."""

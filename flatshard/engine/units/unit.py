@@ -128,7 +128,7 @@ class Unit:
         self.phase = Phase.RESTING
         self.root: RootProtocol | None = None
         self.call: Call | None = None  # the forward that is running
-        # Why its full weights stay. Of `USER`, how many bodies; of `NEXT`, the state of main that they were made of.
+        # Why its full weights stay. Of `USER`, how many bodies.
         self.leases: dict[Lease, Any] = {}
         self.is_written = False  # the modules hold whole copies, for somebody to write to
         self.rows: Rows | None = None  # of an embedding that is looked up where its rows are
@@ -638,7 +638,14 @@ class Unit:
 
     def keep(self) -> None:
         """Leave the gathered weights to the next pass, should they still be those of main by then."""
-        self.leases[Lease.NEXT] = [group.state for group in self.needs]
+        self.leases[Lease.NEXT] = True
+        self.note_state()
+
+    def note_state(self) -> None:
+        """Remember what main is, of which the gathered weights were made: hooks may write it before a pass is over."""
+        for group in self.needs:
+            if group.made_of is None:
+                group.made_of = group.state
 
     def keeps(self) -> bool:
         """Whether a forward that begins uses the gathered weights as they are."""
@@ -646,7 +653,7 @@ class Unit:
             self.place.keeps_for_next and self.is_first and Lease.GRAPH not in self.leases
         ):
             return False
-        if self.leases[Lease.NEXT] != [group.state for group in self.needs]:
+        if any(group.made_of != group.state for group in self.needs):
             return False
         return not any(group.snapshot.has_changed() for group in self.groups if not group.is_full)
 
