@@ -48,7 +48,7 @@ def _leases(rank, world):
     loss.backward()
     assert not _held(model)
     with flatshard.gathered(model):
-        assert _held(model) == {"gathered()", "a pass", "the next pass"}
+        assert _held(model) == {"gathered()"}
         with flatshard.gathered(model.first), torch.no_grad():
             model(x)
         assert not isinstance(model.first.weight, DTensor)
@@ -132,3 +132,42 @@ def _written_in_backward(rank, world):
 
 def test_weights_that_hooks_write_during_a_backward_are_gathered_anew(ranks):
     ranks(2, _written_in_backward)
+
+
+def _ends_of_bodies(rank, world):
+    """Modules show what they would without the body: a pass that ended in it, or broke, is over."""
+    model, x = _sharded(reshard_after_forward=False), torch.ones(2, DIM)
+    loss = model(x).sum()
+    with flatshard.gathered(model):
+        loss.backward()
+    assert not _held(model)
+    assert isinstance(model.first.weight, DTensor)
+    model.first.unshard()
+    with flatshard.gathered(model):
+        pass
+    assert not isinstance(model.first.weight, DTensor)  # by hand, until `reshard`
+    model.first.reshard()
+    one, two = flatshard.gathered(model), flatshard.gathered(model)
+    one.__enter__()
+    two.__enter__()
+    one.__exit__(None, None, None)
+    assert not isinstance(model.first.weight, DTensor)
+    two.__exit__(None, None, None)
+    assert isinstance(model.first.weight, DTensor)
+    model.fails = True
+    with pytest.raises(ArithmeticError), flatshard.gathered(model):
+        model(x)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    model.fails = False
+    hidden = model.first(x)
+    hidden.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model.second(hidden).sum().backward()
+    del hidden
+    with flatshard.gathered(model):
+        assert not isinstance(model.first.weight, DTensor)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def test_weights_do_not_outlive_a_body_of_gathered_and_the_passes_in_it(ranks):
+    ranks(2, _ends_of_bodies)

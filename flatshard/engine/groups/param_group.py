@@ -64,7 +64,7 @@ class ParamGroup:
         self.home = Home(main.device) if home is None else home
         self.snapshot = Snapshot(params)  # at the sharded parameters in their modules
         self.is_full = False  # the modules hold full parameters
-        # The unit that owns it (`owner_of` in unit.py), and those whose modules share some of the parameters.
+        # The unit that owns it (`unit_with`), and those whose modules share some of the parameters.
         self.owner: weakref.ref[Any] | None = None
         self.borrowers: list[weakref.ref[Any]] = []
         self.park_mesh: DeviceMesh | None = None  # between forward and backward, shard over this smaller mesh
