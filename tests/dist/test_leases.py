@@ -171,3 +171,23 @@ def _ends_of_bodies(rank, world):
 
 def test_weights_do_not_outlive_a_body_of_gathered_and_the_passes_in_it(ranks):
     ranks(2, _ends_of_bodies)
+
+
+def _graph_of_backward(rank, world):
+    """`backward(create_graph=True)` leaves reduced gradients, which no graph leads to, and weights that stay hidden."""
+    model, x = _sharded(), torch.ones(2, DIM)
+    torch.manual_seed(0)
+    whole = Net()
+    for create_graph in (True, False):
+        for each in (model, whole):
+            each(x).square().sum().backward(create_graph=create_graph)
+        for mine, theirs in zip(model.parameters(), whole.parameters()):
+            assert isinstance(mine, DTensor)
+            assert not mine.grad.requires_grad
+            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad.detach())
+            mine.grad = theirs.grad = None
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_backward_that_makes_a_graph_reduces_its_gradients(ranks):
+    ranks(2, _graph_of_backward)
