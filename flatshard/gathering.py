@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from flatshard.engine.groups.registry import group_of
-from flatshard.engine.schedule.root import root_of
+from flatshard.engine.schedule.root import Root, root_of
 from flatshard.engine.tree.build import units_below
 from flatshard.engine.tree.roots import find_root
 from flatshard.engine.units.changes import written
@@ -38,35 +38,45 @@ def gathered(module: nn.Module, *, recurse: bool = True, write: bool = False) ->
                 stack.enter_context(written(unit))
             yield
         return
-    before = [(unit.is_gathered, unit.shows_full) for unit in units]
     for unit in units:
+        _root(unit).give_up_broken()  # which shows full weights of its own
         unit.leases[Lease.USER] = unit.leases.get(Lease.USER, 0) + 1
     try:
         for unit in units:
             _hold(unit)
         yield
     finally:
-        for unit, (was_gathered, was_shown) in zip(units, before):
+        for unit in units:
             unit.leases[Lease.USER] -= 1
-            if unit.leases[Lease.USER]:
-                continue
-            del unit.leases[Lease.USER]
-            if unit.is_in_use:
-                continue
-            if not was_gathered or (not was_shown and unit.is_resident):
-                unit.release()
-            elif not was_shown:
-                unit.hide()  # kept for another pass
+            if not unit.leases[Lease.USER]:
+                del unit.leases[Lease.USER]
+                _let_go(unit)
+
+
+def _root(unit: Unit) -> Root:
+    root = root_of(unit)
+    assert root is not None
+    return root
 
 
 def _hold(unit: Unit) -> None:
-    root = root_of(unit)
-    assert root is not None
     if not unit.shows_full:
-        root.gather_apart([unit])
-        unit.swap_in()
+        _root(unit).gather_apart([unit])
+        unit.show()
+    unit.note_state()
     for group in unit.groups if torch.is_grad_enabled() else ():
         group.watch()  # of what is called without a forward, nothing else would tell that it has gradients
+
+
+def _let_go(unit: Unit) -> None:
+    """The last body that needs a unit is over: what becomes of its weights is for other leases to say."""
+    root = _root(unit)
+    if Lease.PASS in unit.leases or (unit.is_in_use and root.is_running):
+        return
+    if unit.leases or root.is_about_to_use(unit):
+        unit.hide()
+    else:
+        unit.release()
 
 
 def _units(module: nn.Module, recurse: bool) -> list[Unit]:

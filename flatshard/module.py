@@ -86,6 +86,8 @@ class FSDPModule(TorchFSDPModule):
     def _unshard(self, units: Sequence[Unit], async_op: bool) -> UnshardHandle | None:
         async_op = _arguments.flag("async_op", async_op)
         _unit_and_root(self)[1].gather_apart(units)
+        for unit in units:
+            unit.keep()
         handle = UnshardHandle(units)
         if async_op:
             return handle

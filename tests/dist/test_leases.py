@@ -48,7 +48,7 @@ def _leases(rank, world):
     loss.backward()
     assert not _held(model)
     with flatshard.gathered(model):
-        assert _held(model) == {"gathered()", "a pass", "the next pass"}
+        assert _held(model) == {"gathered()"}
         with flatshard.gathered(model.first), torch.no_grad():
             model(x)
         assert not isinstance(model.first.weight, DTensor)
@@ -106,3 +106,88 @@ def _broken(rank, world, where):
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_weights_can_be_written_and_held_after_a_pass_that_raised(ranks, where):
     ranks(2, _broken, where)
+
+
+def _step_by_hand(parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.sub_(parameter.grad, alpha=0.5)
+    parameter.grad = None
+
+
+def _written_in_backward(rank, world):
+    """Weights that stay after a backward are those of before it, if hooks have written main meanwhile."""
+    model, x = _sharded(), torch.ones(2, DIM)
+    torch.manual_seed(0)
+    whole = Net()
+    model.set_reshard_after_backward(False)
+    model.set_reduce_scatter_max_input_buffers(1)  # so that hooks are called while the backward goes on
+    for parameter in (*model.parameters(), *whole.parameters()):
+        parameter.register_post_accumulate_grad_hook(_step_by_hand)
+    for _ in range(3):
+        losses = [each(x).square().sum() for each in (model, whole)]
+        torch.testing.assert_close(*losses)
+        for loss in losses:
+            loss.backward()
+
+
+def test_weights_that_hooks_write_during_a_backward_are_gathered_anew(ranks):
+    ranks(2, _written_in_backward)
+
+
+def _ends_of_bodies(rank, world):
+    """Modules show what they would without the body: a pass that ended in it, or broke, is over."""
+    model, x = _sharded(reshard_after_forward=False), torch.ones(2, DIM)
+    loss = model(x).sum()
+    with flatshard.gathered(model):
+        loss.backward()
+    assert not _held(model)
+    assert isinstance(model.first.weight, DTensor)
+    model.first.unshard()
+    with flatshard.gathered(model):
+        pass
+    assert not isinstance(model.first.weight, DTensor)  # by hand, until `reshard`
+    model.first.reshard()
+    one, two = flatshard.gathered(model), flatshard.gathered(model)
+    one.__enter__()
+    two.__enter__()
+    one.__exit__(None, None, None)
+    assert not isinstance(model.first.weight, DTensor)
+    two.__exit__(None, None, None)
+    assert isinstance(model.first.weight, DTensor)
+    model.fails = True
+    with pytest.raises(ArithmeticError), flatshard.gathered(model):
+        model(x)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    model.fails = False
+    hidden = model.first(x)
+    hidden.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model.second(hidden).sum().backward()
+    del hidden
+    with flatshard.gathered(model):
+        assert not isinstance(model.first.weight, DTensor)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def test_weights_do_not_outlive_a_body_of_gathered_and_the_passes_in_it(ranks):
+    ranks(2, _ends_of_bodies)
+
+
+def _graph_of_backward(rank, world):
+    """`backward(create_graph=True)` leaves reduced gradients, which no graph leads to, and weights that stay hidden."""
+    model, x = _sharded(), torch.ones(2, DIM)
+    torch.manual_seed(0)
+    whole = Net()
+    for create_graph in (True, False):
+        for each in (model, whole):
+            each(x).square().sum().backward(create_graph=create_graph)
+        for mine, theirs in zip(model.parameters(), whole.parameters()):
+            assert isinstance(mine, DTensor)
+            assert not mine.grad.requires_grad
+            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad.detach())
+            mine.grad = theirs.grad = None
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_backward_that_makes_a_graph_reduces_its_gradients(ranks):
+    ranks(2, _graph_of_backward)

@@ -194,6 +194,8 @@ class Gradients:
             full, inner = params[index].full, params[index].inner
             if full is not None and gradient is not None:
                 full.grad = None
+                if gradient.requires_grad:  # of a backward with create_graph=True; no graph goes through a reduce
+                    gradient = taken[index] = gradient.detach()
                 if inner is not None:
                     gradient = taken[index] = inner.local_gradient(gradient)
                 if type(gradient) is not torch.Tensor:

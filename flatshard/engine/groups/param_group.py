@@ -64,12 +64,13 @@ class ParamGroup:
         self.home = Home(main.device) if home is None else home
         self.snapshot = Snapshot(params)  # at the sharded parameters in their modules
         self.is_full = False  # the modules hold full parameters
-        # The unit that owns it (`owner_of` in unit.py), and those whose modules share some of the parameters.
+        # The unit that owns it (`unit_with`), and those whose modules share some of the parameters.
         self.owner: weakref.ref[Any] | None = None
         self.borrowers: list[weakref.ref[Any]] = []
         self.park_mesh: DeviceMesh | None = None  # between forward and backward, shard over this smaller mesh
         self._watched = False
         self.ticket: Ticket | None  # of the gather, from its start to the release
+        self.made_of: tuple[int, ...] | None = None  # the state of main at that start, if they may stay
         self.all_gather_comm: Any = None  # an `AllGather` of torch's to gather by
         self._refreshed: tuple[int, ...] | None = None  # to this state of main, by hand
         self.initial: Initial | None = None  # for the ranks to compare before the first launch
@@ -269,6 +270,7 @@ class ParamGroup:
                 f"parameter '{self.params[0].name}' is on {self.main.device}, where the model was moved; move it "
                 f"back to {self.home.device.type} before you use it"
             )
+        self.made_of = None
         try:
             self.ticket = self.source.gather(pool, name, lasting, self.all_gather_comm)
         except BaseException:

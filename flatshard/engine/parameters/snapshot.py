@@ -33,7 +33,7 @@ class Snapshot:
                 self.add(site, param.sharded)
 
     def add(self, site: Site, parameter: nn.Parameter) -> None:
-        """Snapshot at one more place too."""
+        """Look at one more place too."""
         if site.slots is None:
             self._others.append((site, parameter))
         else:

@@ -38,7 +38,7 @@ class Root:
         self.joins = True  # a backward ends with all its reduces done
         self.main_event: Any = None  # gathers of the next forward wait for it, and not for the current stream
         self.gather_lane = Lane("gather", device)
-        # Snapshot-ups, if there are any, do not queue behind gathers that run ahead: the host may be waiting for one.
+        # Look-ups, if there are any, do not queue behind gathers that run ahead: the host may be waiting for one.
         looks_up = any(unit.rows is not None for unit in units)
         own_rows = policy.separate_groups is not False
         self.rows_lane = Lane("rows", device, own_groups=own_rows) if looks_up else self.gather_lane
@@ -145,8 +145,7 @@ class Root:
         for unit in self.units:
             if Lease.USER in unit.leases and not unit.shows_full:
                 self.gather(unit)
-                unit.swap_in()
-                unit.keep()
+                unit.show()
 
     def count_step(self) -> None:
         """What is launched next is of another step than before, if an optimizer has taken one."""
@@ -261,10 +260,14 @@ class Root:
             self.optional.give_up()
         self.program.abandon()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a pass is going on. One that an exception has broken off is not."""
+        return self.entry is not None if self._end is None else self._end() is not None
+
     def give_up_broken(self) -> None:
         """Recover if an exception has broken the last pass off: nothing runs any more, and nobody has noticed."""
-        broken_backward = self._end is not None and self._end() is None
-        if broken_backward or (self._end is None and self.entry is None and self.program.running is not None):
+        if not self.is_running and (self._end is not None or self.program.running is not None):
             self.recover()
 
     def reset(self) -> None:
@@ -329,9 +332,11 @@ class Root:
                 self._launch_gather(unit)
         else:
             self._launch_gather(unit)
+        if unit.index == self.entry or unit.stays:
+            unit.note_state()
 
     def gather_apart(self, units: Sequence[Unit]) -> None:
-        """Start gathering units, to stay beyond any pass: the next forward uses them as they are, if it still can."""
+        """Start gathering units outside of any pass. A lease of theirs says for how long they stay."""
         self.agree()
         for unit in units:
             absorb_moved(unit)
@@ -341,7 +346,10 @@ class Root:
                 if unit.is_first and not group.is_full:
                     group.renew()
             self.gather(unit)
-            unit.keep()
+
+    def is_about_to_use(self, unit: Unit) -> bool:
+        """Whether a unit was gathered ahead of its use in the running pass."""
+        return unit.index in self._ahead or unit.index == self._retained
 
     def _comes_later(self, index: int) -> bool:
         unit = self.unit_at(index)

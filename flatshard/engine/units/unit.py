@@ -128,7 +128,7 @@ class Unit:
         self.phase = Phase.RESTING
         self.root: RootProtocol | None = None
         self.call: Call | None = None  # the forward that is running
-        # Why its full weights stay. Of `USER`, how many bodies; of `NEXT`, the state of main that they were made of.
+        # Why its full weights stay. Of `USER`, how many bodies.
         self.leases: dict[Lease, Any] = {}
         self.is_written = False  # the modules hold whole copies, for somebody to write to
         self.rows: Rows | None = None  # of an embedding that is looked up where its rows are
@@ -386,7 +386,9 @@ class Unit:
 
     def leave(self, keep: bool, grads: bool) -> None:
         """The forward has left this unit. ``keep``: for what comes next; ``grads``: that may be a backward."""
-        if keep or Lease.USER in self.leases:
+        if Lease.USER in self.leases:
+            return  # one rank may run it alone, and what the others know of leases is to stay true
+        if keep:
             self.keep()
             if not grads:
                 self.hide()  # whoever asks for parameters now, to build an optimizer, wants the sharded ones
@@ -575,6 +577,9 @@ class Unit:
         if Lease.GRAPH in self.leases:
             self.keep()
             self.hide()
+        elif Lease.USER in self.leases:
+            if self.root is not None and self.root.program.has_launched:  # else one rank may be alone with it
+                self.leases = {Lease.USER: self.leases[Lease.USER]}
         elif self.is_gathered and self._reshards_now:
             self.release()
         elif self.is_gathered:
@@ -622,7 +627,10 @@ class Unit:
             for group in self.groups:
                 group.gradients.drop()
         self.phase = Phase.RESTING
-        self.release(always=True)
+        if Lease.USER not in self.leases:
+            self.release(always=True)
+        elif broken_backward:
+            self.leases = {Lease.USER: self.leases[Lease.USER]}
 
     def reset(self) -> None:
         """Rest, whatever was going on; gradients that have not been reduced are lost."""
@@ -638,15 +646,22 @@ class Unit:
 
     def keep(self) -> None:
         """Leave the gathered weights to the next pass, should they still be those of main by then."""
-        self.leases[Lease.NEXT] = [group.state for group in self.needs]
+        self.leases[Lease.NEXT] = True
+        self.note_state()
+
+    def note_state(self) -> None:
+        """Remember what main is, of which the gathered weights were made: hooks may write it before a pass is over."""
+        for group in self.needs:
+            if group.made_of is None:
+                group.made_of = group.state
 
     def keeps(self) -> bool:
         """Whether a forward that begins uses the gathered weights as they are."""
-        if Lease.NEXT not in self.leases or (
-            self.place.keeps_for_next and self.is_first and Lease.GRAPH not in self.leases
-        ):
+        if Lease.NEXT not in self.leases and Lease.USER not in self.leases:
             return False
-        if self.leases[Lease.NEXT] != [group.state for group in self.needs]:
+        if self.place.keeps_for_next and self.is_first and Lease.GRAPH not in self.leases:
+            return False
+        if any(group.made_of != group.state for group in self.needs):
             return False
         return not any(group.snapshot.has_changed() for group in self.groups if not group.is_full)
 
@@ -660,7 +675,12 @@ class Unit:
 
     def swap_in(self) -> None:
         """Wait for the gathers and show the full parameters to the modules."""
-        self.leases[Lease.PASS] = True
+        if Lease.USER not in self.leases:
+            self.leases[Lease.PASS] = True
+        self.show()
+
+    def show(self) -> None:
+        """The same, for somebody who has a lease."""
         for group in self.needs:
             group.swap_in()
 
