@@ -46,6 +46,8 @@ class Gradients:
     The result is the mean over ranks (``scale="mean"``), the sum, or the sum times a number.
     """
 
+    on_final: Callable[[], None] | None = None  # called when they are all there, of the last micro-batch
+
     def __init__(
         self,
         params: Sequence[ShardedParam],
@@ -72,7 +74,6 @@ class Gradients:
         self.expected = sum(param.sharded.requires_grad for param in params)  # by a backward that uses them all
         self.on_complete: Callable[[], None] | None = None  # called when all expected ones have arrived, if watched
         self.on_first: Callable[[], None] | None = None  # called when one arrives and none has, if watched
-        self.on_final: Callable[[], None] | None = None  # called when they are all there, of the last micro-batch
         self._arrived: set[int] = set()  # of those watched
         self._sole = sole_owners(main.layout)
         self._set_stages(formats)
