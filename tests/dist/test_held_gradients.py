@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatshard import fully_shard
+from flatshard import clip_grad_norm_, fully_shard, fully_shard_optimizer
 
 DIM = 4
 
@@ -87,3 +87,32 @@ def _in_hooks(rank, world):
 
 def test_what_a_hook_was_given_stays(ranks):
     ranks(2, _in_hooks)
+
+
+def _share(model: nn.Module) -> list[torch.Tensor]:
+    model[0].weight.grad = model[2].weight.grad
+    return []
+
+
+def _stepped(rank, world, change):
+    results = []
+    for model in _models():
+        is_sharded = hasattr(model, "unshard")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = fully_shard_optimizer(optimizer) if is_sharded else optimizer
+        results.append([])
+        for number in range(3):
+            _backward(model, number)
+            if number == 1:
+                change(model)
+            clip = clip_grad_norm_ if is_sharded else nn.utils.clip_grad_norm_
+            results[-1].append(_whole(clip(model.parameters(), 1e6)))
+            optimizer.step()
+            optimizer.zero_grad()
+        results[-1] += map(_whole, model.parameters())
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("change", [_set_to_none, _replace, _swap, _share])
+def test_optimizers_and_norms_read_the_gradients_that_parameters_have(ranks, change):
+    ranks(2, _stepped, change)
