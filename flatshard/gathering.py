@@ -37,6 +37,9 @@ def gathered(module: nn.Module, *, recurse: bool = True, write: bool = False) ->
             for unit in units:
                 stack.enter_context(written(unit))
             yield
+        for unit in units:
+            if Lease.USER in unit.leases:
+                _hold(unit)  # the body around this one shows what was written
         return
     for unit in units:
         _root(unit).give_up_broken()  # which shows full weights of its own
@@ -47,6 +50,7 @@ def gathered(module: nn.Module, *, recurse: bool = True, write: bool = False) ->
         yield
     finally:
         for unit in units:
+            _root(unit).give_up_broken()  # now: what one rank has done here alone changes no leases
             unit.leases[Lease.USER] -= 1
             if not unit.leases[Lease.USER]:
                 del unit.leases[Lease.USER]
@@ -70,10 +74,9 @@ def _hold(unit: Unit) -> None:
 
 def _let_go(unit: Unit) -> None:
     """The last body that needs a unit is over: what becomes of its weights is for other leases to say."""
-    root = _root(unit)
-    if Lease.PASS in unit.leases or (unit.is_in_use and root.is_running):
+    if Lease.PASS in unit.leases or unit.is_in_use:
         return
-    if unit.leases or root.is_about_to_use(unit):
+    if unit.leases or _root(unit).is_about_to_use(unit):
         unit.hide()
     else:
         unit.release()

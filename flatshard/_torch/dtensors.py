@@ -7,6 +7,7 @@ then takes it for a tensor that has one: deepcopy and data_ptr go wrong. So it i
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -128,6 +129,13 @@ def lie_over(tensor: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     tensor._local_tensor = other._local_tensor
     return True
+
+
+def keep_values(known: weakref.ref[DTensor]) -> None:
+    """If somebody still holds a DTensor, let its values be in memory of its own: where they are is written next."""
+    held = known()
+    if held is not None:
+        held._local_tensor = held._local_tensor.clone()
 
 
 # What a DTensor is made of

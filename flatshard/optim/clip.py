@@ -130,7 +130,7 @@ def _gradients(parameters: Sequence[torch.Tensor]) -> dict[_Where, _Held]:
             held.scaled.append(_torch.held_of(grad))
     for buffer, held, grads in buffers.values():
         # What lies between the parts of a buffer of gradients is zero.
-        all_there = len(grads) == len(buffer.layout.slots)
+        all_there = len(grads) == len(buffer.layout.slots) == len(set(map(id, grads)))
         tensors = [buffer.local] if all_there else [_torch.local_of(grad) for grad in grads]
         held.read.extend(tensors)
         held.scaled.extend(tensors)

@@ -63,7 +63,7 @@ class FlatParam:
             return False
         if self._extent is None:
             first = self.parameters[0].grad
-            if first is None or (self._flat and suits(getattr(first, MAIN_GRAD, None), self.main)):
+            if first is None or (self._flat and buffer_of(first, self.main, self._indices[0]) is not None):
                 return False
             gradient = _torch.local_of(first)
         else:
@@ -85,9 +85,8 @@ class FlatParam:
                         break
                 else:
                     return main_grads.buffer
-        buffer = getattr(self.parameters[0].grad, MAIN_GRAD, None)
-        same = all(getattr(parameter.grad, MAIN_GRAD, None) is buffer for parameter in self.parameters)
-        return buffer if same and suits(buffer, self.main) else None
+        found = {buffer_of(p.grad, self.main, index) for index, p in zip(self._indices, self.parameters)}
+        return found.pop() if len(found) == 1 else None
 
     # State
 
@@ -160,9 +159,14 @@ class FlatParam:
         return flat
 
 
-def suits(buffer: DBuffer | None, main: DBuffer) -> bool:
-    """Whether a buffer of gradients lies as main does."""
-    return buffer is not None and buffer.local.numel() == main.local.numel() and buffer.placements == main.placements
+def buffer_of(grad: torch.Tensor | None, main: DBuffer, index: int) -> DBuffer | None:
+    """The buffer of gradients in which one lies as tensor ``index`` does in main. Users may swap or share them."""
+    buffer: DBuffer | None = getattr(grad, MAIN_GRAD, None)
+    if buffer is None or buffer.local.numel() != main.local.numel() or buffer.placements != main.placements:
+        return None
+    assert grad is not None
+    place = _torch.local_of(grad).storage_offset() - buffer.local.storage_offset()
+    return buffer if place == window(main, index)[0] else None
 
 
 def set_grad(tensor: torch.Tensor, gradient: torch.Tensor, uncast: bool) -> None:
@@ -224,10 +228,11 @@ def make_flat_params(
             else:
                 if group not in places:
                     places[group] = {id(member.sharded): index for index, member in enumerate(group.params)}
-                buffer = getattr(parameter.grad, MAIN_GRAD, None)
-                joins = flat and suits(buffer, group.main)
+                index = places[group][id(parameter)]
+                buffer = buffer_of(parameter.grad, group.main, index) if flat else None
+                joins = buffer is not None
                 mark = (number, id(buffer), _signature(state.get(parameter, {}), parameter)) if joins else None
-                found.setdefault(group, {})[places[group][id(parameter)]] = (number, mark)
+                found.setdefault(group, {})[index] = (number, mark)
     made = [each for group, members in found.items() for each in _flat_params_of(group, members, flat)]
     return made, absent, others
 

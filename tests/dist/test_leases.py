@@ -191,3 +191,35 @@ def _graph_of_backward(rank, world):
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_a_backward_that_makes_a_graph_reduces_its_gradients(ranks):
     ranks(2, _graph_of_backward)
+
+
+def _saved_by_one(rank, world):
+    """A sharded state dict communicates nothing, so one rank may take it alone; and a body of `gathered` goes on."""
+    model, x = _sharded(reshard_after_forward=False), torch.ones(2, DIM)
+    torch.manual_seed(0)
+    whole = Net()
+    for each in (model, whole):
+        each(x).sum().backward()
+    model.zero_grad()
+    loss = model(x).sum()
+    if rank == 0:
+        assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    loss.backward()
+    for mine, theirs in zip(model.parameters(), whole.parameters()):
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
+    with flatshard.gathered(model):
+        if rank == 0:
+            assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+        assert not isinstance(model.first.weight, DTensor)
+        torch.testing.assert_close(model(x), whole(x))
+        with flatshard.gathered(model.first, write=True), torch.no_grad():
+            model.first.weight.fill_(2.0)
+        assert not isinstance(model.first.weight, DTensor)
+        assert model.first.weight.eq(2.0).all()
+    assert not _held(model)
+    assert isinstance(model.first.weight, DTensor)
+
+
+def test_one_rank_alone_takes_a_state_dict_between_passes_and_in_a_body(ranks):
+    ranks(2, _saved_by_one)

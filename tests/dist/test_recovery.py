@@ -1,9 +1,11 @@
 """A step that an exception breaks off, under every strategy: the next one equals a run without it, bit for bit."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
-from flatshard import fully_shard_optimizer, microbatch
+from flatshard import fully_shard_optimizer, gathered, microbatch
 from flatshard.engine.tree.build import units_below
 from flatshard.engine.units.unit import Phase, unit_of
 from tests.dist.models import batches, loss_of, make_net
@@ -162,3 +164,29 @@ def _outside(rank, world, kind):
 def test_zero_grad_forgets_micro_batches_that_wait(ranks):
     for kind in KINDS[1:]:
         ranks(world_of(kind), _outside, kind)
+
+
+def _between(rank, world, kind):
+    """A forward raises between another and its backward; a rank may be alone with it, in a body of `gathered`."""
+    clean, model = sharded(world, kind), sharded(world, kind)
+    for number, tokens in enumerate(batches(3, 4 * world)):
+        part = tokens.chunk(world)[rank]
+        loss_of(clean, part).backward()
+        loss = loss_of(model, part)
+        handle = model.norm.register_forward_pre_hook(oops)
+        with gathered(model) if number else nullcontext():
+            if number != 1 or rank == 0:
+                with pytest.raises(Oops):
+                    loss_of(model, part)
+        handle.remove()
+        loss.backward()
+        for ours, theirs in zip(model.parameters(), clean.parameters()):
+            assert torch.equal(ours.grad.to_local(), theirs.grad.to_local())
+        at_rest(model)
+        for each in (clean, model):
+            each.zero_grad()
+
+
+@pytest.mark.parametrize("kind", KINDS[2:], ids=str)
+def test_a_backward_after_another_forward_that_raised_is_a_clean_one(ranks, kind):
+    ranks(world_of(kind), _between, kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +25,7 @@ class MainGrads:
     """One buffer that lies as main does, and a DTensor over it for each param.
 
     They are those of one step. Once ``.grad`` of all parameters is None, `rest` lets go of them, and the next backward
-    makes others: whoever still holds one keeps its values.
+    makes others. Whoever still holds one keeps its values, also where only some have been set to None or replaced.
 
     Decoupled gradients are shown as ``decoupled_grad``, and are ``.grad`` for the time of a launch only. Between `hide`
     and `unhide` none are shown: they are ``kept`` here.
@@ -191,6 +192,12 @@ class MainGrads:
     def _bring(self, others: Sequence[int], buffer: DBuffer, lane: Lane) -> list[torch.Tensor]:
         """Bring gradients that users have replaced or set to None into the buffer; what the lane reads for that."""
         replaced: list[torch.Tensor] = []
+        for index in others:  # whoever holds what was shown there keeps it, the parameter of another place too
+            known = weakref.ref(self.shown[index])
+            self.shown[index].__dict__.pop(MAIN_GRAD)
+            self.shown[index] = _torch.like_dtensor(self.params[index].sharded, buffer.local_view(index))
+            self.shown[index].__dict__[MAIN_GRAD] = buffer
+            _torch.keep_values(known)
         with lane.entered((lane.mark(),)):  # an earlier reduce of the group may still write there
             for index in others:
                 param, view = self.params[index], buffer.local_view(index)

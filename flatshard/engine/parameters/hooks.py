@@ -7,6 +7,7 @@ stream, or on CPU complete. Both once per backward that reduces all the way, and
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -27,7 +28,11 @@ def change_gradients(
     for index in hooked():
         param, view = params[index], reduced.local_view(index)
         for hook in _torch.tensor_hooks(param.sharded):
-            changed = hook(_torch.like_dtensor(param.sharded, view))
+            given = _torch.like_dtensor(param.sharded, view)
+            changed, known = hook(given), weakref.ref(given)
+            changed = None if changed is given else changed
+            del given
+            _torch.keep_values(known)
             if changed is None:
                 continue
             if not isinstance(changed, DTensor) or not is_cut_alike(changed, param.sharded):

@@ -178,10 +178,9 @@ class Root:
 
     def begin_backward(self) -> None:
         """A gradient has reached a unit. The first call of a backward starts its pass."""
-        if self._end is not None:
-            if self._end() is not None:
-                return
-            self.give_up_broken()  # and no forward has been since
+        if self._end is not None and self._end() is not None:
+            return
+        self.give_up_broken()  # and no forward has been since
         self.backwards += 1
         self.task = _torch.graph_task()
         refuse_backward_of_two(self)
@@ -260,14 +259,10 @@ class Root:
             self.optional.give_up()
         self.program.abandon()
 
-    @property
-    def is_running(self) -> bool:
-        """Whether a pass is going on. One that an exception has broken off is not."""
-        return self.entry is not None if self._end is None else self._end() is not None
-
     def give_up_broken(self) -> None:
         """Recover if an exception has broken the last pass off: nothing runs any more, and nobody has noticed."""
-        if not self.is_running and (self._end is not None or self.program.running is not None):
+        broken_backward = self._end is not None and self._end() is None
+        if broken_backward or (self._end is None and self.entry is None and self.program.running is not None):
             self.recover()
 
     def reset(self) -> None:

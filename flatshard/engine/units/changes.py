@@ -18,6 +18,7 @@ from flatshard import _torch
 from flatshard.engine.groups import changes
 from flatshard.engine.groups.changes import Change
 from flatshard.engine.groups.names import Names
+from flatshard.engine.units.leases import Lease
 from flatshard.engine.units.tying import tie
 from flatshard.engine.units.unit import Unit
 
@@ -114,17 +115,23 @@ def _root(unit: Unit) -> nn.Module | None:
 def hook_state_dicts(unit: Unit, module: nn.Module) -> None:
     """State dicts of ``module``, one of the unit's, hold main weights, sharded; and what they load is taken over."""
     module.register_state_dict_pre_hook(functools.partial(_before_state_dict, unit))
-    module.register_state_dict_post_hook(_after_state_dict)
+    module.register_state_dict_post_hook(functools.partial(_after_state_dict, unit))
     module.register_load_state_dict_pre_hook(functools.partial(_before_load_state_dict, unit))
     module.register_load_state_dict_post_hook(functools.partial(_after_load_state_dict, unit))
 
 
 def _before_state_dict(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    unit.reshard()
+    if unit.in_backward or not (unit.is_awaited or Lease.USER in unit.leases):
+        unit.reshard()
+        return
+    for group in unit.needs:
+        group.swap_out()  # one rank may save alone: nothing is given back that others keep
 
 
-def _after_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """A detached DTensor has the offset of its local part, which torch's asynchronous checkpoints stumble over."""
+def _after_state_dict(unit: Unit, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    if Lease.USER in unit.leases and unit.is_gathered:
+        unit.show()
+    # A detached DTensor has the offset of its local part, which torch's asynchronous checkpoints stumble over.
     for name, value in state.items():
         if name.startswith(prefix) and isinstance(value, DTensor) and value.storage_offset():
             state[name] = _torch.like_dtensor(value, _torch.local_of(value))
