@@ -54,7 +54,7 @@ class GroupRecord:
         self.index, self.label, self.launched, self.limit = index, label, 0, limit
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One collective. ``of_group``: its number among those of its group. ``ended``: when, or 0 if nobody has looked."""
 
@@ -197,7 +197,7 @@ class FlightRecord:
     def _entry(self, number: int) -> Entry:
         at = _HEADER + _GROUPS + number % CAPACITY * _ENTRY.size
         labels = [self._map[at : at + _LABEL] for at in range(_HEADER, _HEADER + _GROUPS, _LABEL)]
-        found = _unpacked(self._map[at : at + _ENTRY.size], labels)
+        found = _unpacked(_ENTRY.unpack(self._map[at : at + _ENTRY.size]), labels)
         assert found is not None
         return found
 
@@ -277,34 +277,51 @@ def decoded(data: bytes) -> ReadRecord:
     text = data[:_HEADER].rstrip(b"\0")
     header = json.loads(text) if text else {"rank": 0, "world": 1}
     labels = [data[at : at + _LABEL] for at in range(_HEADER, _HEADER + _GROUPS, _LABEL)]
-    places = range(_HEADER + _GROUPS, _SIZE, _ENTRY.size)
-    found = [entry for at in places if (entry := _unpacked(data[at : at + _ENTRY.size], labels)) is not None]
+    entries = _ENTRY.iter_unpack(data[_HEADER + _GROUPS :])
+    found = [entry for each in entries if (entry := _unpacked(each, labels)) is not None]
     return ReadRecord(header, sorted(found, key=lambda entry: entry.number))
 
 
-def _unpacked(data: bytes, labels: Sequence[bytes]) -> Entry | None:
-    number, launched, ended, numbytes, of, step, phase, kind, group, name = _ENTRY.unpack(data)
+def _unpacked(fields: tuple[Any, ...], labels: Sequence[bytes]) -> Entry | None:
+    number, launched, ended, numbytes, of, step, phase, kind, group, name = fields
     if not number or phase >= len(PHASES) or kind >= len(KINDS) or group >= len(labels):
         return None
-    label, text = (each.rstrip(b"\0").decode(errors="replace") for each in (labels[group], name))
+    label, text = _decoded(labels[group]), _decoded(name)
     return Entry(number, launched, ended, numbytes, of, step, PHASES[phase], KINDS[kind], label, text)
 
 
+@lru_cache(maxsize=1 << 16)  # launches, and ranks, have few names: of thousands of records each is kept once
+def _decoded(text: bytes) -> str:
+    return text.rstrip(b"\0").decode(errors="replace")
+
+
 def ranges(ranks: Sequence[int]) -> str:
-    """Ranks in short: 0-3, or 0-6/2 for every other one."""
-    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-    if len(ranks) > 2 and step > 0 and list(ranks) == list(range(ranks[0], ranks[-1] + 1, step)):
-        return f"{ranks[0]}-{ranks[-1]}" + (f"/{step}" if step > 1 else "")
-    return ",".join(map(str, ranks))
+    """Ranks in short: 0-3, or 0-6/2 for every other one; 0-3,5-7 for several runs."""
+    said, at = [], 0
+    while at < len(ranks):
+        step = ranks[at + 1] - ranks[at] if at + 1 < len(ranks) else 1
+        end = at + 1
+        while step > 0 and end < len(ranks) and ranks[end] - ranks[end - 1] == step:
+            end += 1
+        if end - at < 3:
+            end = at + 1
+        first, last = ranks[at], ranks[end - 1]
+        said.append(f"{first}" if first == last else f"{first}-{last}" + (f"/{step}" if step > 1 else ""))
+        at = end
+    return ",".join(said)
 
 
 def in_range(text: str) -> list[int]:
     """The ranks that `ranges` has put into words; none, if they are other words."""
-    start, dash, rest = text.partition("-")
-    stop, _, step = rest.partition("/")
-    if dash and start.isdecimal() and stop.isdecimal() and (step or "1").isdecimal() and int(step or 1):
-        return list(range(min(int(start), MOST_RANKS), min(int(stop) + 1, MOST_RANKS), int(step or 1)))
-    return [int(rank) for rank in text.split(",") if rank.isdecimal()]
+    found: list[int] = []
+    for part in text.split(","):
+        start, dash, rest = part.partition("-")
+        stop, _, step = rest.partition("/")
+        if dash and start.isdecimal() and stop.isdecimal() and (step or "1").isdecimal() and int(step or 1):
+            found += range(min(int(start), MOST_RANKS), min(int(stop) + 1, MOST_RANKS), int(step or 1))
+        elif part.isdecimal():
+            found.append(int(part))
+    return found
 
 
 def records_folder() -> Path | None:
