@@ -195,6 +195,8 @@ def _add_rehearse(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rank", type=int, default=0, help="which rank to be (default 0)")
     parser.add_argument("--network", default="h100-nvlink", help="a preset; unknown names list them")
     parser.add_argument("--ranks-per-node", type=int, help="how many consecutive ranks share a node (default 8)")
+    parser.add_argument("--ranks-per-pod", type=int, help="how many share a pod, of a network with pods (default 1024)")
+    parser.add_argument("--algorithm", help="how latency grows with ranks: constant, ring, tree or hierarchical")
     for level in ("inside", "between"):
         parser.add_argument(
             f"--{level}-bandwidth", type=float, metavar="GB/S", help=f"bandwidth per rank {level} nodes"
@@ -227,7 +229,7 @@ def _rehearse(options: argparse.Namespace) -> int:
             raise ValueError(f"--warmup {options.warmup}: must be at least 1, since the first step has no beginning")
         check_writable("json", options.json)
         check_writable("record", options.record)
-        network = get_network(options.network, options.ranks_per_node)
+        network = get_network(options.network, options.ranks_per_node, options.ranks_per_pod, options.algorithm)
         missing = _missing_script(options.script, options.is_module)
         if missing is not None:
             raise ValueError(missing)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 
 from flatshard.rehearsal.clock_cpu import CpuClock, CpuLink
 from flatshard.rehearsal.clock_cuda import CudaClock, CudaLink
-from flatshard.rehearsal.network import Kind, Network, wire_bytes
+from flatshard.rehearsal.network import Kind, Level, Network, wire_bytes
 from flatshard.rehearsal.torch_private import NEW_NAMES, ProcessGroup, premul_factor
 from flatshard.rehearsal.traffic import Traffic, TrafficTotal
 from flatshard.rehearsal.transfer import Clock, Transfer
@@ -37,7 +37,7 @@ class Medium:
     def __init__(self, network: Network) -> None:
         self.network = network
         self.traffic = Traffic()
-        self._cpu_links = {"inside": CpuLink(), "between": CpuLink()}
+        self._cpu_links = {level: CpuLink() for level in get_args(Level)}
         self._cuda_links: dict[torch.device, CudaLink] = {}
 
     def clock(self, device: torch.device) -> Clock:
@@ -58,7 +58,7 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
         super().__init__(rank, len(ranks))
         self._own, self._count = rank, len(ranks)
         self._medium = medium
-        self._level = medium.network.level(ranks)
+        self._reach = medium.network.reach(ranks)
         self._clocks: dict[torch.device, Clock] = {}
         # A step repeats the last one's sizes.
         self._costs: dict[tuple[Kind, int, int], tuple[TrafficTotal, float, float]] = {}
@@ -106,7 +106,7 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
         own = self._own if slots > 1 else 0
         in_line = not getattr(opts, "asyncOp", True)  # as NCCL: nobody overlaps with a call that is waited for at once
         transfer = Transfer(
-            pairs, sizes, self._level, seconds, fold, slots, own, scale, result, kind == "barrier", in_line
+            pairs, sizes, self._reach.level, seconds, fold, slots, own, scale, result, kind == "barrier", in_line
         )
         work = clock.submit(transfer)
         if self._coalesced is not None:
@@ -114,7 +114,7 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
         return work
 
     def _cost(self, kind: Kind, size: int, segments: int) -> tuple[TrafficTotal, float, float]:
-        seconds = self._medium.network.seconds(kind, size, self._count, self._level, segments)
+        seconds = self._medium.network.seconds(kind, size, self._reach, segments)
         return self._medium.traffic.entry(kind), wire_bytes(kind, size, self._count), seconds
 
     def _scale(self, opts: Any) -> float:

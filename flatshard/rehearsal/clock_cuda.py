@@ -17,12 +17,13 @@ import itertools
 import operator
 import struct
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from flatshard import _epochs
 from flatshard.rehearsal.cuda_driver import CudaDriver
+from flatshard.rehearsal.network import Level
 from flatshard.rehearsal.torch_private import Work, compile_kernel, cuda, current_device, current_raw_stream
 from flatshard.rehearsal.transfer import Transfer
 
@@ -145,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(512) rehearse(const __grid_constant
 
 
 class CudaLink:
-    """What the groups of a rehearsal share on one device: the kernel, the words of the two links, spare events."""
+    """What the groups of a rehearsal share on one device: the kernel, the words of the links, spare events."""
 
     def __init__(self, device: torch.device, sms: int) -> None:
         self.device = device
@@ -153,10 +154,11 @@ class CudaLink:
         self.driver = CudaDriver()
         with cuda.device(device):
             self.function = compile_kernel(_SOURCE, "rehearse")
-            self._words = torch.zeros(2 + _GATES, dtype=torch.int64, device=device)
+            self._words = torch.zeros(len(get_args(Level)) + _GATES, dtype=torch.int64, device=device)
             cuda.synchronize()
-        first, second, *gates = range(self._words.data_ptr(), self._words.data_ptr() + self._words.nbytes, 8)
-        self.words = {"inside": first, "between": second}
+        levels, at = get_args(Level), self._words.data_ptr()
+        words = range(at, at + self._words.nbytes, 8)
+        self.words, gates = dict(zip(levels, words)), words[len(levels) :]
         self.gates = itertools.cycle(gates if sms else [0])
         self.spare_events: list[int] = []
 

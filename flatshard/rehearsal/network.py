@@ -2,12 +2,14 @@
 
 A launch is charged
 
-    latency + segment x (segments - 1) + moved / bandwidth
+    latency + hops + segment x (segments - 1) + moved / bandwidth
 
-where ``moved`` is what one rank of a ring sends (:func:`wire_bytes`): ``size x (G - 1) / G`` for a gather, a
-reduce-scatter or an all-to-all of ``size`` bytes among G ranks, twice that for an all-reduce.  So ``bandwidth`` is the
-"bus bandwidth" that collective benchmarks print.  A group that lies inside one node is charged at the ``inside`` link
-and any other group, for all its bytes, at the ``between`` link.
+where ``hops`` is what its algorithm adds with the number of ranks (:meth:`Network.hops`), and ``moved`` is what one rank
+of a ring sends (:func:`wire_bytes`): ``size x (G - 1) / G`` for a gather, a reduce-scatter or an all-to-all of ``size``
+bytes among G ranks, twice that for an all-reduce.  So ``bandwidth`` is the "bus bandwidth" that collective benchmarks
+print.  There are three levels: a group that lies inside one node (one NVLink domain) is charged at the ``inside`` link;
+one that lies inside one pod, for all its bytes, at the ``between`` link, with as many of a node's rails as it has ranks
+there; any other at the ``across`` link.
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 Kind = Literal[
     "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send",
     "recv", "barrier",
 ]  # fmt: skip
-Level = Literal["inside", "between"]
+Level = Literal["inside", "between", "across"]
+Algorithm = Literal["constant", "ring", "tree", "hierarchical"]
 
 # Fraction of `size` that a rank puts on its link, as a function of the group size.
 _SHARE_OF_RING = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "gather": 1, "scatter": 1, "all_reduce": 2}
@@ -29,24 +32,45 @@ _SHARE_OF_RING = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "gather
 
 @dataclass(frozen=True)
 class Link:
-    """One level of the network: ``bandwidth`` in bytes per second and per rank, ``latency`` in seconds per launch."""
+    """One level of the network: ``bandwidth`` in bytes per second and per rank, ``latency`` in seconds per launch.
+
+    ``hop``: seconds for a step of an algorithm from one rank to the next over this link.
+    """
 
     bandwidth: float
     latency: float
+    hop: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.bandwidth > 0:
             raise ValueError(
                 f"bandwidth must be positive (bytes per second; math.inf is allowed), got {self.bandwidth}"
             )
-        if not self.latency >= 0:
-            raise ValueError(f"latency must not be negative (seconds), got {self.latency}")
+        if not self.latency >= 0 or not self.hop >= 0:
+            raise ValueError(f"latency must not be negative (seconds), got {self.latency} and {self.hop} per hop")
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far a group of ``ranks`` ranks goes: over so many nodes, in so many pods."""
+
+    ranks: int
+    nodes: int = 1
+    pods: int = 1
+
+    @property
+    def level(self) -> Level:
+        """The link that it is charged at."""
+        return "across" if self.pods > 1 else "between" if self.nodes > 1 else "inside"
 
 
 @dataclass(frozen=True)
 class Network:
-    """Two links, how many consecutive ranks share a node, and what every further segment of one launch costs (s).
+    """Links, how many consecutive ranks share a node, and what every further segment of one launch costs (s).
 
+    ``across``: between pods of ``ranks_per_pod`` consecutive ranks; None: all nodes are in one pod.
+    ``rails``: how many adapters of a node a group can use that has so many ranks there; ``bandwidth`` is of one.
+    ``algorithm``: how latency grows with the number of ranks, see `hops`.
     ``sms``: how many multiprocessors of a GPU a collective keeps from other kernels until the wire is done, as NCCL's
     kernels do; 0 for those of copy engines, which keep none.
     """
@@ -57,32 +81,81 @@ class Network:
     segment: float = 2e-6
     sms: int = 0
     name: str = "custom"
+    across: Link | None = None
+    ranks_per_pod: int = 1024
+    rails: int = 1
+    algorithm: Algorithm = "constant"
 
     def __post_init__(self) -> None:
-        if self.ranks_per_node < 1:
-            raise ValueError(f"ranks_per_node must be at least 1, got {self.ranks_per_node}")
+        if self.ranks_per_node < 1 or self.rails < 1:
+            raise ValueError(f"ranks_per_node and rails must be at least 1, got {self.ranks_per_node}, {self.rails}")
+        if self.across is not None and (self.ranks_per_pod < 1 or self.ranks_per_pod % self.ranks_per_node):
+            raise ValueError(
+                f"a pod has whole nodes: ranks_per_pod {self.ranks_per_pod}, ranks_per_node {self.ranks_per_node}"
+            )
         if not self.segment >= 0:
             raise ValueError(f"segment must not be negative (seconds), got {self.segment}")
         if not 0 <= self.sms <= 64:
             raise ValueError(f"sms must be from 0 to 64 (multiprocessors that a collective keeps), got {self.sms}")
+        if self.algorithm not in get_args(Algorithm):
+            raise ValueError(f"algorithm must be one of {', '.join(get_args(Algorithm))}, got {self.algorithm!r}")
+
+    @property
+    def links(self) -> dict[Level, Link]:
+        found: dict[Level, Link] = {"inside": self.inside, "between": self.between}
+        return found if self.across is None else {**found, "across": self.across}
 
     def describe(self, world: int) -> str:
         """Its name and the bandwidth of the links that ``world`` ranks use."""
         links = [f"{self.inside.bandwidth / 1e9:g} GB/s inside a node"]
         links += [f"{self.between.bandwidth / 1e9:g} GB/s between nodes"] if world > self.ranks_per_node else []
+        if self.across is not None and world > self.ranks_per_pod:
+            links.append(f"{self.across.bandwidth / 1e9:g} GB/s between pods of {self.ranks_per_pod}")
+        links += [f"{self.rails} rails"] if self.rails > 1 and world > self.ranks_per_node else []
+        links += [f"{self.algorithm} latency"] if self.algorithm != "constant" else []
         return f"{self.name} ({', '.join(links)})"
 
-    def level(self, ranks: Sequence[int]) -> Level:
-        """The link that a group of these global ranks is charged at."""
-        node = ranks[0] // self.ranks_per_node
-        return "inside" if all(rank // self.ranks_per_node == node for rank in ranks) else "between"
+    def reach(self, ranks: Sequence[int]) -> Reach:
+        """How far a group of these global ranks goes."""
+        nodes = {rank // self.ranks_per_node for rank in ranks}
+        per_pod = self.ranks_per_pod // self.ranks_per_node
+        return Reach(len(ranks), len(nodes), 1 if self.across is None else len({node // per_pod for node in nodes}))
 
-    def seconds(self, kind: Kind, size: int, group_size: int, level: Level, segments: int = 1) -> float:
-        """Wire time of one launch of ``kind`` over ``size`` bytes (of the full, unsharded message)."""
-        if group_size == 1:
+    def hops(self, kind: Kind, reach: Reach) -> float:
+        """Seconds that the steps of the algorithm add to the latency of a launch.
+
+        ``ring``: one step to each next rank of one ring through all. ``tree``: the logarithm of the ranks of a node, of
+        the nodes of a pod, and of the pods. ``hierarchical``: a ring in each node, one of nodes, one of pods, one after
+        another. An all-reduce goes twice through them. ``constant``: none.
+        """
+        if self.algorithm == "constant" or reach.ranks == 1:
             return 0.0
-        link = self.inside if level == "inside" else self.between
-        return link.latency + self.segment * (segments - 1) + wire_bytes(kind, size, group_size) / link.bandwidth
+        per_node, per_pod = math.ceil(reach.ranks / reach.nodes), math.ceil(reach.nodes / reach.pods)
+        steps: tuple[int, int, int]
+        if self.algorithm == "ring":
+            steps = reach.ranks - reach.nodes, reach.nodes - reach.pods, reach.pods - 1
+        elif self.algorithm == "tree":
+            inside, between, across = (math.ceil(math.log2(count)) for count in (per_node, per_pod, reach.pods))
+            steps = inside, between, across
+        else:
+            steps = per_node - 1, per_pod - 1, reach.pods - 1
+        found = sum(count * link.hop for count, link in zip(steps, self.links.values()))
+        return 2 * found if kind == "all_reduce" else found
+
+    def bandwidth(self, reach: Reach) -> float:
+        """Bytes per second and rank of a group: of one rail for each of its ranks in a node, as far as there are."""
+        link = self.links[reach.level]
+        if reach.level == "inside":
+            return link.bandwidth
+        rails = max(1, min(self.rails, reach.ranks // reach.nodes))
+        return max(link.bandwidth, min(rails * link.bandwidth, self.inside.bandwidth))
+
+    def seconds(self, kind: Kind, size: int, reach: Reach, segments: int = 1) -> float:
+        """Wire time of one launch of ``kind`` over ``size`` bytes (of the full, unsharded message)."""
+        if reach.ranks == 1:
+            return 0.0
+        latency = self.links[reach.level].latency + self.hops(kind, reach) + self.segment * (segments - 1)
+        return latency + wire_bytes(kind, size, reach.ranks) / self.bandwidth(reach)
 
 
 def wire_bytes(kind: Kind, size: int, group_size: int) -> float:
@@ -93,21 +166,33 @@ def wire_bytes(kind: Kind, size: int, group_size: int) -> float:
     return float(size) if share is None else share * size * (group_size - 1) / group_size
 
 
-_NVLINK = Link(bandwidth=360e9, latency=10e-6)
+# Per hop: what NCCL's own tuning takes for a ring with its simple protocol (docs/scale.md).
+_NVLINK = Link(bandwidth=360e9, latency=10e-6, hop=3.4e-6)
+_IB400 = Link(bandwidth=45e9, latency=25e-6, hop=14e-6)
 FREE = Network(Link(math.inf, 0.0), Link(math.inf, 0.0), segment=0.0, name="free")
 PRESETS: dict[str, Network] = {
     "free": FREE,
-    "h100-nvlink": Network(_NVLINK, Link(bandwidth=45e9, latency=25e-6), name="h100-nvlink"),
-    "h100-ib400": Network(_NVLINK, Link(bandwidth=45e9, latency=25e-6), name="h100-ib400"),
-    "a100-nvlink": Network(Link(230e9, 12e-6), Link(22e9, 25e-6), name="a100-nvlink"),
-    "ethernet-100": Network(Link(20e9, 20e-6), Link(11e9, 50e-6), name="ethernet-100"),
+    "h100-nvlink": Network(_NVLINK, _IB400, name="h100-nvlink"),
+    "h100-ib400": Network(_NVLINK, _IB400, name="h100-ib400"),
+    "h100-pods": Network(
+        _NVLINK, _IB400, across=replace(_IB400, bandwidth=45e9 / 7), rails=8, algorithm="ring", name="h100-pods"
+    ),
+    "a100-nvlink": Network(Link(230e9, 12e-6, 3.4e-6), Link(22e9, 25e-6, 14e-6), name="a100-nvlink"),
+    "ethernet-100": Network(Link(20e9, 20e-6, 5.7e-6), Link(11e9, 50e-6, 14e-6), name="ethernet-100"),
 }
 
 
-def get_network(network: str | Network, ranks_per_node: int | None = None) -> Network:
-    """A preset by name, or ``network`` itself; with another number of ranks per node if one is given."""
+def get_network(
+    network: str | Network,
+    ranks_per_node: int | None = None,
+    ranks_per_pod: int | None = None,
+    algorithm: Algorithm | None = None,
+) -> Network:
+    """A preset by name, or ``network`` itself; with other numbers, or another algorithm, if they are given."""
     if isinstance(network, str):
         if network not in PRESETS:
             raise ValueError(f"unknown network {network!r}; presets are {', '.join(PRESETS)}, or pass a Network")
         network = PRESETS[network]
-    return network if ranks_per_node is None else replace(network, ranks_per_node=ranks_per_node)
+    network = network if ranks_per_node is None else replace(network, ranks_per_node=ranks_per_node)
+    network = network if ranks_per_pod is None else replace(network, ranks_per_pod=ranks_per_pod)
+    return network if algorithm is None else replace(network, algorithm=algorithm)

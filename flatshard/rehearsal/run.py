@@ -9,9 +9,10 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 from flatshard._recording import recording
-from flatshard.rehearsal.network import FREE, Link, Network
+from flatshard.rehearsal.network import FREE, Level, Link, Network
 from flatshard.rehearsal.report import Report
 
 
@@ -80,8 +81,9 @@ def _child(run_path: str, result_path: str) -> None:
 
     data = json.loads(Path(run_path).read_text())
     network = data.pop("network")
-    inside, between = Link(**network.pop("inside")), Link(**network.pop("between"))
-    run = ScriptRun(network=Network(inside, between, **network), **data)
+    links = {level: network.pop(level) for level in get_args(Level)}
+    made = {level: Link(**link) for level, link in links.items() if link is not None}
+    run = ScriptRun(network=Network(**made, **network), **data)
     sys.argv = [run.script, *run.arguments]
     waits = recording(only_waits=run.record is None)
     with waits as recorded, rehearse(run.world, run.network, rank=run.rank, warmup=run.warmup) as rehearsal:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Literal, TypeAlias
 
 import torch
@@ -14,7 +15,7 @@ from flatshard.engine.weights.formats import Formats
 from flatshard.layout import Layout, Placement, Replicate, is_sharded, least_padded_dim, plan
 from flatshard.layout.planner import LayoutName
 from flatshard.policy import MixedPrecisionPolicy, Placements, SchedulePolicy, replicated
-from flatshard.rehearsal.network import Level, Network
+from flatshard.rehearsal.network import Network, Reach
 from flatshard.tools.model_shapes import ParamShape
 
 StateOf: TypeAlias = Callable[[tuple[int, ...], int], float]
@@ -88,9 +89,14 @@ class PlannedCollective:
     reduces: bool = False
     stride: int = 1
 
-    def level(self, network: Network) -> Level:
-        """The link that it is charged at."""
-        return network.level(range(0, self.among * self.stride, self.stride))
+    def reach(self, network: Network) -> Reach:
+        """How far it goes."""
+        return _reach(network, self.among, self.stride)
+
+
+@lru_cache(maxsize=1 << 10)  # units have the same groups
+def _reach(network: Network, among: int, stride: int) -> Reach:
+    return network.reach(range(0, among * stride, stride))
 
 
 class GroupBytes:

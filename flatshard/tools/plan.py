@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flatshard.policy import Strategy, placements_for
 from flatshard.rehearsal.network import Network, wire_bytes
@@ -20,6 +20,7 @@ class _Kind(NamedTuple):
     strategy: Strategy
     outer: Strategy | None = None
     offload: bool = False
+    pods: bool = False  # the inner axis is a pod and not a node
 
 
 _STRATEGIES = (
@@ -29,6 +30,8 @@ _STRATEGIES = (
     _Kind("ZeRO 3", "optim_grads_params"),
     _Kind("HSDP", "optim_grads_params", "no_shard"),
     _Kind("HFSDP", "optim_grads_params", "optim"),
+    _Kind("HSDP pods", "optim_grads_params", "no_shard", pods=True),
+    _Kind("HFSDP pods", "optim_grads_params", "optim", pods=True),
     _Kind("ZeRO 3 offload", "optim_grads_params", offload=True),
 )
 _ZERO_3 = _STRATEGIES[3]
@@ -41,7 +44,7 @@ def compare_strategies(model: ModelShape, machine: Machine, training: Training) 
         _row(kind, ep, model, machine, training)
         for ep in _parts(model, machine, training)
         for kind in _STRATEGIES
-        if (kind.outer is None or _nodes(machine) > 1) and _can_part(ep, kind.outer, machine)
+        if (kind.outer is None or _outer(kind, machine) > 1) and _can_part(ep, kind, machine)
     )
     fitting = [row for row in rows if row.fits]
     plan = StrategyPlan(model.numel, len(model.units), machine, training, rows, None, "", experts=model.experts)
@@ -112,28 +115,37 @@ def _parts(model: ModelShape, machine: Machine, training: Training) -> list[int]
     return sorted({1, max(parts for parts in range(1, inside + 1) if divides(parts) and inside % parts == 0)})
 
 
-def _can_part(ep: int, outer: Strategy | None, machine: Machine) -> bool:
+def _can_part(ep: int, kind: _Kind, machine: Machine) -> bool:
     """Whether experts can be divided: on one axis, or where the inner one has room; those of HFSDP cannot."""
-    return ep == 1 or outer is None or (outer != "optim" and machine.devices // _nodes(machine) % ep == 0)
+    outer = kind.outer
+    return ep == 1 or outer is None or (outer != "optim" and machine.devices // _outer(kind, machine) % ep == 0)
 
 
 def _formats(model: ModelShape, machine: Machine, training: Training, best: StrategyRow) -> str:
-    """Whether formats of fewer bytes pay: those chosen, beside none; or where none are, gathers and reduces in int8."""
+    """Whether formats of fewer bytes pay: those chosen, beside none; or where none are, those of int8 that help most:
+    of all that travels; on two axes also of the outer one alone, which is that of the slower links."""
     precision, has = training.precision, training.precision.has_formats
-    none = replace(precision, gather_format=None, reduce_format=None)
-    other = none if has else replace(precision, gather_format="int8", reduce_format="int8")
-    changed = replace(training, precision=other)
+    tried: list[dict[str, Any]] = [{"gather_format": None, "reduce_format": None}]
+    if not has:
+        tried = [{"gather_format": "int8", "reduce_format": "int8"}]
+        outer = [{"reduce_format": ("int8", None)}, {"gather_format": "int8", "reduce_format": ("int8", "int8")}]
+        tried += outer if len(best.mesh) == 2 else []
     kind = next(kind for kind in _STRATEGIES if kind.kind == best.kind)
-    row = _row(kind, best.ep, model, machine, changed)
+    rows = [
+        (_row(kind, best.ep, model, machine, replace(training, precision=replace(precision, **formats))), formats)
+        for formats in tried
+    ]
+    row, formats = min(rows, key=lambda found: (found[0].cost[1], found[0].wire))
     plain, coded = (row, best) if has else (best, row)
     if not has and coded.wire > 0.9 * plain.wire:
         return ""
-    text = "The formats take" if has else "gather_format and reduce_format 'int8' (docs/formats.md) would take"
+    chosen = ", ".join(f"{name}={value!r}" for name, value in formats.items()).replace("'", '"')
+    text = "The formats take" if has else f"{chosen} (docs/formats.md) would take"
     text += f" the wire from {1e3 * plain.wire:,.1f} to {1e3 * coded.wire:,.1f} ms"
     if plain.step is None or coded.step is None:
         return f"{text}. Give --tokens and --tflops to see whether a step is bound by it."
     if coded.step.total < 0.97 * plain.step.total:
-        added = "" if has else ' Then: policy = MixedPrecisionPolicy(..., gather_format="int8", reduce_format="int8")'
+        added = "" if has else f" Then: policy = MixedPrecisionPolicy(..., {chosen})"
         return f"{text}, and a step from {1e3 * plain.step.total:,.1f} to {1e3 * coded.step.total:,.1f} ms.{added}"
     text += ". That does not pay: compute can hide it in either case"
     if coded.step.total > plain.step.total:
@@ -165,15 +177,18 @@ def _place(name: str) -> tuple[bool, int]:
     return kind != name, [each for each, *_ in _STRATEGIES].index(kind)
 
 
-def _nodes(machine: Machine) -> int:
-    """How many nodes the devices fill exactly; 1 if they do not."""
-    inside = machine.network.ranks_per_node
+def _outer(kind: _Kind, machine: Machine) -> int:
+    """How many nodes, or pods, the devices fill exactly; 1 if they do not."""
+    network = machine.network
+    if kind.pods and network.across is None:
+        return 1
+    inside = network.ranks_per_pod if kind.pods else network.ranks_per_node
     return machine.devices // inside if machine.devices % inside == 0 else 1
 
 
 def _row(kind: _Kind, ep: int, model: ModelShape, machine: Machine, training: Training) -> StrategyRow:
-    nodes = _nodes(machine)
-    mesh = (machine.devices,) if kind.outer is None else (nodes, machine.devices // nodes)
+    outer = _outer(kind, machine)
+    mesh = (machine.devices,) if kind.outer is None else (outer, machine.devices // outer)
     setup = TrainingSetup(
         mesh,
         placements_for(kind.strategy, kind.outer, len(mesh)),
@@ -191,7 +206,7 @@ def _row(kind: _Kind, ep: int, model: ModelShape, machine: Machine, training: Tr
         step = time_of(model, setup, training.speed, machine.network)
         wire += step.exchanges
     peak = memory.peak.total + (training.activations or 0)
-    return StrategyRow(*kind, ep, mesh, memory, sent[False], sent[True], wire, peak, peak <= machine.usable, step)
+    return StrategyRow(*kind[:4], ep, mesh, memory, sent[False], sent[True], wire, peak, peak <= machine.usable, step)
 
 
 def _sent(launch: PlannedCollective) -> float:
@@ -199,8 +214,7 @@ def _sent(launch: PlannedCollective) -> float:
 
 
 def _seconds(launch: PlannedCollective, network: Network) -> float:
-    level = launch.level(network)
-    return launch.times * network.seconds(launch.kind, launch.size, launch.among, level, launch.segments)
+    return launch.times * network.seconds(launch.kind, launch.size, launch.reach(network), launch.segments)
 
 
 def _instead(model: ModelShape, machine: Machine, training: Training, rows: Sequence[StrategyRow]) -> str:

@@ -22,6 +22,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", required=True, help="memory of one device, in GB, or with a unit: 80GB, 80GiB")
     parser.add_argument("--network", default="h100-nvlink", help="a preset; unknown names list them")
     parser.add_argument("--ranks-per-node", type=int, help="how many consecutive ranks share a node (default 8)")
+    parser.add_argument("--ranks-per-pod", type=int, help="how many share a pod, of a network with pods (default 1024)")
+    parser.add_argument("--algorithm", help="how latency grows with ranks: constant, ring, tree or hierarchical")
     parser.add_argument(
         "--optimizer", default="adamw", help="for the size of its state (default adamw); unknown names list them"
     )
@@ -88,7 +90,7 @@ def _plan(options: argparse.Namespace) -> int:
         tflops = _tflops(options.tflops)
         if any(given is not None and given < 1 for given in (options.ep, options.experts_per_token)):
             raise ValueError("--ep and --experts-per-token are at least 1")
-        network = get_network(options.network, options.ranks_per_node)
+        network = get_network(options.network, options.ranks_per_node, options.ranks_per_pod, options.algorithm)
         memory = _size("memory", options.memory)
         activations = None if options.activations is None else _size("activations", options.activations)
         recomputed: float | None = None

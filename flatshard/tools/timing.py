@@ -71,7 +71,7 @@ class StepClock:
         self.now = self.waits = self._exchanged = self._done = 0.0
         self._speed, self._network, self._width = speed, network, width
         self._lanes = {"gather": 0.0, "reduce": 0.0}
-        self._links: dict[Level, float] = {"inside": 0.0, "between": 0.0}
+        self._links: dict[Level, float] = dict.fromkeys(network.links, 0.0)
 
     def launch(self, lane: str, launches: Sequence[PlannedCollective]) -> float:
         """When these collectives end, one after another, on a lane that is ordered after compute as it stands."""
@@ -80,13 +80,12 @@ class StepClock:
 
     def _carried(self, begin: float, launches: Sequence[PlannedCollective]) -> float:
         for launch in launches:
-            level = launch.level(self._network)
+            level = launch.reach(self._network).level
             self._links[level] = begin = max(begin, self._links[level]) + self._seconds(launch)
         return begin
 
     def _seconds(self, launch: PlannedCollective) -> float:
-        level = launch.level(self._network)
-        return self._network.seconds(launch.kind, launch.size, launch.among, level, launch.segments)
+        return self._network.seconds(launch.kind, launch.size, launch.reach(self._network), launch.segments)
 
     def wait(self, until: float) -> None:
         """Compute waits for something that ends then."""
@@ -129,9 +128,9 @@ class StepClock:
         return [PlannedCollective("all_to_all", 0, parts, round(size), 1, 1)]
 
     def _compute(self, seconds: float) -> None:
-        network, moved = self._network, 0.0
-        for level, link in (("inside", network.inside), ("between", network.between)):
-            beside = min(seconds, self._links[level] - self.now)  # type: ignore[index]
+        moved = 0.0
+        for level, link in self._network.links.items():
+            beside = min(seconds, self._links[level] - self.now)
             moved += beside * link.bandwidth if beside > 0 else 0.0
         self.now += seconds + _MOVED * moved / self._speed.bandwidth
 

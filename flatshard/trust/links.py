@@ -1,9 +1,9 @@
 """A tree of connections among the ranks of a job, over which every rank hears what has ended another one.
 
 Rank r connects to rank (r - 1) // 8, which it finds by the store of the process group. A message goes to all ranks:
-whoever receives it passes it on to its other connections. A connection that closes without a goodbye is the end of a
-process, whatever ended it; a process that is merely stopped keeps its connections open. In the steady state nothing is
-sent, and the store is not asked.
+whoever receives it passes it on to its other connections. Only a goodbye is for the neighbours alone, who remember it: all
+ranks end, and each would hear of each. A connection that closes without one is the end of a process, whatever ended it; a
+process that is merely stopped keeps its connections open. In the steady state nothing is sent, and the store is not asked.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Message: TypeAlias = dict[str, Any]
 
 _FANOUT = 8
 _PATIENCE = 5.0  # seconds for one attempt to connect
-_LONGEST = 1 << 16  # bytes of a message
+_LONGEST = 1 << 18  # bytes of a message
 
 
 class Links:
     """The connections of one rank. Only one thread may use them: the one that runs ``selector``.
 
     ``heard(message)`` is called for each message of another rank, and with ``{"lost": rank}`` for a rank whose process
-    has ended without saying ``{"left": rank}``. Keys of the selector carry a function of no arguments to be called.
+    has ended without saying ``{"left": ranks}``: itself, and those that have said so to it. Keys of the selector carry a function of no arguments to be called.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class Links:
         self._above: _Link | None = None
         self._listener: socket.socket | None = None
         self._token = secrets.token_hex(16)
+        self.left: set[int] = set()  # ranks that have ended well, as far as the neighbours knew
 
     def are_complete(self) -> bool:
         """Whether all ranks next to this one in the tree have connected."""
@@ -101,8 +102,10 @@ class Links:
 
     def close(self) -> None:
         """Say goodbye, and close all connections."""
-        self.tell({"left": self._rank})
+        goodbye = _line({"left": sorted(self.left | {self._rank})})
         for link in list(self._links):
+            if link.rank is not None:
+                link.send(goodbye)
             self._remove(link)
         if self._listener is not None:
             self._selector.unregister(self._listener)
@@ -156,9 +159,11 @@ class Links:
             message = json.loads(line)
             if link.rank is None:
                 return self._greeted(link, message)
-            if message.get("left") == link.rank:
-                link.has_left = True
-            self.tell(message, by=link)
+            if "left" in message:
+                self.left.update(map(int, message["left"]))
+                link.has_left = link.rank in self.left
+            else:
+                self.tell(message, by=link)
             self._heard(message)
         except (ValueError, KeyError, TypeError, AttributeError):
             return False

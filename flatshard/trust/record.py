@@ -54,7 +54,7 @@ class GroupRecord:
     launched: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One collective. ``of_group``: its number among those of its group. ``ended``: when, or 0 if nobody has looked."""
 
@@ -278,25 +278,42 @@ def _unpacked(data: bytes | mmap.mmap, at: int) -> Entry | None:
     if not number or phase >= len(PHASES) or kind >= len(KINDS) or group >= _GROUPS // _LABEL:
         return None
     place = _HEADER + group * _LABEL
-    label, text = (each.rstrip(b"\0").decode(errors="replace") for each in (data[place : place + _LABEL], name))
+    label, text = _decoded(data[place : place + _LABEL]), _decoded(name)
     return Entry(number, launched, ended, numbytes, of, step, PHASES[phase], KINDS[kind], label, text)
 
 
+@lru_cache(maxsize=1 << 16)  # launches, and ranks, have few names: of thousands of records each is kept once
+def _decoded(text: bytes) -> str:
+    return text.rstrip(b"\0").decode(errors="replace")
+
+
 def ranges(ranks: Sequence[int]) -> str:
-    """Ranks in short: 0-3, or 0-6/2 for every other one."""
-    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-    if len(ranks) > 2 and step > 0 and list(ranks) == list(range(ranks[0], ranks[-1] + 1, step)):
-        return f"{ranks[0]}-{ranks[-1]}" + (f"/{step}" if step > 1 else "")
-    return ",".join(map(str, ranks))
+    """Ranks in short: 0-3, or 0-6/2 for every other one; 0-3,5-7 for several runs."""
+    said, at = [], 0
+    while at < len(ranks):
+        step = ranks[at + 1] - ranks[at] if at + 1 < len(ranks) else 1
+        end = at + 1
+        while step > 0 and end < len(ranks) and ranks[end] - ranks[end - 1] == step:
+            end += 1
+        if end - at < 3:
+            end = at + 1
+        first, last = ranks[at], ranks[end - 1]
+        said.append(f"{first}" if first == last else f"{first}-{last}" + (f"/{step}" if step > 1 else ""))
+        at = end
+    return ",".join(said)
 
 
 def in_range(text: str) -> list[int]:
     """The ranks that `ranges` has put into words; none, if they are other words."""
-    start, dash, rest = text.partition("-")
-    stop, _, step = rest.partition("/")
-    if dash and start.isdecimal() and stop.isdecimal() and (step or "1").isdecimal() and int(step or 1):
-        return list(range(min(int(start), MOST_RANKS), min(int(stop) + 1, MOST_RANKS), int(step or 1)))
-    return [int(rank) for rank in text.split(",") if rank.isdecimal()]
+    found: list[int] = []
+    for part in text.split(","):
+        start, dash, rest = part.partition("-")
+        stop, _, step = rest.partition("/")
+        if dash and start.isdecimal() and stop.isdecimal() and (step or "1").isdecimal() and int(step or 1):
+            found += range(min(int(start), MOST_RANKS), min(int(stop) + 1, MOST_RANKS), int(step or 1))
+        elif part.isdecimal():
+            found.append(int(part))
+    return found
 
 
 def records_folder() -> Path | None:

@@ -37,21 +37,32 @@ class Watched:
 
 
 class Survey:
-    """The answers to the last question, whichever rank has asked it, and this rank's own answer."""
+    """The answers to the last question, whichever rank has asked it, and this rank's own answer.
+
+    Where one rank waits in vain, all do. Questions that come within seconds of each other are one, which each answers
+    once.
+    """
 
     def __init__(self, rank: int, world: int) -> None:
         self.waits_for = ""  # what this rank waits for on the CPU, if that wait has failed
         self._others = set(range(world)) - {rank}
         self._states: dict[int, str] = {}
         self._left: set[int] = set()  # ranks that have ended well
+        self._asked = -GRACE  # when
+
+    def begin(self) -> bool:
+        """Somebody asks. Whether that is a new question; then earlier answers no longer count."""
+        now = time.monotonic()
+        if now - self._asked < GRACE:
+            return False
+        self._asked = now
+        self._states.clear()
+        return True
 
     def hear(self, message: Message) -> None:
-        """A question, to which earlier answers no longer count; an answer; or a goodbye."""
-        if "ask" in message:
-            self._states.clear()
-        elif "left" in message:
-            self._left.add(message["left"])
-        elif "state" in message:
+        """An answer, or a goodbye."""
+        self._left.update(message.get("left", ()), message.get("gone", ()))
+        if "state" in message:
             self._states[message["rank"]] = message["state"]
 
     def is_complete(self) -> bool:
@@ -187,9 +198,17 @@ class Watch:
             self.verdict.add(f"rank {message['rank']} raised {message['raised']}")
         elif "lost" in message:
             self.verdict.add_lost(int(message["lost"]))
+        is_new = "ask" in message and self._survey.begin()
         self._survey.hear(message)
-        if "ask" in message and self._links is not None:
-            self._links.tell({"state": self._survey.own_state(), "rank": self.group.rank})
+        if is_new:
+            self._answer({})
+
+    def _answer(self, question: Message) -> None:
+        """Tell what this rank waits for, and who has said goodbye to it; with a question of its own, if it has one."""
+        if self._links is not None:
+            gone = {"gone": sorted(self._links.left)} if self._links.left else {}
+            said = {"state": self._survey.own_state(), "rank": self.group.rank}
+            self._links.tell({**question, **said, **gone})
 
     # Failed waits
 
@@ -217,10 +236,8 @@ class Watch:
         """What the other ranks do. Returns early if the reason for a failure comes to be known."""
 
         def send() -> None:
-            question = {"ask": self.group.rank}
-            self._survey.hear(question)
-            if self._links is not None:
-                self._links.tell(question)
+            if self._survey.begin():
+                self._answer({"ask": self.group.rank})
 
         asked = time.monotonic()
         self._do(send)

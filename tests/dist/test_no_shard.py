@@ -157,9 +157,11 @@ def _trainable(rank, world, case, layout):
     run(rank, world, model, reference, micro=2)
     run(rank, world, model, reference, micro=2, scoped=False)
     root = unit_of(model).root
-    root.gather_lane.history.clear()
+    lanes = {root.gather_lane, root.gather_pool.refresh_lane}
+    for lane in lanes:
+        lane.history.clear()
     run(rank, world, model, reference, steps=1, micro=3)
-    names = [op.name for op in root.gather_lane.history if op.kind == "all_gather"]
+    names = [op.name for lane in lanes for op in lane.history if op.kind == "all_gather"]
     (marked,) = unit_of(model.blocks[1]).groups
     sharded_state = strategy != "no_shard"
     # Refreshed once per step and per sharded axis, and gathered for no pass.

@@ -6,11 +6,13 @@ import json
 import os
 import selectors
 import socket
+from functools import partial
 
 import pytest
 import torch.distributed as dist
 
 from flatshard.trust.links import Links
+from flatshard.trust.watch import Survey
 
 
 class Tree:
@@ -82,8 +84,8 @@ def test_a_rank_that_says_goodbye_is_not_missed(tree):
     ranks.run()
     ranks.links[1].close()
     ranks.run()
-    assert ranks.heard[0] == [{"left": 9}, {"left": 1}]
-    assert ranks.heard[5] == [{"left": 9}, {"left": 1}]
+    assert ranks.heard[0] == [{"left": [1, 9]}]  # and nothing was passed on: all ranks end, and each would hear of each
+    assert ranks.heard[5] == []
 
 
 def test_a_rank_that_connects_late_hears_what_was_said_before(tree):
@@ -137,3 +139,29 @@ def test_a_message_that_does_not_fit_is_sent_as_there_is_room(tree):
         ranks.links[1].tell({"raised": "x" * 30_000, "rank": number})
     ranks.run()
     assert [message["rank"] for message in ranks.heard[0]] == list(range(200))
+
+
+def test_a_question_that_many_ask_at_once_is_answered_once_by_each(tree, monkeypatch):
+    """Where one rank waits in vain, all do; each would answer each."""
+    ranks = tree(10)
+    surveys = [Survey(rank, 10) for rank in range(10)]
+
+    def answer(rank, question):
+        ranks.links[rank].tell({**question, "state": "waits", "rank": rank})
+
+    def hear(rank, message):
+        ranks.heard[rank].append(message)
+        is_new = "ask" in message and surveys[rank].begin()
+        surveys[rank].hear(message)
+        if is_new:
+            answer(rank, {})
+
+    for rank in range(10):
+        monkeypatch.setattr(ranks.links[rank], "_heard", partial(hear, rank))
+        if surveys[rank].begin():
+            answer(rank, {"ask": rank})
+    ranks.run()
+    assert all(survey.is_complete() for survey in surveys)
+    assert {len(heard) for heard in ranks.heard.values()} == {9}
+    surveys[3].hear({"state": "waits", "rank": 2, "gone": [5]})
+    assert "rank 5 has ended" in surveys[3].summary()

@@ -295,7 +295,7 @@ def test_formats_are_told_to_pay_only_where_the_wire_is_what_a_step_waits_for(ca
         assert main([*given, *more]) == 0
         told[name] = capsys.readouterr().out.splitlines()[-1]
     assert re.search(
-        r"'int8'.* would take the wire from [\d,.]+ to [\d,.]+ ms, and a step from [\d,.]+ to", told["slow"]
+        r'"int8".* would take the wire from [\d,.]+ to [\d,.]+ ms, and a step from [\d,.]+ to', told["slow"]
     )
     assert re.search(
         r"That does not pay: compute can hide it in either case, and .* a step takes [\d,.]+ ms instead of",
@@ -306,6 +306,28 @@ def test_formats_are_told_to_pay_only_where_the_wire_is_what_a_step_waits_for(ca
         assert told[name].startswith("The formats take the wire from")
         assert found[1] < 0.75 * found[0]
         assert found[3] < 0.75 * found[2]
+
+
+def test_a_third_level_is_spanned_by_replicas_and_not_by_shards(capsys):
+    given = [
+        "plan",
+        "llama-8b",
+        "--devices",
+        "512",
+        "--memory",
+        "80",
+        "--network",
+        "h100-pods",
+        "--ranks-per-pod",
+        "64",
+    ]
+    assert main([*given, "--tokens", "8192", "--tflops", "400"]) == 0
+    said = capsys.readouterr().out
+    meshes = re.findall(r"^(HF?SDP(?: pods)?) +(\d+ x \d+)", said, re.M)
+    assert meshes == [("HSDP", "64 x 8"), ("HFSDP", "64 x 8"), ("HSDP pods", "8 x 64"), ("HFSDP pods", "8 x 64")]
+    assert re.search(r"^HF?SDP pods: ", said, re.M)
+    assert main([*given[:-1], "1024", "--tokens", "8192", "--tflops", "400"]) == 0
+    assert "HSDP pods" not in capsys.readouterr().out  # one pod holds them all
 
 
 @pytest.mark.parametrize(
@@ -442,11 +464,11 @@ def test_experts_apart_send_what_the_plan_says():
         entry = sizes.setdefault(launch.kind, [0, 0])
         entry[0] += launch.times
         entry[1] += launch.times * launch.size
-        args = launch.kind, launch.size, launch.among, launch.level(NETWORK), launch.segments
+        args = launch.kind, launch.size, launch.reach(NETWORK), launch.segments
         seconds += launch.times * NETWORK.seconds(*args)
     head = 4 * (config.vocab + 1) * config.width  # which the benchmarks gather once
     sizes["all_gather"] = [sizes["all_gather"][0] - 1, sizes["all_gather"][1] - head]
-    seconds -= NETWORK.seconds("all_gather", head, setup.world, "between", 2)
+    seconds -= NETWORK.seconds("all_gather", head, NETWORK.reach(range(setup.world)), 2)
     assert {kind: [entry.launches, entry.size] for kind, entry in traffic.items()} == sizes
     assert seconds == pytest.approx(sum(entry.seconds for entry in traffic.values()))
     # two of tokens in forward and two in backward; what a rank sends to each is counted before, once
