@@ -166,7 +166,7 @@ def buffer_of(grad: torch.Tensor | None, main: DBuffer, index: int) -> DBuffer |
         return None
     assert grad is not None
     place = _torch.local_of(grad).storage_offset() - buffer.local.storage_offset()
-    return buffer if place == window(main, index)[0] else None
+    return buffer if place == main.layout.windows(main.held.first, main.held.count)[index].offset else None
 
 
 def set_grad(tensor: torch.Tensor, gradient: torch.Tensor, uncast: bool) -> None:
