@@ -327,7 +327,7 @@ class Root:
                 self._launch_gather(unit)
         else:
             self._launch_gather(unit)
-        if unit.index == self.entry or unit.stays:
+        if unit.may_stay or unit.leases or unit.index == self.entry:
             unit.note_state()
 
     def gather_apart(self, units: Sequence[Unit]) -> None:

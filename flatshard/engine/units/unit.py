@@ -166,6 +166,9 @@ class Unit:
         intent, place = self.intent, self.place
         asked = intent.reshard_after_forward
         self.reshard_after_forward = not place.stays_for_backward if asked == "auto" else asked
+        # Whether full weights may stay from one pass to another without a lease of somebody else.
+        stays = self.reshard_after_forward is False or not intent.reshard_after_backward
+        self.may_stay = stays or place.keeps_for_next
         self.unshard_in_forward = self.rows is None
         reads = self.rows is None and (bool(self.borrowed) or len(self.tables) < len(self._ids))
         self.unshard_in_backward = reads if intent.unshard_in_backward is None else intent.unshard_in_backward
