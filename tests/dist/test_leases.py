@@ -223,3 +223,20 @@ def _saved_by_one(rank, world):
 
 def test_one_rank_alone_takes_a_state_dict_between_passes_and_in_a_body(ranks):
     ranks(2, _saved_by_one)
+
+
+def _frozen_while_shown(rank, world):
+    """What users say of full parameters that are shown counts, also where `gathered` watches them from then on."""
+    model = _sharded(reshard_after_forward=False)
+    model(torch.ones(2, DIM))  # its graph is dropped, and the weights stay
+    assert not isinstance(model.second.weight, DTensor)
+    model.second.weight.requires_grad_(False)
+    with flatshard.gathered(model):
+        assert not model.second.weight.requires_grad
+    model(torch.ones(2, DIM)).sum().backward()
+    assert (model.second.weight.requires_grad, model.second.weight.grad) == (False, None)
+    assert model.second.bias.grad is not None
+
+
+def test_parameters_frozen_while_they_are_shown_stay_frozen(ranks):
+    ranks(2, _frozen_while_shown)

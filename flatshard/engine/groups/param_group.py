@@ -391,6 +391,6 @@ class ParamGroup:
             assert full is not None
             if full.is_floating_point():
                 hook = functools.partial(gradient_arrived, weakref.ref(self.gradients), index)
-                full.requires_grad = True  # a hook can be put only on what needs a gradient
+                before, full.requires_grad = full.requires_grad, True  # a hook can be put only on what needs a gradient
                 full.register_post_accumulate_grad_hook(hook)
-                full.requires_grad = param.sharded.requires_grad
+                full.requires_grad = before  # which users may have changed while it is shown
