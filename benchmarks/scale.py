@@ -7,10 +7,12 @@
     python -m benchmarks.scale checkpoint   # planning and manifest of a checkpoint of W ranks, beside DCP's planner
     python -m benchmarks.scale plan         # layout, padding and `flatshard plan` of 405B and of a 1T mixture
     python -m benchmarks.scale latency      # one collective and one step on 8 to 16,384 ranks, by algorithm
+    python -m benchmarks.scale cases        # cases (c) and (e64) of benchmarks.table on thousands of ranks
     python -m benchmarks.scale stragglers   # what a step loses if ranks are slower than others
 
 Every sub-command takes ``--worlds`` and ``--json FILE``.  All ranks of a simulation share the processors of one
-machine: seconds are of the processor, for all of them together, unless a column says "per rank".  Counts and bytes are exact.
+machine: seconds are of the processor, for all of them together, unless a column says "per rank".  Counts and bytes are
+exact.
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 import flatshard.trust.watch as watch_module
+from benchmarks.plan import choice_of, shapes_of
+from benchmarks.table import CASES
 from flatshard.checkpoint.files import BLOCK, MANIFEST, Manifest
 from flatshard.checkpoint.json_trees import encode_tree
 from flatshard.checkpoint.saving import _publish
@@ -53,6 +57,7 @@ from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy, placements_fo
 from flatshard.rehearsal.network import Algorithm, Network, get_network
 from flatshard.tools.dry_run import DryRun
 from flatshard.tools.group_bytes import GroupBytes, PlannedCollective, TrainingSetup
+from flatshard.tools.memory import _groups, memory_of, time_of
 from flatshard.tools.model_shapes import ModelShape, load_model
 from flatshard.tools.plan import compare_strategies
 from flatshard.tools.strategy_plan import Machine, Training
@@ -490,7 +495,7 @@ def padding(model: ModelShape, world: int, parts: int = 1) -> float:
 
 
 def latency(world: int) -> Row:
-    """One all-gather of 64 kB, of a block of 8B (436 MB) and of one of 405B (6.4 GB), and a step of each, in one pod."""
+    """One all-gather of 64 kB, of a block of 8B (436 MB) and of one of 405B (6.4 GB), and a step of 8B, in one pod."""
     row: Row = {"world": world}
     for algorithm in get_args(Algorithm):
         network = replace(get_network("h100-ib400", algorithm=algorithm), rails=8)
@@ -498,6 +503,26 @@ def latency(world: int) -> Row:
         for name, size in (("64kB", 1 << 16), ("436MB", 436 << 20), ("6.4GB", 6_400 << 20)):
             row[f"{algorithm}_{name}_ms"] = 1e3 * network.seconds("all_gather", size, reach)
         row[f"{algorithm}_8b_step_s"] = _clocked("llama-8b", (world,), network, lambda now: now)
+    return row
+
+
+def cases(world: int) -> Row:
+    """Cases (c) and (e64) of benchmarks.table on so many ranks: launches, wire and step by the formula of `plan`."""
+    row: Row = {"world": world}
+    for name in ("c", "e64"):
+        setup = replace(CASES[name], world=world)
+        shape, choice = shapes_of(setup), choice_of(setup)
+        launches = memory_of(shape, choice).launches
+        row[f"{name}_launches"] = sum(launch.times for launch in launches)
+        speed = Speed(600e12, setup.batch * setup.seq, setup.seq, setup.model.recompute, 4.8e12, 0.0)
+        for algorithm in get_args(Algorithm):
+            network = replace(get_network("h100-ib400", algorithm=algorithm), rails=8)
+            wire = [
+                launch.times * network.seconds(launch.kind, launch.size, launch.reach(network), launch.segments)
+                for launch in launches
+            ]
+            row[f"{name}_{algorithm}_wire_s"] = sum(wire)
+            row[f"{name}_{algorithm}_step_s"] = time_of(shape, choice, speed, network).total
     return row
 
 
@@ -523,7 +548,7 @@ def stragglers(world: int, model: str = "llama-8b") -> Row:
     }
     policies: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
         "zero3": ((world,), {}),
-        "zero3_ahead": ((world,), {"schedule": SchedulePolicy(forward_prefetch=4, backward_prefetch=4)}),
+        "zero3_ahead": ((world,), {"schedule": SchedulePolicy(max_gathered=8, max_reducing=8)}),
         "zero3_4_microbatches": ((world,), {"microbatches": 4}),
         "hsdp": ((nodes, world // nodes), {}),
     }
@@ -542,7 +567,7 @@ def _clocked(model: str, mesh: tuple[int, ...], network: Network, slower: Callab
     precision = MixedPrecisionPolicy(torch.bfloat16, main_dtype=torch.float32)
     setup = TrainingSetup(mesh, placements, precision, **more)
     speed = Speed(500e12, 8192, 8192, host=0.0)
-    groups = groups_of(shape, setup)
+    groups = _groups(shape, setup)
     clock = RanksClock(speed, network, shape.width, mesh, slower)
     return float(np.max(DryRun(shape, groups, setup, lambda *_: None).timed(clock, setup.microbatches).total))
 
@@ -588,6 +613,7 @@ COMMANDS: dict[str, tuple[Callable[..., Row], tuple[int, ...]]] = {
     "checkpoint": (checkpoint, (16, 64, 256)),
     "plan": (plan, (4096, 16384)),
     "latency": (latency, (8, 64, 512, 4096, 16384)),
+    "cases": (cases, (64, 512, 4096)),
     "stragglers": (stragglers, (64, 512, 4096)),
 }
 
