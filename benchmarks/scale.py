@@ -1,5 +1,6 @@
 """What a job of thousands of ranks costs before and beside its steps, simulated on one machine.
 
+    python -m benchmarks.scale start        # process groups and first launches of a model, beside FSDP2
     python -m benchmarks.scale store        # a TCPStore with W clients: seconds to connect, requests per second
     python -m benchmarks.scale gloo         # a Gloo group of W ranks: seconds, connections, requests to the store
     python -m benchmarks.scale alarm        # W ranks of the alarm's tree: start, one error, a question, the end
@@ -45,8 +46,12 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2_shard
 
+import flatshard
 import flatshard.trust.watch as watch_module
+from benchmarks.growth import ROWS, Chain
 from benchmarks.plan import choice_of, shapes_of
 from benchmarks.table import CASES
 from flatshard.checkpoint.files import BLOCK, MANIFEST, Manifest
@@ -54,6 +59,7 @@ from flatshard.checkpoint.json_trees import encode_tree
 from flatshard.checkpoint.saving import _publish
 from flatshard.checkpoint.state import Snapshot
 from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy, placements_for
+from flatshard.rehearsal import rehearse
 from flatshard.rehearsal.network import Algorithm, Network, get_network
 from flatshard.tools.dry_run import DryRun
 from flatshard.tools.group_bytes import GroupBytes, PlannedCollective, TrainingSetup
@@ -88,6 +94,26 @@ def open_files(count: int) -> None:
 
 
 # Start
+
+
+def start(world: int) -> Row:
+    """Process groups, and what is sent up to the end of the first pass, beside FSDP2: rank 0 of a rehearsed W."""
+    row: Row = {"world": world}
+    for name, shard in (("flatshard", flatshard.fully_shard), ("fsdp2", fsdp2_shard)):
+        with rehearse(world, "free") as rehearsal:
+            with seconds(row, f"{name}_s"):
+                mesh = init_device_mesh("cpu", (world,))
+                model = Chain(8)
+                for block in model.blocks:
+                    shard(block, mesh=mesh)
+                shard(model, mesh=mesh)
+                model(torch.ones(ROWS)).sum().backward()
+            sent = rehearsal.medium.traffic.entries
+            row[f"{name}_groups"] = len(dist.distributed_c10d._world.pg_map)
+            row[f"{name}_launches"] = sum(entry.launches for entry in sent.values())
+            row[f"{name}_all_reduces"] = sent["all_reduce"].launches if "all_reduce" in sent else 0
+            row[f"{name}_all_reduce_bytes"] = sent["all_reduce"].size if "all_reduce" in sent else 0
+    return row
 
 
 class CountingStore:
@@ -606,6 +632,7 @@ class RanksClock(StepClock):
 
 
 COMMANDS: dict[str, tuple[Callable[..., Row], tuple[int, ...]]] = {
+    "start": (start, (8, 64, 512, 4096)),
     "store": (store, (64, 256, 1024, 4096)),
     "gloo": (gloo, (8, 16, 32, 64)),
     "alarm": (alarm, (64, 256, 1024)),
