@@ -284,14 +284,15 @@ def alarm(world: int) -> Row:
         ranks.run()
     assert all(watch.verdict.reason for watch in ranks.watches if watch.group.rank != world // 2)
     row["error_messages_per_rank"] = ranks.most_heard()
-    with seconds(row, "question_s"):
-        for watch in ranks.watches:
-            if watch._survey.begin():
-                watch._answer({"ask": watch.group.rank})
-        ranks.run()
-    assert all(watch._survey.is_complete() for watch in ranks.watches)
-    row["question_messages_per_rank"] = ranks.most_heard()
-    row["question_s_per_rank"] = row["question_s"] / world
+    if world <= 1024:  # in all it is the square of W, which one processor does not do in minutes
+        with seconds(row, "question_s"):
+            for watch in ranks.watches:
+                if watch._survey.begin():
+                    watch._answer({"ask": watch.group.rank})
+            ranks.run()
+        assert all(watch._survey.is_complete() for watch in ranks.watches)
+        row["question_messages_per_rank"] = ranks.most_heard()
+        row["question_s_per_rank"] = row["question_s"] / world
     with seconds(row, "end_s"):
         for watch in reversed(ranks.watches):
             watch.close()
@@ -635,7 +636,7 @@ COMMANDS: dict[str, tuple[Callable[..., Row], tuple[int, ...]]] = {
     "start": (start, (8, 64, 512, 4096)),
     "store": (store, (64, 256, 1024, 4096)),
     "gloo": (gloo, (8, 16, 32, 64)),
-    "alarm": (alarm, (64, 256, 1024)),
+    "alarm": (alarm, (64, 256, 1024, 4096)),
     "blame": (blame, (64, 512, 4096)),
     "checkpoint": (checkpoint, (16, 64, 256)),
     "plan": (plan, (4096, 16384)),
