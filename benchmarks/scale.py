@@ -1,5 +1,6 @@
 """What a job of thousands of ranks costs before and beside its steps, simulated on one machine.
 
+    python -m benchmarks.scale start        # process groups and first launches of a model, beside FSDP2
     python -m benchmarks.scale store        # a TCPStore with W clients: seconds to connect, requests per second
     python -m benchmarks.scale gloo         # a Gloo group of W ranks: seconds, connections, requests to the store
     python -m benchmarks.scale alarm        # W ranks of the alarm's tree: start, one error, a question, the end
@@ -7,10 +8,12 @@
     python -m benchmarks.scale checkpoint   # planning and manifest of a checkpoint of W ranks, beside DCP's planner
     python -m benchmarks.scale plan         # layout, padding and `flatshard plan` of 405B and of a 1T mixture
     python -m benchmarks.scale latency      # one collective and one step on 8 to 16,384 ranks, by algorithm
+    python -m benchmarks.scale cases        # cases (c) and (e64) of benchmarks.table on thousands of ranks
     python -m benchmarks.scale stragglers   # what a step loses if ranks are slower than others
 
 Every sub-command takes ``--worlds`` and ``--json FILE``.  All ranks of a simulation share the processors of one
-machine: seconds are of all of them together unless a column says "per rank".  Counts and bytes are exact.
+machine: seconds are of the processor, for all of them together, unless a column says "per rank".  Counts and bytes are
+exact.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import os
+import pickle
 import resource
 import selectors
 import socket
@@ -28,15 +33,41 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2_shard
 
+import flatshard
 import flatshard.trust.watch as watch_module
+from benchmarks.growth import ROWS, Chain
+from benchmarks.plan import choice_of, shapes_of
+from benchmarks.table import CASES
+from flatshard.checkpoint.files import BLOCK, MANIFEST, Manifest
+from flatshard.checkpoint.json_trees import encode_tree
+from flatshard.checkpoint.saving import _publish
+from flatshard.checkpoint.state import Snapshot
+from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy, placements_for
+from flatshard.rehearsal import rehearse
+from flatshard.rehearsal.network import Algorithm, Network, get_network
+from flatshard.tools.dry_run import DryRun
+from flatshard.tools.group_bytes import GroupBytes, PlannedCollective, TrainingSetup
+from flatshard.tools.memory import _groups, memory_of, time_of
+from flatshard.tools.model_shapes import ModelShape, load_model
+from flatshard.tools.plan import compare_strategies
+from flatshard.tools.strategy_plan import Machine, Training
+from flatshard.tools.timing import Estimate, Speed, StepClock
 from flatshard.trust.blame import blame as verdict_of
 from flatshard.trust.blame import read_records
 from flatshard.trust.record import CAPACITY, FlightRecord
@@ -47,10 +78,11 @@ Row = dict[str, Any]
 
 
 @contextmanager
-def seconds(row: Row, name: str) -> Iterator[None]:
-    begin = time.perf_counter()
+def seconds(row: Row, name: str, clock: Callable[[], float] = time.process_time) -> Iterator[None]:
+    """Of the processor, so that it does not matter what else runs on this machine; or by another clock."""
+    begin = clock()
     yield
-    row[name] = time.perf_counter() - begin
+    row[name] = clock() - begin
 
 
 def open_files(count: int) -> None:
@@ -62,6 +94,26 @@ def open_files(count: int) -> None:
 
 
 # Start
+
+
+def start(world: int) -> Row:
+    """Process groups, and what is sent up to the end of the first pass, beside FSDP2: rank 0 of a rehearsed W."""
+    row: Row = {"world": world}
+    for name, shard in (("flatshard", flatshard.fully_shard), ("fsdp2", fsdp2_shard)):
+        with rehearse(world, "free") as rehearsal:
+            with seconds(row, f"{name}_s"):
+                mesh = init_device_mesh("cpu", (world,))
+                model = Chain(8)
+                for block in model.blocks:
+                    shard(block, mesh=mesh)
+                shard(model, mesh=mesh)
+                model(torch.ones(ROWS)).sum().backward()
+            sent = rehearsal.medium.traffic.entries
+            row[f"{name}_groups"] = len(dist.distributed_c10d._world.pg_map)
+            row[f"{name}_launches"] = sum(entry.launches for entry in sent.values())
+            row[f"{name}_all_reduces"] = sent["all_reduce"].launches if "all_reduce" in sent else 0
+            row[f"{name}_all_reduce_bytes"] = sent["all_reduce"].size if "all_reduce" in sent else 0
+    return row
 
 
 class CountingStore:
@@ -120,7 +172,7 @@ def store(world: int) -> Row:
     row: Row = {"world": world}
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     server.set("there", "")
-    with seconds(row, "connect_s"):
+    with seconds(row, "connect_s", time.perf_counter):
         clients = [LightClient(server.port) for _ in range(world)]
         clients[-1].ask("/there")
         assert clients[-1].is_there()
@@ -155,7 +207,7 @@ def gloo(world: int) -> Row:
             groups[rank].allgather([[torch.zeros(1) for _ in range(world)]], [value]).wait()
 
         threads = [threading.Thread(target=make, args=(rank,)) for rank in range(world)]
-        with seconds(row, f"{name}_s"):
+        with seconds(row, f"{name}_s", time.perf_counter):
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -221,7 +273,7 @@ def alarm(world: int) -> Row:
     with seconds(row, "start_s"):
         for watch in ranks.watches:
             watch.open()
-        while not all([watch._find_others() for watch in ranks.watches]):
+        while [watch for watch in ranks.watches if not watch._find_others()]:
             ranks.run(0.0)
     row["store_requests_per_rank"] = max(store.requests for store in ranks.stores)
     row["store_requests"] = sum(store.requests for store in ranks.stores)
@@ -232,14 +284,15 @@ def alarm(world: int) -> Row:
         ranks.run()
     assert all(watch.verdict.reason for watch in ranks.watches if watch.group.rank != world // 2)
     row["error_messages_per_rank"] = ranks.most_heard()
-    with seconds(row, "question_s"):
-        for watch in ranks.watches:
-            if watch._survey.begin():
-                watch._answer({"ask": watch.group.rank})
-        ranks.run()
-    assert all(watch._survey.is_complete() for watch in ranks.watches)
-    row["question_messages_per_rank"] = ranks.most_heard()
-    row["question_s_per_rank"] = row["question_s"] / world
+    if world <= 1024:  # in all it is the square of W, which one processor does not do in minutes
+        with seconds(row, "question_s"):
+            for watch in ranks.watches:
+                if watch._survey.begin():
+                    watch._answer({"ask": watch.group.rank})
+            ranks.run()
+        assert all(watch._survey.is_complete() for watch in ranks.watches)
+        row["question_messages_per_rank"] = ranks.most_heard()
+        row["question_s_per_rank"] = row["question_s"] / world
     with seconds(row, "end_s"):
         for watch in reversed(ranks.watches):
             watch.close()
@@ -286,11 +339,310 @@ class _Ended:
 _ENDED = _Ended()
 
 
+# Checkpoints
+
+
+def checkpoint(world: int, model: str = "llama-405b") -> Row:
+    """Rank 0 of a save: what the ranks have written becomes a manifest; and a rank that reads it. Beside DCP's planner.
+
+    Weights and the two moments of AdamW in float32, cut by rows. Files are sparse, of their true sizes.
+    """
+    row: Row = {"world": world, "model": model}
+    for name, action in (("flatshard", _manifest), ("dcp", _dcp_plan)):
+        found = in_child(action, world, model)
+        row |= {f"{name}_{key}": value for key, value in found.items()}
+    return row
+
+
+def in_child(action: Callable[..., Row], *given: Any) -> Row:
+    """What it returns in a process of its own, and the memory that it has taken there beyond what was there before."""
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+
+    def run() -> None:
+        before = _resident()
+        found = action(*given)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        send.send({**found, "memory_mb": (peak - before) / 2**20})
+
+    child = context.Process(target=run)
+    child.start()
+    send.close()
+    try:
+        found: Row = receive.recv()
+    except EOFError:
+        raise RuntimeError(f"{action.__name__}{given} has ended without a result, for want of memory maybe") from None
+    child.join()
+    return found
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def _tensors(model: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Weights, and the state of AdamW."""
+    shapes = [tensor.shape for unit in load_model(model).units for tensor in unit.tensors]
+    kinds = ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq")
+    return [(f"{kind}/layers.{at}.weight", shape) for kind in kinds for at, shape in enumerate(shapes)]
+
+
+def _rows(shape: tuple[int, ...], world: int, rank: int) -> tuple[int, int]:
+    """The first row of a rank, and how many."""
+    share = -(-shape[0] // world)
+    low, high = min(rank * share, shape[0]), min((rank + 1) * share, shape[0])
+    return low, high - low
+
+
+def _manifest(world: int, model: str) -> Row:
+    row: Row = {}
+    tensors = _tensors(model)
+    kinds = {key: ("F32", shape) for key, shape in tensors}
+    names = encode_tree({key: key for key, _ in tensors}, lambda key, tensor: key, "model")
+    messages = []
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent, ".saving-step")
+        folder.mkdir()
+        with seconds(row, "ranks_s"):
+            for rank in range(world):
+                messages.append(_message(folder, tensors, world, rank))
+        row["message_kb"] = max(map(len, messages)) / 1024
+        with seconds(row, "coordinator_s"):
+            taken = Snapshot(0, world, names, None, None, kinds)
+            _publish(Path(parent, "step"), folder, taken, map(json.loads, messages), None)
+        messages.clear()
+        row["index_mb"] = Path(parent, "step", MANIFEST).stat().st_size / 2**20
+        with seconds(row, "read_s"):
+            Manifest(Path(parent, "step"))
+    return row
+
+
+def _message(folder: Path, tensors: Sequence[tuple[str, tuple[int, ...]]], world: int, rank: int) -> bytes:
+    """What a rank says of what it has written. Checksums are of a random block, as long as true ones are."""
+    name, place, boxes = f"rank-{rank:05d}.safetensors", 8, []
+    for key, shape in tensors:
+        low, count = _rows(shape, world, rank)
+        if count:
+            sizes = (count, *shape[1:])
+            size = 4 * math.prod(sizes)
+            sums = [hash((rank, place, block)) % 2**64 for block in range(-(-size // BLOCK))]
+            boxes.append((key, place, (low, *[0] * (len(shape) - 1)), sizes, sums))
+            place += size
+    os.truncate(os.open(folder / name, os.O_CREAT | os.O_WRONLY), place)
+    file = {"bytes": place, "header": 8, "crc": 0}
+    return json.dumps({"name": name, "file": file, "boxes": boxes, "extra": None, "extras": {}}).encode()
+
+
+def _dcp_plan(world: int, model: str) -> Row:
+    """The ranks' plans as their planner makes them, and the coordinator's part, to the bytes of the index."""
+    row: Row = {}
+    tensors = _tensors(model)
+    properties = TensorProperties(dtype=torch.float32)
+    plans = []
+    with seconds(row, "ranks_s"):
+        for rank in range(world):
+            items = []
+            for key, shape in tensors:
+                low, count = _rows(shape, world, rank)
+                if count:
+                    first = torch.Size([low, *[0] * (len(shape) - 1)])
+                    chunk = ChunkStorageMetadata(first, torch.Size([count, *shape[1:]]))
+                    data = TensorWriteData(chunk, properties, torch.Size(shape))
+                    items.append(WriteItem(MetadataIndex(key, first), WriteItemType.SHARD, tensor_data=data))
+            plans.append(pickle.dumps(SavePlan(items, planner_data={key: (key,) for key, _ in tensors})))
+    row["message_kb"] = max(map(len, plans)) / 1024
+    with seconds(row, "coordinator_s"):
+        planner = DefaultSavePlanner()
+        planner.set_up_planner({}, is_coordinator=True)
+        local = [pickle.loads(plan) for plan in plans]
+        plans.clear()
+        final, metadata = planner.create_global_plan(local)
+        metadata.storage_data = {
+            item.index: _StorageInfo(f"__{rank}_0.distcp", 0, 1)
+            for rank, plan in enumerate(final)
+            for item in plan.items
+        }
+        text = pickle.dumps(metadata)
+    row["index_mb"] = len(text) / 2**20
+    del local, final, metadata
+    with seconds(row, "read_s"):
+        pickle.loads(text)
+    return row
+
+
+# Layout, plan and the model of the network
+
+_MIXTURE = {  # of a trillion parameters, 32 billion of them for a token
+    "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 7168, "num_hidden_layers": 61, "head_dim": 128,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+    "num_experts": 384, "num_experts_per_tok": 8,
+}  # fmt: skip
+
+
+def plan(world: int) -> Row:
+    """What a rank stores beyond its share, and what `flatshard plan` advises, on a network of three levels."""
+    row: Row = {"world": world}
+    for name, source, parts in (("405b", "llama-405b", 1), ("1t", _mixture(), 8)):
+        with seconds(row, f"{name}_model_s"):
+            shape = load_model(source)
+        with seconds(row, f"{name}_layout_s"):
+            waste = padding(shape, world, parts)
+        row[f"{name}_padding_percent"] = 100 * waste
+        speed = Speed(500e12, 8192, 8192, recompute=True)
+        training = Training(MixedPrecisionPolicy(torch.bfloat16, main_dtype=torch.float32), speed=speed)
+        machine = Machine(world, 141e9, get_network("h100-pods"))
+        with seconds(row, f"{name}_plan_s"):
+            found = compare_strategies(shape, machine, training)
+        rows = {each.name: each for each in found.rows if each.step is not None}
+        row[f"{name}_advice"] = found.advice
+        row[f"{name}_mesh"] = "x".join(map(str, rows[found.advice].mesh)) if found.advice in rows else ""
+        row[f"{name}_step_s"] = {each.name: round(each.step.total, 2) for each in rows.values() if each.fits}
+        row[f"{name}_formats"] = found.formats
+    return row
+
+
+def _mixture() -> str:
+    folder = tempfile.mkdtemp()
+    Path(folder, "config.json").write_text(json.dumps(_MIXTURE))
+    return folder
+
+
+def padding(model: ModelShape, world: int, parts: int = 1) -> float:
+    """Elements that ranks store beyond those of the tensors, as a part of them; experts are in ``parts`` parts."""
+    setup = TrainingSetup((world,), placements_for("optim_grads_params", None, 1), expert_parts=parts)
+    kept = held = 0
+    for unit in model.units:
+        for expert in (False, True):
+            tensors = [tensor for tensor in unit.tensors if tensor.is_expert is expert]
+            if tensors:
+                group = GroupBytes(tensors, setup.of_experts() if expert else setup)
+                kept += group.layout.payload
+                held += group.layout.num_shards * group.layout.shard_numel
+    return held / kept - 1
+
+
+def latency(world: int) -> Row:
+    """One all-gather of 64 kB, of a block of 8B (436 MB) and of one of 405B (6.4 GB), and a step of 8B, in one pod."""
+    row: Row = {"world": world}
+    for algorithm in get_args(Algorithm):
+        network = replace(get_network("h100-ib400", algorithm=algorithm), rails=8)
+        reach = network.reach(range(world))
+        for name, size in (("64kB", 1 << 16), ("436MB", 436 << 20), ("6.4GB", 6_400 << 20)):
+            row[f"{algorithm}_{name}_ms"] = 1e3 * network.seconds("all_gather", size, reach)
+        row[f"{algorithm}_8b_step_s"] = _clocked("llama-8b", (world,), network, lambda now: now)
+    return row
+
+
+def cases(world: int) -> Row:
+    """Cases (c) and (e64) of benchmarks.table on so many ranks: launches, wire and step by the formula of `plan`."""
+    row: Row = {"world": world}
+    for name in ("c", "e64"):
+        setup = replace(CASES[name], world=world)
+        shape, choice = shapes_of(setup), choice_of(setup)
+        launches = memory_of(shape, choice).launches
+        row[f"{name}_launches"] = sum(launch.times for launch in launches)
+        speed = Speed(600e12, setup.batch * setup.seq, setup.seq, setup.model.recompute, 4.8e12, 0.0)
+        for algorithm in get_args(Algorithm):
+            network = replace(get_network("h100-ib400", algorithm=algorithm), rails=8)
+            wire = [
+                launch.times * network.seconds(launch.kind, launch.size, launch.reach(network), launch.segments)
+                for launch in launches
+            ]
+            row[f"{name}_{algorithm}_wire_s"] = sum(wire)
+            row[f"{name}_{algorithm}_step_s"] = time_of(shape, choice, speed, network).total
+    return row
+
+
+def stragglers(world: int, model: str = "llama-8b") -> Row:
+    """What a step takes longer where one rank is slower, or all are by chance, in `plan`'s model of a step.
+
+    Every unit of compute of every rank is clocked. A collective begins when the last of its ranks has come to it.
+    """
+    row: Row = {"world": world, "model": model}
+    nodes = max(world // 8, 1)
+    chance = np.random.default_rng(0)
+
+    def one(share: float) -> Callable[[Any], Any]:
+        factors = np.ones(world)
+        factors[world // 2] += share
+        return lambda taken: taken * factors
+
+    cases: dict[str, Callable[[Any], Any]] = {
+        "even": lambda taken: taken * np.ones(world),
+        "one_5": one(0.05),
+        "one_20": one(0.2),
+        "jitter_5": lambda taken: taken * (1 + 0.05 * np.abs(chance.standard_normal(world))),
+    }
+    policies: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+        "zero3": ((world,), {}),
+        "zero3_ahead": ((world,), {"schedule": SchedulePolicy(max_gathered=8, max_reducing=8)}),
+        "zero3_4_microbatches": ((world,), {"microbatches": 4}),
+        "hsdp": ((nodes, world // nodes), {}),
+    }
+    for policy, (mesh, more) in policies.items():
+        taken = {name: _clocked(model, mesh, get_network("h100-pods"), case, **more) for name, case in cases.items()}
+        row[f"{policy}_step_s"] = taken["even"]
+        for name in ("one_5", "one_20", "jitter_5"):
+            row[f"{policy}_{name}_percent"] = 100 * (taken[name] / taken["even"] - 1)
+    return row
+
+
+def _clocked(model: str, mesh: tuple[int, ...], network: Network, slower: Callable[[Any], Any], **more: Any) -> float:
+    """Seconds of a step of which each rank takes ``slower(seconds)`` for what takes ``seconds`` on the others."""
+    shape = load_model(model)
+    placements = placements_for("optim_grads_params", "no_shard" if len(mesh) == 2 else None, len(mesh))
+    precision = MixedPrecisionPolicy(torch.bfloat16, main_dtype=torch.float32)
+    setup = TrainingSetup(mesh, placements, precision, **more)
+    speed = Speed(500e12, 8192, 8192, host=0.0)
+    groups = _groups(shape, setup)
+    clock = RanksClock(speed, network, shape.width, mesh, slower)
+    return float(np.max(DryRun(shape, groups, setup, lambda *_: None).timed(clock, setup.microbatches).total))
+
+
+class RanksClock(StepClock):
+    """The clock of all ranks of a mesh: each has its own time, and they meet in collectives."""
+
+    def __init__(
+        self, speed: Speed, network: Network, width: int, mesh: tuple[int, ...], slower: Callable[[Any], Any]
+    ) -> None:
+        super().__init__(speed, network, width)
+        self._mesh, self._slower = mesh, slower
+
+    def _carried(self, begin: Any, launches: Sequence[PlannedCollective]) -> Any:
+        for launch in launches:
+            level = launch.reach(self._network).level
+            free = np.broadcast_to(np.maximum(begin, self._links[level]), math.prod(self._mesh)).reshape(self._mesh)
+            met = np.broadcast_to(free.max(axis=launch.axis, keepdims=True), self._mesh).ravel()
+            self._links[level] = begin = met + self._seconds(launch)  # type: ignore[assignment]
+        return begin
+
+    def launch(self, lane: str, launches: Sequence[PlannedCollective]) -> float:
+        self._lanes[lane] = end = self._carried(np.maximum(self._lanes[lane], self.now), launches)
+        return end
+
+    def wait(self, until: Any) -> None:
+        self.waits += np.maximum(0.0, until - self.now)
+        self.now = np.maximum(self.now, until)
+
+    def _compute(self, seconds: float) -> None:
+        self.now = self.now + self._slower(seconds)
+
+    def finish(self, groups: Sequence[GroupBytes], passes: int) -> Estimate:
+        self.now = float(np.max(self.now))
+        return super().finish(groups, passes)
+
+
 COMMANDS: dict[str, tuple[Callable[..., Row], tuple[int, ...]]] = {
+    "start": (start, (8, 64, 512, 4096)),
     "store": (store, (64, 256, 1024, 4096)),
     "gloo": (gloo, (8, 16, 32, 64)),
-    "alarm": (alarm, (64, 256, 1024)),
+    "alarm": (alarm, (64, 256, 1024, 4096)),
     "blame": (blame, (64, 512, 4096)),
+    "checkpoint": (checkpoint, (16, 64, 256)),
+    "plan": (plan, (4096, 16384)),
+    "latency": (latency, (8, 64, 512, 4096, 16384)),
+    "cases": (cases, (64, 512, 4096)),
+    "stragglers": (stragglers, (64, 512, 4096)),
 }
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import shutil
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +141,10 @@ def _write(path: Path, taken: Snapshot, ranks: Exchange, keep_last: int | None, 
 
     try:
         on_all_ranks(ranks, start)
-        written = on_all_ranks(ranks, lambda: _write_own(folder, taken, progress))
+        own: list[Any] = []
+        on_all_ranks(ranks, lambda: own.append(_write_own(folder, taken, progress)))
+        # What grows with the number of ranks goes to one of them, which reads one message after another.
+        written = map(json.loads, ranks.gather(json.dumps(own[0]).encode(), only_first=True))
         on_all_ranks(ranks, lambda: _publish(path, folder, taken, written, keep_last) if ranks.rank == 0 else None)
     except CheckpointError:
         if ranks.rank == 0:
@@ -166,12 +171,19 @@ def _write_own(folder: Path, taken: Snapshot, progress: bool) -> dict[str, Any]:
     return {"name": name, "file": file, "boxes": described, "extra": taken.extra, "extras": extras}
 
 
-def _publish(path: Path, folder: Path, taken: Snapshot, written: list[Any], keep_last: int | None) -> None:
+def _publish(path: Path, folder: Path, taken: Snapshot, written: Iterable[Any], keep_last: int | None) -> None:
     tensors: dict[str, Any] = {}
-    for kinds in (taken.tensors, *(each["extras"] for each in written)):
-        for key, (code, shape) in kinds.items():
-            tensors[key] = {"dtype": code, "shape": shape, "boxes": []}
+    files: dict[str, Any] = {}
+    extra: list[Any] = []
+
+    def add(kinds: dict[str, Any]) -> None:
+        tensors.update({key: {"dtype": code, "shape": shape, "boxes": []} for key, (code, shape) in kinds.items()})
+
+    add(taken.tensors)
     for each in written:
+        add(each["extras"])
+        files[each["name"]] = each["file"]
+        extra.append(each["extra"])
         for key, begin, offsets, sizes, sums in each["boxes"]:
             tensors[key]["boxes"].append((each["name"], begin, offsets, sizes, sums))
         seen = folder / each["name"]
@@ -182,11 +194,11 @@ def _publish(path: Path, folder: Path, taken: Snapshot, written: list[Any], keep
     body = {
         "format": FORMAT,
         "saved": max([time.time_ns(), *(saved + 1 for saved, _ in others)]),  # clocks can go backwards
-        "world": len(written),
+        "world": len(files),
         "model": taken.model,
         "optimizer": taken.optimizer,
-        "extra": [each["extra"] for each in written],
-        "files": {each["name"]: each["file"] for each in written},
+        "extra": extra,
+        "files": files,
         "tensors": tensors,
     }
     write_manifest(folder, body)

@@ -4,12 +4,12 @@ A launch is charged
 
     latency + hops + segment x (segments - 1) + moved / bandwidth
 
-where ``hops`` is what its algorithm adds with the number of ranks (:meth:`Network.hops`), and ``moved`` is what one rank
-of a ring sends (:func:`wire_bytes`): ``size x (G - 1) / G`` for a gather, a reduce-scatter or an all-to-all of ``size``
-bytes among G ranks, twice that for an all-reduce.  So ``bandwidth`` is the "bus bandwidth" that collective benchmarks
-print.  There are three levels: a group that lies inside one node (one NVLink domain) is charged at the ``inside`` link;
-one that lies inside one pod, for all its bytes, at the ``between`` link, with as many of a node's rails as it has ranks
-there; any other at the ``across`` link.
+where ``hops`` is what its algorithm adds with the number of ranks (:meth:`Network.hops`), and ``moved`` is what one
+rank of a ring sends (:func:`wire_bytes`): ``size x (G - 1) / G`` for a gather, a reduce-scatter or an all-to-all of
+``size`` bytes among G ranks, twice that for an all-reduce.  So ``bandwidth`` is the "bus bandwidth" that collective
+benchmarks print.  There are three levels: a group that lies inside one node (one NVLink domain) is charged at the
+``inside`` link; one that lies inside one pod, for all its bytes, at the ``between`` link, with as many of a node's
+rails as it has ranks there; any other at the ``across`` link.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from flatshard._recording import recording
 from flatshard.rehearsal.network import FREE, Level, Link, Network
@@ -82,7 +82,7 @@ def _child(run_path: str, result_path: str) -> None:
     data = json.loads(Path(run_path).read_text())
     network = data.pop("network")
     links = {level: network.pop(level) for level in get_args(Level)}
-    made = {level: Link(**link) for level, link in links.items() if link is not None}
+    made: dict[str, Any] = {level: Link(**link) for level, link in links.items() if link is not None}
     run = ScriptRun(network=Network(**made, **network), **data)
     sys.argv = [run.script, *run.arguments]
     waits = recording(only_waits=run.record is None)

@@ -128,8 +128,9 @@ def _formats(model: ModelShape, machine: Machine, training: Training, best: Stra
     tried: list[dict[str, Any]] = [{"gather_format": None, "reduce_format": None}]
     if not has:
         tried = [{"gather_format": "int8", "reduce_format": "int8"}]
-        outer = [{"reduce_format": ("int8", None)}, {"gather_format": "int8", "reduce_format": ("int8", "int8")}]
-        tried += outer if len(best.mesh) == 2 else []
+        if len(best.mesh) == 2:
+            tried.append({"reduce_format": ("int8", None)})
+            tried.append({"gather_format": "int8", "reduce_format": ("int8", "int8")})
     kind = next(kind for kind in _STRATEGIES if kind.kind == best.kind)
     rows = [
         (_row(kind, best.ep, model, machine, replace(training, precision=replace(precision, **formats))), formats)

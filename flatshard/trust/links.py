@@ -1,9 +1,10 @@
 """A tree of connections among the ranks of a job, over which every rank hears what has ended another one.
 
 Rank r connects to rank (r - 1) // 8, which it finds by the store of the process group. A message goes to all ranks:
-whoever receives it passes it on to its other connections. Only a goodbye is for the neighbours alone, who remember it: all
-ranks end, and each would hear of each. A connection that closes without one is the end of a process, whatever ended it; a
-process that is merely stopped keeps its connections open. In the steady state nothing is sent, and the store is not asked.
+whoever receives it passes it on to its other connections. Only a goodbye is for the neighbours alone, who remember it:
+all ranks end, and each would hear of each. A connection that closes without one is the end of a process, whatever ended
+it; a process that is merely stopped keeps its connections open. In the steady state nothing is sent, and the store is
+not asked.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Links:
     """The connections of one rank. Only one thread may use them: the one that runs ``selector``.
 
     ``heard(message)`` is called for each message of another rank, and with ``{"lost": rank}`` for a rank whose process
-    has ended without saying ``{"left": ranks}``: itself, and those that have said so to it. Keys of the selector carry a function of no arguments to be called.
+    has ended without saying ``{"left": ranks}``: itself, and those that have said so to it. Keys of the selector carry
+    a function of no arguments to be called.
     """
 
     def __init__(
