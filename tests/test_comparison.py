@@ -71,7 +71,7 @@ def test_fsdp2_has_one_strategy():
 
 def test_muon_launches():
     """On whole matrices one exchange in and one out; on DTensors, what each operation of it needs."""
-    told = [int(number) for number in re.findall(r"takes (\d+)\s+collectives, not (\d+) \[14\]", TEXT)[0]]
+    told = [int(number) for number in re.findall(r"takes (\d+)\s+collectives\s+instead\s+of\s+(\d+) \[14\]", TEXT)[0]]
     whole = functools.partial(flatshard.fully_shard_optimizer, whole=True)
     for number, shard, wrap in zip(told, (flatshard.fully_shard, fsdp2.fully_shard), (whole, lambda it: it)):
         with rehearse(2, "free") as rehearsal:
