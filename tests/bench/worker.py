@@ -230,8 +230,16 @@ def _clear_mesh_caches() -> None:
     A mesh of the next test equals one of this test when their shapes do, so a remembered result would carry this
     test's mesh, and with it the names of process groups that no longer exist or, worse, now name other ranks.
     """
-    for clear in _mesh_caches():
-        clear()
+
+    def clear_all(_: Any = None) -> None:
+        for clear in _mesh_caches():
+            clear()
+
+    clear_all()
+    if torch.cuda.is_initialized():  # one of the caches is per thread, and backward runs in a thread of the device
+        probe = torch.zeros((), device="cuda", requires_grad=True)
+        probe.register_hook(clear_all)
+        probe.backward()
 
 
 _caches: tuple[int, list[Callable[[], None]]] = (0, [])

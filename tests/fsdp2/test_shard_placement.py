@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import flatshard
@@ -17,6 +18,9 @@ from flatshard.buffer.rules import is_cut_alike
 from flatshard.engine.units.unit import unit_of
 
 pytestmark = pytest.mark.sampled(2)
+needs_placement_results = pytest.mark.skipif(
+    not hasattr(_fsdp_common, "ShardPlacementResult"), reason="this torch has no ShardPlacementResult"
+)
 
 
 class Net(nn.Module):
@@ -199,15 +203,12 @@ def test_checkpoints_move_between_dims(ranks, tmp_path, world):
 
 def _own_mesh(rank, world):
     """A parameter on a mesh of its own: gathered and averaged over that mesh alone."""
-    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
-    if not hasattr(common, "ShardPlacementResult"):
-        pytest.skip("this torch has no ShardPlacementResult")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     world_mesh = init_device_mesh("cpu", (4,))
-    pair = common.FSDPMeshInfo(mesh["shard"], shard_mesh_dim=0)
+    pair = _fsdp_common.FSDPMeshInfo(mesh["shard"], shard_mesh_dim=0)
 
     def choose(parameter):
-        return common.ShardPlacementResult(Shard(1), pair) if parameter.dim() == 2 else None
+        return _fsdp_common.ShardPlacementResult(Shard(1), pair) if parameter.dim() == 2 else None
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
@@ -229,6 +230,7 @@ def _own_mesh(rank, world):
         torch.testing.assert_close(ours[name].grad.full_tensor(), wanted)
 
 
+@needs_placement_results
 def test_a_parameter_can_have_a_mesh_of_its_own(ranks):
     ranks(4, _own_mesh)
 
@@ -250,16 +252,13 @@ class Experts(nn.Module):
 
 
 def _experts(rank, world):
-    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
-    if not hasattr(common, "ShardPlacementResult"):
-        pytest.skip("this torch has no ShardPlacementResult")
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     sparse = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
     model, reference = Experts(sparse["expert"]), Experts()
-    chosen = common.FSDPMeshInfo(sparse["data"], shard_mesh_dim=0)
+    chosen = _fsdp_common.FSDPMeshInfo(sparse["data"], shard_mesh_dim=0)
 
     def choose(parameter):
-        return common.ShardPlacementResult(Shard(1), chosen) if parameter.dim() == 3 else None
+        return _fsdp_common.ShardPlacementResult(Shard(1), chosen) if parameter.dim() == 3 else None
 
     fully_shard(model, mesh=mesh, shard_placement_fn=choose, reshard_after_forward=True)
     assert model.experts.placements == (Shard(1), Shard(0))
@@ -276,6 +275,7 @@ def _experts(rank, world):
     torch.testing.assert_close(flatshard.clip_grad_norm_(model, 1.0), norm)
 
 
+@needs_placement_results
 def test_experts_on_a_mesh_of_their_own(ranks):
     ranks(4, _experts)
 

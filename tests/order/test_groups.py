@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.order.cases import BOTH, compare, grads_of, rows
@@ -47,15 +48,12 @@ class Mixture(nn.Module):
 
 
 def _train(rank, world, idle):
-    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
-    if not hasattr(common, "ShardPlacementResult"):
-        pytest.skip("this torch has no ShardPlacementResult")
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     sparse = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
-    own = common.FSDPMeshInfo(sparse["data"], shard_mesh_dim=0)
+    own = _fsdp_common.FSDPMeshInfo(sparse["data"], shard_mesh_dim=0)
 
     def choose(parameter):
-        return common.ShardPlacementResult(Shard(1), own) if parameter.dim() == 3 else None
+        return _fsdp_common.ShardPlacementResult(Shard(1), own) if parameter.dim() == 3 else None
 
     models, reference = [Mixture(sparse["expert"]) for _ in BOTH], Mixture()
     for model, by in zip(models, BOTH):
@@ -80,6 +78,7 @@ def _train(rank, world, idle):
             compare(grads_of(model), wanted, f"{title}, step {step}:")
 
 
+@pytest.mark.skipif(not hasattr(_fsdp_common, "ShardPlacementResult"), reason="this torch has no ShardPlacementResult")
 @pytest.mark.skipif(
     not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="FSDP2 of this torch reduces what is used only"
 )
