@@ -34,13 +34,14 @@ def record(case: str, path: Path) -> None:
 
 
 def draw(path: Path, picture: Path) -> None:
-    """What `flatshard report` shows of a recording, 1280 pixels wide."""
+    """What `flatshard report` shows of a recording, 1280 pixels wide, without the table of units at its end."""
     with tempfile.TemporaryDirectory() as folder, Browser(Path(folder, "profile"), 1280) as browser:
         page = Path(folder, "report.html")
         page.write_text(html([Record.read(path)]), encoding="utf-8")
         browser.open(page)
         browser.color_scheme("light")
-        browser.screenshot(picture)
+        layout = "[...document.querySelectorAll('h2')].find(heading => heading.textContent === 'Layout')"
+        browser.screenshot(picture, height=browser.evaluate(f"{layout}.getBoundingClientRect().top"))
 
 
 def main() -> None:

@@ -98,5 +98,9 @@ class Browser:
     def color_scheme(self, scheme: str) -> None:
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
-    def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", captureBeyondViewport=True)["data"]))
+    def screenshot(self, path: Path, height: float | None = None) -> None:
+        """The whole page, or its top."""
+        clip = {"x": 0, "y": 0, "width": self.evaluate("document.body.scrollWidth"), "height": height, "scale": 1}
+        more = {} if height is None else {"clip": clip}
+        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True, **more)
+        path.write_bytes(base64.b64decode(shot["data"]))
