@@ -26,6 +26,7 @@ from flatshard.buffer.custom import gather_by, reduce_by
 from flatshard.buffer.groups import IMAGINED, own_group
 from flatshard.buffer.tickets import DONE, Action, Operation, Ticket, Tickets
 from flatshard.trust.alarm import Watched, alarm
+from flatshard.trust.loop import CALL_LIMIT
 from flatshard.trust.record import KINDS, GroupRecord, ranges, record
 
 # Backends that cannot average; they sum, and the lane divides.
@@ -366,13 +367,21 @@ def _own_store(known: weakref.ref[Any], prefix: str) -> Any:
     store = known()
     if store is None:
         raise RuntimeError("the process group is gone, and its store")
-    return _torch.PrefixStore(prefix, store.clone())
+    own = store.clone()
+    if _without_prefixes(own) is not _without_prefixes(store):  # a HashStore is its own clone
+        own.set_timeout(timedelta(seconds=CALL_LIMIT))
+    return _torch.PrefixStore(prefix, own)
 
 
 def _kept_store(store: Any) -> Any:
     """What keeps the server of a store alive that this process may have; None if torchrun has it."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true":
         return None
+    store = _without_prefixes(store)
+    return store if isinstance(store, _torch.TCPStore) else None
+
+
+def _without_prefixes(store: Any) -> Any:
     while isinstance(store, _torch.PrefixStore):
         store = store.underlying_store
-    return store if isinstance(store, _torch.TCPStore) else None
+    return store

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 
 TICK = 1.0  # seconds between two looks at what there is to watch
+CALL_LIMIT = 10.0  # seconds for one call of the thread to the store
 
 
 class Loop:
@@ -56,10 +57,10 @@ class Loop:
             done.wait(wait)
 
     def stop(self) -> None:
-        """A thread that comes back to an interpreter that is gone would abort the process."""
+        """Wait until the thread has ended: if it came back from C++ to an interpreter that is gone, it would abort."""
         self._stops = True
         self._knock()
-        self._thread.join(TICK)
+        self._thread.join(CALL_LIMIT + TICK)
 
     def _knock(self) -> None:
         with contextlib.suppress(OSError):  # it has been woken often enough
