@@ -56,7 +56,7 @@ class Reduction:
         Not where users' hooks are called first, or where it depends on other ranks which of the gradients there are.
         """
         if self.then is None and self.asks is None and home.host:
-            self.ticket = home.then(self.ticket, action)
+            self.ticket = home.beside(action, after=self.ticket.wait)
         elif self.then is None and self.asks is None:
             self.on_final = action
 

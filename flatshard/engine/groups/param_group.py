@@ -218,6 +218,7 @@ class ParamGroup:
         """A pass begins that is to see main as it is."""
         if self._refreshed is None or self._refreshed != self.state:
             self.mark_stale()
+            self.source.prepare()
 
     def check_hold(self) -> None:
         """Raise if `hold` cannot be."""

@@ -11,8 +11,9 @@ import torch
 from flatshard.buffer import DBuffer, Lane, Pool, Ticket
 from flatshard.policy import CPUOffloadPolicy, OffloadPolicy
 
-# Works on gradients in host memory while the device goes on, in the order in which they arrive.
+# Works on gradients and weights in host memory while the device goes on, on one after the other.
 _worker = ThreadPoolExecutor(1, "flatshard-host")
+_PIECE = 1 << 24  # elements of a gradient that are cast at a time: the device needs room for no more
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,11 @@ class Home:
             return main
         return main.like(pool.temporary(main.local.numel(), main.dtype).copy_(main.local, non_blocking=True))
 
-    def then(self, ticket: Ticket, action: Callable[[], None]) -> Ticket:
-        """Do something after a ticket of `bring`, while the device goes on."""
+    def beside(self, action: Callable[[], object], after: Callable[[], None]) -> Ticket:
+        """Do something in host memory, once ``after`` has returned, while the device goes on."""
 
         def run() -> None:
-            ticket.wait()
+            after()
             action()
 
         done = _worker.submit(run)
@@ -66,28 +67,19 @@ class Home:
     ) -> Ticket:
         """Take reduced gradients, times a factor, to host memory, written or added to what is there.
 
-        They travel in the dtype in which they were reduced. Waiting for the ticket holds up the host: afterwards
-        anybody may read the gradients there.
+        What is written is cast on the device: the host's memory is slower than the bus. What is added travels in the
+        dtype in which it was reduced. Waiting for the ticket holds up the host: afterwards anybody may read the
+        gradients there.
         """
         lies = main_grad.local
-        is_there = fresh and lies.dtype == reduced.dtype and factor == 1.0
-        landing = lies if is_there else self.empty(lies.numel(), reduced.dtype)
+        landing = lies if fresh else self.empty(lies.numel(), reduced.dtype)
 
         def copy() -> None:
-            landing.copy_(reduced.local, non_blocking=True)
+            for part, target in zip(reduced.local.split(_PIECE), landing.split(_PIECE)):
+                cast = part.to(target.dtype)
+                target.copy_(cast * factor if fresh and factor != 1.0 else cast, non_blocking=True)
 
         copied = lane.follow(ticket, copy)
-        if is_there:
+        if fresh:
             return Ticket(then=copied.synchronize)
-
-        def land() -> None:
-            copied.synchronize()
-            if not fresh:
-                lies.add_(landing, alpha=factor)
-            elif factor == 1.0:
-                lies.copy_(landing)
-            else:
-                torch.mul(landing, factor, out=lies)
-
-        landed = _worker.submit(land)
-        return Ticket(then=lambda: landed.result())
+        return self.beside(lambda: lies.add_(landing, alpha=factor), after=copied.synchronize)

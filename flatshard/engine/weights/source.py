@@ -51,6 +51,9 @@ class Source:
         """Start. ``lasting``: they are to stay for long. ``comm``: an `AllGather` of torch's to gather by."""
         raise NotImplementedError
 
+    def prepare(self) -> None:
+        """Start what host memory has to do before a gather."""
+
     def open(self) -> None:
         """Make what was gathered usable."""
 
@@ -275,7 +278,7 @@ class Gathered(_Buffered):
         # Where main rests in host memory: its values in the dtype of compute, there too, and when the device has them.
         self._on_host: DBuffer | None = None
         self._is_old = True
-        self._sent = DONE
+        self._cast_there = self._sent = DONE
         self._pool: Pool | None = None
         self._own: list[torch.Tensor] | None = None  # this rank's runs of the buffer
         self._parked: tuple[DBuffer, Ticket] | None = None  # and where the copy stands
@@ -339,16 +342,20 @@ class Gathered(_Buffered):
 
     def _cast_on_host(self, cast: Cast) -> DBuffer:
         """Main in the dtype of compute, both in host memory: it travels in every pass, and changes once per step."""
-        main = self._main
-        if cast.sends_main:
-            return main
+        self.prepare()
+        self._cast_there.wait()
+        return self._main if self._on_host is None else self._on_host
+
+    def prepare(self) -> None:
+        main, cast = self._main, self._cast
+        if not self._home.host or cast is None or cast.sends_main or not self._is_old:
+            return
         if self._on_host is None:
             self._on_host = main.like(self._home.empty(main.local.numel(), cast.dtype))
-        if self._is_old:
-            self._sent.synchronize()  # the device may still read it
-            self._on_host.local.copy_(main.local)
-            self._is_old = False
-        return self._on_host
+        target, source = self._on_host.local, main.local
+        # The device may still read what is to be overwritten.
+        self._cast_there = self._home.beside(lambda: target.copy_(source), after=self._sent.synchronize)
+        self._is_old = False
 
     def release(self) -> None:
         if self.compute is not None:
