@@ -1,5 +1,7 @@
 """`CPUOffloadPolicy`: weights, gradients and optimizer state in host memory."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -8,9 +10,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import flatshard
-from flatshard import CPUOffloadPolicy, fully_shard, fully_shard_optimizer
+from flatshard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, fully_shard_optimizer
 from flatshard.engine.units.unit import unit_of
 from flatshard.engine.weights.offload import Home
+from tests.dist.models import batches, loss_of, make_net
+from tests.dist.test_engine import shard_net
 
 
 def build() -> nn.Sequential:
@@ -123,3 +127,58 @@ def _refused(rank, world):
 
 def test_another_policy_is_refused(ranks):
     ranks(1, _refused)
+
+
+BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+FEATURES = {
+    "zero 0": {"strategy": 0},
+    "zero 1": {"strategy": 1, "mp_policy": MixedPrecisionPolicy(**BF16)},
+    "zero 2": {"strategy": 2, "mp_policy": MixedPrecisionPolicy(**BF16)},
+    "int8 gathers": {"mp_policy": MixedPrecisionPolicy(**BF16, gather_format="int8")},
+    "int8 both": {"mp_policy": MixedPrecisionPolicy(**BF16, gather_format="int8", reduce_format="int8")},
+    "int8, zero 1": {"strategy": 1, "mp_policy": MixedPrecisionPolicy(**BF16, gather_format="int8")},
+    "whole matrices": {},
+    "recompute": {"mp_policy": MixedPrecisionPolicy(**BF16)},
+    "saved on CPU": {"mp_policy": MixedPrecisionPolicy(**BF16)},
+}
+
+
+def _with_feature(rank, world, feature):
+    """Losses and weights of a model in host memory and of one that is not, to the last bit."""
+    found = []
+    for policy in (OffloadPolicy(), CPUOffloadPolicy()):
+        with pytest.MonkeyPatch.context() as patch:
+            if isinstance(policy, CPUOffloadPolicy):
+                _keep_apart(patch)
+            model = shard_net(
+                make_net(recompute="non-reentrant" if feature == "recompute" else None),
+                offload_policy=policy,
+                **FEATURES[feature],
+            )
+        matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
+        if feature == "whole matrices":
+            optimizer = fully_shard_optimizer(torch.optim.Muon(matrices, lr=0.02), whole=True)
+        else:
+            optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.02))
+        losses = []
+        for number, tokens in enumerate(batches(6, 4)):
+            last = number % 2 == 1
+            model.set_requires_gradient_sync(last or number > 2)
+            with torch.autograd.graph.save_on_cpu() if feature == "saved on CPU" else nullcontext():
+                loss = loss_of(model, tokens.chunk(world)[rank])
+                loss.backward()
+            losses.append(loss.item())
+            if last:
+                losses.append(flatshard.clip_grad_norm_(matrices, 1.0).item())
+                optimizer.step()
+                model.zero_grad()
+        found.append((losses, [p.full_tensor() for p in model.parameters()]))
+    (losses, weights), (others, theirs) = found
+    assert losses == others
+    assert all(map(torch.equal, weights, theirs))
+    assert losses[0] != losses[-2]
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features_work_from_host_memory(ranks, feature):
+    ranks(2, _with_feature, feature)
