@@ -182,3 +182,14 @@ def _with_feature(rank, world, feature):
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features_work_from_host_memory(ranks, feature):
     ranks(2, _with_feature, feature)
+
+
+def test_memory_that_cannot_be_pinned_is_told_with_what_to_do(monkeypatch):
+    def empty(*args, pin_memory, **kwargs):
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "empty", empty)
+    with pytest.raises(RuntimeError, match=r"4\.00 GB of host memory could not be pinned .*out of memory.*ulimit -l"):
+        Home(torch.device("cpu"), host=True, pinned=True).empty(10**9, torch.float32)
+    with pytest.raises(RuntimeError, match=r"4\.00 GB of host memory could not be allocated: .*out of memory"):
+        Home(torch.device("cpu"), host=True).empty(10**9, torch.float32)

@@ -35,7 +35,16 @@ class Home:
         """A flat tensor where main weights and gradients rest."""
         if not self.host:
             return torch.empty(numel, dtype=dtype, device=self.device)
-        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self.pinned)
+        try:
+            return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self.pinned)
+        except RuntimeError as error:
+            size = f"{numel * dtype.itemsize / 1e9:.2f} GB of host memory"
+            if not self.pinned:
+                raise RuntimeError(f"{size} could not be allocated: {error}") from error
+            raise RuntimeError(
+                f"{size} could not be pinned ({error}): use CPUOffloadPolicy(pin_memory=False), raise the limit of "
+                "locked memory (`ulimit -l`), or run fewer ranks on this node"
+            ) from error
 
     def take(self, main: DBuffer) -> DBuffer:
         """A main buffer that was made anywhere, at home."""
