@@ -80,12 +80,15 @@ def allow_grad_of(tensor: torch.Tensor, dtype: torch.dtype) -> None:
 # Hooks
 
 
-def grads_and_hooks(parameters: Sequence[torch.Tensor]) -> tuple[list[bool], list[int], list[int]]:
-    """Whether each has a gradient; which have tensor hooks; which have post-accumulate hooks."""
-    had_grad, changed, finished = [False] * len(parameters), [], []
+def grads_and_hooks(parameters: Sequence[torch.Tensor]) -> tuple[list[int], list[int], list[int]]:
+    """Which have a gradient; which have tensor hooks; which have post-accumulate hooks."""
+    had_grad: list[int] = []
+    changed: list[int] = []
+    finished: list[int] = []
     with PlainAttributes():
         for index, parameter in enumerate(parameters):
-            had_grad[index] = parameter.grad is not None
+            if parameter.grad is not None:
+                had_grad.append(index)
             if parameter._backward_hooks:
                 changed.append(index)
             if parameter._post_accumulate_grad_hooks:

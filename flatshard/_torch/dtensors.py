@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -60,11 +60,16 @@ def like_dtensor(like: torch.Tensor, local: torch.Tensor) -> DTensor:
     return made
 
 
-def dtensors_over(flat: torch.Tensor, places: Sequence[tuple[Spec, Any, Any, int]]) -> list[DTensor]:
-    """DTensors of these specs, over parts of a tensor of shape, stride and offset. Without anything that takes time."""
+_bare: Callable[[torch.Tensor, Spec], DTensor] = functools.partial(DTensor.__new__, DTensor, requires_grad=False)
+
+
+def dtensors_over(
+    flat: torch.Tensor, specs: Sequence[Spec], shapes: Sequence[Any], strides: Sequence[Any], offsets: Sequence[int]
+) -> list[DTensor]:
+    """DTensors of these specs, over parts of a tensor. Without anything that takes time: the loops run in C."""
     # They claim the offset of their local part: compilers imitate them, and refuse them at another one.
-    locals_ = [flat.as_strided(shape, stride, offset) for _, shape, stride, offset in places]
-    found = [DTensor.__new__(DTensor, local, place[0], requires_grad=False) for local, place in zip(locals_, places)]
+    locals_ = list(map(flat.as_strided, shapes, strides, offsets))
+    found = list(map(_bare, locals_, specs))
     for made, local in zip(found, locals_):
         made._local_tensor = local
     return found

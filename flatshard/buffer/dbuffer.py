@@ -47,11 +47,11 @@ class DBuffer:
         self.local = local
         self.held = held_by_this_rank(layout, mesh, self.placements) if held is None else held
         numel = layout.buffer_numel(self.held.count)
-        if local.dim() != 1 or local.numel() != numel:
+        if local.shape != (numel,):
             raise ValueError(f"local tensor has shape {tuple(local.shape)}; {self.placements} hold {numel} elements")
         self._runs: dict[Holding, list[torch.Tensor]] = {}
         self._all_runs: list[torch.Tensor] | None = None  # those of `held`, without asking the dict
-        self._gathers: list[tuple[Sequence[Placement], Lane, Sequence[torch.Tensor] | None, list[Gather]]] = []
+        self._gathers: list[tuple[Sequence[Placement], Lane, DBuffer | None, list[Gather]]] = []
 
     def like(self, local: torch.Tensor) -> DBuffer:
         """Another buffer of the same mesh, placements and layout."""
@@ -204,20 +204,20 @@ class DBuffer:
         source: Sequence[Placement],
         *,
         lane: Lane,
-        own: Sequence[torch.Tensor] | None = None,
+        own: DBuffer | None = None,
         after: Sequence[Ticket] = (),
         name: str = "",
         comm: Any = None,
     ) -> Ticket:
         """Fetch what other ranks hold under placements ``source``, as far as this buffer's own placements say.
 
-        This rank's part is in place here already, unless ``own`` gives its runs. One coalesced launch per axis; with
+        This rank's part is in place here already, unless it is in ``own``. One coalesced launch per axis; with
         ``comm``, a user's own ``AllGather``, one call of that.
         """
         ticket = DONE
         if comm is not None:
             for number, (axis, outputs, inputs) in enumerate(self._plan_gathers(tuple(source))):
-                first, tickets = inputs if number or own is None else own, (ticket,) if number else after
+                first, tickets = inputs if number or own is None else own.runs(), (ticket,) if number else after
                 group = lane.group(self.mesh, axis)
                 ticket = lane.all_gather(group, outputs, first, after=tickets, name=name, comm=comm)
             return ticket
@@ -228,7 +228,7 @@ class DBuffer:
         else:
             launches = []
             for number, (axis, outputs, inputs) in enumerate(self._plan_gathers(tuple(source))):
-                first = inputs if number or own is None else own
+                first = inputs if number or own is None else own.runs()
                 launches.append(Gather(lane, lane.group(self.mesh, axis), outputs, first, is_kept=True))
             self._gathers = [*self._gathers[-3:], (source, lane, own, launches)]
         for number, gather in enumerate(launches):

@@ -24,7 +24,7 @@ from flatshard.buffer import collectives
 from flatshard.buffer.collectives import CoalescedGather, Gather, Op, Tensors
 from flatshard.buffer.custom import gather_by, reduce_by
 from flatshard.buffer.groups import IMAGINED, own_group
-from flatshard.buffer.tickets import DONE, Action, Operation, Ticket, Tickets
+from flatshard.buffer.tickets import DONE, Action, Ticket, Tickets
 from flatshard.trust.alarm import Watched, alarm
 from flatshard.trust.record import KINDS, GroupRecord, ranges, record
 
@@ -85,7 +85,7 @@ class Lane:
         # Before compute where both want the device: a gather that waits until a large matrix product leaves room is
         # late for all that follows, and takes next to nothing from it.
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        self.history: deque[Operation] = deque(maxlen=HISTORY)
+        self.history: deque[Ticket] = deque(maxlen=HISTORY)
         self.launched = 0
         self.own_groups = own_groups or patience is not None
         # Axes of meshes along which other lanes communicate too; along others no group of its own is needed. None: all.
@@ -127,6 +127,12 @@ class Lane:
     def entered(self, after: Tickets = ()) -> _Inside:
         """A context in which device work goes in this lane's order, after the given tickets. Can be nested."""
         self.inside.after = after
+        return self.inside
+
+    def following(self) -> _Inside:
+        """The same, after all that has been enqueued on the current stream."""
+        if self.stream is not None:
+            self.inside.after = (self.mark(),)
         return self.inside
 
     def mark(self) -> Ticket:
@@ -293,7 +299,7 @@ class Lane:
                         if self.stream is not None:
                             collectives.join(work)
                         ticket = Ticket(works=[work]) if self.stream is None else self.mark()
-                        ticket.what = "the other ranks,", about
+                        ticket.kind, ticket.name = "the other ranks,", about
                         record.append(self._group_record(group), _KINDS["all_reduce"], about, values.nbytes, ticket)
                         ticket.wait()
             found: list[int] = values.tolist()
@@ -316,15 +322,15 @@ class Lane:
             if then is not None:
                 then()
             ticket = self.mark()
-        ticket.what = kind, name
         self.launched += 1
+        ticket.number, ticket.kind, ticket.name, ticket.numbytes = self.launched, kind, name, numbytes
         if _recording.launches is not None:
             began = self.inside.began
             _recording.launches.launched(self.name, kind, name, numbytes, began, works, self.device)
         record.append(self._group_record(group), _KINDS[kind], name, numbytes, ticket)
         if alarm.verdict.is_failure and self.stream is not None:  # on the CPU whoever waits for it is told
             raise alarm.error(f"{kind} {name or '(unnamed)'}, launched just now (step {record.step})")
-        self.history.append(Operation(self.launched, kind, name, numbytes, ticket))
+        self.history.append(ticket)
         return ticket
 
 

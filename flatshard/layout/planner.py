@@ -95,7 +95,7 @@ class Layout:
 
     def buffer_numel(self, pieces: int) -> int:
         """Elements of a buffer that holds ``pieces`` consecutive pieces of every segment."""
-        return self._runs(pieces)[1]
+        return (self._starts[pieces] if pieces in self._starts else self._runs(pieces))[1]
 
     def _runs(self, pieces: int) -> tuple[tuple[int, ...], int]:
         if pieces not in self._starts:

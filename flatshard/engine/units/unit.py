@@ -53,12 +53,10 @@ class RootProtocol(Protocol):
     forwards: int  # how many there have been
     backwards: int
     joins: bool  # a backward ends with all its reduces done
+    has_optional: bool  # some of its units are
 
     @property
     def units(self) -> list[Unit]: ...
-
-    @property
-    def has_optional(self) -> bool: ...
 
     @property
     def is_nested(self) -> bool: ...
@@ -137,7 +135,7 @@ class Unit:
         self._ids = frozenset(map(id, modules))
         self._me = weakref.ref(self)
         self._calls: list[weakref.ref[Call]] = []  # that await, or have had, their backward
-        self._unseen = False  # a forward within one with gradients has been without: a recompute may follow
+        self.is_unseen = False  # a forward within one with gradients has been without: a recompute may follow
         self._left_behind = LeftBehind()
         for index, group in enumerate(self.groups):
             group.owner = self._me
@@ -208,7 +206,7 @@ class Unit:
     @property
     def is_at_rest(self) -> bool:
         """Whether the running backward has left this unit for good, or has not been here."""
-        if self.phase is not Phase.RESTING or self.call is not None or self._unseen:
+        if self.phase is not Phase.RESTING or self.call is not None or self.is_unseen:
             return False
         return not (self.is_gathered or self.is_awaited)
 
@@ -377,7 +375,7 @@ class Unit:
         outermost = root.entry == self.index
         keep = outermost if self.reshard_after_forward is None else not self.reshard_after_forward
         if not grads and not outermost and root.program.running is Pass.FORWARD:
-            grads = self._unseen = True  # under reentrant checkpointing gradients come in spite of no_grad
+            grads = self.is_unseen = True  # under reentrant checkpointing gradients come in spite of no_grad
         if not grads and self.reshard_after_forward is None:
             keep = False  # no backward will need it, and nothing tells of weights that are written through `.data`
         if self.is_optional and not (keep or outermost or self.nests or Lease.USER in self.leases):
@@ -440,8 +438,8 @@ class Unit:
             assert self.root is not None
             self.call = None
             self._after_forward(self.root, self.is_awaited)
-        if self._unseen and not grads:
-            self._unseen = False
+        if self.is_unseen and not grads:
+            self.is_unseen = False
             self.hide()
 
     # Backward
@@ -475,7 +473,7 @@ class Unit:
     @property
     def is_ahead(self) -> bool:
         """Within a backward: whether it is going to come here, or to come again."""
-        return self._unseen or self._has_calls_ahead()
+        return self.is_unseen or self._has_calls_ahead()
 
     def _has_calls_ahead(self) -> bool:
         for ref in self._calls:
@@ -492,18 +490,18 @@ class Unit:
         assert root is not None
         root.begin_backward()
         if call.backward != root.backwards:
-            if not call.in_recompute:
+            if root.has_optional and not call.in_recompute:
                 root.goes_through(call.forward)
             call.backward = root.backwards
             if call.passed or not call.watches:
                 call.await_again()
                 self._await(call)
-        if self.in_backward:
+        if self.phase is Phase.BACKWARD:
             return
         if self.phase is Phase.FORWARD:
             self._refuse(Phase.BACKWARD)
         self.phase = Phase.BACKWARD
-        self._unseen = False
+        self.is_unseen = False
         if torch.is_grad_enabled():
             self._prepare_second_backward()
         if not (root.joins or self.intent.reduces or self.intent.reshard_after_backward or self.shows_full):
@@ -583,15 +581,16 @@ class Unit:
         elif Lease.USER in self.leases:
             if self.root is not None and self.root.program.has_launched:  # else one rank may be alone with it
                 self.leases = {Lease.USER: self.leases[Lease.USER]}
-        elif self.is_gathered and self._reshards_now:
-            self.release()
         elif self.is_gathered:
-            self.keep()
-            if self.intent.reshard_after_backward:
-                self.hide()  # kept for the next micro-batch: whoever looks in between sees what he would without
+            if self._reshards_now:
+                self.release()
+            else:
+                self.keep()
+                if self.intent.reshard_after_backward:
+                    self.hide()  # kept for the next micro-batch: whoever looks in between sees what he would without
         self.call = None  # a recompute that stopped early, or of a part of a list
         self.phase = Phase.RESTING
-        self._unseen = False
+        self.is_unseen = False
         for group in self.groups if self.parks else ():
             group.source.unpark()
 
@@ -600,7 +599,7 @@ class Unit:
         """Whether the weights are released after the backward that is running."""
         return (
             self.intent.reshard_after_backward
-            and not self.is_kept_for_next
+            and (self.is_last or not self.place.keeps_for_next)
             and Lease.GRAPH not in self.leases
             and Lease.USER not in self.leases
         )
@@ -620,7 +619,7 @@ class Unit:
 
     def recover(self, broken_backward: bool) -> None:
         """An exception broke a pass off: release. What a broken backward has left here is of no use."""
-        self.call, self._unseen = None, False
+        self.call, self.is_unseen = None, False
         root = self.root
         assert root is not None
         for call in (ref() for ref in self._calls):
@@ -677,13 +676,9 @@ class Unit:
         return True
 
     def swap_in(self) -> None:
-        """Wait for the gathers and show the full parameters to the modules."""
+        """Wait for the gathers and show the full parameters to the modules: to a body of `gathered`, or to a pass."""
         if Lease.USER not in self.leases:
             self.leases[Lease.PASS] = True
-        self.show()
-
-    def show(self) -> None:
-        """The same, for somebody who has a lease."""
         for group in self.needs:
             group.swap_in()
 
@@ -699,7 +694,8 @@ class Unit:
         for group in self.needs:
             leases = _leases_of_others(self, group) if group.borrowers else ()
             if not leases:
-                group.release()
+                if group.ticket is not None:
+                    group.release()
             elif Lease.PASS not in leases and Lease.USER not in leases:
                 group.swap_out()
 

@@ -43,6 +43,7 @@ class Source:
     """
 
     is_resident = False  # they rest on this rank: nothing is gathered for a pass, and nothing is released after it
+    opens = True  # there is something for `open` to do
     is_gathered_twice = False  # along one axis after a step, to rest there, and along another for each pass
     buffer: DBuffer | None = None  # of which full weights are views, except for those that lie there in another order
     compute: Compute | None = None  # persistent compute weights, where their placement is not main's
@@ -267,6 +268,8 @@ class OfCompute(Source):
 class Gathered(_Buffered):
     """``compute``: what is gathered are parts of these, and not of main."""
 
+    opens = False
+
     def __init__(self, main: DBuffer, codec: Cast | Blocks, home: Home, compute: Compute | None) -> None:
         super().__init__(main.layout, codec.dtype)
         self.compute = compute
@@ -289,7 +292,7 @@ class Gathered(_Buffered):
         buffer = self._allocated(pool, lasting)
         if self._is_hollow:
             return Ticket()
-        with pool.lane.entered(() if refreshed is DONE else (refreshed,)):
+        with pool.lane.inside if refreshed is DONE else pool.lane.entered((refreshed,)):
             if self._parked is not None:
                 part, parked = self._parked
                 # The gathered buffer as the smaller mesh sees it.
@@ -324,7 +327,7 @@ class Gathered(_Buffered):
         main, lane, cast = self._main, pool.lane, self._cast
         assert cast is not None
         if cast.sends_main and self._is_sharded and not self._home.host:
-            return _gather(main, buffer, pool, name, comm)
+            return buffer.gather_in_place(main.placements, lane=lane, own=main, name=name, comm=comm)
         if self._own is None:
             self._own = buffer.runs(main.held)
         if self._home.host:
@@ -394,6 +397,7 @@ class FromBytes(Gathered):
 
     def __init__(self, main: DBuffer, codec: Blocks, home: Home, compute: Compute) -> None:
         super().__init__(main, codec, home, compute)
+        self.opens = True
         self._blocks = codec
         self._wire: DBuffer | None = None
         self._is_open = True
@@ -508,8 +512,7 @@ def source_for(
 
 def _gather(part: DBuffer, buffer: DBuffer, pool: Pool, name: str, comm: Any, after: Sequence[Ticket] = ()) -> Ticket:
     """Fill a buffer from the ranks' parts, which rest as they travel."""
-    own = part.runs()
-    return buffer.gather_in_place(part.placements, lane=pool.lane, own=own, after=after, name=name, comm=comm)
+    return buffer.gather_in_place(part.placements, lane=pool.lane, own=part, after=after, name=name, comm=comm)
 
 
 def _everywhere(placements: Sequence[Placement]) -> bool:
