@@ -24,7 +24,7 @@ from flatshard.engine.rows.lookup import Rows
 from flatshard.engine.units.intent import Intent, Place
 from flatshard.engine.units.leases import Lease
 from flatshard.engine.units.stray_use import explain
-from flatshard.engine.watch.calls import Call, LeftBehind, anchored
+from flatshard.engine.watch.calls import Call, LeftBehind, Run, anchored
 from flatshard.engine.watch.transforms import watch_transformed
 from flatshard.engine.watch.trees import cast_floating, to_device
 from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy
@@ -113,7 +113,7 @@ class Unit:
         self.device = device
         self.policy = policy
         self.intent = intent
-        self.is_first = self.is_last = True  # of the micro-batches of an optimizer step
+        self.is_first = self._is_last = True  # of the micro-batches of an optimizer step
         # The backward of an embedding reads the tokens, not the weights: gathering those again would be in vain. A
         # module that contains one may multiply with its weights, too.
         self.tables = frozenset(id(module) for module in modules if type(module) is nn.Embedding)
@@ -170,6 +170,20 @@ class Unit:
         self.unshard_in_forward = self.rows is None
         reads = self.rows is None and (bool(self.borrowed) or len(self.tables) < len(self._ids))
         self.unshard_in_backward = reads if intent.unshard_in_backward is None else intent.unshard_in_backward
+        # How far gradients are reduced.
+        self.goal = Goal.UNREDUCED
+        if intent.reduces:
+            self.goal = Goal.FINAL if self._is_last and intent.all_reduces else Goal.REST
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the last micro-batch of an optimizer step."""
+        return self._is_last
+
+    @is_last.setter
+    def is_last(self, value: bool) -> None:
+        self._is_last = value
+        self._derive()
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -208,7 +222,10 @@ class Unit:
         """Whether the running backward has left this unit for good, or has not been here."""
         if self.phase is not Phase.RESTING or self.call is not None or self.is_unseen:
             return False
-        return not (self.is_gathered or self.is_awaited)
+        for group in self.needs:
+            if group.ticket is None:
+                return not self.is_awaited
+        return False
 
     @property
     def _is_anchored(self) -> bool:
@@ -238,21 +255,20 @@ class Unit:
     # Forward
 
     @_torch.uncompiled
-    def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not _torch.transforming():
-            return self._begin(module, args, kwargs)
-        with _torch.Untransformed():
-            self._begin(module, (), {})
-        if self.device.type != "cpu":
-            args, kwargs = to_device(self.device, args), to_device(self.device, kwargs)
-        return self._cast_inputs(args, kwargs)
-
-    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A forward is to run; what it is to be called with."""
+    def _pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], transformed: bool = False
+    ) -> Any:
+        """A forward is to run; what it is to be called with. ``transformed``: it is, by torch.func, and not this."""
+        if not transformed and _torch.transforming():
+            with _torch.Untransformed():
+                self._pre_forward(module, (), {}, transformed=True)
+            if self.device.type != "cpu":
+                args, kwargs = to_device(self.device, args), to_device(self.device, kwargs)
+            return self._cast_inputs(args, kwargs)
         root = self._find_root(self, module) if self.root is None else self.root
-        recompute = _torch.in_backward()
-        call = self.call
-        if call is not None and call.inner is not None and id(module) in call.running:  # `generate` runs its forward
+        recompute = _torch.graph_task() != -1
+        call, which = self.call, id(module)
+        if call is not None and call.inner is not None and which in call.running:  # `generate` runs its forward
             call.inner += 1
             return self._cast_inputs(args, kwargs)
         if call is None or not call.goes_on_with(module):
@@ -265,7 +281,7 @@ class Unit:
             call = self.call = Call(self._me, self._ids, root.forwards, call, recompute)
         elif recompute:
             root.begin_backward()
-        call.running.add(id(module))
+        run = call.running[which] = Run(recompute, transformed)
         call.watches = torch.is_grad_enabled() and not (recompute and self._has_graph())
         if not recompute:
             if self.phase is Phase.BACKWARD:
@@ -275,12 +291,12 @@ class Unit:
         if self.policy.param_dtype is not None:
             args, kwargs = self._cast_inputs(args, kwargs)
         if call.watches:
-            args, kwargs, watched = call.watch_inputs(module, args, kwargs)
+            args, kwargs, watched = call.watch_inputs(run, args, kwargs)
             if not watched and self._is_anchored:
-                args, kwargs, watched = call.watch_inputs(module, *anchored((args, kwargs), once=True))
+                args, kwargs, watched = call.watch_inputs(run, *anchored((args, kwargs), once=True))
             if not watched:
                 call.blind += 1
-                call.reading += id(module) not in self.tables
+                call.reading += which not in self.tables
             if self.nests or not watched:  # then every parameter is asked as well
                 for group in self.groups:
                     group.watch()
@@ -300,30 +316,30 @@ class Unit:
         assert call is not None
         if call.inner:
             return output
-        if _torch.transforming():
-            output, grads = watch_transformed(call.hook(module), output)
+        which = id(module)
+        run = call.running[which]
+        if run.is_transformed:
+            output, grads = watch_transformed(call.hook(run), output)
             with _torch.Untransformed():
-                self._end(module, call, grads)
+                self._end(which, call, grads)
             return output
         grads = False
         if torch.is_grad_enabled():
-            grads = call.watch_outputs(module, output)
+            grads = call.watch_outputs(run, output)
             if not grads and self._is_anchored:
                 output = anchored(output)
-                grads = call.watch_outputs(module, output)
+                grads = call.watch_outputs(run, output)
             grads = grads and call.watches
         if grads and self._left_behind.places != []:
-            self._left_behind.watch(call, module, self.modules, self.nests)
-        self._end(module, call, grads)
+            self._left_behind.watch(call, run, self.modules, self.nests)
+        self._end(which, call, grads)
         return output
 
-    def _end(self, module: nn.Module, call: Call, grads: bool) -> None:
-        """A forward has run; ``grads``: a gradient may come to its output."""
+    def _end(self, which: int, call: Call, grads: bool) -> None:
+        """A forward of a module, by id, has run; ``grads``: a gradient may come to its output."""
         root = self.root
         assert root is not None
-        which = id(module)
-        call.close(module)
-        call.running.discard(which)
+        run = call.running.pop(which)
         call.left.discard(which)
         if grads:
             self._await(call)
@@ -333,7 +349,7 @@ class Unit:
         if call.left:
             return
         self.call = call.outer
-        if not _torch.in_backward():
+        if not run.is_recompute:
             self._after_forward(root, grads)
         elif not self.in_backward:
             root.retain(self)
@@ -349,8 +365,7 @@ class Unit:
             return
         explain(sys.exc_info()[1], self.rows is not None)
         # A recompute that stops early raises too, but enters nothing.
-        call.close(module)
-        call.running.discard(id(module))
+        call.running.pop(id(module))
         root = self.root
         if self.phase is Phase.FORWARD and not _torch.in_backward() and root is not None and root.entry == self.index:
             root.entry = None  # what comes next starts a pass of its own, and clears what is left of this one
@@ -556,13 +571,6 @@ class Unit:
         root.unit_left(self)
         self.rest()
 
-    @property
-    def goal(self) -> Goal:
-        """How far gradients are reduced now."""
-        if not self.intent.reduces:
-            return Goal.UNREDUCED
-        return Goal.FINAL if self.is_last and self.intent.all_reduces else Goal.REST
-
     def backward_over(self) -> None:
         """The backward is over, here and everywhere."""
         if _torch.in_backward():
@@ -599,7 +607,7 @@ class Unit:
         """Whether the weights are released after the backward that is running."""
         return (
             self.intent.reshard_after_backward
-            and (self.is_last or not self.place.keeps_for_next)
+            and (not self.place.keeps_for_next or self._is_last)
             and Lease.GRAPH not in self.leases
             and Lease.USER not in self.leases
         )
@@ -615,7 +623,7 @@ class Unit:
     @property
     def is_kept_for_next(self) -> bool:
         """Whether the running micro-batch leaves its weights to the next one."""
-        return self.place.keeps_for_next and not self.is_last
+        return self.place.keeps_for_next and not self._is_last
 
     def recover(self, broken_backward: bool) -> None:
         """An exception broke a pass off: release. What a broken backward has left here is of no use."""
