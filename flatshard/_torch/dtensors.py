@@ -7,6 +7,7 @@ then takes it for a tensor that has one: deepcopy and data_ptr go wrong. So it i
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -165,17 +166,13 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
+# The same for loops that run in C.
+local_part: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_local_tensor")
+
+
 def held_of(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor: the local one of a DTensor, all of any other."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def have_other_locals(pairs: Sequence[tuple[Any, torch.Tensor]]) -> bool:
-    """Whether one of some DTensors has another local tensor than the one beside it."""
-    for tensor, local in pairs:
-        if tensor._local_tensor is not local:
-            return True
-    return False
 
 
 # Which rows a rank holds

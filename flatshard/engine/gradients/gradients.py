@@ -303,10 +303,14 @@ class Gradients:
         pool, lane = reduction.pool, reduction.pool.lane
         own, had_grad, changed, finished = self.main_grads.couple_for_launch()
         main_grad, fresh, replaced = self.main_grads.take(had_grad, lane)
-        used, factor = sorted(self._used), self._factor
-        self._tell_uses(reduction, used)
-        tells_all = reduction.uses is None or len(used) >= self.expected
-        asked = [] if tells_all else self._unknown(had_grad, {*changed, *finished})
+        used, factor, asked = sorted(self._used), self._factor, list[int]()
+        # Let all ranks know, unless they do anyway: of one param there is a reduce only if all have used it. Members
+        # without elements are not communicated at all.
+        if self.main.layout.payload and not self.counts_unused and (self._uses.count > 1 or self.takes_part):
+            reduction.uses = self._uses.given(used, self._stages[0].copies, self.reduce_dtype, self.home.device)
+            reduction.parameters = self._uses.count
+            if len(used) < self.expected:
+                asked = self._unknown(had_grad, {*changed, *finished})
         with lane.following():
             inputs, reduction.held = self._inputs(gradients, pool)
             reduction.held += replaced if reduction.uses is None else (*replaced, reduction.uses)
@@ -352,16 +356,6 @@ class Gradients:
         reduction.ticket, reduction.writes = ticket, self.main_grads
 
     # Which params ranks have used
-
-    def _tell_uses(self, reduction: Reduction, used: Sequence[int]) -> None:
-        """Let all ranks know, unless they do anyway: of one param there is a reduce only if all have used it.
-
-        Members without elements are not communicated at all.
-        """
-        if self.main.layout.payload and not self.counts_unused and (self._uses.count > 1 or self.takes_part):
-            stage, device = self._stages[0], self.home.device
-            reduction.uses = self._uses.given(used, stage.copies, self.reduce_dtype, device)
-            reduction.parameters = self._uses.count
 
     def _unknown(self, had_grad: Collection[int], hooked: Collection[int]) -> list[int]:
         """Members that this rank has not used, and that do not show already that another one has.
@@ -438,10 +432,11 @@ class Gradients:
             return unreduced.runs(), held
         runs: list[torch.Tensor | None] = [None] * len(self._segments)
         staged, sends = 0, before == 1.0 and not pool.groups  # else it would change, or be in other memory than is sent
+        dense = sends and all(map(torch.Tensor.is_contiguous, held))  # as a rule; one loop in C
         for number, (owner, numel) in enumerate(self._segments):
             gradient = gradients[owner] if sends and owner is not None else None
-            if gradient is not None and gradient.dtype == self.reduce_dtype and gradient.is_contiguous():
-                runs[number] = gradient.view(-1)
+            if gradient is not None and gradient.dtype == self.reduce_dtype and (dense or gradient.is_contiguous()):
+                runs[number] = gradient if gradient.ndim == 1 else gradient.view(-1)
             else:
                 staged += numel
         if staged:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from flatshard.engine.weights.offload import Home
 # On a gradient that we have put on a parameter: the buffer it lies in.
 MAIN_GRAD = "_flatshard_main_grad"
 DECOUPLED = "decoupled_grad"
+_sharded: Callable[[ShardedParam], torch.Tensor] = operator.attrgetter("sharded")
 
 
 class MainGrads:
@@ -108,7 +110,7 @@ class MainGrads:
     def couple_for_launch(self) -> tuple[list[torch.Tensor | None] | None, list[int], list[int], list[int]]:
         """What `uncouple` is to put back afterwards, and what `_torch.grads_and_hooks` says of the parameters."""
         own = self.couple() if self.is_decoupled and self.kept is None else None
-        had_grad, changed, finished = _torch.grads_and_hooks([param.sharded for param in self.params])
+        had_grad, changed, finished = _torch.grads_and_hooks(map(_sharded, self.params))
         if self.kept is not None:
             had_grad = [index for index, grad in enumerate(self.kept) if grad is not None]
         return own, had_grad, changed, finished

@@ -170,8 +170,11 @@ class Reduces:
         gradients, goal = group.gradients, unit.goal
         if goal is not Goal.FINAL or self.is_one_of_several:
             goal = self._goal(unit, group)
-        unused = gradients.expected and goal is not Goal.UNREDUCED and self._takes_part(unit)
-        if gradients.waiting or unused or (goal is Goal.FINAL and gradients.has_partial):
+        if (
+            gradients.waiting
+            or (goal is Goal.FINAL and gradients.has_partial)
+            or (goal is not Goal.UNREDUCED and gradients.expected and self._takes_part(unit))
+        ):
             self.launch(number, unit, group, goal)
 
     # In flight

@@ -352,7 +352,7 @@ class Root:
         self.program.gathered.append(unit.index)
         if not self.program.has_launched:
             self.program.has_launched = any(group.launches for group in unit.needs)
-        lasting = self.program.running is Pass.BACKWARD and unit.is_kept_for_next
+        lasting = unit.place.keeps_for_next and not unit.is_last and self.program.running is Pass.BACKWARD
         if len(unit.needs) == 1:
             unit.needs[0].gather(self.gather_pool, unit.name, lasting)
             return
@@ -458,7 +458,8 @@ class Root:
                 continue  # a recompute passed through it, or it needs none: nothing of this backward will need it
             if room <= 0 and self._bytes_with(unit, other) > bytes_ahead:
                 return
-            self.gather_early(other)
+            ahead.add(index)
+            self.gather(other)
             room -= index not in self._apart
             if room <= 0 and not bytes_ahead:
                 return

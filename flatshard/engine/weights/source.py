@@ -284,22 +284,24 @@ class Gathered(_Buffered):
         self._parked: tuple[DBuffer, Ticket] | None = None  # and where the copy stands
         self._is_hollow = not main.layout.payload  # only empty tensors, of which collectives take no list
         self._is_sharded = not _everywhere(main.placements)
+        travels = self._cast is not None and self._cast.sends_main and self._is_sharded and not home.host
+        self._part = main if travels else None  # of each rank, where it travels as it rests
         self.is_gathered_twice = compute is not None and self._cast is not None and compute.launches
 
     def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
         self._pool = pool  # another one than last time, if the unit has a new root
-        part, refreshed = (None, DONE) if self.compute is None else self.compute.refresh(pool, name)
-        buffer = self._allocated(pool, lasting)
+        part, refreshed = (self._part, DONE) if self.compute is None else self.compute.refresh(pool, name)
+        buffer, lane = self._allocated(pool, lasting), pool.lane
         if self._is_hollow:
             return Ticket()
-        with pool.lane.inside if refreshed is DONE else pool.lane.entered((refreshed,)):
+        with lane.inside if refreshed is DONE else lane.entered((refreshed,)):
             if self._parked is not None:
                 part, parked = self._parked
                 # The gathered buffer as the smaller mesh sees it.
-                seen = DBuffer(buffer.layout, part.mesh, [Replicate()], buffer.local)
-                ticket = _gather(part, seen, pool, name, comm, (parked,))
+                seen, after = DBuffer(buffer.layout, part.mesh, [Replicate()], buffer.local), (parked,)
+                ticket = seen.gather_in_place(part.placements, lane=lane, own=part, after=after, name=name, comm=comm)
             elif part is not None:
-                ticket = _gather(part, buffer, pool, name, comm)
+                ticket = buffer.gather_in_place(part.placements, lane=lane, own=part, name=name, comm=comm)
             else:
                 ticket = self._from_main(buffer, pool, name, comm)
         return ticket if self._turned is None else self._turned.fill_after(ticket, buffer)
@@ -326,8 +328,6 @@ class Gathered(_Buffered):
     def _from_main(self, buffer: DBuffer, pool: Pool, name: str, comm: Any) -> Ticket:
         main, lane, cast = self._main, pool.lane, self._cast
         assert cast is not None
-        if cast.sends_main and self._is_sharded and not self._home.host:
-            return buffer.gather_in_place(main.placements, lane=lane, own=main, name=name, comm=comm)
         if self._own is None:
             self._own = buffer.runs(main.held)
         if self._home.host:
@@ -419,7 +419,7 @@ class FromBytes(Gathered):
         pool.allocate(wire.local, lasting)
         self._is_open = False
         with pool.lane.entered(() if refreshed is DONE else (refreshed,)):
-            return _gather(part, wire, pool, name, comm)
+            return wire.gather_in_place(part.placements, lane=pool.lane, own=part, name=name, comm=comm)
 
     def open(self) -> None:
         if self._is_open:
@@ -508,11 +508,6 @@ def source_for(
     if everywhere and codec.sends_main and not home.host:
         return OfMain(main)
     return Gathered(main, codec, home, None)
-
-
-def _gather(part: DBuffer, buffer: DBuffer, pool: Pool, name: str, comm: Any, after: Sequence[Ticket] = ()) -> Ticket:
-    """Fill a buffer from the ranks' parts, which rest as they travel."""
-    return buffer.gather_in_place(part.placements, lane=pool.lane, own=part, after=after, name=name, comm=comm)
 
 
 def _everywhere(placements: Sequence[Placement]) -> bool:
