@@ -183,5 +183,6 @@ def _take_settings(unit: Unit, new: dict[int, Unit]) -> None:
     made.policy = unit.policy
     for mine, theirs in zip(made.groups, unit.groups, strict=True):
         mine.set_policy(theirs.policy)
-        for name in ("scale", "sums_only", "counts_unused"):
-            setattr(mine.gradients, name, getattr(theirs.gradients, name))
+        mine.gradients.ask(
+            **{name: getattr(theirs.gradients, name) for name in ("scale", "sums_only", "counts_unused")}
+        )

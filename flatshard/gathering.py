@@ -66,7 +66,7 @@ def _root(unit: Unit) -> Root:
 def _hold(unit: Unit) -> None:
     if not unit.shows_full:
         _root(unit).gather_apart([unit])
-        unit.show()
+        unit.swap_in()
     unit.note_state()
     for group in unit.groups if torch.is_grad_enabled() else ():
         group.watch()  # of what is called without a forward, nothing else would tell that it has gradients

@@ -227,7 +227,7 @@ class FSDPModule(TorchFSDPModule):
         if not number or factor == 0:
             raise ValueError(f"set_gradient_divide_factor({factor!r}): the factor must be a finite number, and not 0")
         for group in _unit(self).groups:
-            group.gradients.scale = 1.0 / factor
+            group.gradients.ask(scale=1.0 / factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of `set_gradient_divide_factor`."""
@@ -239,7 +239,7 @@ class FSDPModule(TorchFSDPModule):
         """On: collectives of this unit add, and nothing else; means are taken by a multiplication afterwards."""
         enable = _arguments.flag("enable", enable)
         for group in _unit(self).groups:
-            group.gradients.sums_only = enable
+            group.gradients.ask(sums_only=enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """On: a parameter that a backward did not use has a gradient of zero, and takes part in the reduce with it.

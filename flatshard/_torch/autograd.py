@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -10,6 +11,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -80,12 +82,15 @@ def allow_grad_of(tensor: torch.Tensor, dtype: torch.dtype) -> None:
 # Hooks
 
 
-def grads_and_hooks(parameters: Sequence[torch.Tensor]) -> tuple[list[bool], list[int], list[int]]:
-    """Whether each has a gradient; which have tensor hooks; which have post-accumulate hooks."""
-    had_grad, changed, finished = [False] * len(parameters), [], []
+def grads_and_hooks(parameters: Iterable[torch.Tensor]) -> tuple[list[int], list[int], list[int]]:
+    """Which have a gradient; which have tensor hooks; which have post-accumulate hooks."""
+    had_grad: list[int] = []
+    changed: list[int] = []
+    finished: list[int] = []
     with PlainAttributes():
         for index, parameter in enumerate(parameters):
-            had_grad[index] = parameter.grad is not None
+            if parameter.grad is not None:
+                had_grad.append(index)
             if parameter._backward_hooks:
                 changed.append(index)
             if parameter._post_accumulate_grad_hooks:
@@ -94,13 +99,17 @@ def grads_and_hooks(parameters: Sequence[torch.Tensor]) -> tuple[list[bool], lis
 
 
 def hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:
-    """``register_hook``, before all that there are."""
-    before = dict(tensor._backward_hooks or {})
-    tensor.register_hook(hook)
-    hooks = tensor._backward_hooks
-    if before and hooks is not None:
-        for number in before:  # torch calls them in the order in which they were put in
-            hooks[number] = hooks.pop(number)
+    """``register_hook``, before all that there are, and without a handle to remove it by."""
+    hooks: Any = tensor._backward_hooks
+    if hooks is None:
+        hooks = tensor._backward_hooks = OrderedDict()
+        if tensor.grad_fn is not None:
+            tensor.grad_fn._register_hook_dict(tensor)
+    before = list(hooks)
+    hooks[RemovableHandle.next_id] = hook
+    RemovableHandle.next_id += 1
+    for number in before:  # torch calls them in the order in which they were put in
+        hooks[number] = hooks.pop(number)
 
 
 def tensor_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:

@@ -7,8 +7,9 @@ then takes it for a tensor that has one: deepcopy and data_ptr go wrong. So it i
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -60,11 +61,16 @@ def like_dtensor(like: torch.Tensor, local: torch.Tensor) -> DTensor:
     return made
 
 
-def dtensors_over(flat: torch.Tensor, places: Sequence[tuple[Spec, Any, Any, int]]) -> list[DTensor]:
-    """DTensors of these specs, over parts of a tensor of shape, stride and offset. Without anything that takes time."""
+_bare: Callable[[torch.Tensor, Spec], DTensor] = functools.partial(DTensor.__new__, DTensor, requires_grad=False)
+
+
+def dtensors_over(
+    flat: torch.Tensor, specs: Sequence[Spec], shapes: Sequence[Any], strides: Sequence[Any], offsets: Sequence[int]
+) -> list[DTensor]:
+    """DTensors of these specs, over parts of a tensor. Without anything that takes time: the loops run in C."""
     # They claim the offset of their local part: compilers imitate them, and refuse them at another one.
-    locals_ = [flat.as_strided(shape, stride, offset) for _, shape, stride, offset in places]
-    found = [DTensor.__new__(DTensor, local, place[0], requires_grad=False) for local, place in zip(locals_, places)]
+    locals_ = list(map(flat.as_strided, shapes, strides, offsets))
+    found = list(map(_bare, locals_, specs))
     for made, local in zip(found, locals_):
         made._local_tensor = local
     return found
@@ -160,17 +166,13 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
+# The same for loops that run in C.
+local_part: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_local_tensor")
+
+
 def held_of(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor: the local one of a DTensor, all of any other."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def have_other_locals(pairs: Sequence[tuple[Any, torch.Tensor]]) -> bool:
-    """Whether one of some DTensors has another local tensor than the one beside it."""
-    for tensor, local in pairs:
-        if tensor._local_tensor is not local:
-            return True
-    return False
 
 
 # Which rows a rank holds

@@ -6,7 +6,7 @@ from flatshard.buffer.dbuffer import DBuffer, turns
 from flatshard.buffer.groups import destroy_unused_within
 from flatshard.buffer.lanes import Lane, record_replay, watch_over
 from flatshard.buffer.pools import Pool
-from flatshard.buffer.tickets import DONE, Operation, Ticket
+from flatshard.buffer.tickets import DONE, Ticket
 
 __all__ = [
     "DONE",
@@ -15,7 +15,6 @@ __all__ = [
     "Exchange",
     "Lane",
     "Op",
-    "Operation",
     "Pool",
     "Ticket",
     "destroy_unused_within",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -17,6 +18,7 @@ Op: TypeAlias = Literal["sum", "avg", "max"]
 Tensors: TypeAlias = Sequence[torch.Tensor]
 _Started: TypeAlias = tuple[list[Work], Action]
 
+_nbytes: Callable[[torch.Tensor], int] = operator.attrgetter("nbytes")
 # What every backend reduces and moves as it is. Anything else is moved as bytes, and cannot be reduced.
 _NATIVE = frozenset(
     {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
@@ -60,7 +62,7 @@ class LaneProtocol(Protocol):
 class Gather:
     """An all-gather that can be launched again and again: what is the same every time is looked up once."""
 
-    __slots__ = ("_call", "_joined", "_lane", "_numbytes", "_tensors", "group", "is_kept")
+    __slots__ = ("_call", "_joined", "_lane", "_native", "_numbytes", "_tensors", "group", "is_kept")
 
     _call: Callable[[], _Started]
 
@@ -73,13 +75,13 @@ class Gather:
         self._numbytes = nbytes(outputs)
         self._tensors = outputs, inputs
         outputs, inputs = list(as_bytes(outputs)), list(as_bytes(inputs))
-        # What to wait for, and what to do then.
+        self._native = None  # what a backend that takes lists is given; else `_call` tells what to wait for
         if group.size() == 1:
             self._call = lambda: (copied(outputs, inputs), None)
         elif group in lane.peers:
             self._call = functools.partial(_by_copies, lane.peers[group].gather(outputs, inputs))
         elif lane.backend_in(group) != "gloo":
-            self._call = lambda: ([_torch.all_gather_coalesced(group, outputs, inputs, _torch.ALL_GATHER)], None)
+            self._native = group, outputs, inputs, _torch.ALL_GATHER
         elif lane.stream is None and len(inputs) > 1:
             self._call = lambda: gather_by(_OneCall(), group, outputs, inputs, asynchronous=True)
         else:
@@ -93,7 +95,10 @@ class Gather:
 
     def launch_now(self, name: str) -> Ticket:
         """Inside `Lane.entered`."""
-        works, then = self._call()
+        if self._native is not None:
+            works, then = [_torch.all_gather_coalesced(*self._native)], None
+        else:
+            works, then = self._call()
         return self._lane.finish(self.group, "all_gather", name, self._numbytes, works, then)
 
     def joined(self, others: Sequence[Gather]) -> Gather:
@@ -224,7 +229,7 @@ def join(work: Work | None) -> None:
 
 
 def nbytes(tensors: Tensors) -> int:
-    return sum([tensor.nbytes for tensor in tensors])
+    return sum(map(_nbytes, tensors))
 
 
 def one_after_other(*actions: Action) -> Action:

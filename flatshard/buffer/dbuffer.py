@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from flatshard.layout import (
     Holding,
     Layout,
     Partial,
+    Parts,
     Placement,
     Range,
     Transition,
@@ -47,15 +49,18 @@ class DBuffer:
         self.local = local
         self.held = held_by_this_rank(layout, mesh, self.placements) if held is None else held
         numel = layout.buffer_numel(self.held.count)
-        if local.dim() != 1 or local.numel() != numel:
+        if local.shape != (numel,):
             raise ValueError(f"local tensor has shape {tuple(local.shape)}; {self.placements} hold {numel} elements")
         self._runs: dict[Holding, list[torch.Tensor]] = {}
         self._all_runs: list[torch.Tensor] | None = None  # those of `held`, without asking the dict
-        self._gathers: list[tuple[Sequence[Placement], Lane, Sequence[torch.Tensor] | None, list[Gather]]] = []
+        self._parts: Parts | None = None  # how to split it into these
+        self._gathers: list[tuple[Sequence[Placement], Lane, DBuffer | None, list[Gather]]] = []
 
     def like(self, local: torch.Tensor) -> DBuffer:
         """Another buffer of the same mesh, placements and layout."""
-        return DBuffer(self.layout, self.mesh, self.placements, local, self.held)
+        made = DBuffer(self.layout, self.mesh, self.placements, local, self.held)
+        made._parts = self._parts
+        return made
 
     @classmethod
     def made(
@@ -131,19 +136,17 @@ class DBuffer:
         """Per non-empty segment, the run of ``held`` (default: all that this buffer holds) as a view of ``local``."""
         if held is None:
             if self._all_runs is None:
-                self._all_runs = self._split(self.held)
+                if self._parts is None:
+                    self._parts = self.layout.run_parts(self.held.count, 0, self.held.count)
+                self._all_runs = _runs_of(self.local, self._parts)
             return self._all_runs
         found = self._runs.get(held)
         if found is None:
             if not self.held.contains(held):
                 raise ValueError(f"pieces {held} do not lie in {self.held}")
-            found = self._runs[held] = self._split(held)
+            parts = self.layout.run_parts(self.held.count, held.first - self.held.first, held.count)
+            found = self._runs[held] = _runs_of(self.local, parts)
         return found
-
-    def _split(self, held: Holding) -> list[torch.Tensor]:
-        # What lies before a run, and the run, in turns: one split is cheaper than many slices.
-        sizes = self.layout.run_sizes(self.held.count, held.first - self.held.first, held.count)
-        return list(self.local.split_with_sizes(sizes)[1::2])
 
     def cast(self, dtype: torch.dtype) -> DBuffer:
         """The same values in another dtype, in a buffer of its own."""
@@ -204,20 +207,20 @@ class DBuffer:
         source: Sequence[Placement],
         *,
         lane: Lane,
-        own: Sequence[torch.Tensor] | None = None,
+        own: DBuffer | None = None,
         after: Sequence[Ticket] = (),
         name: str = "",
         comm: Any = None,
     ) -> Ticket:
         """Fetch what other ranks hold under placements ``source``, as far as this buffer's own placements say.
 
-        This rank's part is in place here already, unless ``own`` gives its runs. One coalesced launch per axis; with
+        This rank's part is in place here already, unless it is in ``own``. One coalesced launch per axis; with
         ``comm``, a user's own ``AllGather``, one call of that.
         """
         ticket = DONE
         if comm is not None:
             for number, (axis, outputs, inputs) in enumerate(self._plan_gathers(tuple(source))):
-                first, tickets = inputs if number or own is None else own, (ticket,) if number else after
+                first, tickets = inputs if number or own is None else own.runs(), (ticket,) if number else after
                 group = lane.group(self.mesh, axis)
                 ticket = lane.all_gather(group, outputs, first, after=tickets, name=name, comm=comm)
             return ticket
@@ -228,12 +231,12 @@ class DBuffer:
         else:
             launches = []
             for number, (axis, outputs, inputs) in enumerate(self._plan_gathers(tuple(source))):
-                first = inputs if number or own is None else own
+                first = inputs if number or own is None else own.runs()
                 launches.append(Gather(lane, lane.group(self.mesh, axis), outputs, first, is_kept=True))
             self._gathers = [*self._gathers[-3:], (source, lane, own, launches)]
         for number, gather in enumerate(launches):
             if number == 0 and not after and lane.inside.depth:
-                ticket = gather.launch(name)
+                ticket = gather.launch_now(name) if lane.convoy is None else gather.launch(name)
                 continue
             with lane.entered(after if number == 0 else (ticket,)):
                 ticket = gather.launch(name)
@@ -305,6 +308,11 @@ class DBuffer:
         for what, (found, wanted) in expected.items():
             if found != wanted:
                 raise ValueError(f"`out` has {what} {found}; expected {wanted}")
+
+
+def _runs_of(local: torch.Tensor, parts: Parts) -> list[torch.Tensor]:
+    sizes, are_runs = parts
+    return list(compress(local.split_with_sizes(sizes), are_runs))  # one split is cheaper than many slices
 
 
 def turns(

@@ -24,7 +24,7 @@ from flatshard.buffer import collectives
 from flatshard.buffer.collectives import CoalescedGather, Gather, Op, Tensors
 from flatshard.buffer.custom import gather_by, reduce_by
 from flatshard.buffer.groups import IMAGINED, own_group
-from flatshard.buffer.tickets import DONE, Action, Operation, Ticket, Tickets
+from flatshard.buffer.tickets import DONE, Action, Ticket, Tickets
 from flatshard.trust.alarm import Watched, alarm
 from flatshard.trust.loop import CALL_LIMIT
 from flatshard.trust.record import KINDS, GroupRecord, ranges, record
@@ -86,7 +86,7 @@ class Lane:
         # Before compute where both want the device: a gather that waits until a large matrix product leaves room is
         # late for all that follows, and takes next to nothing from it.
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        self.history: deque[Operation] = deque(maxlen=HISTORY)
+        self.history: deque[Ticket] = deque(maxlen=HISTORY)
         self.launched = 0
         self.own_groups = own_groups or patience is not None
         # Axes of meshes along which other lanes communicate too; along others no group of its own is needed. None: all.
@@ -95,6 +95,7 @@ class Lane:
         self.inside = _Inside(self.stream)
         self.convoy: CoalescedGather | None = None  # while gathers are held back
         self._groups: dict[tuple[DeviceMesh, int, bool], ProcessGroup] = {}
+        self.size_of: Callable[[ProcessGroup], int] = functools.cache(lambda group: group.size())
         # By which what serves tensors of its device in a group is called; and by which the flight record knows a group.
         self.backend_in = functools.cache(lambda group: _torch.backend_name(group, device))
         self._group_record = functools.cache(lambda group: _group_record(name, group))
@@ -128,6 +129,12 @@ class Lane:
     def entered(self, after: Tickets = ()) -> _Inside:
         """A context in which device work goes in this lane's order, after the given tickets. Can be nested."""
         self.inside.after = after
+        return self.inside
+
+    def following(self) -> _Inside:
+        """The same, after all that has been enqueued on the current stream."""
+        if self.stream is not None:
+            self.inside.after = (self.mark(),)
         return self.inside
 
     def mark(self) -> Ticket:
@@ -202,31 +209,23 @@ class Lane:
         The ticket is for ``then``, which is done to the outputs when they are there. With ``comm``, a ``ReduceScatter``
         of torch's, that is what communicates, in one call.
         """
-        collectives.require_native(inputs, "reduce_scatter")
-        op, rest = self._lowered(group, op, outputs)
-        if rest is not None:
-            then = collectives.one_after_other(rest, then)
-        if comm is not None:
+        if after or not self.inside.depth:
             with self.entered(after):
-                works, unpack = reduce_by(comm, group, outputs, inputs, op, self.stream is None)
-                after_all = collectives.one_after_other(unpack, then)
-                return self.finish(group, "reduce_scatter", name, collectives.nbytes(inputs), works, after_all)
-        if self.inside.depth and not after:
-            return self._reduce_scatter(group, outputs, inputs, op, then, name)
-        with self.entered(after):
-            return self._reduce_scatter(group, outputs, inputs, op, then, name)
-
-    def _reduce_scatter(
-        self, group: ProcessGroup, outputs: Tensors, inputs: Tensors, op: Op, then: Action, name: str
-    ) -> Ticket:
-        """Inside the lane, by an operation that the backend knows."""
+                return self.reduce_scatter(group, outputs, inputs, op, then=then, name=name, comm=comm)
+        collectives.require_native(inputs, "reduce_scatter")
+        backend = self.backend_in(group)
+        if op == "avg" and backend in _WITHOUT_AVG:
+            op, then = "sum", collectives.one_after_other(_divide_by(group, outputs), then)
         options = _torch.REDUCE_SCATTER[op]
-        if group.size() == 1 or not inputs:
+        if comm is not None:
+            works, unpack = reduce_by(comm, group, outputs, inputs, op, self.stream is None)
+            then = collectives.one_after_other(unpack, then)
+        elif self.size_of(group) == 1 or not inputs:
             works = collectives.copied(outputs, inputs)
         elif group in self.peers:
             self.peers[group].reduce(outputs, inputs, collectives.REDUCTIONS[op])
             works = []
-        elif self.backend_in(group) != "gloo":
+        elif backend != "gloo":
             works = [_torch.reduce_scatter_coalesced(group, list(outputs), list(inputs), options)]
         elif self.stream is None:
             works, reduce = collectives.exchange_pieces(group, outputs, inputs, op)
@@ -240,7 +239,9 @@ class Lane:
     ) -> Ticket:
         """Reduce each tensor over the ranks, in place."""
         collectives.require_native(tensors, "all_reduce")
-        op, then = self._lowered(group, op, tensors)
+        then = None
+        if op == "avg" and self.backend_in(group) in _WITHOUT_AVG:
+            op, then = "sum", _divide_by(group, tensors)
         options = _torch.ALL_REDUCE[op]
         with self.entered(after):
             works = [group.allreduce([tensor], options) for tensor in tensors] if group.size() > 1 else []
@@ -294,17 +295,11 @@ class Lane:
                         if self.stream is not None:
                             collectives.join(work)
                         ticket = Ticket(works=[work]) if self.stream is None else self.mark()
-                        ticket.what = "the other ranks,", about
+                        ticket.kind, ticket.name = "the other ranks,", about
                         record.append(self._group_record(group), _KINDS["all_reduce"], about, values.nbytes, ticket)
                         ticket.wait()
             found: list[int] = values.tolist()
         return found
-
-    def _lowered(self, group: ProcessGroup, op: Op, outputs: Tensors) -> tuple[Op, Action]:
-        """The operation that the backend knows, and what remains to be done to the outputs."""
-        if op != "avg" or self.backend_in(group) not in _WITHOUT_AVG:
-            return op, None
-        return "sum", lambda: torch._foreach_div_(list(outputs), group.size())
 
     def finish(
         self, group: ProcessGroup, kind: str, name: str, numbytes: int, works: Sequence[Work], then: Action = None
@@ -317,16 +312,21 @@ class Lane:
             if then is not None:
                 then()
             ticket = self.mark()
-        ticket.what = kind, name
         self.launched += 1
+        ticket.number, ticket.kind, ticket.name, ticket.numbytes = self.launched, kind, name, numbytes
         if _recording.launches is not None:
             began = self.inside.began
             _recording.launches.launched(self.name, kind, name, numbytes, began, works, self.device)
         record.append(self._group_record(group), _KINDS[kind], name, numbytes, ticket)
         if alarm.verdict.is_failure and self.stream is not None:  # on the CPU whoever waits for it is told
             raise alarm.error(f"{kind} {name or '(unnamed)'}, launched just now (step {record.step})")
-        self.history.append(Operation(self.launched, kind, name, numbytes, ticket))
+        self.history.append(ticket)
         return ticket
+
+
+def _divide_by(group: ProcessGroup, outputs: Tensors) -> Callable[[], None]:
+    """What is left of an average where the backend can only sum."""
+    return lambda: torch._foreach_div_(list(outputs), group.size())
 
 
 def _group_record(lane: str, group: ProcessGroup) -> GroupRecord:

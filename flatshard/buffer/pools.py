@@ -107,7 +107,7 @@ class Pool:
         elif lasting:
             storage.resize_(size)
             if not here:
-                with self.lane.entered((self.lane.mark(),)):
+                with self.lane.following():
                     pass  # what the current stream still does with that memory comes first
             self._lasting[storage._cdata] = _torch.current_stream(self.lane.device.index)
         else:

@@ -7,7 +7,6 @@ work of the process group, and waiting for it completes that.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -27,25 +26,16 @@ _PATIENCE = timedelta(seconds=1)  # of one wait for work; then it is seen whethe
 _WITHOUT_LIMIT = "with finite timeout not implemented"
 
 
-@dataclass(slots=True)
-class Operation:
-    """One collective as the history of a lane shows it."""
-
-    number: int
-    kind: str
-    name: str
-    numbytes: int
-    ticket: Ticket
-
-    def __str__(self) -> str:
-        state = "done" if self.ticket.done() else "pending"
-        return f"#{self.number} {self.kind} {self.name or '(unnamed)'} {self.numbytes} bytes: {state}"
-
-
 class Ticket:
-    """The end of an operation. A ticket without event and works is already done."""
+    """The end of an operation. A ticket without event and works is already done.
 
-    __slots__ = ("__weakref__", "_device", "_epoch", "_event", "_failed", "_then", "_works", "what")
+    That of a collective knows which one: its number in its lane, kind, name and bytes.
+    """
+
+    __slots__ = (
+        *("__weakref__", "_device", "_epoch", "_event", "_failed", "_then", "_works"),
+        *("is_on_device", "kind", "name", "number", "numbytes"),
+    )
 
     def __init__(self, event: Any = None, device: int = 0, works: Sequence[Work] = (), then: Action = None) -> None:
         self._event, self._epoch = event, _epochs.now
@@ -53,7 +43,13 @@ class Ticket:
         self._works = works
         self._then = then
         self._failed = False
-        self.what = ("", "")  # kind and name
+        self.is_on_device = event is not None
+        self.kind = self.name = ""
+        self.number = self.numbytes = 0
+
+    def __str__(self) -> str:
+        state = "done" if self.done() else "pending"
+        return f"#{self.number} {self.kind} {self.name or '(unnamed)'} {self.numbytes} bytes: {state}"
 
     def wait(self) -> None:
         """Order what follows after the operation: the current stream on CUDA, the caller itself on CPU."""
@@ -86,10 +82,6 @@ class Ticket:
         """Whether the operation is over, without waiting."""
         return self._then is None and self.has_ended()
 
-    @property
-    def is_on_device(self) -> bool:
-        return self._event is not None
-
     def has_ended(self) -> bool:
         """Whether the communication is over, and did not fail, whatever remains to be done. Any thread may ask."""
         if self._event is not None:
@@ -97,9 +89,8 @@ class Ticket:
         return not self._failed and all(work.is_completed() for work in self._works)
 
     def _told(self) -> str:
-        kind, name = self.what
         phase = f", {PHASES[record.phase]}" if record.phase else ""
-        return f"{kind} {name or '(unnamed)'} (step {record.step}{phase})"
+        return f"{self.kind} {self.name or '(unnamed)'} (step {record.step}{phase})"
 
 
 class Pending(Ticket):
@@ -130,10 +121,6 @@ class Pending(Ticket):
 
     def done(self) -> bool:
         return self._real.done()
-
-    @property
-    def is_on_device(self) -> bool:
-        return self._real.is_on_device
 
     def has_ended(self) -> bool:
         return self._real.has_ended()

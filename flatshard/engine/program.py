@@ -11,7 +11,7 @@ hooks only mark groups, and `Turns` says which may be reduced: always in one ord
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from enum import Enum
 
 
@@ -32,7 +32,7 @@ class Turns:
         marked   x   x          its gradients are complete on this rank
         next       ^            d: if gradients for it may still come, c waits; if not, d is passed over, then c is due
 
-    What `due` and `left` yield, taken together, is a function of the order and of the set of groups that are used, and
+    What `due` and `left` give, taken together, is a function of the order and of the set of groups that are used, and
     does not depend on when they were marked. A group whose turn has passed has another one at the end.
 
     ``free``: there is no order yet, and each is due when it is marked; the ranks then compare what they launch.
@@ -46,40 +46,42 @@ class Turns:
         self._place = {number: place for place, number in enumerate(order)}
         self._next = 0
         self._last = -1  # the furthest place that is marked
-        self._marked: set[int] = set()
-        self._over: set[int] = set()  # those whose unit has been left by the backward
+        self._marked: dict[int, bool] = {}  # and whether the backward has left their unit, too
         self._again: set[int] = set()
 
     def see(self, number: int) -> None:
         """All gradients of a group have arrived; its unit may still be in use."""
-        self.seen.setdefault(number)
+        if number not in self.seen:
+            self.seen[number] = None
 
     def mark(self, number: int, over: bool = True) -> None:
         """The gradients of a group are complete. ``over``: the backward has left its unit, too."""
-        self.seen.setdefault(number)
-        if over:
-            if number in self._over:  # by another recompute of the same unit
+        if number not in self.seen:
+            self.seen[number] = None
+        if self._marked.get(number):
+            if over:  # by another recompute of the same unit
                 self._again.add(number)
-            self._over.add(number)
-        self._marked.add(number)
-        self._last = max(self._last, self._place[number])
+        else:
+            self._marked[number] = over
+        if self._place[number] > self._last:
+            self._last = self._place[number]
 
-    def due(self, to_come: Callable[[int], bool]) -> Iterator[int]:
+    def due(self, to_come: Callable[[int], bool]) -> Sequence[int]:
         """The groups whose turn it is, as far as there are marked ones behind them.
 
         Stops before a group that is not marked and that has gradients ``to_come``.
         """
         if self.is_free:
-            for number in [number for number in self.seen if number in self._marked and number not in self._had]:
-                self._had.add(number)
-                yield number
-            return
+            due = [number for number in self.seen if number in self._marked and number not in self._had]
+            self._had.update(due)
+            return due
+        first = self._next
         while self._next <= self._last:
             number = self._order[self._next]
             if number not in self._marked and to_come(number):
-                return
+                break
             self._next += 1
-            yield number
+        return self._order[first : self._next]
 
     def left(self) -> Iterator[int]:
         """At the end of the backward: the groups that have not had their turn."""
@@ -88,9 +90,9 @@ class Turns:
             if self._order[self._next - 1] not in self._had:
                 yield self._order[self._next - 1]
 
-    def again(self, waiting: Callable[[int], bool]) -> list[int]:
+    def again(self, waiting: Collection[int]) -> list[int]:
         """After all turns: the groups that have another, since they were marked twice or have gradients ``waiting``."""
-        return [number for number in self._order if number in self._again or waiting(number)]
+        return [number for number in self._order if number in self._again or number in waiting]
 
 
 class Program:
@@ -123,7 +125,7 @@ class Program:
         self._kind: tuple[Pass, int] = (Pass.FORWARD, 0)
         self.upcoming: list[int] = []  # units expected to be needed in the running pass, nearest first
         self._entry = self._entry_before = 0  # of the last forward with gradients, and of the one before it
-        self._gathered: list[int] = []  # in the running pass
+        self.gathered: list[int] = []  # units whose gathers the running pass has launched
         self._needed: dict[int, None] = {}
         self._needs: list[int] = []  # the same in order, in a first pass
         self.turns = Turns(())
@@ -143,14 +145,10 @@ class Program:
         self.is_first = self._kind not in self._recorded
         self.announces = self.is_first or self.checks
         self.upcoming = list(self._orders.get(self._kind, ()))
-        self._gathered, self._needed, self._needs = [], {}, []
+        self.gathered, self._needed, self._needs = [], {}, []
         self.has_launched = False
         if kind is Pass.BACKWARD:
             self.turns = Turns(self._reduces.get(self._kind[1], self._reversed), free and self.is_first)
-
-    def gather(self, unit: int) -> None:
-        """A gather of this unit is launched."""
-        self._gathered.append(unit)
 
     def need(self, unit: int, is_ahead: Callable[[int], bool]) -> None:
         """The running pass needs this unit now.
@@ -210,7 +208,7 @@ class Program:
         """An order without the units that this pass did not need, and with those that it gathered besides."""
         order = [unit for unit in before if unit in self._needed]
         last = None
-        for unit in self._gathered:
+        for unit in self.gathered:
             if unit in self._needed and unit not in order:
                 order.insert(0 if last is None else order.index(last) + 1, unit)
             if unit in order:

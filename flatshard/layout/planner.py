@@ -25,6 +25,7 @@ from flatshard.layout.placement import Block, Flat, Placement, Whole, is_sharded
 
 LayoutName: TypeAlias = Literal["tensor", "flat", "auto"]
 Shape: TypeAlias = tuple[int, ...]
+Parts: TypeAlias = tuple[list[int], list[bool]]  # of a flat tensor: their sizes, and which of them are wanted
 
 # In elements. 16 bytes is what vectorised kernels load at once; 16 elements give that down to one-byte dtypes.
 ALIGN = 16
@@ -87,7 +88,7 @@ class Layout:
     placement: Placement
     _starts: dict[int, tuple[tuple[int, ...], int]] = field(default_factory=dict, compare=False, repr=False)
     _windows: dict[tuple[int, int], tuple[Window, ...]] = field(default_factory=dict, compare=False, repr=False)
-    _sizes: dict[tuple[int, int, int], list[int]] = field(default_factory=dict, compare=False, repr=False)
+    _parts: dict[tuple[int, int, int], Parts] = field(default_factory=dict, compare=False, repr=False)
 
     def run_starts(self, pieces: int) -> tuple[int, ...]:
         """Offset of each segment's run in a buffer that holds ``pieces`` consecutive pieces of every segment."""
@@ -95,7 +96,7 @@ class Layout:
 
     def buffer_numel(self, pieces: int) -> int:
         """Elements of a buffer that holds ``pieces`` consecutive pieces of every segment."""
-        return self._runs(pieces)[1]
+        return (self._starts[pieces] if pieces in self._starts else self._runs(pieces))[1]
 
     def _runs(self, pieces: int) -> tuple[tuple[int, ...], int]:
         if pieces not in self._starts:
@@ -106,22 +107,24 @@ class Layout:
             self._starts[pieces] = tuple(starts), end
         return self._starts[pieces]
 
-    def run_sizes(self, held: int, first: int, pieces: int) -> list[int]:
+    def run_parts(self, held: int, first: int, pieces: int) -> Parts:
         """How to split a buffer that holds ``held`` pieces of every segment, to get ``pieces`` of them from ``first``.
 
-        In turns what lies before the run of a non-empty segment, and that run; then what lies behind the last one.
+        The sizes of the parts, and which of them are runs of non-empty segments; the others lie between these.
         """
         key = (held, first, pieces)
-        if key not in self._sizes:
-            sizes: list[int] = []
+        if key not in self._parts:
+            parts: list[tuple[int, bool]] = []
             end = 0
             for start, segment in zip(self.run_starts(held), self.segments):
                 if segment.piece:
                     begin = start + first * segment.piece
-                    sizes += (begin - end, pieces * segment.piece)
-                    end = begin + sizes[-1]
-            self._sizes[key] = [*sizes, self.buffer_numel(held) - end]
-        return self._sizes[key]
+                    parts += ((begin - end, False), (pieces * segment.piece, True))
+                    end = begin + pieces * segment.piece
+            parts.append((self.buffer_numel(held) - end, False))
+            parts = [part for part in parts if part[0]]
+            self._parts[key] = [size for size, _ in parts], [is_run for _, is_run in parts]
+        return self._parts[key]
 
     def windows(self, first: int, pieces: int) -> tuple[Window, ...]:
         """Where each tensor's rows lie in a buffer that holds ``pieces`` pieces from ``first`` of every segment.

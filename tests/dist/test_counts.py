@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from flatshard import SchedulePolicy, fully_shard
-from flatshard.buffer import Lane, Operation
+from flatshard.buffer import Lane, Ticket
 from flatshard.engine.schedule.keep import gathered_bytes
 from flatshard.engine.schedule.root import Root
 from flatshard.engine.units.unit import unit_of
@@ -217,14 +217,14 @@ def test_a_unit_that_is_skipped_is_gathered_in_vain_once_and_never_reduced(ranks
     ranks(2, _unused)
 
 
-class _Log(deque[Operation]):
+class _Log(deque[Ticket]):
     """A lane's history that also writes down the names of what is launched."""
 
     def __init__(self, events: list[tuple[str, str]], label: str) -> None:
         super().__init__(maxlen=1)
         self._events, self._label = events, label
 
-    def append(self, operation: Operation) -> None:
+    def append(self, operation: Ticket) -> None:
         self._events.append((self._label, operation.name))
 
 

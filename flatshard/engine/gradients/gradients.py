@@ -25,7 +25,7 @@ from flatshard.buffer import DONE, DBuffer, Pool, Ticket
 from flatshard.buffer.collectives import one_after_other
 from flatshard.buffer.tickets import Action
 from flatshard.engine.gradients.direct import Direct, fill
-from flatshard.engine.gradients.main_grads import MainGrads, zero_between
+from flatshard.engine.gradients.main_grads import MainGrads, has_gaps
 from flatshard.engine.gradients.reduction import Goal, Reduction, Stage, stages_to, sum_dtype
 from flatshard.engine.gradients.staging import add_to, fill_runs, sole_owners
 from flatshard.engine.gradients.uses import Uses
@@ -75,7 +75,9 @@ class Gradients:
         self.on_complete: Callable[[], None] | None = None  # called when all expected ones have arrived, if watched
         self.on_first: Callable[[], None] | None = None  # called when one arrives and none has, if watched
         self._arrived: set[int] = set()  # of those watched
-        self._sole = sole_owners(main.layout)
+        # Per segment, the tensor that fills it, if there is one, and its elements.
+        sizes = [segment.piece * main.layout.num_shards for segment in main.layout.segments]
+        self._segments = list(zip(sole_owners(main.layout), sizes))
         self._set_stages(formats)
         # As many of them as there are axes that gradients rest reduced over.
         self._rests_after = sum(is_sharded(placement) for placement in placements.gradient)
@@ -87,10 +89,15 @@ class Gradients:
         self.main_grads = MainGrads(params, main, self.grad_dtype, home, self._room)
         self.direct: Direct | None = None  # set: kernels may write gradients themselves
 
+    def ask(self, **told: object) -> None:
+        """Replace what was asked of the reduces, in attributes of these names."""
+        self.__dict__.update(told)
+        self._derive()
+
     def take_settings(self, other: Gradients) -> None:
         """Be set as another object that this one takes the place of."""
-        for name in ("on_complete", "on_first", "scale", "sums_only", "counts_unused", "takes_part", "comm", "hook"):
-            setattr(self, name, getattr(other, name))
+        names = ("on_complete", "on_first", "scale", "sums_only", "counts_unused", "takes_part", "comm", "hook")
+        self.ask(**{name: getattr(other, name) for name in names})
         self.direct = None if other.direct is None else Direct()
         self.main_grads.is_decoupled, self.main_grads.kept = other.main_grads.is_decoupled, other.main_grads.kept
 
@@ -108,6 +115,7 @@ class Gradients:
         self._stages = self._plan(formats)
         # Elements behind reduced gradients, for what is told of uses.
         self._room = len(self.params) * max(stage.room for stage in self._stages)
+        self._derive()
 
     def _plan(self, formats: Formats) -> list[Stage]:
         return stages_to(self.main.mesh, self.placements.optimizer, formats, self.reduce_dtype)
@@ -131,36 +139,19 @@ class Gradients:
         goes_on = number + 1 < len(stages) and not stages[number + 1].is_encoded
         return sum_dtype(self.reduce_dtype) if stages[number].is_encoded and not goes_on else self.reduce_dtype
 
-    @property
-    def _op(self) -> Literal["avg", "sum"]:
-        averages = self.scale == "mean" and not self.sums_only and self.reduce_dtype is not torch.float16
-        return "avg" if averages else "sum"
-
-    @property
-    def _multiple(self) -> float:
-        """How much of the sum over ranks the result is."""
-        if isinstance(self.scale, float):
-            return self.scale
-        return 1.0 / self.main.mesh.size() if self.scale == "mean" else 1.0
-
-    @property
-    def _before(self) -> float:
-        """What the inputs of the collectives are multiplied by.
+    def _derive(self) -> None:
+        """What collectives do, and what their inputs and results are multiplied by; looked at in every reduce.
 
         The sum of a few large numbers is infinite in float16, and a small number divided by all ranks is 0: half of the
         division is done before the sum and half after it. A power of two, so that it rounds nothing else.
         """
-        if self.reduce_dtype is not torch.float16:
-            return 1.0
-        multiple = abs(self._multiple)
-        if not 0.0 < multiple < 1.0:
-            return 1.0
-        return 2.0 ** -math.ceil(-math.log2(multiple) / 2)
-
-    @property
-    def _factor(self) -> float:
-        """What the result of the collectives is multiplied by."""
-        return 1.0 if self._op == "avg" else self._multiple / self._before
+        half = self.reduce_dtype is torch.float16
+        self._op: Literal["avg", "sum"] = "avg" if self.scale == "mean" and not (self.sums_only or half) else "sum"
+        multiple = 1.0 / self.main.mesh.size() if self.scale == "mean" else 1.0  # of the sum over ranks
+        if isinstance(self.scale, float):
+            multiple = self.scale
+        self._before = 2.0 ** -math.ceil(-math.log2(abs(multiple)) / 2) if half and 0.0 < abs(multiple) < 1.0 else 1.0
+        self._factor = 1.0 if self._op == "avg" else multiple / self._before
 
     @property
     def has_partial(self) -> bool:
@@ -247,7 +238,7 @@ class Gradients:
         the others are copied into a staging buffer first.
         """
         gradients = self.take()
-        self._used.update([index for index, gradient in enumerate(gradients) if gradient is not None])
+        self._used |= {index for index, gradient in enumerate(gradients) if gradient is not None}
         if self.counts_unused:
             self._used.update(index for index, param in enumerate(self.params) if param.sharded.requires_grad)
         if self.direct is not None and self.direct.written:
@@ -298,7 +289,7 @@ class Gradients:
         resting, fresh = self._resting, self._resting is None
         if resting is None:
             resting = self._buffer(stages[-1].placements, self.grad_dtype, self._empty)
-        with lane.entered((lane.mark(),)):
+        with lane.following():
             inputs, reduction.held = self._inputs(gradients, pool)
             target = self._buffer(stages[-1].placements, self._result(len(stages) - 1, stages), pool.temporary)
             write = functools.partial(_add_or_write, resting, target, fresh, 1.0)
@@ -312,15 +303,21 @@ class Gradients:
         pool, lane = reduction.pool, reduction.pool.lane
         own, had_grad, changed, finished = self.main_grads.couple_for_launch()
         main_grad, fresh, replaced = self.main_grads.take(had_grad, lane)
-        self._tell_uses(reduction)
-        used, factor = sorted(self._used), self._factor
-        asked = self._unknown(reduction, had_grad, {*changed, *finished})
-        with lane.entered((lane.mark(),)):
+        used, factor, asked = sorted(self._used), self._factor, list[int]()
+        # Let all ranks know, unless they do anyway: of one param there is a reduce only if all have used it. Members
+        # without elements are not communicated at all.
+        if self.main.layout.payload and not self.counts_unused and (self._uses.count > 1 or self.takes_part):
+            reduction.uses = self._uses.given(used, self._stages[0].copies, self.reduce_dtype, self.home.device)
+            reduction.parameters = self._uses.count
+            if len(used) < self.expected:
+                asked = self._unknown(had_grad, {*changed, *finished})
+        with lane.following():
             inputs, reduction.held = self._inputs(gradients, pool)
             reduction.held += replaced if reduction.uses is None else (*replaced, reduction.uses)
-            result = self._result(len(self._stages) - 1, self._stages)
+            result = sum_dtype(self.reduce_dtype) if self._stages[-1].is_encoded else self.reduce_dtype
             in_place = fresh and self.grad_dtype == result and not self.home.host
             target = main_grad if in_place else self._buffer(self.main.placements, result, pool.temporary)
+            reduction.held += (target.local,)
             # What is done to the result, in the order of the lane.
             then: list[Callable[[], None]] = []
             noted: torch.Tensor | None = None
@@ -342,10 +339,10 @@ class Gradients:
                 factor = 1.0
             if not self.home.host and (not in_place or factor != 1.0):
                 then.append(functools.partial(_add_or_write, main_grad, target, fresh, factor))
-            ticket = self._through(self._stages, inputs, target, reduction, one_after_other(*then))
+            ticket = self._through(self._stages, inputs, target, reduction, one_after_other(*then) if then else None)
             if self.home.host:
                 ticket = self.home.bring(target, ticket, lane, main_grad, fresh, factor)
-        self.main_grads.show([index for index in used if not had_grad[index]])
+        self.main_grads.show([index for index in used if index not in had_grad] if had_grad else used)
         if own is not None:
             self.main_grads.uncouple(own)
         if finished:
@@ -354,34 +351,21 @@ class Gradients:
         if noted is not None:
             self.main_grads.open.update(asked)
             reduction.asks = functools.partial(self._learn, asked, noted)
-        self._used.clear()
+        self._used = set()
         self.main_grads.in_flight += 1
-        reduction.held.append(target.local)
         reduction.ticket, reduction.writes = ticket, self.main_grads
 
     # Which params ranks have used
 
-    def _tell_uses(self, reduction: Reduction) -> None:
-        """Let all ranks know, unless they do anyway: of one param there is a reduce only if all have used it.
-
-        Members without elements are not communicated at all.
-        """
-        if self.layout.payload and not self.counts_unused and (len(self.params) > 1 or self.takes_part):
-            stage, device = self._stages[0], self.home.device
-            reduction.uses = self._uses.given(self._used, stage.copies, self.reduce_dtype, device)
-            reduction.parameters = len(self.params)
-
-    def _unknown(self, reduction: Reduction, had_grad: Sequence[bool], hooked: Collection[int]) -> list[int]:
+    def _unknown(self, had_grad: Collection[int], hooked: Collection[int]) -> list[int]:
         """Members that this rank has not used, and that do not show already that another one has.
 
         And those that have hooks, which are called if another rank has used them now.
         """
-        if reduction.uses is None or len(self._used) >= self.expected:
-            return []
         return [
             index
             for index, param in enumerate(self.params)
-            if index not in self._used and param.sharded.requires_grad and (not had_grad[index] or index in hooked)
+            if index not in self._used and param.sharded.requires_grad and (index not in had_grad or index in hooked)
         ]
 
     def _used_of(
@@ -446,24 +430,22 @@ class Gradients:
                 unreduced = unreduced.like(cast)
                 held.append(cast)
             return unreduced.runs(), held
-        layout = self.main.layout
-        runs: list[torch.Tensor | None] = [None] * len(layout.segments)
-        staged = 0
-        for number, segment in enumerate(layout.segments):
-            # Else it would change where it is; or it would be in other memory than is to be sent.
-            owner = self._sole[number] if before == 1.0 and not pool.groups else None
-            gradient = None if owner is None else gradients[owner]
-            if gradient is not None and gradient.dtype == self.reduce_dtype and gradient.is_contiguous():
-                runs[number] = gradient.view(-1)
+        runs: list[torch.Tensor | None] = [None] * len(self._segments)
+        staged, sends = 0, before == 1.0 and not pool.groups  # else it would change, or be in other memory than is sent
+        dense = sends and all(map(torch.Tensor.is_contiguous, held))  # as a rule; one loop in C
+        for number, (owner, numel) in enumerate(self._segments):
+            gradient = gradients[owner] if sends and owner is not None else None
+            if gradient is not None and gradient.dtype == self.reduce_dtype and (dense or gradient.is_contiguous()):
+                runs[number] = gradient if gradient.ndim == 1 else gradient.view(-1)
             else:
-                staged += segment.piece * layout.num_shards
+                staged += numel
         if staged:
             staging = pool.temporary(staged, self.reduce_dtype)
             held.append(staging)
-            fill_runs(layout, staging, runs, gradients)
+            fill_runs(self.main.layout, staging, runs, gradients)
             if before != 1.0:
                 staging.mul_(before)
-        return [run for run, segment in zip(runs, layout.segments) if run is not None and segment.piece], held
+        return [run for run, (_, numel) in zip(runs, self._segments) if run is not None and numel], held
 
     # Buffers of reduced gradients
 
@@ -479,7 +461,8 @@ class Gradients:
             made = main.like(empty(main.local.numel() + room, dtype)[: main.local.numel()])
         else:
             made = DBuffer.made(self.layout, main.mesh, placements, lambda numel: empty(numel + room, dtype)[:numel])
-        zero_between(made)
+        if has_gaps(made):
+            made.local.zero_()
         return made
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from flatshard.engine.weights.offload import Home
 # On a gradient that we have put on a parameter: the buffer it lies in.
 MAIN_GRAD = "_flatshard_main_grad"
 DECOUPLED = "decoupled_grad"
+_sharded: Callable[[ShardedParam], torch.Tensor] = operator.attrgetter("sharded")
 
 
 class MainGrads:
@@ -43,6 +45,7 @@ class MainGrads:
         self.open: Counter[int] = Counter()
         self.is_decoupled = False
         self.kept: list[torch.Tensor | None] | None = None
+        self._numel, self._has_gaps = main.local.numel(), has_gaps(main)
         self._accumulates = False  # the last backward added to what was there
         self._is_new = False  # nothing has been reduced into the buffer yet
 
@@ -74,9 +77,9 @@ class MainGrads:
         self._make()
         self._is_new = True
 
-    def take(self, had_grad: Sequence[bool], lane: Lane) -> tuple[DBuffer, bool, list[torch.Tensor]]:
+    def take(self, had_grad: Sequence[int], lane: Lane) -> tuple[DBuffer, bool, list[torch.Tensor]]:
         """The buffer; whether it is to be written, not added to; and what the lane reads to make it so."""
-        any_had, buffer = any(had_grad) or bool(self.open), self.buffer
+        any_had, buffer = bool(had_grad or self.open), self.buffer
         self._accumulates = any_had
         if buffer is None or not (any_had or self._is_new):
             buffer = self._make()
@@ -104,11 +107,13 @@ class MainGrads:
     def _grad(self, index: int) -> torch.Tensor | None:
         return self.params[index].sharded.grad if self.kept is None else self.kept[index]
 
-    def couple_for_launch(self) -> tuple[list[torch.Tensor | None] | None, list[bool], list[int], list[int]]:
+    def couple_for_launch(self) -> tuple[list[torch.Tensor | None] | None, list[int], list[int], list[int]]:
         """What `uncouple` is to put back afterwards, and what `_torch.grads_and_hooks` says of the parameters."""
         own = self.couple() if self.is_decoupled and self.kept is None else None
-        had_grad, changed, finished = _torch.grads_and_hooks([param.sharded for param in self.params])
-        return own, had_grad if self.kept is None else [grad is not None for grad in self.kept], changed, finished
+        had_grad, changed, finished = _torch.grads_and_hooks(map(_sharded, self.params))
+        if self.kept is not None:
+            had_grad = [index for index, grad in enumerate(self.kept) if grad is not None]
+        return own, had_grad, changed, finished
 
     def show(self, indices: Sequence[int]) -> None:
         """Put gradients on parameters that have none."""
@@ -116,7 +121,7 @@ class MainGrads:
             for index in indices:
                 self.kept[index] = self.shown[index]
             return
-        other_dtype = self.dtype != self.main.dtype
+        other_dtype = self.dtype != self.main.local.dtype
         with _torch.PlainAttributes():
             for index in indices:
                 if other_dtype:
@@ -168,26 +173,27 @@ class MainGrads:
 
     def _make(self) -> DBuffer:
         self.buffer, self.shown = None, []  # their memory may be used again
-        numel = self.main.local.numel()
-        buffer = self.buffer = self.main.like(self.home.empty(numel + self._room, self.dtype)[:numel])
-        zero_between(buffer)
+        local = self.home.empty(self._numel + self._room, self.dtype)
+        buffer = self.buffer = self.main.like(local[: self._numel] if self._room else local)
+        if self._has_gaps:
+            buffer.local.zero_()
         if self._places is None:
             self.shown = [_torch.like_dtensor(p.sharded, buffer.local_view(i)) for i, p in enumerate(self.params)]
         else:
-            self.shown = _torch.dtensors_over(buffer.local, self._places)
+            self.shown = _torch.dtensors_over(buffer.local, *self._places)
         for shown in self.shown:
             shown.__dict__[MAIN_GRAD] = buffer
         return buffer
 
     @functools.cached_property
-    def _places(self) -> list[tuple[_torch.Spec, Any, Any, int]] | None:
-        """Of the gradients in the buffer, by spec, shape, stride and offset; None: some are no plain DTensors."""
+    def _places(self) -> tuple[list[_torch.Spec], list[Any], list[Any], list[int]] | None:
+        """Specs, shapes, strides and offsets of the gradients in the buffer; None: some are no plain DTensors."""
         kinds: set[type] = {type(param.sharded) for param in self.params}
         if kinds != {DTensor}:
             return None
         windows = self.main.layout.windows(self.main.held.first, self.main.held.count)
         specs = [_torch.spec_with_dtype(_torch.spec_of(param.sharded), self.dtype) for param in self.params]
-        return [(spec, shape, stride, offset) for spec, (offset, shape, stride) in zip(specs, windows)]
+        return specs, [w.shape for w in windows], [w.stride for w in windows], [w.offset for w in windows]
 
     def _bring(self, others: Sequence[int], buffer: DBuffer, lane: Lane) -> list[torch.Tensor]:
         """Bring gradients that users have replaced or set to None into the buffer; what the lane reads for that."""
@@ -198,7 +204,7 @@ class MainGrads:
             self.shown[index] = _torch.like_dtensor(self.params[index].sharded, buffer.local_view(index))
             self.shown[index].__dict__[MAIN_GRAD] = buffer
             _torch.keep_values(known)
-        with lane.entered((lane.mark(),)):  # an earlier reduce of the group may still write there
+        with lane.following():  # an earlier reduce of the group may still write there
             for index in others:
                 param, view = self.params[index], buffer.local_view(index)
                 with _torch.PlainAttributes():
@@ -215,10 +221,9 @@ class MainGrads:
         return replaced
 
 
-def zero_between(buffer: DBuffer) -> None:
-    """Zero a buffer for reduced gradients, unless reduces write all of it: what lies between its runs they never do."""
-    if buffer.local.numel() != buffer.layout.run_numel * buffer.held.count:
-        buffer.local.zero_()
+def has_gaps(buffer: DBuffer) -> bool:
+    """Whether a buffer for reduced gradients is to be zeroed: what lies between its runs, reduces never write."""
+    return buffer.local.numel() != buffer.layout.run_numel * buffer.held.count
 
 
 def _show(param: ShardedParam, grad: DTensor) -> None:

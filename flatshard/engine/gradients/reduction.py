@@ -112,7 +112,7 @@ class Stage:
         """Inputs and outputs of a reduce-scatter, which tells all ranks of uses besides."""
         given, dtype = of.uses, inputs[0].dtype
         assert given is not None
-        if given.numel() < self.copies * of.parameters or given.dtype != dtype:  # of the stage before
+        if given.shape != (self.copies * of.parameters,) or given.dtype != dtype:  # of the stage before
             with of.pool.lane.entered(after):
                 given = given.to(dtype).repeat(self.copies)
         elif of.pool.groups:  # what is sent lies in memory of theirs

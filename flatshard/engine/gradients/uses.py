@@ -6,7 +6,7 @@ A rank that has used a parameter knows. Only one that has not asks, and only the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -21,9 +21,9 @@ class Uses:
         self._given: dict[tuple[tuple[int, ...], int, torch.dtype], torch.Tensor] = {}
         self._answers: dict[tuple[int, ...], list[int]] = {}
 
-    def given(self, used: Collection[int], copies: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """What this rank sends to each of so many: 1 for what it has used. Not to be written to."""
-        key = tuple(sorted(used)), copies, dtype
+    def given(self, used: Sequence[int], copies: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """What this rank sends to each of so many: 1 for what it has ``used``, in order. Not to be written to."""
+        key = tuple(used), copies, dtype
         found = self._given.get(key)
         if found is None:
             rows = torch.zeros(copies, self.count, dtype=dtype, device=device)

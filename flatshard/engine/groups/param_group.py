@@ -307,7 +307,8 @@ class ParamGroup:
         self.ticket.wait()
         if self.is_full:
             return
-        self.source.open()
+        if self.source.opens:
+            self.source.open()
         if self.params[0].full is None:
             self._make_full()
         for param in self.params:

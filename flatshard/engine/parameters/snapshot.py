@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from flatshard import _torch
@@ -25,7 +24,7 @@ class Snapshot:
         self.locals = [_torch.local_of(parameter) for parameter in self._parameters]
         self._storages = list(map(_torch.storage_id, self._parameters))
         self._alive = list(map(_torch.storage_of, self._parameters))  # so that no other gets the number of one
-        self._pairs: list[tuple[nn.Parameter, torch.Tensor]] = list(zip(self._parameters, self.locals))
+        self._local_ids = list(map(id, self.locals))
         self._places: list[tuple[Slots, str, nn.Parameter]] = []
         self._others: list[tuple[Site, nn.Parameter]] = []
         for param in params:
@@ -50,7 +49,7 @@ class Snapshot:
         for site, parameter in self._others:
             if site.look() is not parameter:
                 return True
-        if _torch.have_other_locals(self._pairs):
+        if list(map(id, map(_torch.local_part, self._parameters))) != self._local_ids:
             return True
         return list(map(_torch.storage_id, self._parameters)) != self._storages
 

@@ -82,7 +82,7 @@ class Reduces:
     def begin(self, units: Sequence[Unit]) -> None:
         """A backward begins."""
         self._had.clear()
-        self.is_alike = True not in [self._takes_part(unit) for unit in units]
+        self.is_alike = not self._has_optional and True not in [unit.intent.reduces_unused for unit in units]
 
     def group_complete(self, number: int) -> None:
         """All gradients of a group have arrived."""
@@ -99,13 +99,15 @@ class Reduces:
 
     def take_left(self, units: Sequence[Unit]) -> None:
         """At the end of a backward: reduce what has not had its turn, and what has another."""
-        self._has_stopped = any(unit.goal is not Goal.FINAL for unit in units)
+        self._has_stopped = False in [unit.goal is Goal.FINAL for unit in units]
         turns = self._program.turns
         for number in turns.left():
             self._take_turn(number)
-        for number in turns.again(self._is_waiting):
+        groups = enumerate([group() for _, group in self._groups])
+        waiting = {number for number, group in groups if group is not None and group.gradients.waiting}
+        for number in turns.again(waiting):
             found = self._at(number)
-            if found is not None and (number in self._had or found[1].gradients.waiting):
+            if found is not None and (number in self._had or number in waiting):
                 self.launch(number, *found, self._goal(*found))
 
     def flush(self, units: Sequence[Unit], all_the_way: bool = False, wait: bool = True) -> None:
@@ -153,10 +155,6 @@ class Reduces:
         found = self._at(number)
         return found is not None and found[1].gradients.expected > 0 and found[0].is_ahead
 
-    def _is_waiting(self, number: int) -> bool:
-        found = self._at(number)
-        return found is not None and found[1].gradients.waiting
-
     def _goal(self, unit: Unit, group: ParamGroup) -> Goal:
         """How far the gradients of a group go now."""
         if self.is_one_of_several and self.is_awaited_elsewhere(group):
@@ -165,21 +163,25 @@ class Reduces:
 
     def _take_turn(self, number: int) -> None:
         """Reduce a group at its turn, if there is anything to reduce, or if it takes part with zeros."""
-        found = self._at(number)
-        if found is None:
+        of, which = self._groups[number]
+        unit, group = of(), which()
+        if unit is None or group is None:
             return
-        unit, group = found
-        gradients = group.gradients
-        goal = self._goal(unit, group) if self.is_one_of_several else gradients.goal(unit.goal)
-        unused = self._takes_part(unit) and gradients.expected and goal is not Goal.UNREDUCED
-        if unused or gradients.waiting or (gradients.has_partial and goal is Goal.FINAL):
+        gradients, goal = group.gradients, unit.goal
+        if goal is not Goal.FINAL or self.is_one_of_several:
+            goal = self._goal(unit, group)
+        if (
+            gradients.waiting
+            or (goal is Goal.FINAL and gradients.has_partial)
+            or (goal is not Goal.UNREDUCED and gradients.expected and self._takes_part(unit))
+        ):
             self.launch(number, unit, group, goal)
 
     # In flight
 
     def launch(self, number: int, unit: Unit, group: ParamGroup, goal: Goal) -> None:
         """Start reducing the gradients of a group."""
-        while len(self.in_flight) >= self._most and self._may_land():
+        while len(self.in_flight) >= self._most and not (self._has_optional and self._is_held_up()):
             self._land()
         gradients, pool = group.gradients, self.pool
         if goal is not Goal.UNREDUCED:
@@ -196,7 +198,7 @@ class Reduces:
             reduction.call_when_final(gradients.on_final, gradients.home)
         self._had.add(number)
         self.launched += 1
-        if not self._policy.async_reduce and self._may_land():
+        if not self._policy.async_reduce and not (self._has_optional and self._is_held_up()):
             self._land()
 
     def end_backward(self, joins: bool) -> None:
@@ -224,13 +226,12 @@ class Reduces:
         for ask in asking:
             ask()
 
-    def _may_land(self) -> bool:
-        """Whether the oldest reduce can be waited for before anything else is launched.
+    def _is_held_up(self) -> bool:
+        """Where units are optional: whether the oldest reduce cannot be waited for before anything else is launched.
 
-        Where units are optional, a rank that skips some may come to it only after a gather that this rank has yet to
-        launch: then it has to be over already.
+        A rank that skips some may come to it only after a gather that this rank has yet to launch, unless it is over.
         """
-        return not self._has_optional or self.in_flight[0].ticket.has_ended()
+        return not self.in_flight[0].ticket.has_ended()
 
     def _land(self) -> None:
         """Order the current stream after the oldest reduce; what it read may be freed."""

@@ -24,7 +24,7 @@ from flatshard.engine.schedule.optional import OptionalUnits, refuse_backward_of
 from flatshard.engine.schedule.reduces import Reduces
 from flatshard.engine.units.changes import absorb_moved
 from flatshard.engine.units.leases import Lease
-from flatshard.engine.units.unit import Unit, unit_of, unit_with
+from flatshard.engine.units.unit import Phase, Unit, unit_of, unit_with
 from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy
 from flatshard.trust.record import PHASES, record
 
@@ -70,6 +70,7 @@ class Root:
         self.task = -1  # of autograd, of which the running backward is
         self._end: weakref.ref[_End] | None = None  # what is to happen at the end of the running backward
         self.optional = OptionalUnits(self, self.reduce_lane.own_groups) if has_optional else None
+        self.has_optional = has_optional
         if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             warnings.warn(
                 "CUDA_DEVICE_MAX_CONNECTIONS=1 puts communication and compute into one hardware queue, so gathers and "
@@ -85,10 +86,6 @@ class Root:
     def unit_at(self, index: int) -> Unit | None:
         """A unit by its number, if it still exists."""
         return self._units[index]()
-
-    @property
-    def has_optional(self) -> bool:
-        return self.optional is not None
 
     @property
     def reduce_pool(self) -> Pool:
@@ -125,7 +122,7 @@ class Root:
         self.rest_gradients()
         grads = torch.is_grad_enabled()
         for unit in self.units:
-            if unit.keeps():
+            if unit.leases and unit.keeps():
                 continue
             unit.release(always=True)
             absorb_moved(unit)
@@ -145,7 +142,7 @@ class Root:
         for unit in self.units:
             if Lease.USER in unit.leases and not unit.shows_full:
                 self.gather(unit)
-                unit.show()
+                unit.swap_in()
 
     def count_step(self) -> None:
         """What is launched next is of another step than before, if an optimizer has taken one."""
@@ -172,7 +169,8 @@ class Root:
             self.optional.pass_over(self, self.program.upcoming)
         self.entry = None
         for unit in self.units:
-            unit.forward_over(grads)
+            if unit.phase is not Phase.RESTING or unit.is_unseen:
+                unit.forward_over(grads)
         self._release_ahead()
         self._end_pass()
 
@@ -351,15 +349,14 @@ class Root:
         return unit is not None and unit.is_ahead
 
     def _launch_gather(self, unit: Unit) -> None:
-        self.program.gather(unit.index)
+        self.program.gathered.append(unit.index)
         if not self.program.has_launched:
             self.program.has_launched = any(group.launches for group in unit.needs)
-        lasting = self.program.running is Pass.BACKWARD and unit.is_kept_for_next
-        absent = [group for group in unit.needs if group.ticket is None]
-        if len(absent) < 2:
-            for group in absent:
-                group.gather(self.gather_pool, unit.name, lasting)
+        lasting = unit.place.keeps_for_next and not unit.is_last and self.program.running is Pass.BACKWARD
+        if len(unit.needs) == 1:
+            unit.needs[0].gather(self.gather_pool, unit.name, lasting)
             return
+        absent = [group for group in unit.needs if group.ticket is None]
         try:
             with CoalescedGather(self.gather_lane):  # groups of several dtypes, frozen and trained ones: one launch
                 for group in absent:
@@ -450,7 +447,7 @@ class Root:
         if room <= 0 and not bytes_ahead:
             return
         for index in tuple(self.program.upcoming):
-            other = self.unit_at(index)
+            other = self._units[index]()
             if other is None or other is unit or index in ahead:
                 continue
             if other.is_gathered:
@@ -461,7 +458,8 @@ class Root:
                 continue  # a recompute passed through it, or it needs none: nothing of this backward will need it
             if room <= 0 and self._bytes_with(unit, other) > bytes_ahead:
                 return
-            self.gather_early(other)
+            ahead.add(index)
+            self.gather(other)
             room -= index not in self._apart
             if room <= 0 and not bytes_ahead:
                 return
@@ -515,9 +513,9 @@ class Root:
         self.optional.linger(unit, grads)
 
     def goes_through(self, forward: int) -> None:
-        """The running backward has come to a unit's call in this forward."""
-        if self.optional is not None:
-            self.optional.goes_through(forward)
+        """The running backward has come to a unit's call in this forward, of a model with optional units."""
+        assert self.optional is not None
+        self.optional.goes_through(forward)
 
     def look_up(self, unit: Unit, tokens: torch.Tensor) -> torch.Tensor:
         """The rows of ``tokens`` in a unit that is an embedding by rows."""
@@ -554,7 +552,7 @@ class Root:
         if self.rows_lane is not self.gather_lane:
             self.program.has_launched = True  # a look-up
         self.announcer.end_pass(self.gather_lane, self.reduces.pool.lane)
-        self.program.end(is_held=any(Lease.USER in unit.leases for unit in self.units))
+        self.program.end(is_held=True in [Lease.USER in unit.leases for unit in self.units])
         record.phase = 0
 
 

@@ -423,7 +423,7 @@ def _build_group(params: list[Named], dims: list[int], kind: Kind, choices: Choi
         group = _build_extended(params, planned, mesh, placements, precision, home, choices.where.axes)
     else:
         group = _build_plain(params, whole, planned, kind, choices, home, owner, apart)
-    group.gradients.scale = kind.scale
+    group.gradients.ask(scale=kind.scale)
     # Whoever still holds an original (a tied module, an optimizer), or a module that two units share, finds out.
     for param, (name, parameter, _) in zip(group.params, params):
         parameter.__dict__[OWNER] = param.sharded.__dict__[OWNER] = (name, owner)

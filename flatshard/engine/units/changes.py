@@ -130,7 +130,7 @@ def _before_state_dict(unit: Unit, module: nn.Module, prefix: str, keep_vars: bo
 
 def _after_state_dict(unit: Unit, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     if Lease.USER in unit.leases and unit.is_gathered:
-        unit.show()
+        unit.swap_in()
     # A detached DTensor has the offset of its local part, which torch's asynchronous checkpoints stumble over.
     for name, value in state.items():
         if name.startswith(prefix) and isinstance(value, DTensor) and value.storage_offset():

@@ -24,7 +24,7 @@ from flatshard.engine.rows.lookup import Rows
 from flatshard.engine.units.intent import Intent, Place
 from flatshard.engine.units.leases import Lease
 from flatshard.engine.units.stray_use import explain
-from flatshard.engine.watch.calls import Call, LeftBehind, anchored
+from flatshard.engine.watch.calls import Call, LeftBehind, Run, anchored
 from flatshard.engine.watch.transforms import watch_transformed
 from flatshard.engine.watch.trees import cast_floating, to_device
 from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy
@@ -53,12 +53,10 @@ class RootProtocol(Protocol):
     forwards: int  # how many there have been
     backwards: int
     joins: bool  # a backward ends with all its reduces done
+    has_optional: bool  # some of its units are
 
     @property
     def units(self) -> list[Unit]: ...
-
-    @property
-    def has_optional(self) -> bool: ...
 
     @property
     def is_nested(self) -> bool: ...
@@ -115,7 +113,7 @@ class Unit:
         self.device = device
         self.policy = policy
         self.intent = intent
-        self.is_first = self.is_last = True  # of the micro-batches of an optimizer step
+        self.is_first = self._is_last = True  # of the micro-batches of an optimizer step
         # The backward of an embedding reads the tokens, not the weights: gathering those again would be in vain. A
         # module that contains one may multiply with its weights, too.
         self.tables = frozenset(id(module) for module in modules if type(module) is nn.Embedding)
@@ -137,7 +135,7 @@ class Unit:
         self._ids = frozenset(map(id, modules))
         self._me = weakref.ref(self)
         self._calls: list[weakref.ref[Call]] = []  # that await, or have had, their backward
-        self._unseen = False  # a forward within one with gradients has been without: a recompute may follow
+        self.is_unseen = False  # a forward within one with gradients has been without: a recompute may follow
         self._left_behind = LeftBehind()
         for index, group in enumerate(self.groups):
             group.owner = self._me
@@ -172,6 +170,20 @@ class Unit:
         self.unshard_in_forward = self.rows is None
         reads = self.rows is None and (bool(self.borrowed) or len(self.tables) < len(self._ids))
         self.unshard_in_backward = reads if intent.unshard_in_backward is None else intent.unshard_in_backward
+        # How far gradients are reduced.
+        self.goal = Goal.UNREDUCED
+        if intent.reduces:
+            self.goal = Goal.FINAL if self._is_last and intent.all_reduces else Goal.REST
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the last micro-batch of an optimizer step."""
+        return self._is_last
+
+    @is_last.setter
+    def is_last(self, value: bool) -> None:
+        self._is_last = value
+        self._derive()
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -208,9 +220,12 @@ class Unit:
     @property
     def is_at_rest(self) -> bool:
         """Whether the running backward has left this unit for good, or has not been here."""
-        if self.phase is not Phase.RESTING or self.call is not None or self._unseen:
+        if self.phase is not Phase.RESTING or self.call is not None or self.is_unseen:
             return False
-        return not (self.is_gathered or self.is_awaited)
+        for group in self.needs:
+            if group.ticket is None:
+                return not self.is_awaited
+        return False
 
     @property
     def _is_anchored(self) -> bool:
@@ -240,21 +255,20 @@ class Unit:
     # Forward
 
     @_torch.uncompiled
-    def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not _torch.transforming():
-            return self._begin(module, args, kwargs)
-        with _torch.Untransformed():
-            self._begin(module, (), {})
-        if self.device.type != "cpu":
-            args, kwargs = to_device(self.device, args), to_device(self.device, kwargs)
-        return self._cast_inputs(args, kwargs)
-
-    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A forward is to run; what it is to be called with."""
+    def _pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], transformed: bool = False
+    ) -> Any:
+        """A forward is to run; what it is to be called with. ``transformed``: it is, by torch.func, and not this."""
+        if not transformed and _torch.transforming():
+            with _torch.Untransformed():
+                self._pre_forward(module, (), {}, transformed=True)
+            if self.device.type != "cpu":
+                args, kwargs = to_device(self.device, args), to_device(self.device, kwargs)
+            return self._cast_inputs(args, kwargs)
         root = self._find_root(self, module) if self.root is None else self.root
-        recompute = _torch.in_backward()
-        call = self.call
-        if call is not None and call.inner is not None and id(module) in call.running:  # `generate` runs its forward
+        recompute = _torch.graph_task() != -1
+        call, which = self.call, id(module)
+        if call is not None and call.inner is not None and which in call.running:  # `generate` runs its forward
             call.inner += 1
             return self._cast_inputs(args, kwargs)
         if call is None or not call.goes_on_with(module):
@@ -267,7 +281,7 @@ class Unit:
             call = self.call = Call(self._me, self._ids, root.forwards, call, recompute)
         elif recompute:
             root.begin_backward()
-        call.running.add(id(module))
+        run = call.running[which] = Run(recompute, transformed)
         call.watches = torch.is_grad_enabled() and not (recompute and self._has_graph())
         if not recompute:
             if self.phase is Phase.BACKWARD:
@@ -277,12 +291,12 @@ class Unit:
         if self.policy.param_dtype is not None:
             args, kwargs = self._cast_inputs(args, kwargs)
         if call.watches:
-            args, kwargs, watched = call.watch_inputs(module, args, kwargs)
+            args, kwargs, watched = call.watch_inputs(run, args, kwargs)
             if not watched and self._is_anchored:
-                args, kwargs, watched = call.watch_inputs(module, *anchored((args, kwargs), once=True))
+                args, kwargs, watched = call.watch_inputs(run, *anchored((args, kwargs), once=True))
             if not watched:
                 call.blind += 1
-                call.reading += id(module) not in self.tables
+                call.reading += which not in self.tables
             if self.nests or not watched:  # then every parameter is asked as well
                 for group in self.groups:
                     group.watch()
@@ -302,30 +316,30 @@ class Unit:
         assert call is not None
         if call.inner:
             return output
-        if _torch.transforming():
-            output, grads = watch_transformed(call.hook(module), output)
+        which = id(module)
+        run = call.running[which]
+        if run.is_transformed:
+            output, grads = watch_transformed(call.hook(run), output)
             with _torch.Untransformed():
-                self._end(module, call, grads)
+                self._end(which, call, grads)
             return output
         grads = False
         if torch.is_grad_enabled():
-            grads = call.watch_outputs(module, output)
+            grads = call.watch_outputs(run, output)
             if not grads and self._is_anchored:
                 output = anchored(output)
-                grads = call.watch_outputs(module, output)
+                grads = call.watch_outputs(run, output)
             grads = grads and call.watches
         if grads and self._left_behind.places != []:
-            self._left_behind.watch(call, module, self.modules, self.nests)
-        self._end(module, call, grads)
+            self._left_behind.watch(call, run, self.modules, self.nests)
+        self._end(which, call, grads)
         return output
 
-    def _end(self, module: nn.Module, call: Call, grads: bool) -> None:
-        """A forward has run; ``grads``: a gradient may come to its output."""
+    def _end(self, which: int, call: Call, grads: bool) -> None:
+        """A forward of a module, by id, has run; ``grads``: a gradient may come to its output."""
         root = self.root
         assert root is not None
-        which = id(module)
-        call.close(module)
-        call.running.discard(which)
+        run = call.running.pop(which)
         call.left.discard(which)
         if grads:
             self._await(call)
@@ -335,7 +349,7 @@ class Unit:
         if call.left:
             return
         self.call = call.outer
-        if not _torch.in_backward():
+        if not run.is_recompute:
             self._after_forward(root, grads)
         elif not self.in_backward:
             root.retain(self)
@@ -351,8 +365,7 @@ class Unit:
             return
         explain(sys.exc_info()[1], self.rows is not None)
         # A recompute that stops early raises too, but enters nothing.
-        call.close(module)
-        call.running.discard(id(module))
+        call.running.pop(id(module))
         root = self.root
         if self.phase is Phase.FORWARD and not _torch.in_backward() and root is not None and root.entry == self.index:
             root.entry = None  # what comes next starts a pass of its own, and clears what is left of this one
@@ -377,7 +390,7 @@ class Unit:
         outermost = root.entry == self.index
         keep = outermost if self.reshard_after_forward is None else not self.reshard_after_forward
         if not grads and not outermost and root.program.running is Pass.FORWARD:
-            grads = self._unseen = True  # under reentrant checkpointing gradients come in spite of no_grad
+            grads = self.is_unseen = True  # under reentrant checkpointing gradients come in spite of no_grad
         if not grads and self.reshard_after_forward is None:
             keep = False  # no backward will need it, and nothing tells of weights that are written through `.data`
         if self.is_optional and not (keep or outermost or self.nests or Lease.USER in self.leases):
@@ -440,8 +453,8 @@ class Unit:
             assert self.root is not None
             self.call = None
             self._after_forward(self.root, self.is_awaited)
-        if self._unseen and not grads:
-            self._unseen = False
+        if self.is_unseen and not grads:
+            self.is_unseen = False
             self.hide()
 
     # Backward
@@ -475,7 +488,7 @@ class Unit:
     @property
     def is_ahead(self) -> bool:
         """Within a backward: whether it is going to come here, or to come again."""
-        return self._unseen or self._has_calls_ahead()
+        return self.is_unseen or self._has_calls_ahead()
 
     def _has_calls_ahead(self) -> bool:
         for ref in self._calls:
@@ -492,18 +505,18 @@ class Unit:
         assert root is not None
         root.begin_backward()
         if call.backward != root.backwards:
-            if not call.in_recompute:
+            if root.has_optional and not call.in_recompute:
                 root.goes_through(call.forward)
             call.backward = root.backwards
             if call.passed or not call.watches:
                 call.await_again()
                 self._await(call)
-        if self.in_backward:
+        if self.phase is Phase.BACKWARD:
             return
         if self.phase is Phase.FORWARD:
             self._refuse(Phase.BACKWARD)
         self.phase = Phase.BACKWARD
-        self._unseen = False
+        self.is_unseen = False
         if torch.is_grad_enabled():
             self._prepare_second_backward()
         if not (root.joins or self.intent.reduces or self.intent.reshard_after_backward or self.shows_full):
@@ -558,13 +571,6 @@ class Unit:
         root.unit_left(self)
         self.rest()
 
-    @property
-    def goal(self) -> Goal:
-        """How far gradients are reduced now."""
-        if not self.intent.reduces:
-            return Goal.UNREDUCED
-        return Goal.FINAL if self.is_last and self.intent.all_reduces else Goal.REST
-
     def backward_over(self) -> None:
         """The backward is over, here and everywhere."""
         if _torch.in_backward():
@@ -583,15 +589,16 @@ class Unit:
         elif Lease.USER in self.leases:
             if self.root is not None and self.root.program.has_launched:  # else one rank may be alone with it
                 self.leases = {Lease.USER: self.leases[Lease.USER]}
-        elif self.is_gathered and self._reshards_now:
-            self.release()
         elif self.is_gathered:
-            self.keep()
-            if self.intent.reshard_after_backward:
-                self.hide()  # kept for the next micro-batch: whoever looks in between sees what he would without
+            if self._reshards_now:
+                self.release()
+            else:
+                self.keep()
+                if self.intent.reshard_after_backward:
+                    self.hide()  # kept for the next micro-batch: whoever looks in between sees what he would without
         self.call = None  # a recompute that stopped early, or of a part of a list
         self.phase = Phase.RESTING
-        self._unseen = False
+        self.is_unseen = False
         for group in self.groups if self.parks else ():
             group.source.unpark()
 
@@ -600,7 +607,7 @@ class Unit:
         """Whether the weights are released after the backward that is running."""
         return (
             self.intent.reshard_after_backward
-            and not self.is_kept_for_next
+            and (not self.place.keeps_for_next or self._is_last)
             and Lease.GRAPH not in self.leases
             and Lease.USER not in self.leases
         )
@@ -616,11 +623,11 @@ class Unit:
     @property
     def is_kept_for_next(self) -> bool:
         """Whether the running micro-batch leaves its weights to the next one."""
-        return self.place.keeps_for_next and not self.is_last
+        return self.place.keeps_for_next and not self._is_last
 
     def recover(self, broken_backward: bool) -> None:
         """An exception broke a pass off: release. What a broken backward has left here is of no use."""
-        self.call, self._unseen = None, False
+        self.call, self.is_unseen = None, False
         root = self.root
         assert root is not None
         for call in (ref() for ref in self._calls):
@@ -677,13 +684,9 @@ class Unit:
         return True
 
     def swap_in(self) -> None:
-        """Wait for the gathers and show the full parameters to the modules."""
+        """Wait for the gathers and show the full parameters to the modules: to a body of `gathered`, or to a pass."""
         if Lease.USER not in self.leases:
             self.leases[Lease.PASS] = True
-        self.show()
-
-    def show(self) -> None:
-        """The same, for somebody who has a lease."""
         for group in self.needs:
             group.swap_in()
 
@@ -699,7 +702,8 @@ class Unit:
         for group in self.needs:
             leases = _leases_of_others(self, group) if group.borrowers else ()
             if not leases:
-                group.release()
+                if group.ticket is not None:
+                    group.release()
             elif Lease.PASS not in leases and Lease.USER not in leases:
                 group.swap_out()
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from flatshard import _torch
 from flatshard.engine.gradients.gradients import refuse_orphan
-from flatshard.engine.watch.trees import map_tensors, tensors_in, tensors_in_objects
+from flatshard.engine.watch.trees import map_tensors, tensors_in, tensors_in_objects, tensors_with_grad
 
 
 class Watcher(Protocol):
@@ -39,7 +39,7 @@ class Call:
     """
 
     __slots__ = (
-        *("__weakref__", "_all", "_nodes", "_open", "_over", "backward", "forward"),
+        *("__weakref__", "_all", "_nodes", "_over", "backward", "forward"),
         *("blind", "in_recompute", "inner", "left", "outer", "passed", "reading", "running", "unit", "watches"),
     )
 
@@ -57,14 +57,13 @@ class Call:
         self.outer = before if before is not None and before.running else None  # within which this one runs
         self.left = set(modules)  # modules that have not ended
         self._all = modules
-        self.running: set[int] = set()  # modules that have begun and not ended
+        self.running: dict[int, Run] = {}  # of modules that have begun and not ended, by id
         self.inner: int | None = None  # of a method that runs as a forward: forwards of its module that run within it
         self.in_recompute = recompute  # it was made within a backward
         self.watches = True  # its graph is the one that a backward will go through
         self.backward = 0  # that has reached an output last, by number
         # For each module that has inputs with gradients, where in the graph those are complete.
-        self._nodes: list[weakref.ref[_Place]] = []
-        self._open: dict[nn.Module, _Place] = {}  # of modules that run
+        self._nodes: list[weakref.ref[Run]] = []
         self._over: set[int] = set()  # those that a backward has been through
         self.blind = 0  # modules that have none: nothing tells when a backward has been through them
         self.reading = 0  # of these, modules whose backward reads weights, which that of an embedding does not
@@ -101,14 +100,14 @@ class Call:
         if nested or self.backward == backward:
             return True
         for number, ref in enumerate(self._nodes):
-            place = ref()
-            if place is not None and number not in self._over and _torch.will_be_executed(place.node):
+            run = ref()
+            if run is not None and number not in self._over and _torch.will_be_executed(run.node):
                 return True
         return not self._nodes
 
-    def watch_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
+    def watch_inputs(self, run: Run, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
         """Arguments to call a module with, so that `Unit.inputs_passed` follows; whether any needs a gradient."""
-        wanted = [t for t in tensors_in((args, kwargs) if kwargs else args) if t.requires_grad]
+        wanted = tensors_with_grad((args, kwargs) if kwargs else args)
         if not wanted:
             return args, kwargs, False
         who = self.unit, weakref.ref(self), len(self._nodes)
@@ -116,36 +115,32 @@ class Call:
         if len(wanted) == 1 and type(first) is torch.Tensor and first.layout is torch.strided:
             # A view, for a gradient of its own: others may use the tensor too. Several times cheaper than a function.
             passed = (first.view_as(first),)
-            passed[0].register_hook(functools.partial(_inputs_passed, *who))
-            place = self._open[module] = _Place(passed[0].grad_fn)
-            self._nodes.append(weakref.ref(place))
+            _torch.hook_first(passed[0], functools.partial(_inputs_passed, *who))
+            run.node = passed[0].grad_fn
+            self._nodes.append(weakref.ref(run))
             if len(args) == 1 and args[0] is first:
                 return passed, kwargs, True
         else:
             wanted = list({id(t): t for t in wanted}.values())
             passed = _InputsPassed.apply(who, *wanted)  # type: ignore[no-untyped-call]
-            place = self._open[module] = _Place(passed[0].grad_fn)
-            self._nodes.append(weakref.ref(place))
+            run.node = passed[0].grad_fn
+            self._nodes.append(weakref.ref(run))
         instead = {id(tensor): view for tensor, view in zip(wanted, passed)}
         args, kwargs = (map_tensors(lambda t: instead.get(id(t), t), given) for given in (args, kwargs))
         return args, kwargs, True
 
-    def close(self, module: nn.Module) -> None:
-        """The outputs of a module have been watched."""
-        self._open.pop(module, None)
-
-    def hook(self, module: nn.Module) -> functools.partial[None]:
+    def hook(self, run: Run) -> functools.partial[None]:
         """A hook for the outputs of a module."""
-        return functools.partial(gradient_at_output, self, self._open.get(module))
+        return functools.partial(gradient_at_output, self, run)
 
-    def watch_outputs(self, module: nn.Module, output: Any) -> bool:
+    def watch_outputs(self, run: Run, output: Any) -> bool:
         """Let `Unit.gradient_at_output` follow when a gradient reaches the output; whether one may.
 
         An output may be that of a unit inside, or the input itself where a rank uses nothing of a unit. A backward is
         to come to the output first, on this rank as on all others, and then to what is inside.
         """
-        hook = functools.partial(gradient_at_output, self, self._open.get(module))
-        wanted = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        hook = functools.partial(gradient_at_output, self, run)
+        wanted = tensors_with_grad(output)
         if not wanted and not isinstance(output, torch.Tensor):
             # In an object, a distribution for example. Beside other outputs it may be a cache, of all units before.
             wanted = [tensor for tensor in tensors_in_objects(output) if tensor.requires_grad]
@@ -154,13 +149,14 @@ class Call:
         return bool(wanted)
 
 
-class _Place:
-    """Where in the graph the gradients of a module's inputs are complete."""
+class Run:
+    """A forward of one module, within a call."""
 
-    __slots__ = ("__weakref__", "node")
+    __slots__ = ("__weakref__", "is_recompute", "is_transformed", "node")
 
-    def __init__(self, node: Any) -> None:
-        self.node = node
+    def __init__(self, is_recompute: bool, is_transformed: bool) -> None:
+        self.is_recompute, self.is_transformed = is_recompute, is_transformed  # in a backward; by torch.func
+        self.node: Any = None  # where in the graph the gradients of its inputs are complete, if those are watched
 
 
 class LeftBehind:
@@ -172,8 +168,8 @@ class LeftBehind:
     def __init__(self) -> None:
         self.places: list[tuple[weakref.ref[nn.Module], str]] | None = None  # None: no forward has been
 
-    def watch(self, call: Call, module: nn.Module, modules: Sequence[nn.Module], nests: bool) -> None:
-        """After a forward of ``module``, which is one of ``modules``.
+    def watch(self, call: Call, run: Run, modules: Sequence[nn.Module], nests: bool) -> None:
+        """After a forward of one of ``modules``.
 
         ``nests``: there are units inside, which watch what is below themselves.
         """
@@ -188,7 +184,7 @@ class LeftBehind:
             found = ref()
             if found is not None:
                 left = [t for t in tensors_in(found.__dict__.get(name)) if t.grad_fn is not None]
-                call.watch_outputs(module, left)
+                call.watch_outputs(run, left)
 
 
 def anchored(output: Any, once: bool = False) -> Any:
@@ -240,8 +236,8 @@ def _inputs_passed(
 
 
 @_torch.uncompiled
-def gradient_at_output(call: Call, place: _Place | None, grad: torch.Tensor | None = None) -> None:
-    """A hook on an output, which owns the call and the ``place`` of the module's inputs."""
+def gradient_at_output(call: Call, run: Run, grad: torch.Tensor | None = None) -> None:
+    """A hook on an output, which owns the call, and the ``run`` of its module."""
     found = call.unit()
     if found is None:
         return

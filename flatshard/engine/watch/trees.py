@@ -25,6 +25,20 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return found
 
 
+def tensors_with_grad(value: Any) -> list[torch.Tensor]:
+    """Those of them that need a gradient."""
+    if type(value) is torch.Tensor:
+        return [value] if value.requires_grad else []
+    found: list[torch.Tensor] = []
+    for item in value if type(value) is tuple else (value,):
+        if type(item) is torch.Tensor:
+            if item.requires_grad:
+                found.append(item)
+        elif type(item) not in _PLAIN:
+            found += [tensor for tensor in tensors_in(item) if tensor.requires_grad]
+    return found
+
+
 def _find(value: Any, found: list[torch.Tensor]) -> None:
     kind = type(value)
     if kind in _PLAIN:

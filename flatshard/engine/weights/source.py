@@ -43,6 +43,7 @@ class Source:
     """
 
     is_resident = False  # they rest on this rank: nothing is gathered for a pass, and nothing is released after it
+    opens = True  # there is something for `open` to do
     is_gathered_twice = False  # along one axis after a step, to rest there, and along another for each pass
     buffer: DBuffer | None = None  # of which full weights are views, except for those that lie there in another order
     compute: Compute | None = None  # persistent compute weights, where their placement is not main's
@@ -270,6 +271,8 @@ class OfCompute(Source):
 class Gathered(_Buffered):
     """``compute``: what is gathered are parts of these, and not of main."""
 
+    opens = False
+
     def __init__(self, main: DBuffer, codec: Cast | Blocks, home: Home, compute: Compute | None) -> None:
         super().__init__(main.layout, codec.dtype)
         self.compute = compute
@@ -284,22 +287,24 @@ class Gathered(_Buffered):
         self._parked: tuple[DBuffer, Ticket] | None = None  # and where the copy stands
         self._is_hollow = not main.layout.payload  # only empty tensors, of which collectives take no list
         self._is_sharded = not _everywhere(main.placements)
+        travels = self._cast is not None and self._cast.sends_main and self._is_sharded and not home.host
+        self._part = main if travels else None  # of each rank, where it travels as it rests
         self.is_gathered_twice = compute is not None and self._cast is not None and compute.launches
 
     def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
         self._pool = pool  # another one than last time, if the unit has a new root
-        part, refreshed = (None, DONE) if self.compute is None else self.compute.refresh(pool, name)
-        buffer = self._allocated(pool, lasting)
+        part, refreshed = (self._part, DONE) if self.compute is None else self.compute.refresh(pool, name)
+        buffer, lane = self._allocated(pool, lasting), pool.lane
         if self._is_hollow:
             return Ticket()
-        with pool.lane.entered(() if refreshed is DONE else (refreshed,)):
+        with lane.inside if refreshed is DONE else lane.entered((refreshed,)):
             if self._parked is not None:
                 part, parked = self._parked
                 # The gathered buffer as the smaller mesh sees it.
-                seen = DBuffer(buffer.layout, part.mesh, [Replicate()], buffer.local)
-                ticket = _gather(part, seen, pool, name, comm, (parked,))
+                seen, after = DBuffer(buffer.layout, part.mesh, [Replicate()], buffer.local), (parked,)
+                ticket = seen.gather_in_place(part.placements, lane=lane, own=part, after=after, name=name, comm=comm)
             elif part is not None:
-                ticket = _gather(part, buffer, pool, name, comm)
+                ticket = buffer.gather_in_place(part.placements, lane=lane, own=part, name=name, comm=comm)
             else:
                 ticket = self._from_main(buffer, pool, name, comm)
         return ticket if self._turned is None else self._turned.fill_after(ticket, buffer)
@@ -326,8 +331,6 @@ class Gathered(_Buffered):
     def _from_main(self, buffer: DBuffer, pool: Pool, name: str, comm: Any) -> Ticket:
         main, lane, cast = self._main, pool.lane, self._cast
         assert cast is not None
-        if cast.sends_main and self._is_sharded and not self._home.host:
-            return _gather(main, buffer, pool, name, comm)
         if self._own is None:
             self._own = buffer.runs(main.held)
         if self._home.host:
@@ -401,6 +404,7 @@ class FromBytes(Gathered):
 
     def __init__(self, main: DBuffer, codec: Blocks, home: Home, compute: Compute) -> None:
         super().__init__(main, codec, home, compute)
+        self.opens = True
         self._blocks = codec
         self._wire: DBuffer | None = None
         self._is_open = True
@@ -422,7 +426,7 @@ class FromBytes(Gathered):
         pool.allocate(wire.local, lasting)
         self._is_open = False
         with pool.lane.entered(() if refreshed is DONE else (refreshed,)):
-            return _gather(part, wire, pool, name, comm)
+            return wire.gather_in_place(part.placements, lane=pool.lane, own=part, name=name, comm=comm)
 
     def open(self) -> None:
         if self._is_open:
@@ -511,12 +515,6 @@ def source_for(
     if everywhere and codec.sends_main and not home.host:
         return OfMain(main)
     return Gathered(main, codec, home, None)
-
-
-def _gather(part: DBuffer, buffer: DBuffer, pool: Pool, name: str, comm: Any, after: Sequence[Ticket] = ()) -> Ticket:
-    """Fill a buffer from the ranks' parts, which rest as they travel."""
-    own = part.runs()
-    return buffer.gather_in_place(part.placements, lane=pool.lane, own=own, after=after, name=name, comm=comm)
 
 
 def _everywhere(placements: Sequence[Placement]) -> bool:
