@@ -6,7 +6,6 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -14,13 +13,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatshard import _epochs, _torch
-from flatshard.buffer import record_replay
+from flatshard.buffer import Lane, record_replay
 from flatshard.engine import steps
 from flatshard.engine.gradients.main_grads import MainGrads
 from flatshard.engine.schedule.root import Root, roots_that_ran
 from flatshard.optim.combined import CombinedOptimizer
 from flatshard.optim.step import is_settled, state_places, state_tensors
-from flatshard.policy import MixedPrecisionPolicy
 from flatshard.recomputed import Generators, Segments
 from flatshard.trust.record import record
 
@@ -117,7 +115,10 @@ class Captured:
         before = _gradients(roots)
         static = [leaf.clone() for leaf in leaves]
         args, kwargs = _torch.tree_unflatten(static, tree)
-        movable = [optimizer for optimizer in self._optimizers if not _is_in_a_graph(optimizer)]
+        fixed = {
+            id(optimizer) for graph in _graphs for optimizer in graph.optimizers
+        }  # graphs know where their state is
+        movable = [optimizer for optimizer in self._optimizers if id(optimizer) not in fixed]
         with _quiet(roots) as lasting, _pools_of(roots) as memory:
             _move_apart([tensor for optimizer in movable for tensor in state_tensors(optimizer)])
             graph, output, generators = _captured(lambda: self._step(*args, **kwargs), roots, lasting, self._segments)
@@ -158,7 +159,7 @@ def _captured(
     """
     graph, pool, stream = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.cuda.Stream()
     random: Any = torch.cuda.default_generators[torch.cuda.current_device()]
-    state, generators = random.clone_state(), segments.of_graph(graph)
+    state, generators = random.clone_state(), Generators(graph, segments.count)
     error: BaseException | None = None
     _torch.clear_workspaces()
     torch.cuda.empty_cache()
@@ -212,8 +213,7 @@ class _Graph:
         self._graph, self._static, self._output = graph, static, output
         self._roots = [weakref.ref(root) for root in roots]
         # NCCL cannot destroy a communicator that a graph uses: process groups of lanes that exist are not destroyed.
-        lanes = [(root.gather_lane, root.gather_pool.refresh_lane, root.rows_lane, root.reduce_lane) for root in roots]
-        self._lanes = lanes
+        self._lanes = [(*_lanes(root), root.rows_lane) for root in roots]
         self.optimizers = list(optimizers)
         self._ranks = sorted({rank for root in roots for mesh in root.meshes for rank in mesh.mesh.flatten().tolist()})
         self._places, self._gradients = _places(roots), _gradients(roots)
@@ -269,33 +269,11 @@ class _Graph:
 _graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
 
 
-def _is_in_a_graph(optimizer: Optimizer) -> bool:
-    """Whether a graph takes for granted where the state of this optimizer is."""
-    return any(optimizer is other for graph in _graphs for other in graph.optimizers)
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a group of parameters is, where its full weights come from, which are trained, and in which dtypes."""
-
-    main: int
-    source: int
-    trains: tuple[bool, ...]
-    policy: MixedPrecisionPolicy
-
-
-def _places(roots: Sequence[Root]) -> list[_Place]:
-    return [
-        _Place(
-            group.main.local.data_ptr(),
-            id(group.source),
-            tuple([member.sharded.requires_grad for member in group.params]),
-            group.policy,
-        )
-        for root in roots
-        for unit in root.units
-        for group in unit.groups
-    ]
+def _places(roots: Sequence[Root]) -> list[tuple[object, ...]]:
+    """Of each group, where it is, where its full weights come from, what is trained of it, and in which dtypes."""
+    groups = [group for root in roots for unit in root.units for group in unit.groups]
+    trains = [tuple([member.sharded.requires_grad for member in group.params]) for group in groups]
+    return [(g.main.local.data_ptr(), id(g.source), trained, g.policy) for g, trained in zip(groups, trains)]
 
 
 def _gradients(roots: Sequence[Root]) -> list[int | None]:
@@ -335,9 +313,13 @@ def _check_capturable(root: Root) -> None:
                     raise ValueError("a step over Gloo cannot be captured: it communicates on the host; use NCCL")
 
 
+def _lanes(root: Root) -> tuple[Lane, ...]:
+    return root.gather_lane, root.gather_pool.refresh_lane, root.reduce_lane
+
+
 def _join_lanes(root: Root) -> None:
     """Order the current stream after all that the lanes have been given."""
-    for lane in (root.gather_lane, root.gather_pool.refresh_lane, root.reduce_lane):
+    for lane in _lanes(root):
         lane.join()
 
 
