@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 
@@ -15,7 +15,7 @@ def attach(package: str, modules: Sequence[str] = ()) -> tuple[Callable[[str], A
 
     What it imports so stands in its source, under ``if TYPE_CHECKING:``, and nowhere else.
     """
-    tree = ast.parse(Path(str(sys.modules[package].__file__)).read_text(encoding="utf-8"))
+    tree = ast.parse(inspect.getsource(sys.modules[package]))
     imports = [node for block in tree.body if isinstance(block, ast.If) for node in block.body]
     home = {each.name: node.module for node in imports if isinstance(node, ast.ImportFrom) for each in node.names}
     home |= dict.fromkeys(modules, package)

@@ -308,8 +308,7 @@ def microbatch(module: nn.Module, *, is_first: bool = True, is_last: bool = True
     unreduced are reduced only if ``is_last``, and only such a backward ends with all reduces done; whoever reads a
     ``.grad`` before it waits for them. Nests; what held before holds again afterwards, also after an exception.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"microbatch takes a module, not {type(module).__name__}")
+    _arguments.module("microbatch", module)
     units = [unit for _, unit in units_below(module)]
     if not units:
         raise ValueError(f"no unit at or below {type(module).__name__}: fully_shard was not called on it")

@@ -100,8 +100,7 @@ class Captured:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the step as it is, and see which models and optimizers are in it."""
-        optimizers: list[Optimizer] = []
-        with roots_that_ran() as roots, _optimizers_that_step(optimizers), self._segments.counted():
+        with roots_that_ran() as roots, _optimizers_that_step() as optimizers, self._segments.counted():
             found = self._step(*args, **kwargs)
         self._roots, self._optimizers = [weakref.ref(root) for root in roots], optimizers
         return found
@@ -119,7 +118,9 @@ class Captured:
             id(optimizer) for graph in _graphs for optimizer in graph.optimizers
         }  # graphs know where their state is
         movable = [optimizer for optimizer in self._optimizers if id(optimizer) not in fixed]
-        with _quiet(roots) as lasting, _pools_of(roots) as memory:
+        pools = {id(pool): pool for root in roots for pool in (root.gather_pool, root.reduce_pool)}
+        with _quiet(roots) as lasting, ExitStack() as stack:
+            memory = [stack.enter_context(pool.remembering()) for pool in pools.values()]  # also what they get within
             _move_apart([tensor for optimizer in movable for tensor in state_tensors(optimizer)])
             graph, output, generators = _captured(lambda: self._step(*args, **kwargs), roots, lasting, self._segments)
         if _gradients(roots) != before:
@@ -323,14 +324,6 @@ def _join_lanes(root: Root) -> None:
         lane.join()
 
 
-@contextmanager
-def _pools_of(roots: Sequence[Root]) -> Iterator[list[object]]:
-    """Yields what keeps the memory of these models' pools, also what they get within."""
-    pools = {id(pool): pool for root in roots for pool in (root.gather_pool, root.reduce_pool)}
-    with ExitStack() as stack:
-        yield [stack.enter_context(pool.remembering()) for pool in pools.values()]
-
-
 def _start_anew(root: Root) -> list[MainGrads]:
     """Give back what is gathered, also what was to stay, and the memory of gradients that are hidden: which.
 
@@ -366,7 +359,9 @@ def _shapes(kind: Any) -> str:
 
 
 @contextmanager
-def _optimizers_that_step(found: list[Optimizer]) -> Iterator[None]:
+def _optimizers_that_step() -> Iterator[list[Optimizer]]:
+    found: list[Optimizer] = []
+
     def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # The parts of a combined one step, too.
         if not isinstance(optimizer, CombinedOptimizer) and not any(optimizer is each for each in found):
@@ -374,7 +369,7 @@ def _optimizers_that_step(found: list[Optimizer]) -> Iterator[None]:
 
     handle = register_optimizer_step_pre_hook(note)
     try:
-        yield
+        yield found
     finally:
         handle.remove()
 

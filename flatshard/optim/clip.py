@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
@@ -343,8 +344,13 @@ def _gathered(values: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """One row per rank of a mesh, in the mesh's order."""
     lane, width = Lane("nonfinite", values.device), values.numel()
     for axis in reversed(range(mesh.ndim)):
-        rows = values.new_empty(mesh.size(axis) * values.numel())
-        group = lane.group(mesh, axis)
-        lane.all_gather(group, [rows], [values.reshape(-1)], after=(lane.mark(),), name="nonfinite").wait()
-        values = rows
+        values = gathered_rows(lane, lane.group(mesh, axis), values, "nonfinite")
     return values.view(-1, width)
+
+
+def gathered_rows(lane: Lane, group: ProcessGroup, values: torch.Tensor, name: str) -> torch.Tensor:
+    """The values of all ranks of a group, a row for each. All of them call it, with as many."""
+    rows = values.new_empty(group.size(), values.numel())
+    if rows.numel():
+        lane.all_gather(group, [rows.view(-1)], [values.reshape(-1)], after=(lane.mark(),), name=name).wait()
+    return rows

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
+import pkgutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -269,11 +269,10 @@ def _from_transformers(source: str, config: Mapping[str, Any]) -> nn.Module:
 
 
 def _imported(source: str) -> nn.Module:
-    module, _, name = source.partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")  # a package of the current folder can be named, as for `python -m`
     try:
-        make = getattr(importlib.import_module(module), name)
+        make = pkgutil.resolve_name(source)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"model {source!r}: cannot be imported: {error}") from error
     if not callable(make):
