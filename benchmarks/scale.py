@@ -613,7 +613,7 @@ class RanksClock(StepClock):
             level = launch.reach(self._network).level
             free = np.broadcast_to(np.maximum(begin, self._links[level]), math.prod(self._mesh)).reshape(self._mesh)
             met = np.broadcast_to(free.max(axis=launch.axis, keepdims=True), self._mesh).ravel()
-            self._links[level] = begin = met + self._seconds(launch)  # type: ignore[assignment]
+            self._links[level] = begin = met + launch.seconds(self._network)  # type: ignore[assignment]
         return begin
 
     def launch(self, lane: str, launches: Sequence[PlannedCollective]) -> float:

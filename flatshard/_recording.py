@@ -26,16 +26,13 @@ Moment = Any
 
 @dataclass
 class Wait:
-    """``phase``: forward, backward, or reduce. Bytes: of both pools, of main gradients, and of the whole device."""
+    """``phase``: forward, backward, or reduce. ``memory``: bytes of pools, of main gradients, of the whole device."""
 
     phase: str
     unit: str
     begin: Moment
     end: Moment
-    gathered: int
-    staging: int
-    gradients: int
-    allocated: int | None
+    memory: dict[str, int | None]
 
     @property
     def name(self) -> str:
@@ -88,11 +85,13 @@ class Recording:
         device = root.device
         begin = self.now(device)
         yield
-        allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" and launches is self else None
-        end, pools = self.now(device), (root.gather_pool.live_bytes, root.reduce_pool.live_bytes)
-        groups = [group for each in root.units for group in each.groups] if launches is self else ()
-        gradients = sum(group.gradients.main_grads.live_bytes for group in groups)
-        self.waits.append(Wait(phase, unit, begin, end, *pools, gradients, allocated))
+        end, memory = self.now(device), {}
+        if launches is self:
+            groups = [group for each in root.units for group in each.groups]
+            memory = {"gathered": root.gather_pool.live_bytes, "staging": root.reduce_pool.live_bytes}
+            memory["gradients"] = sum(group.gradients.main_grads.live_bytes for group in groups)
+            memory["allocated"] = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+        self.waits.append(Wait(phase, unit, begin, end, memory))
 
     def launched(
         self, lane: str, kind: str, unit: str, numbytes: int, begin: Moment, works: Sequence[Any], device: torch.device
@@ -160,11 +159,7 @@ class Recording:
             ],
             "spans": [*self._computed(waits, start, bounds), *self._sent(start, stop)],
             "waits": [{"phase": wait.phase, "unit": wait.unit, **self._span(wait, start)} for wait in waits],
-            "memory": [
-                {"at": self._span(wait, start)["end"], "gathered": wait.gathered}
-                | {"staging": wait.staging, "gradients": wait.gradients, "allocated": wait.allocated}
-                for wait in waits
-            ],
+            "memory": [{"at": self._span(wait, start)["end"], **wait.memory} for wait in waits],
             "units": [row for _, rows in self._roots.values() for row in rows],
         }
 

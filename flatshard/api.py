@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -27,6 +29,7 @@ from flatshard.engine.units.unit import Unit, unit_of
 from flatshard.hf import methods_for
 from flatshard.layout.planner import LayoutName
 from flatshard.module import unit_class
+from flatshard.optim.clip import mesh_device
 from flatshard.optim.step import watch_steps
 from flatshard.policy import (
     DataParallelMeshDims,
@@ -125,28 +128,14 @@ def fully_shard(
     ``"own"``: what each rank has, so that the model is a mixture. Default: the environment variable
     FLATSHARD_VALUES, or ``"same"``, or ``"warn"`` after `install`: PyTorch's trains.
     """
+    given = dict(locals())
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_modules(modules)
-    choices = checked_choices(
-        mesh=mesh,
-        reshard_after_forward=reshard_after_forward,
-        shard_placement_fn=shard_placement_fn,
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-        ignored_params=ignored_params,
-        dp_mesh_dims=dp_mesh_dims,
-        strategy=strategy,
-        outer_strategy=outer_strategy,
-        layout=layout,
-        gradient_scale=gradient_scale,
-        data_mesh=data_mesh,
-        schedule=schedule,
-        optional=optional,
-        rows=rows,
-        values=values,
-    )
-    make_unit(modules, choices)
+    make_unit(modules, checked_choices(**{name: value for name, value in given.items() if name != "module"}))
     return module
+
+
+_SIGNATURE = inspect.signature(fully_shard)
 
 
 def make_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
@@ -163,58 +152,58 @@ def make_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     return unit
 
 
-def checked_choices(
-    *,
-    mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | Literal["auto"] | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
-    offload_policy: OffloadPolicy | None = None,
-    ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: DataParallelMeshDims | None = None,
-    strategy: Strategy | int | Placements | None = None,
-    outer_strategy: Strategy | int | None = None,
-    layout: LayoutName = "tensor",
-    gradient_scale: GradientScale = "mean",
-    data_mesh: DeviceMesh | None = None,
-    schedule: SchedulePolicy | None = None,
-    optional: bool = False,
-    rows: bool = False,
-    values: Values | None = None,
-) -> Choices:
+# Of which class an argument is, if it is given, and of which names another.
+_CLASSES: dict[str, tuple[type, str]] = {
+    "mp_policy": (MixedPrecisionPolicy, "a flatshard.MixedPrecisionPolicy"),
+    "offload_policy": (OffloadPolicy, "a flatshard.OffloadPolicy or CPUOffloadPolicy"),
+    "dp_mesh_dims": (DataParallelMeshDims, "a flatshard.DataParallelMeshDims"),
+    "schedule": (SchedulePolicy, "a flatshard.SchedulePolicy"),
+    "mesh": (DeviceMesh, "a DeviceMesh"),
+    "data_mesh": (DeviceMesh, "a DeviceMesh"),
+}
+_NAMES = {"layout": get_args(LayoutName), "values": get_args(Values)}
+
+
+def _checked(**given: Any) -> SimpleNamespace:
+    """Arguments of `fully_shard`, each checked by itself; what was left out is as there."""
+    bound = _SIGNATURE.bind([], **given)
+    bound.apply_defaults()
+    said = SimpleNamespace(**{name: own_policy(value) for name, value in bound.arguments.items()})
+    said.mp_policy = MixedPrecisionPolicy() if said.mp_policy is None else said.mp_policy  # callers mean no choice
+    said.offload_policy = OffloadPolicy() if said.offload_policy is None else said.offload_policy
+    if said.values is None:
+        said.values = os.environ.get("FLATSHARD_VALUES", installed.values)
+    for name, (kind, called) in _CLASSES.items():
+        value = getattr(said, name)
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"{name}={value!r}: must be {called}")
+    for name, names in _NAMES.items():
+        if getattr(said, name) not in names:
+            raise ValueError(f"{name}={getattr(said, name)!r}: must be one of {', '.join(names)}")
+    if said.shard_placement_fn is not None and not callable(said.shard_placement_fn):
+        raise TypeError(f"shard_placement_fn={said.shard_placement_fn!r}: must be a function of a parameter")
+    scale = said.gradient_scale
+    is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool) and math.isfinite(scale)
+    if scale not in ("mean", "sum") and not is_number:
+        raise ValueError(f"gradient_scale={scale!r}: must be 'mean', 'sum' or a finite number")
+    said.gradient_scale = scale if isinstance(scale, str) else float(scale)
+    return said
+
+
+def checked_choices(**given: Any) -> Choices:
     """What these arguments of `fully_shard` say, checked; nothing is done."""
-    mp_policy, offload_policy, dp_mesh_dims = map(own_policy, (mp_policy, offload_policy, dp_mesh_dims))
-    mp_policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy  # callers pass None for no choice
-    offload_policy = OffloadPolicy() if offload_policy is None else offload_policy
-    if layout not in get_args(LayoutName):
-        raise ValueError(f"layout={layout!r}: must be one of {', '.join(get_args(LayoutName))}")
-    if shard_placement_fn is not None and not callable(shard_placement_fn):
-        raise TypeError(f"shard_placement_fn={shard_placement_fn!r}: must be a function of a parameter")
-    if not isinstance(offload_policy, OffloadPolicy):
-        raise TypeError(f"offload_policy={offload_policy!r}: must be a flatshard.OffloadPolicy or CPUOffloadPolicy")
-    kept: Any = os.environ.get("FLATSHARD_VALUES", installed.values) if values is None else values
-    if kept not in get_args(Values):
-        raise ValueError(f"values={kept!r}: must be one of {', '.join(get_args(Values))}")
-    if gradient_scale not in ("mean", "sum") and not _is_number(gradient_scale):
-        raise ValueError(f"gradient_scale={gradient_scale!r}: must be 'mean', 'sum' or a finite number")
-    for name, policy, kind in (("mp_policy", mp_policy, MixedPrecisionPolicy), ("schedule", schedule, SchedulePolicy)):
-        if policy is not None and not isinstance(policy, kind):
-            raise TypeError(f"{name}={policy!r}: must be a flatshard.{kind.__name__}")
-    for name, given in (("mesh", mesh), ("data_mesh", data_mesh)):
-        if given is not None and not isinstance(given, DeviceMesh):
-            raise TypeError(f"{name}={given!r}: must be a DeviceMesh")
-    if dp_mesh_dims is not None and not isinstance(dp_mesh_dims, DataParallelMeshDims):
-        raise TypeError(f"dp_mesh_dims={dp_mesh_dims!r}: must be a flatshard.DataParallelMeshDims")
+    said = _checked(**given)
+    mesh, dims, strategy = said.mesh, said.dp_mesh_dims, said.strategy
     if mesh is not None and not dist.is_initialized():
         raise RuntimeError(
             f"the process group of {mesh} was destroyed: call torch.distributed.init_process_group() again, and make a "
             "new mesh"
         )
     mesh = _default_mesh() if mesh is None else mesh
-    where = Where(shard_placement_fn, by_waste=layout == "auto")
-    if dp_mesh_dims is not None:
-        where = replace(where, mesh=mesh, axes=_axes_of(mesh, dp_mesh_dims))
-        mesh = _torch.data_parallel_mesh(mesh, dp_mesh_dims.shard_names, dp_mesh_dims.replicate_names)
+    where = Where(said.shard_placement_fn, by_waste=said.layout == "auto")
+    if dims is not None:
+        where = replace(where, mesh=mesh, axes=_axes_of(mesh, dims))
+        mesh = _torch.data_parallel_mesh(mesh, dims.shard_names, dims.replicate_names)
         if not where.axes[0]:
             if strategy not in (None, 0, "no_shard"):
                 raise ValueError(f"strategy={strategy!r}: dp_mesh_dims names no axis to shard over")
@@ -224,25 +213,25 @@ def checked_choices(
             f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}, of {mesh.ndim} axes: it must have one (shard) "
             "or two (outer, inner)"
         )
-    if schedule is not None:
-        schedule.check(mesh)
+    if said.schedule is not None:
+        said.schedule.check(mesh)
     return Choices(
         mesh=mesh,
-        device=_device_of(mesh),
-        placements=placements_for(strategy, outer_strategy, mesh.ndim),
-        precision=mp_policy,
-        layout=layout,
-        reshard_after_forward=_checked_reshard(reshard_after_forward, mesh),
-        gradient_scale=gradient_scale if isinstance(gradient_scale, str) else float(gradient_scale),
-        schedule=schedule,
-        ignored=_ignored(ignored_params),
+        device=mesh_device(mesh),
+        placements=placements_for(strategy, said.outer_strategy, mesh.ndim),
+        precision=said.mp_policy,
+        layout=said.layout,
+        reshard_after_forward=_checked_reshard(said.reshard_after_forward, mesh),
+        gradient_scale=said.gradient_scale,
+        schedule=said.schedule,
+        ignored=_ignored(said.ignored_params),
         where=where,
-        offload=offload_policy,
-        optional=_arguments.flag("optional", optional),
-        rows=_arguments.flag("rows", rows),
-        values=kept,
-        strategy=(strategy, outer_strategy),
-        data_mesh=data_mesh,
+        offload=said.offload_policy,
+        optional=_arguments.flag("optional", said.optional),
+        rows=_arguments.flag("rows", said.rows),
+        values=said.values,
+        strategy=(strategy, said.outer_strategy),
+        data_mesh=said.data_mesh,
     )
 
 
@@ -265,10 +254,6 @@ def _ignored(given: Any) -> frozenset[nn.Parameter]:
         if not isinstance(each, torch.Tensor):
             raise TypeError(f"ignored_params holds {each!r}, and must hold parameters, not their names")
     return found
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _checked_reshard(
@@ -323,8 +308,7 @@ def microbatch(module: nn.Module, *, is_first: bool = True, is_last: bool = True
     unreduced are reduced only if ``is_last``, and only such a backward ends with all reduces done; whoever reads a
     ``.grad`` before it waits for them. Nests; what held before holds again afterwards, also after an exception.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"microbatch takes a module, not {type(module).__name__}")
+    _arguments.module("microbatch", module)
     units = [unit for _, unit in units_below(module)]
     if not units:
         raise ValueError(f"no unit at or below {type(module).__name__}: fully_shard was not called on it")
@@ -383,15 +367,13 @@ def _default_mesh() -> DeviceMesh:
             "fully_shard needs torch.distributed: start the script with torchrun and call "
             "torch.distributed.init_process_group(), or pass a mesh"
         )
-    accelerator = torch.accelerator.current_accelerator()
-    kind = accelerator.type if accelerator is not None and torch.accelerator.is_available() else "cpu"
-    return init_device_mesh(kind, (dist.get_world_size(),))
+    return init_device_mesh(default_device_type(), (dist.get_world_size(),))
 
 
-def _device_of(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+def default_device_type() -> str:
+    """That of meshes where nobody says: the accelerator's, if there is one."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "cpu" if accelerator is None else accelerator.type
 
 
 fully_shard.state = state_of  # type: ignore[attr-defined]  # as of PyTorch's function: what it made of a module

@@ -6,7 +6,6 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -14,13 +13,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatshard import _epochs, _torch
-from flatshard.buffer import record_replay
+from flatshard.buffer import Lane, record_replay
 from flatshard.engine import steps
 from flatshard.engine.gradients.main_grads import MainGrads
 from flatshard.engine.schedule.root import Root, roots_that_ran
 from flatshard.optim.combined import CombinedOptimizer
 from flatshard.optim.step import is_settled, state_places, state_tensors
-from flatshard.policy import MixedPrecisionPolicy
 from flatshard.recomputed import Generators, Segments
 from flatshard.trust.record import record
 
@@ -102,8 +100,7 @@ class Captured:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the step as it is, and see which models and optimizers are in it."""
-        optimizers: list[Optimizer] = []
-        with roots_that_ran() as roots, _optimizers_that_step(optimizers), self._segments.counted():
+        with roots_that_ran() as roots, _optimizers_that_step() as optimizers, self._segments.counted():
             found = self._step(*args, **kwargs)
         self._roots, self._optimizers = [weakref.ref(root) for root in roots], optimizers
         return found
@@ -117,8 +114,13 @@ class Captured:
         before = _gradients(roots)
         static = [leaf.clone() for leaf in leaves]
         args, kwargs = _torch.tree_unflatten(static, tree)
-        movable = [optimizer for optimizer in self._optimizers if not _is_in_a_graph(optimizer)]
-        with _quiet(roots) as lasting, _pools_of(roots) as memory:
+        fixed = {
+            id(optimizer) for graph in _graphs for optimizer in graph.optimizers
+        }  # graphs know where their state is
+        movable = [optimizer for optimizer in self._optimizers if id(optimizer) not in fixed]
+        pools = {id(pool): pool for root in roots for pool in (root.gather_pool, root.reduce_pool)}
+        with _quiet(roots) as lasting, ExitStack() as stack:
+            memory = [stack.enter_context(pool.remembering()) for pool in pools.values()]  # also what they get within
             _move_apart([tensor for optimizer in movable for tensor in state_tensors(optimizer)])
             graph, output, generators = _captured(lambda: self._step(*args, **kwargs), roots, lasting, self._segments)
         if _gradients(roots) != before:
@@ -158,7 +160,7 @@ def _captured(
     """
     graph, pool, stream = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.cuda.Stream()
     random: Any = torch.cuda.default_generators[torch.cuda.current_device()]
-    state, generators = random.clone_state(), segments.of_graph(graph)
+    state, generators = random.clone_state(), Generators(graph, segments.count)
     error: BaseException | None = None
     _torch.clear_workspaces()
     torch.cuda.empty_cache()
@@ -212,8 +214,7 @@ class _Graph:
         self._graph, self._static, self._output = graph, static, output
         self._roots = [weakref.ref(root) for root in roots]
         # NCCL cannot destroy a communicator that a graph uses: process groups of lanes that exist are not destroyed.
-        lanes = [(root.gather_lane, root.gather_pool.refresh_lane, root.rows_lane, root.reduce_lane) for root in roots]
-        self._lanes = lanes
+        self._lanes = [(*_lanes(root), root.rows_lane) for root in roots]
         self.optimizers = list(optimizers)
         self._ranks = sorted({rank for root in roots for mesh in root.meshes for rank in mesh.mesh.flatten().tolist()})
         self._places, self._gradients = _places(roots), _gradients(roots)
@@ -269,33 +270,11 @@ class _Graph:
 _graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
 
 
-def _is_in_a_graph(optimizer: Optimizer) -> bool:
-    """Whether a graph takes for granted where the state of this optimizer is."""
-    return any(optimizer is other for graph in _graphs for other in graph.optimizers)
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a group of parameters is, where its full weights come from, which are trained, and in which dtypes."""
-
-    main: int
-    source: int
-    trains: tuple[bool, ...]
-    policy: MixedPrecisionPolicy
-
-
-def _places(roots: Sequence[Root]) -> list[_Place]:
-    return [
-        _Place(
-            group.main.local.data_ptr(),
-            id(group.source),
-            tuple([member.sharded.requires_grad for member in group.params]),
-            group.policy,
-        )
-        for root in roots
-        for unit in root.units
-        for group in unit.groups
-    ]
+def _places(roots: Sequence[Root]) -> list[tuple[object, ...]]:
+    """Of each group, where it is, where its full weights come from, what is trained of it, and in which dtypes."""
+    groups = [group for root in roots for unit in root.units for group in unit.groups]
+    trains = [tuple([member.sharded.requires_grad for member in group.params]) for group in groups]
+    return [(g.main.local.data_ptr(), id(g.source), trained, g.policy) for g, trained in zip(groups, trains)]
 
 
 def _gradients(roots: Sequence[Root]) -> list[int | None]:
@@ -335,18 +314,14 @@ def _check_capturable(root: Root) -> None:
                     raise ValueError("a step over Gloo cannot be captured: it communicates on the host; use NCCL")
 
 
+def _lanes(root: Root) -> tuple[Lane, ...]:
+    return root.gather_lane, root.gather_pool.refresh_lane, root.reduce_lane
+
+
 def _join_lanes(root: Root) -> None:
     """Order the current stream after all that the lanes have been given."""
-    for lane in (root.gather_lane, root.gather_pool.refresh_lane, root.reduce_lane):
+    for lane in _lanes(root):
         lane.join()
-
-
-@contextmanager
-def _pools_of(roots: Sequence[Root]) -> Iterator[list[object]]:
-    """Yields what keeps the memory of these models' pools, also what they get within."""
-    pools = {id(pool): pool for root in roots for pool in (root.gather_pool, root.reduce_pool)}
-    with ExitStack() as stack:
-        yield [stack.enter_context(pool.remembering()) for pool in pools.values()]
 
 
 def _start_anew(root: Root) -> list[MainGrads]:
@@ -384,7 +359,9 @@ def _shapes(kind: Any) -> str:
 
 
 @contextmanager
-def _optimizers_that_step(found: list[Optimizer]) -> Iterator[None]:
+def _optimizers_that_step() -> Iterator[list[Optimizer]]:
+    found: list[Optimizer] = []
+
     def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # The parts of a combined one step, too.
         if not isinstance(optimizer, CombinedOptimizer) and not any(optimizer is each for each in found):
@@ -392,7 +369,7 @@ def _optimizers_that_step(found: list[Optimizer]) -> Iterator[None]:
 
     handle = register_optimizer_step_pre_hook(note)
     try:
-        yield
+        yield found
     finally:
         handle.remove()
 

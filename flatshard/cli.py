@@ -6,16 +6,13 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NamedTuple, NoReturn
 
 from flatshard import __version__
-from flatshard.tools.plan_command import add_plan, check_writable
-
-if TYPE_CHECKING:
-    from flatshard.rehearsal.network import Link
+from flatshard.tools.plan_command import add_network, add_plan, check_writable, plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,12 +35,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"flatshard {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("train", help="train a language model", add_help=False)
-    _add_rehearse(commands.add_parser("rehearse", help="run a training script as one rank of W on one device"))
-    _add_run(commands.add_parser("run", help="run a script that uses PyTorch's fully_shard on flatshard"))
-    add_plan(commands.add_parser("plan", help="memory, traffic and fit of every sharding strategy for a model"))
-    _add_convert(commands.add_parser("convert", help="convert a checkpoint to another format"))
-    _add_blame(commands.add_parser("blame", help="say which rank stopped a job, from the ranks' flight records"))
-    _add_report(commands.add_parser("report", help="show a recorded step as an HTML page"))
+    for name, command in _COMMANDS.items():
+        its_parser = commands.add_parser(name, help=command.help)
+        command.add_arguments(its_parser)
+        its_parser.set_defaults(parser=its_parser)
     return parser
 
 
@@ -56,8 +51,14 @@ def _main(arguments: list[str]) -> int:
     options, unknown = commands.parse_known_args(arguments)
     if unknown:
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    status: int = options.run(options)
-    return status
+    command = _COMMANDS[options.command]
+    try:
+        return command.run(options)
+    except BrokenPipeError:
+        raise
+    except command.mistakes as mistake:
+        print(f"{options.parser.prog}: {mistake}", file=sys.stderr)
+        return 2
 
 
 class _Parser(argparse.ArgumentParser):
@@ -72,30 +73,24 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "Run SCRIPT unchanged: what it imports from torch.distributed.fsdp is flatshard's. Under torchrun: "
         "torchrun --nproc-per-node N -m flatshard run SCRIPT ..."
     )
+    _add_script(parser)
+
+
+def _add_script(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module's name")
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="passed to SCRIPT")
-    parser.set_defaults(run=_run, parser=parser)
 
 
 def _run(options: argparse.Namespace) -> int:
-    import runpy
-
-    missing = _missing_script(options.script, options.is_module)
-    if missing is not None:
-        print(f"flatshard run: {missing}", file=sys.stderr)
-        return 2
+    _check_script(options)
     from flatshard.installing import install
+    from flatshard.rehearsal.run import run_script
 
     install()
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"flatshard run: {options.script} uses flatshard for torch.distributed.fsdp", file=sys.stderr)
-    sys.argv = [options.script, *options.arguments]
-    if options.is_module:
-        runpy.run_module(options.script, run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, str(Path(options.script).resolve().parent))
-        runpy.run_path(options.script, run_name="__main__")
+    run_script(options.script, options.arguments, options.is_module)
     return 0
 
 
@@ -108,17 +103,12 @@ def _add_blame(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--last", type=int, default=0, metavar="N", help="also print the last N collectives of every rank"
     )
-    parser.set_defaults(run=_blame, parser=parser)
 
 
 def _blame(options: argparse.Namespace) -> int:
     from flatshard.trust.blame import blame, last_launches, read_records
 
-    try:
-        records = read_records(options.folder)
-    except (ValueError, OSError) as error:
-        print(f"flatshard blame: {error}", file=sys.stderr)
-        return 2
+    records = read_records(options.folder)
     if any(record.entries or "error" in record.header for record in records.values()):
         print(blame(records))
     else:
@@ -148,41 +138,43 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
         "--trace", type=Path, metavar="JSON", help="also write the (first) recording as a trace for Perfetto"
     )
     parser.add_argument("--peak-tflops", type=float, metavar="N", help="peak TFLOP/s of a device, for MFU")
-    parser.set_defaults(run=_report, parser=parser)
 
 
 def _report(options: argparse.Namespace) -> int:
     from flatshard.tools.report import Record, html
 
-    try:
-        if len(options.record) > 2 or len(options.losses) > len(options.record):
-            raise ValueError("give one or two recordings, and at most one log for each")
-        logs = [*options.losses, None, None]
-        peak = None if options.peak_tflops is None else 1e12 * options.peak_tflops
-        records = [Record.read(path, log, peak) for path, log in zip(options.record, logs)]
-        options.output.write_text(html(records), encoding="utf-8")
-        if options.trace:
-            options.trace.write_text(records[0].trace())
-    except (OSError, ValueError) as error:
-        print(f"flatshard report: {error}", file=sys.stderr)
-        return 2
+    if len(options.record) > 2 or len(options.losses) > len(options.record):
+        raise ValueError("give one or two recordings, and at most one log for each")
+    logs = [*options.losses, None, None]
+    peak = None if options.peak_tflops is None else 1e12 * options.peak_tflops
+    records = [Record.read(path, log, peak) for path, log in zip(options.record, logs)]
+    options.output.write_text(html(records), encoding="utf-8")
+    if options.trace:
+        options.trace.write_text(records[0].trace())
     print(f"{options.output}: open it in a browser")
     if options.trace:
         print(f"{options.trace}: open it in https://ui.perfetto.dev")
     return 0
 
 
-def _missing_script(script: str, is_module: bool) -> str | None:
-    """What is wrong with the name of a script, or None."""
-    if not is_module:
-        return None if Path(script).exists() else f"there is no script {script}"
+class _NoScript(ValueError):
+    """There is no script of that name."""
+
+
+def _check_script(options: argparse.Namespace) -> None:
+    script = options.script
+    if not options.is_module:
+        if not Path(script).exists():
+            raise _NoScript(f"there is no script {script}")
+        return
     import importlib.util
 
     try:
         found = importlib.util.find_spec(script)
     except (ImportError, ValueError) as error:
-        return f"there is no module {script}: {error}"
-    return None if found is not None else f"there is no module {script}"
+        raise _NoScript(f"there is no module {script}: {error}") from error
+    if found is None:
+        raise _NoScript(f"there is no module {script}")
 
 
 def _add_rehearse(parser: argparse.ArgumentParser) -> None:
@@ -193,10 +185,7 @@ def _add_rehearse(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--world", type=int, required=True, metavar="W", help="number of ranks")
     parser.add_argument("--rank", type=int, default=0, help="which rank to be (default 0)")
-    parser.add_argument("--network", default="h100-nvlink", help="a preset; unknown names list them")
-    parser.add_argument("--ranks-per-node", type=int, help="how many consecutive ranks share a node (default 8)")
-    parser.add_argument("--ranks-per-pod", type=int, help="how many share a pod, of a network with pods (default 1024)")
-    parser.add_argument("--algorithm", help="how latency grows with ranks: constant, ring, tree or hierarchical")
+    add_network(parser)
     for level in ("inside", "between"):
         parser.add_argument(
             f"--{level}-bandwidth", type=float, metavar="GB/S", help=f"bandwidth per rank {level} nodes"
@@ -210,60 +199,44 @@ def _add_rehearse(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the report here too")
     parser.add_argument("--record", type=Path, metavar="PATH", help="record a step here, for `flatshard report`")
     parser.add_argument("--no-baseline", action="store_true", help="skip the second run, on a network that is free")
-    parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module's name")
-    parser.add_argument("script", metavar="SCRIPT")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="passed to SCRIPT")
-    parser.set_defaults(run=_rehearse, parser=parser)
+    _add_script(parser)
 
 
 def _rehearse(options: argparse.Namespace) -> int:
     # torch takes seconds to import: not before the arguments are known to be good
-    from flatshard.rehearsal.network import get_network
+    from flatshard.rehearsal.network import changed, get_network
 
-    try:
-        if options.world < 1 or not 0 <= options.rank < options.world:
-            raise ValueError(
-                f"--world {options.world} --rank {options.rank}: the rank must be from 0 to below the world"
-            )
-        if options.warmup < 1:
-            raise ValueError(f"--warmup {options.warmup}: must be at least 1, since the first step has no beginning")
-        check_writable("json", options.json)
-        check_writable("record", options.record)
-        network = get_network(options.network, options.ranks_per_node, options.ranks_per_pod, options.algorithm)
-        missing = _missing_script(options.script, options.is_module)
-        if missing is not None:
-            raise ValueError(missing)
-        own = replace(
-            network,
-            inside=_link(network.inside, options.inside_bandwidth, options.inside_latency),
-            between=_link(network.between, options.between_bandwidth, options.between_latency),
-            segment=network.segment if options.segment_cost is None else options.segment_cost * 1e-6,
-            sms=network.sms if options.sms is None else options.sms,
+    if options.world < 1 or not 0 <= options.rank < options.world:
+        raise ValueError(f"--world {options.world} --rank {options.rank}: the rank must be from 0 to below the world")
+    if options.warmup < 1:
+        raise ValueError(f"--warmup {options.warmup}: must be at least 1, since the first step has no beginning")
+    check_writable("json", options.json)
+    check_writable("record", options.record)
+    network = get_network(options.network, options.ranks_per_node, options.ranks_per_pod, options.algorithm)
+    _check_script(options)
+
+    def scaled(number: float | None, scale: float) -> float | None:
+        return None if number is None else number * scale
+
+    links = {
+        level: changed(
+            getattr(network, level),
+            bandwidth=scaled(getattr(options, f"{level}_bandwidth"), 1e9),
+            latency=scaled(getattr(options, f"{level}_latency"), 1e-6),
         )
-        if own != network:
-            network = replace(own, name=f"{network.name} with own numbers")
-    except ValueError as error:
-        print(f"flatshard rehearse: {error}", file=sys.stderr)
-        return 2
+        for level in ("inside", "between")
+    }
+    own = changed(network, **links, segment=scaled(options.segment_cost, 1e-6), sms=options.sms)
+    if own != network:
+        network = replace(own, name=f"{network.name} with own numbers")
     from flatshard.rehearsal.run import ScriptFailed, ScriptRun, rehearse_script
 
+    names = ("world", "script", "is_module", "rank", "warmup", "tokens", "flops")
+    record = None if options.record is None else str(options.record.absolute())
+    as_given = {name: getattr(options, name) for name in names}
+    run = ScriptRun(network=network, arguments=tuple(options.arguments), record=record, **as_given)
     try:
-        run = ScriptRun(
-            world=options.world,
-            network=network,
-            script=options.script,
-            arguments=tuple(options.arguments),
-            is_module=options.is_module,
-            rank=options.rank,
-            warmup=options.warmup,
-            tokens=options.tokens,
-            flops=options.flops,
-            record=None if options.record is None else str(options.record.absolute()),
-        )
         report = rehearse_script(run, baseline=not options.no_baseline)
-    except ValueError as error:
-        print(f"flatshard rehearse: {error}", file=sys.stderr)
-        return 2
     except ScriptFailed as failure:
         print(f"flatshard rehearse: {failure}", file=sys.stderr)
         return failure.code if failure.code > 0 else 1
@@ -271,15 +244,6 @@ def _rehearse(options: argparse.Namespace) -> int:
     if options.json:
         options.json.write_text(report.to_json())
     return 0
-
-
-def _link(link: Link, bandwidth: float | None, latency: float | None) -> Link:
-    """``link`` with the numbers that were given, in GB/s and microseconds."""
-    return replace(
-        link,
-        bandwidth=link.bandwidth if bandwidth is None else bandwidth * 1e9,
-        latency=link.latency if latency is None else latency * 1e-6,
-    )
 
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
@@ -302,28 +266,48 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--names", metavar="JSON", help="rename tensors: a file that maps old names to new ones")
     parser.add_argument("--model-only", action="store_true", help="convert the weights only, not the optimizer state")
-    parser.set_defaults(run=_convert, parser=parser)
 
 
 def _convert(options: argparse.Namespace) -> int:
-    try:
-        wrong = next((each for each in options.rename if "=" not in each), None)
-        if wrong is not None:
-            raise ValueError(f"--rename {wrong!r}: must be PATTERN=NEW")
-        rename = [(pattern, new) for pattern, _, new in (each.partition("=") for each in options.rename)]
-        if options.names is None and not Path(options.source).exists():
-            raise ValueError(f"{options.source}: no checkpoint found")
-        from flatshard.checkpoint.convert import convert, names_from
+    wrong = next((each for each in options.rename if "=" not in each), None)
+    if wrong is not None:
+        raise ValueError(f"--rename {wrong!r}: must be PATTERN=NEW")
+    rename = [(pattern, new) for pattern, _, new in (each.partition("=") for each in options.rename)]
+    if options.names is None and not Path(options.source).exists():
+        raise ValueError(f"{options.source}: no checkpoint found")
+    from flatshard.checkpoint.convert import convert, names_from
 
-        names = None if options.names is None else names_from(options.names)
-        form = convert(
-            options.source, options.target, to=options.to, rename=rename, names=names, model_only=options.model_only
-        )
-    except (OSError, ValueError) as error:
-        print(f"flatshard convert: {error}", file=sys.stderr)
-        return 2
+    names = None if options.names is None else names_from(options.names)
+    form = convert(
+        options.source, options.target, to=options.to, rename=rename, names=names, model_only=options.model_only
+    )
     print(f"{options.target}: {form}")
     return 0
+
+
+class _Command(NamedTuple):
+    """``mistakes``: what it raises for a mistake of the user, which is printed in one line."""
+
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    mistakes: tuple[type[Exception], ...] = (OSError, ValueError)
+
+
+_COMMANDS = {
+    "rehearse": _Command("run a training script as one rank of W on one device", _add_rehearse, _rehearse),
+    # What the script itself raises is not ours to shorten.
+    "run": _Command("run a script that uses PyTorch's fully_shard on flatshard", _add_run, _run, (_NoScript,)),
+    "plan": _Command(
+        "memory, traffic and fit of every sharding strategy for a model",
+        add_plan,
+        plan,
+        (OSError, TypeError, ValueError),
+    ),
+    "convert": _Command("convert a checkpoint to another format", _add_convert, _convert),
+    "blame": _Command("say which rank stopped a job, from the ranks' flight records", _add_blame, _blame),
+    "report": _Command("show a recorded step as an HTML page", _add_report, _report),
+}
 
 
 if __name__ == "__main__":

@@ -41,13 +41,14 @@ def copy_module(make_unit: MakeUnit, module: nn.Module, memo: dict[int, Any]) ->
         unit.reshard()
         absorb(unit)
     _check(module, units, memo)
+    members = [
+        (group, index, each.sharded) for u in units for group in u.groups for index, each in enumerate(group.params)
+    ]
     dims: dict[int, int] = {}  # that the new parameters are to be cut on
-    for group, index in _members(units):
-        sharded = group.params[index].sharded
+    for group, index, sharded in members:
         memo[id(sharded)] = blank = _blank(group, index)
         dims[id(blank)] = group.layout.slots[index].dim
-    for group, index in _members(units):
-        sharded = group.params[index].sharded
+    for _, _, sharded in members:
         own = {name: value for name, value in attributes_of(sharded).items() if name not in (OWNER, SUCCESSOR)}
         memo[id(sharded)].__dict__.update(copy.deepcopy(own, memo))
     for owned in _owned(module):
@@ -57,23 +58,18 @@ def copy_module(make_unit: MakeUnit, module: nn.Module, memo: dict[int, Any]) ->
     for each in made.modules():
         _remove(vars(each))
     new = {id(unit): make_unit([memo[id(each)] for each in unit.modules], _choices(unit, memo, dims)) for unit in units}
-    for group, index in _members(units):
-        _fill(group, index, memo[id(group.params[index].sharded)])
+    for _, _, sharded in members:
+        _fill(sharded, memo[id(sharded)])
     for unit in units:
         absorb(new[id(unit)])
         _take_settings(unit, new)
-    for group, index in _members(units):  # for whatever else is copied with the model: an optimizer
-        sharded = group.params[index].sharded
+    for _, _, sharded in members:  # for whatever else is copied with the model: an optimizer
         memo[id(sharded)] = successor_of(memo[id(sharded)])
     return made
 
 
 def _gone(*args: Any) -> None:
     """In the place of what a copy is not to have."""
-
-
-def _members(units: Sequence[Unit]) -> Iterator[tuple[ParamGroup, int]]:
-    return ((group, index) for unit in units for group in unit.groups for index in range(len(group.params)))
 
 
 def _check(module: nn.Module, units: Sequence[Unit], memo: dict[int, Any]) -> None:
@@ -158,9 +154,8 @@ def _blank(group: ParamGroup, index: int) -> nn.Parameter:
     return nn.Parameter(values, trainable)
 
 
-def _fill(group: ParamGroup, index: int, blank: nn.Parameter) -> None:
+def _fill(sharded: nn.Parameter, blank: nn.Parameter) -> None:
     """Put a copy of a shard into the modules that are to have it."""
-    sharded = group.params[index].sharded
     parameter = successor_of(blank)
     assert parameter is not None
     made = group_of(parameter)

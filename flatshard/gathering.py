@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
+from flatshard import _arguments
 from flatshard.engine.groups.registry import group_of
 from flatshard.engine.schedule.root import Root, root_of
 from flatshard.engine.tree.build import units_below
@@ -84,8 +85,7 @@ def _let_go(unit: Unit) -> None:
 
 def _units(module: nn.Module, recurse: bool) -> list[Unit]:
     """The units of a module's parameters, in one order on all ranks, each with a root."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"gathered takes a module, not {type(module).__name__}")
+    _arguments.module("gathered", module)
     below = [unit for _, unit in units_below(module)]
     groups = [group_of(parameter) for parameter in module.parameters()]
     around = [unit_with(group) for group in groups if group is not None]

@@ -61,13 +61,10 @@ class FSDPModule(TorchFSDPModule):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """`.to`, `.float`, `to_empty` and their like replace parameters; the buffers take the new ones over."""
-        assert isinstance(self, nn.Module)
-        unit = unit_of(self)
-        assert unit is not None
         for below in _units(self, True):
             check_change(below, fn)
         own: Any = super(TorchFSDPModule, self)  # the module's own class
-        with applying(unit, fn):
+        with applying(_unit(self), fn):
             return own._apply(fn, recurse)
 
     # Gathering and releasing
@@ -85,7 +82,7 @@ class FSDPModule(TorchFSDPModule):
 
     def _unshard(self, units: Sequence[Unit], async_op: bool) -> UnshardHandle | None:
         async_op = _arguments.flag("async_op", async_op)
-        _unit_and_root(self)[1].gather_apart(units)
+        _root(self).gather_apart(units)
         for unit in units:
             unit.keep()
         handle = UnshardHandle(units)
@@ -113,7 +110,7 @@ class FSDPModule(TorchFSDPModule):
         Until `refresh_weights`. Where compute weights do not rest on this rank by themselves, they take the memory of a
         shard in the compute dtype meanwhile. Between passes only.
         """
-        _unit_and_root(self)[1].hold(_units(self, True))
+        _root(self).hold(_units(self, True))
 
     def refresh_weights(self) -> None:
         """Start bringing the compute weights of all units below up to date with main, and end `hold_weights`.
@@ -122,17 +119,17 @@ class FSDPModule(TorchFSDPModule):
         overlaps all that comes before the next forward, which then communicates nothing for it. Between passes only.
         What is written through ``parameter.data`` after it is seen when it is called again.
         """
-        _unit_and_root(self)[1].refresh(_units(self, True))
+        _root(self).refresh(_units(self, True))
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change ``reshard_after_forward``."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
+        _ask(self, recurse, reshard_after_forward=reshard_after_forward)
         for unit in _units(self, recurse):
-            unit.ask(reshard_after_forward=reshard_after_forward)
             unit.parks = False
-            for group in unit.groups:
-                group.park_mesh = None
+        for group in _groups(self, recurse):
+            group.park_mesh = None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Off: full parameters stay after backward and the next forward uses them as they are, without a gather.
@@ -140,9 +137,7 @@ class FSDPModule(TorchFSDPModule):
         For micro-batches between which no optimizer steps. Once main weights have changed they are gathered anew; until
         then they take memory, so let it be on again before the last backward of a step.
         """
-        on = _arguments.flag("reshard_after_backward", reshard_after_backward)
-        for unit in _units(self, recurse):
-            unit.ask(reshard_after_backward=on)
+        _ask(self, recurse, reshard_after_backward=_arguments.flag("reshard_after_backward", reshard_after_backward))
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Off: backward does not gather this unit, whose weights no gradient needs (an embedding's, for example)."""
@@ -167,11 +162,10 @@ class FSDPModule(TorchFSDPModule):
         if not set_to_none:
             join_reduces()
         nn.Module.zero_grad(self, set_to_none)
-        for unit in _units(self, True):
-            for group in unit.groups:
-                group.gradients.drop_partial()
-                group.gradients.main_grads.clear_decoupled(set_to_none)
-            for parameter in (member.sharded for group in unit.groups if group.is_full for member in group.params):
+        for group in _groups(self, True):
+            group.gradients.drop_partial()
+            group.gradients.main_grads.clear_decoupled(set_to_none)
+            for parameter in (member.sharded for member in group.params if group.is_full):
                 if set_to_none:
                     parameter.grad = None
                 elif parameter.grad is not None:
@@ -187,7 +181,7 @@ class FSDPModule(TorchFSDPModule):
         It also waits for the reduces of backwards that did not (`set_is_last_backward`). All ranks must call it.
         """
         wait = _arguments.flag("wait", wait)
-        _unit_and_root(self)[1].reduces.flush(_units(self, True), all_the_way=True, wait=wait)
+        _root(self).reduces.flush(_units(self, True), all_the_way=True, wait=wait)
 
     def set_decoupled_gradients(self, enable: bool = True, *, recurse: bool = True) -> None:
         """On: reduced gradients come as ``parameter.decoupled_grad``, and ``.grad`` is left as it is.
@@ -196,21 +190,17 @@ class FSDPModule(TorchFSDPModule):
         module sees to them; that of an optimizer does not.
         """
         enable = _arguments.flag("enable", enable)
-        for unit in _units(self, recurse):
-            for group in unit.groups:
-                group.gradients.main_grads.decouple(enable)
+        for group in _groups(self, recurse):
+            group.gradients.main_grads.decouple(enable)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Off: gradients stay on their rank, whole and unreduced, until a backward with it on reduces them all."""
         on = _arguments.flag("requires_gradient_sync", requires_gradient_sync)
-        for unit in _units(self, recurse):
-            unit.ask(reduces=on, all_reduces=on)
+        _ask(self, recurse, reduces=on, all_reduces=on)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Off: gradients go no further than they rest between micro-batches; under HSDP, the outer axis waits."""
-        on = _arguments.flag("requires_all_reduce", requires_all_reduce)
-        for unit in _units(self, recurse):
-            unit.ask(all_reduces=on)
+        _ask(self, recurse, all_reduces=_arguments.flag("requires_all_reduce", requires_all_reduce))
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Off: a backward ends without waiting for its reduces, so they overlap the next forward.
@@ -218,8 +208,7 @@ class FSDPModule(TorchFSDPModule):
         Concerns the whole model. Gradients are complete after a backward with it on. How far gradients are reduced is
         `set_requires_gradient_sync`'s to say, or `microbatch`'s.
         """
-        on = _arguments.flag("is_last_backward", is_last_backward)
-        _unit_and_root(self)[1].joins = on
+        _root(self).joins = _arguments.flag("is_last_backward", is_last_backward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of the ranks' gradients by ``factor``, in this unit, instead of taking their mean."""
@@ -248,10 +237,9 @@ class FSDPModule(TorchFSDPModule):
         over all of them, on or off; what no rank has used has a gradient of zero with it on, and ``None`` with it off.
         """
         on = _arguments.flag("reduce_scatter_unused_params", reduce_scatter_unused_params)
-        for unit in _units(self, recurse):
-            unit.ask(reduces_unused=on)
-            for group in unit.groups:
-                group.gradients.counts_unused = on
+        _ask(self, recurse, reduces_unused=on)
+        for group in _groups(self, recurse):
+            group.gradients.counts_unused = on
 
     # Precision
 
@@ -270,7 +258,7 @@ class FSDPModule(TorchFSDPModule):
                 f"set_mp_policy: the backward of a forward of unit '{awaited.name}' is to come, and needs weights in "
                 "the dtype that they had; run it first, or give it up with reset() on the root"
             )
-        _unit_and_root(self)[1].set_precision(units, policy)
+        _root(self).set_precision(units, policy)
 
     # Communication
 
@@ -308,9 +296,8 @@ class FSDPModule(TorchFSDPModule):
             raise TypeError(f"set_gather_group({group!r}): must be a process group")
         if mesh is not None and not isinstance(mesh, DeviceMesh):
             raise TypeError(f"set_gather_group(mesh={mesh!r}): must be a DeviceMesh")
-        unit, root = _unit_and_root(self)
-        mesh = unit.mesh if mesh is None else mesh
-        root.gather_lane.use(mesh, mesh.ndim - 1, group)
+        mesh = _unit(self).mesh if mesh is None else mesh
+        _root(self).gather_lane.use(mesh, mesh.ndim - 1, group)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """Call ``hook`` with this rank's flat part of every gradient that has been reduced over all axes.
@@ -370,7 +357,7 @@ class FSDPModule(TorchFSDPModule):
         """
         if event is not None and not callable(getattr(event, "wait", None)):
             raise TypeError(f"set_post_optim_event(event={event!r}): must be an event of torch, or None")
-        _unit_and_root(self)[1].main_event = event
+        _root(self).main_event = event
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """`SchedulePolicy.max_reducing`: how many reduces, and their inputs, may be in flight. The highest counts."""
@@ -378,16 +365,13 @@ class FSDPModule(TorchFSDPModule):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
-        for unit in _units(self, recurse):
-            unit.ask(max_reducing=max_input_buffers)
-            _resolve_reduces(unit)
+        _ask(self, recurse, max_reducing=max_input_buffers)
+        _resolve_reduces(self, recurse)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """`SchedulePolicy.separate_groups`: whether reduces have process groups of their own. One choice per model."""
-        enable = _arguments.flag("enable", enable)
-        for unit in _units(self, recurse):
-            unit.ask(separate_groups=enable)
-            _resolve_reduces(unit)
+        _ask(self, recurse, separate_groups=_arguments.flag("enable", enable))
+        _resolve_reduces(self, recurse)
 
     def _get_fsdp_state(self) -> FSDPState:  # type: ignore[override]  # not PyTorch's, and so not all of it
         assert isinstance(self, nn.Module)
@@ -403,11 +387,11 @@ class FSDPModule(TorchFSDPModule):
 
     def reset(self) -> None:
         """Give up a step that an exception interrupted: the next one starts clean. Unreduced gradients are lost."""
-        _unit_and_root(self)[1].reset()
+        _root(self).reset()
 
     def reset_iter_state(self) -> None:
         """`reset`, of the root."""
-        unit, root = _unit_and_root(self)
+        unit, root = _unit(self), _root(self)
         if root.units[0] is not unit:
             raise RuntimeError(
                 f"reset_iter_state must be called on the root FSDP module; '{unit.name}' is not the root, "
@@ -459,12 +443,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(method)
     def as_forward(*args: Any, **kwargs: Any) -> Any:
-        self = me()
-        assert self is not None
-        unit = unit_of(self)
-        assert unit is not None
+        self: Any = me()
         call = method_of_others if function is None else functools.partial(function, self)
-        return unit.call_as_forward(self, call, args, kwargs)
+        return _unit(self).call_as_forward(self, call, args, kwargs)
 
     method_of_others = method if function is None else None
     del method
@@ -476,15 +457,20 @@ def share_comm_ctx(modules: Iterable[TorchFSDPModule]) -> None:
     """Let several roots, such as the stages of a pipeline, communicate over the same lanes and memory pools."""
     given = _arguments.modules("share_comm_ctx", modules)
     _units_of("share_comm_ctx", given)
-    roots = [_unit_and_root(module)[1] for module in given]
+    roots = [_root(module) for module in given]
     for root in roots[1:]:
         root.share(roots[0])
 
 
-def _resolve_reduces(unit: Unit) -> None:
-    root = root_of(unit)
-    if root is not None:
-        root.reduces.resolve(root.units)
+def _ask(module: FSDPModule, recurse: bool, **settings: Any) -> None:
+    for unit in _units(module, recurse):
+        unit.ask(**settings)
+
+
+def _resolve_reduces(module: FSDPModule, recurse: bool) -> None:
+    for root in dict.fromkeys(map(root_of, _units(module, recurse))):
+        if root is not None:
+            root.reduces.resolve(root.units)
 
 
 def _refs(method: str, modules: Iterable[Any]) -> tuple[weakref.ref[nn.Module], ...]:
@@ -509,6 +495,10 @@ def _units(module: FSDPModule, recurse: bool) -> list[Unit]:
     return [unit for _, unit in units_below(module) if recurse or unit is own]
 
 
+def _groups(module: FSDPModule, recurse: bool) -> list[ParamGroup]:
+    return [group for unit in _units(module, recurse) for group in unit.groups]
+
+
 def _unit(module: TorchFSDPModule) -> Unit:
     assert isinstance(module, nn.Module)
     unit = unit_of(module)
@@ -517,10 +507,10 @@ def _unit(module: TorchFSDPModule) -> Unit:
     return unit
 
 
-def _unit_and_root(module: TorchFSDPModule) -> tuple[Unit, Root]:
-    assert isinstance(module, nn.Module)
+def _root(module: TorchFSDPModule) -> Root:
     unit = _unit(module)
-    return unit, find_root(unit, module)
+    assert isinstance(module, nn.Module)
+    return find_root(unit, module)
 
 
 def _one_mesh(method: str, unit: Unit) -> list[ParamGroup]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -259,16 +259,15 @@ class Placements:
             given = getattr(self, name)
             if not isinstance(given, tuple) or not all(isinstance(p, get_args(Placement)) for p in given):
                 raise TypeError(f"Placements({name}={given!r}): must be a tuple of flatshard.layout placements")
+            wrong = [p for p in given if isinstance(p, (Block, Whole))]
+            if wrong:
+                raise ValueError(f"Placements({name}): {wrong[0]} is not supported here; use Flat() or Replicate()")
+            cut = [is_sharded(p) for p in given]
+            if cut != sorted(cut):
+                raise ValueError(f"Placements({name}): a buffer is sharded over the last axes first, not over {cut}")
         axes = {len(self.parameter), len(self.gradient), len(self.optimizer)}
         if len(axes) != 1:
             raise ValueError(f"Placements: parameter, gradient and optimizer must name the same axes, not {axes}")
-        for name in ("parameter", "gradient", "optimizer"):
-            wrong = [p for p in getattr(self, name) if isinstance(p, (Block, Whole))]
-            if wrong:
-                raise ValueError(f"Placements({name}): {wrong[0]} is not supported here; use Flat() or Replicate()")
-            cut = [is_sharded(p) for p in getattr(self, name)]
-            if cut != sorted(cut):
-                raise ValueError(f"Placements({name}): a buffer is sharded over the last axes first, not over {cut}")
         for axis, (parameter, gradient, optimizer) in enumerate(zip(self.parameter, self.gradient, self.optimizer)):
             if isinstance(parameter, Partial) or isinstance(optimizer, Partial):
                 raise ValueError(
@@ -308,14 +307,14 @@ def placements_for(strategy: Strategy | int | Placements | None, outer: Strategy
         return strategy
     if outer is not None and axes == 1:
         raise ValueError(f"outer_strategy={outer!r} needs a mesh of two axes (outer, inner)")
-    name = _name("strategy", strategy, tuple(_INNER), "optim_grads_params")
+    name = "optim_grads_params" if strategy is None else strategy_name("strategy", strategy)
     inner = _INNER[name]
     kept, partial = Replicate(), Partial("avg")
     unsharded: tuple[Placement, ...] = (kept, partial, kept)
     last: list[Placement] = [Flat() if sharded else other for sharded, other in zip(inner, unsharded)]
     if axes == 1:
         return Placements((last[0],), (last[1],), (last[2],))
-    outer_name = _name("outer_strategy", outer, _OUTER, "no_shard")
+    outer_name = "no_shard" if outer is None else strategy_name("outer_strategy", outer, _OUTER)
     if outer_name == "optim" and name != "optim_grads_params":
         raise ValueError(f"outer_strategy='optim' needs strategy='optim_grads_params', not {name!r}")
     first = Flat() if outer_name == "optim" else kept
@@ -331,9 +330,8 @@ def on_another_mesh(
     return placements_for(strategy, outer if axes > 1 else None, axes)
 
 
-def _name(what: str, given: str | int | None, names: tuple[str, ...], default: str) -> str:
-    if given is None:
-        return default
+def strategy_name(what: str, given: str | int, names: tuple[str, ...] = tuple(_INNER)) -> str:
+    """The name of a strategy that was given by it, or by its number. ``what`` was given, for errors."""
     if isinstance(given, int) and not isinstance(given, bool) and 0 <= given < len(names):
         return names[given]
     if given not in names:
@@ -344,15 +342,13 @@ def _name(what: str, given: str | int | None, names: tuple[str, ...], default: s
 
 def resident(placements: Placements) -> Placements:
     """The same optimizer state with weights that rest whole on every rank: nothing is gathered during a pass."""
-    axes = len(placements.parameter)
-    resting = replicated(axes)
-    return Placements(resting.parameter, resting.gradient, placements.optimizer)
+    return replace(replicated(len(placements.parameter)), optimizer=placements.optimizer)
 
 
 def replicated(axes: int) -> Placements:
     """A copy on every rank; gradients are reduced on the last micro-batch."""
-    rest = tuple(Replicate() for _ in range(axes))
-    return Placements(rest, tuple(Partial("avg") for _ in range(axes)), rest)
+    rest = (Replicate(),) * axes
+    return Placements(rest, (Partial("avg"),) * axes, rest)
 
 
 SEPARATE_GROUPS = True  # whether reduces have process groups of their own where nobody says (decision 002)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils import checkpoint as checkpointing
@@ -20,7 +21,7 @@ _SEEDS = 1 << 63
 
 
 class Segments:
-    """How many segments a step recomputes; `counted` counts them, `of_graph` gives them generators."""
+    """How many segments a step recomputes; `counted` counts them."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -34,16 +35,12 @@ class Segments:
             self.count += 1
             return read(*args)
 
-        with _replaced(checkpointing, get_device_states=get):
+        with patch.object(checkpointing, "get_device_states", get):
             yield
-
-    def of_graph(self, graph: torch.cuda.CUDAGraph) -> Generators:
-        """For a graph that is to be captured."""
-        return Generators(graph, self.count)
 
 
 class Generators:
-    """Two for each segment of a graph."""
+    """Two for each segment of a graph that is to be captured."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, count: int) -> None:
         self._default: Any = torch.cuda.default_generators[torch.cuda.current_device()]
@@ -83,8 +80,8 @@ class Generators:
 
         try:
             with (
-                _replaced(checkpointing, get_device_states=get, set_device_states=set_),
-                _replaced(torch.random, fork_rng=forked),
+                patch.multiple(checkpointing, get_device_states=get, set_device_states=set_),
+                patch.object(torch.random, "fork_rng", forked),
             ):
                 yield
         finally:
@@ -94,15 +91,3 @@ class Generators:
         """Before a replay: the recompute of each segment is to draw what its forward will."""
         for first, again in self._pairs:
             again.set_offset(first.get_offset())
-
-
-@contextmanager
-def _replaced(module: Any, **functions: Any) -> Iterator[None]:
-    before = {name: getattr(module, name) for name in functions}
-    for name, function in functions.items():
-        setattr(module, name, function)
-    try:
-        yield
-    finally:
-        for name, function in before.items():
-            setattr(module, name, function)

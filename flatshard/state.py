@@ -33,27 +33,23 @@ class FSDPParamGroup:
 
     _module_fqn: str
     fsdp_params: list[FSDPParam]
-    _unit: weakref.ref[Unit]
+    _state: FSDPState
 
     @property
     def is_unsharded(self) -> bool:
         """Whether the full parameters are here now."""
-        unit = self._unit()
-        return unit is not None and unit.is_gathered
+        return self._state.unit.is_gathered
 
     @property
     def mesh_info(self) -> Any:
         """PyTorch's description of the mesh."""
-        unit = self._unit()
-        assert unit is not None
+        unit = self._state.unit
         return _torch.mesh_info(unit.mesh, is_sharded(unit.groups[0].main.placements[-1]))
 
     @property
     def comm_ctx(self) -> types.SimpleNamespace:
         """The streams, as those of the state."""
-        unit = self._unit()
-        assert unit is not None
-        return _streams(unit)
+        return self._state._comm_ctx
 
     def post_backward(self) -> None:
         """Pipelines ask every group for it; the root's callback does it for all."""
@@ -109,7 +105,14 @@ class FSDPState:
     @property
     def _comm_ctx(self) -> types.SimpleNamespace:
         """The streams that units of this root communicate on; None before there has been a forward, and on CPU."""
-        return _streams(self.unit)
+        root = root_of(self.unit)
+        gather, reduce = (None, None) if root is None else (root.gather_lane.stream, root.reduce_lane.stream)
+        return types.SimpleNamespace(
+            all_gather_copy_in_stream=gather,
+            all_gather_stream=gather,
+            reduce_scatter_stream=reduce,
+            all_reduce_stream=reduce,
+        )
 
     @property
     def _fsdp_param_groups(self) -> list[FSDPParamGroup]:
@@ -120,7 +123,7 @@ class FSDPState:
         for group in unit.groups:
             names = Names(group, root)
             found += [FSDPParam(names[index], member.sharded) for index, member in enumerate(group.params)]
-        return [FSDPParamGroup(fqn, found, self._unit)] if found else []
+        return [FSDPParamGroup(fqn, found, self)] if found else []
 
     @property
     def _fsdp_param_group(self) -> FSDPParamGroup | None:
@@ -143,18 +146,6 @@ class FSDPState:
             f"{name}: of PyTorch's private FSDPState, flatshard has no such part; flatshard.summary(model) shows what "
             "there is"
         )
-
-
-def _streams(unit: Unit) -> types.SimpleNamespace:
-    root = root_of(unit)
-    gathers, reduces = (None, None) if root is None else (root.gather_lane, root.reduce_lane)
-    gather, reduce = (None if lane is None else lane.stream for lane in (gathers, reduces))
-    return types.SimpleNamespace(
-        all_gather_copy_in_stream=gather,
-        all_gather_stream=gather,
-        reduce_scatter_stream=reduce,
-        all_reduce_stream=reduce,
-    )
 
 
 def state_of(module: nn.Module) -> FSDPState | None:

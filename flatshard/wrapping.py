@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -46,9 +46,8 @@ def instances(
 def _resolve(given: type[nn.Module] | str, what: str) -> type[nn.Module]:
     found: Any = given
     if isinstance(given, str):
-        module, _, name = given.rpartition(".")
         try:
-            found = getattr(importlib.import_module(module), name)
+            found = pkgutil.resolve_name(given)
         except (ImportError, AttributeError, ValueError) as error:
             raise ValueError(f"{what}: cannot import {given!r}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, nn.Module)):

@@ -103,7 +103,7 @@ class Layout:
             starts, end = [], 0
             for segment in self.segments:
                 starts.append(end)
-                end = _round_up(end + pieces * segment.piece, ALIGN)
+                end = round_up(end + pieces * segment.piece, ALIGN)
             self._starts[pieces] = tuple(starts), end
         return self._starts[pieces]
 
@@ -192,7 +192,7 @@ def least_padded_dim(shape: Sequence[int], num_shards: int) -> int:
     are always cut on dim 0: their padding travels faster than a copy is launched.
     """
     numel = math.prod(shape)
-    padding = [_round_up(size, num_shards) * (numel // size) - numel for size in shape] if numel else []
+    padding = [round_up(size, num_shards) * (numel // size) - numel for size in shape] if numel else []
     least = min(padding, default=0)
     worth = max(TURN_ABOVE * numel, AUTO_FLAT_BELOW)
     return padding.index(least) if padding and padding[0] - least > worth else 0
@@ -275,7 +275,8 @@ def _unplaced(shape: Shape, dim: int, placement: Placement) -> Slot:
     return Slot(0, 0, shape, row, math.prod(shape) if isinstance(placement, Whole) else atom, dim)
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple that is not below ``value``."""
     return -(-value // multiple) * multiple
 
 
@@ -294,7 +295,7 @@ def _pack_whole(slots: Sequence[Slot], num_shards: int) -> _Run:
     for index in sorted(range(len(slots)), key=lambda i: -slots[i].numel):
         target = fill.index(min(fill))
         place.append((index, target, fill[target]))
-        fill[target] += _round_up(slots[index].numel, ALIGN)
+        fill[target] += round_up(slots[index].numel, ALIGN)
     piece = max(fill)
     return _Run(piece, {index: target * piece + offset for index, target, offset in place})
 
@@ -321,7 +322,7 @@ def _tightest(slots: Sequence[Slot], members: Sequence[int], num_shards: int) ->
 
 
 def _padded(runs: Sequence[_Run], num_shards: int) -> int:
-    return num_shards * sum(_round_up(run.piece, ALIGN) for run in runs)
+    return num_shards * sum(round_up(run.piece, ALIGN) for run in runs)
 
 
 def _classes(slots: Sequence[Slot], members: Sequence[int]) -> list[list[int]]:
@@ -378,7 +379,7 @@ def _pack_rows(slots: Sequence[Slot], members: list[int], num_shards: int) -> _R
 
 def _fit(slots: Sequence[Slot], order: Sequence[int], num_shards: int, step: int) -> _Run:
     """The run with the shortest piece that is a multiple of ``step``."""
-    piece = _round_up(-(-sum(slots[i].numel for i in order) // num_shards), step)
+    piece = round_up(-(-sum(slots[i].numel for i in order) // num_shards), step)
     while True:
         offsets, end = _lay(slots, order, piece)
         if end <= num_shards * piece:
@@ -395,9 +396,9 @@ def _lay(slots: Sequence[Slot], order: Sequence[int], piece: int) -> tuple[dict[
         if slot.numel == 0:
             offsets[index] = 0
             continue
-        offset = _round_up(end, ALIGN)
+        offset = round_up(end, ALIGN)
         if offset // piece != (offset + slot.numel - 1) // piece:
-            offset = _round_up(end, math.lcm(slot.atom, ALIGN))
+            offset = round_up(end, math.lcm(slot.atom, ALIGN))
         offsets[index] = offset
         end = offset + slot.numel
     return offsets, end

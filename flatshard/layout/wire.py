@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from flatshard.layout.planner import ALIGN, Layout, Segment
+from flatshard.layout.planner import ALIGN, Layout, Segment, round_up
 
 SCALE_BYTES = 2  # a bfloat16
 
@@ -85,7 +85,7 @@ def wire_of(layout: Layout, encoded: tuple[bool, ...], block: int, itemsize: int
     for slot, mark in zip(layout.slots, encoded):
         if mark and slot.segment not in codes:
             codes[slot.segment] = end
-            end = _aligned(end + layout.segments[slot.segment].piece)
+            end = round_up(end + layout.segments[slot.segment].piece, ALIGN)
     pieces = []
     longest = end
     for shard in range(layout.num_shards):
@@ -98,15 +98,11 @@ def wire_of(layout: Layout, encoded: tuple[bool, ...], block: int, itemsize: int
                 scales += SCALE_BYTES * rows * -(-slot.row // block)
         pieces.append(tuple(found))
         longest = max(longest, scales)
-    end = _aligned(longest)
+    end = round_up(longest, ALIGN)
     kept = []
     for number, segment in enumerate(layout.segments):
         if number not in codes and segment.piece:
             kept.append(Kept(number, end))
-            end = _aligned(end + itemsize * segment.piece)
-    size = _aligned(end + len(layout.slots)) if tells else end
+            end = round_up(end + itemsize * segment.piece, ALIGN)
+    size = round_up(end + len(layout.slots), ALIGN) if tells else end
     return Wire(layout, encoded, block, itemsize, size, tuple(pieces), tuple(kept), end if tells else None)
-
-
-def _aligned(count: int) -> int:
-    return -(-count // ALIGN) * ALIGN

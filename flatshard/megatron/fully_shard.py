@@ -24,6 +24,7 @@ from flatshard.megatron.mixed_precision import MixedPrecisionPolicy
 from flatshard.megatron.utils import FSDPDistributedIndex, default_mesh
 from flatshard.optim import step as local_step
 from flatshard.optim.step import repoint
+from flatshard.policy import strategy_name
 
 
 class ShardingStrategy(IntEnum):
@@ -35,22 +36,13 @@ class ShardingStrategy(IntEnum):
     OPTIM_GRADS_PARAMS = 3
 
 
-_STRATEGIES = tuple(strategy.name.lower() for strategy in ShardingStrategy)
-
-# Where arguments of `fully_shard_model` go: to fields of the configuration, to the index, to the model.
-_FIELDS = {name: name for name in ("overlap_grad_reduce", "overlap_param_gather", "average_in_collective", *ASKED)} | {
+# Arguments of `fully_shard_model` that the configuration, or the model, has under other names.
+_RENAMED = {
+    "enable_fine_grained_param_gather": "enable_fine_grained_param_gather_hook",
     "use_decoupled_grad": "megatron_fsdp_use_decoupled_grad",
     "cuda_graph_mode": "megatron_fsdp_cuda_graph_mode",
     "maxpool_double_buffer": "megatron_fsdp_max_pool_double_buffer",
 }
-_OF_INDEX = (
-    "dp_outer_dim", "hybrid_fsdp_group", "hybrid_fsdp_expt_group", "expt_device_mesh", "fsdp_group_ag",
-    "expt_fsdp_group_ag",
-)  # fmt: skip
-_OF_MODEL = (
-    "mixed_precision_policy", "fsdp_unit_modules", "disable_bucketing", "device", "calculate_per_token_loss",
-    "init_model_with_meta_device", "sync_model_each_microbatch", "report_nan_in_param_grad", "layout",
-)  # fmt: skip
 
 
 # fmt: off
@@ -80,37 +72,32 @@ def fully_shard_model(
     """
     given: dict[str, Any] = dict(locals())
     _arguments.module("fully_shard_model", module)
-    inner = _name("zero_dp_strategy", zero_dp_strategy)
-    outer = _name("outer_dp_sharding_strategy", outer_dp_sharding_strategy)
+    inner = strategy_name("zero_dp_strategy", zero_dp_strategy)
+    outer = strategy_name("outer_dp_sharding_strategy", outer_dp_sharding_strategy)
     if device_mesh is None:
         if dp_outer_dim is not None or hybrid_fsdp_group is not None:
             raise ValueError("dp_outer_dim and hybrid_fsdp_group need a device_mesh")
         dp_shard_dim, tp_dim = dp_shard_dim or "fsdp", tp_dim or "tp"
-        device_mesh = default_mesh(dp_shard_dim, tp_dim)
+        given.update(device_mesh=default_mesh(dp_shard_dim, tp_dim), dp_shard_dim=dp_shard_dim, tp_dim=tp_dim)
     if outer != "no_shard" and dp_outer_dim is None:
         raise ValueError(f"outer_dp_sharding_strategy={outer!r} needs dp_outer_dim, the axis that it is of")
-    older = {name: given[name] for name in ("preserve_fp32_weights", "grad_reduce_in_fp32") if given[name] is not None}
-    if older:
-        given["mixed_precision_policy"] = replace(mixed_precision_policy, **older)
-    fields = {field: given[argument] for argument, field in _FIELDS.items()}
-    fields.update(data_parallel_sharding_strategy=inner, outer_dp_sharding_strategy=outer)
-    axes = {name: given[name] for name in _OF_INDEX}
-    axes.update(dp_shard_dim=dp_shard_dim, tp_dim=tp_dim, hsdp_outer_dp_shard=outer == "optim")
-    told = {name: given[name] for name in _OF_MODEL}
-    told["enable_fine_grained_param_gather_hook"] = enable_fine_grained_param_gather
-    index, config = FSDPDistributedIndex(device_mesh, **axes), DistributedDataParallelConfig(**fields)
-    model = MegatronFSDP(module, index, config, **told)
+    older = {name: given.pop(name) for name in ("preserve_fp32_weights", "grad_reduce_in_fp32")}
+    older = {name: value for name, value in older.items() if value is not None}
+    given["mixed_precision_policy"] = replace(mixed_precision_policy, **older) if older else mixed_precision_policy
+    given.update(data_parallel_sharding_strategy=inner, outer_dp_sharding_strategy=outer)
+    given.update({its_name: given[name] for name, its_name in _RENAMED.items()}, hsdp_outer_dp_shard=outer == "optim")
+    index = FSDPDistributedIndex(**_taken_by(FSDPDistributedIndex, given))
+    config = DistributedDataParallelConfig(**_taken_by(DistributedDataParallelConfig, given))
+    told = {name: value for name, value in _taken_by(MegatronFSDP, given).items() if name not in ASKED}
+    model = MegatronFSDP(dist_index=index, ddp_config=config, **told)
     if preproc_state_dict_for_dcp_ckpt and inner != "no_shard":
         model.register_state_dict_post_hook(_without_extra_state)  # type: ignore[no-untyped-call]
     return model
 
 
-def _name(argument: str, given: str | int) -> str:
-    if isinstance(given, int) and not isinstance(given, bool) and 0 <= given < len(_STRATEGIES):
-        return _STRATEGIES[given]
-    if given not in _STRATEGIES:
-        raise ValueError(f"{argument}={given!r}: must be one of {', '.join(_STRATEGIES)} or their numbers")
-    return str(given)
+def _taken_by(made: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Those arguments that a class takes too, by the same names."""
+    return {name: given[name] for name in inspect.signature(made).parameters if name in given}
 
 
 def _without_extra_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from flatshard.api import default_device_type
 from flatshard.megatron.distributed_data_parallel_config import DistributedDataParallelConfig, own_config
 from flatshard.megatron.fully_shard import fully_shard_optimizer
 from flatshard.megatron.marks import Names
@@ -129,9 +130,7 @@ def _mesh(axes: Sequence[tuple[str, Any]]) -> DeviceMesh:
     named = [(name, group) for name, group in axes if group is not None and (name == "dp_cp" or group.size() > 1)]
     names, groups = zip(*named)
     ranks = _ranks_of(list(groups))
-    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    device = "cpu" if kind is None else kind.type
-    return DeviceMesh.from_group(list(groups), device, mesh=ranks, mesh_dim_names=tuple(names))
+    return DeviceMesh.from_group(list(groups), default_device_type(), mesh=ranks, mesh_dim_names=tuple(names))
 
 
 def _ranks_of(groups: list[Any]) -> Any:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.state_dict import get_state_dict as states_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -27,6 +26,7 @@ from flatshard.buffer.groups import joint_group
 from flatshard.buffer.ragged import RaggedDTensor, chunk, write_item
 from flatshard.checkpoint.errors import CheckpointError
 from flatshard.engine.groups.registry import group_of
+from flatshard.optim.clip import gathered_rows
 
 _ANY = Callable[[Any], bool]
 
@@ -45,8 +45,8 @@ def gather_and_compute_chunk_metadata(dtensor: DTensor) -> Any:
     offsets, sizes = [0] * local.dim(), list(local.shape)
     for axis in _inner_first(dtensor.placements):
         placement: Any = dtensor.placements[axis]
-        everyones = _gathered(lane, mesh.get_group(axis), torch.tensor(sizes, device=lane.device)).tolist()
-        held = [shape[placement.dim] for shape in everyones]
+        mine = torch.tensor([sizes[placement.dim]], device=lane.device)
+        held = gathered_rows(lane, mesh.get_group(axis), mine, "uneven").flatten().tolist()
         offsets[placement.dim] += sum(held[: mesh.get_local_rank(axis)])
         sizes[placement.dim] = sum(held)
     whole = tuple(sizes) == tuple(dtensor.shape)
@@ -87,14 +87,6 @@ def _agree(lane: Lane, mesh: DeviceMesh, number: int, otherwise: str, wanted: in
         theirs = getattr(core, "CheckpointingException", None)
         kind = CheckpointError if theirs is None else type("CheckpointError", (CheckpointError, theirs), {})
         raise kind(otherwise)
-
-
-def _gathered(lane: Lane, group: ProcessGroup, values: torch.Tensor) -> torch.Tensor:
-    """One row per rank of a group."""
-    rows = values.new_empty(group.size() * values.numel())
-    if rows.numel():
-        lane.all_gather(group, [rows], [values], after=(lane.mark(),), name="uneven").wait()
-    return rows.view(group.size(), -1)
 
 
 def update_uneven_dtensor_chunk_metadata(dtensor: DTensor) -> None:
@@ -183,11 +175,11 @@ def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> torch.Tensor:
     if not axes:
         return local.clone()
     lane, group = _lane(dtensor), joint_group(mesh, axes)
-    boxes = _gathered(lane, group, torch.tensor([*box.offsets, *box.sizes], device=lane.device))
+    boxes = gathered_rows(lane, group, torch.tensor([*box.offsets, *box.sizes], device=lane.device), "uneven")
     sizes = boxes[:, local.dim() :]
     padded = torch.nn.functional.pad(local.flatten(), (0, int(sizes.prod(1).max()) - local.numel()))
     whole = local.new_zeros(dtensor.shape)
-    for part, place, size in zip(_gathered(lane, group, padded), boxes.tolist(), sizes.tolist()):
+    for part, place, size in zip(gathered_rows(lane, group, padded, "uneven"), boxes.tolist(), sizes.tolist()):
         into = whole[tuple(slice(offset, offset + length) for offset, length in zip(place, size))]
         into.copy_(part[: into.numel()].view(size))
     return whole

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flatshard import _torch
+from flatshard.api import default_device_type
 from flatshard.buffer import Lane
 from flatshard.engine.tree.summary import check_buffers, summary
 from flatshard.module import FSDPModule
@@ -31,9 +32,7 @@ def default_mesh(shard: str = "fsdp", tp: str = "tp") -> DeviceMesh:
             "sharding needs torch.distributed: start the script with torchrun and call "
             "torch.distributed.init_process_group(), or give a device_mesh"
         )
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    kind = "cpu" if accelerator is None else accelerator.type
-    return init_device_mesh(kind, (dist.get_world_size(), 1), mesh_dim_names=(shard, tp))
+    return init_device_mesh(default_device_type(), (dist.get_world_size(), 1), mesh_dim_names=(shard, tp))
 
 
 def needs_transformer_engine(what: str) -> None:

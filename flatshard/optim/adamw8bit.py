@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from flatshard import _arguments, _torch
 from flatshard.buffer.ragged import RaggedDTensor
+from flatshard.optim.combined import evaluated
 
 BLOCK = 256
 _LEAST_ROW = 64  # elements: below it, scales would take more than they are worth
@@ -70,10 +71,7 @@ class AdamW8bit(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

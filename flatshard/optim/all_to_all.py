@@ -25,6 +25,7 @@ from flatshard.buffer.groups import joint_group
 from flatshard.buffer.ragged import RaggedDTensor
 from flatshard.layout import holding
 from flatshard.optim.assignment import Box, Holders
+from flatshard.optim.clip import gathered_rows
 
 Role: TypeAlias = Literal["gradient", "weight"]
 _ALIGN = 16  # bytes: a piece begins where vectorised copies can
@@ -79,14 +80,11 @@ class OwnerGroup:
         if self.size == 1:
             return [message]
         length = torch.tensor([len(message)], dtype=torch.int64, device=self.device)
-        lengths = length.new_empty(self.size)
-        lane.all_gather(self.group, [lengths], [length], after=(lane.mark(),), name="lengths").wait()
+        lengths = gathered_rows(lane, self.group, length, "lengths").flatten()
         longest = max(int(lengths.max()), 1)
         padded = torch.frombuffer(bytearray(message.ljust(longest)), dtype=torch.uint8).to(self.device)
-        found = padded.new_empty(self.size * longest)
-        lane.all_gather(self.group, [found], [padded], after=(lane.mark(),), name="messages").wait()
-        parts = found.cpu().numpy().tobytes()
-        return [parts[i * longest : i * longest + int(count)] for i, count in enumerate(lengths.tolist())]
+        found = gathered_rows(lane, self.group, padded, "messages").cpu().numpy()
+        return [row.tobytes()[:count] for row, count in zip(found, lengths.tolist())]
 
 
 def cut_axes(parameter: DTensor) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
@@ -168,7 +169,7 @@ def _total_norm(
     together = torch.cat([value.to(found[0].device) for value in found]) if found else torch.zeros(1, dtype=dtype)
     total = _join(together, norm_type)
     if stages is not None:  # in float64: one of them may hold nothing that is
-        own: dict[_Where, torch.Tensor] = {(stages, (0,)): total.to(_mesh_device(stages), torch.float64).reshape(1)}
+        own: dict[_Where, torch.Tensor] = {(stages, (0,)): total.to(mesh_device(stages), torch.float64).reshape(1)}
         (joined,) = _over_ranks(own, norm_type).values()
         total = joined[0].to(dtype)
     return _root(total, norm_type)
@@ -218,7 +219,7 @@ def _over_ranks(shares: dict[_Where, torch.Tensor], norm_type: float) -> dict[_W
             if not highest and any(place[axis] for axis in axes if axis not in where[1]):
                 result[where] = torch.zeros_like(result[where])  # the first rank along the axis counts it
         both = torch.cat([result[where] for where in cut])
-        lane = Lane("norms", _mesh_device(mesh))
+        lane = Lane("norms", mesh_device(mesh))
         op: Op = "max" if highest else "sum"
         lane.all_reduce(joint_group(mesh, axes), [both], op, after=(lane.mark(),), name="norms").wait()
         result.update(zip(cut, both.split([result[where].numel() for where in cut])))
@@ -229,7 +230,8 @@ def _over_ranks(shares: dict[_Where, torch.Tensor], norm_type: float) -> dict[_W
     return result
 
 
-def _mesh_device(mesh: DeviceMesh) -> torch.device:
+def mesh_device(mesh: DeviceMesh) -> torch.device:
+    """This rank's device of those of a mesh."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
@@ -237,7 +239,7 @@ def _mesh_device(mesh: DeviceMesh) -> torch.device:
 
 def _device(where: _Where, tensors: Sequence[torch.Tensor]) -> torch.device:
     if where[0] is not None:
-        return _mesh_device(where[0])
+        return mesh_device(where[0])
     return tensors[0].device if tensors else torch.device("cpu")
 
 
@@ -277,7 +279,7 @@ def _ranks_where(
     meshes = [parameter.device_mesh if isinstance(parameter, DTensor) else None for _, parameter in named]
     for mesh in dict.fromkeys(meshes):
         here = [each for each, its_mesh in zip(named, meshes) if its_mesh == mesh]
-        device = torch.device("cpu") if mesh is None else _mesh_device(mesh)
+        device = torch.device("cpu") if mesh is None else mesh_device(mesh)
         flags = flags_of([parameter.grad for _, parameter in here], device)
         ranks = [dist.get_rank() if dist.is_initialized() else 0]
         if mesh is not None:
@@ -342,8 +344,13 @@ def _gathered(values: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """One row per rank of a mesh, in the mesh's order."""
     lane, width = Lane("nonfinite", values.device), values.numel()
     for axis in reversed(range(mesh.ndim)):
-        rows = values.new_empty(mesh.size(axis) * values.numel())
-        group = lane.group(mesh, axis)
-        lane.all_gather(group, [rows], [values.reshape(-1)], after=(lane.mark(),), name="nonfinite").wait()
-        values = rows
+        values = gathered_rows(lane, lane.group(mesh, axis), values, "nonfinite")
     return values.view(-1, width)
+
+
+def gathered_rows(lane: Lane, group: ProcessGroup, values: torch.Tensor, name: str) -> torch.Tensor:
+    """The values of all ranks of a group, a row for each. All of them call it, with as many."""
+    rows = values.new_empty(group.size(), values.numel())
+    if rows.numel():
+        lane.all_gather(group, [rows.view(-1)], [values.reshape(-1)], after=(lane.mark(),), name=name).wait()
+    return rows

@@ -9,6 +9,14 @@ import torch
 from torch.optim import Optimizer
 
 
+def evaluated(closure: Callable[[], Any] | None) -> Any:
+    """The loss that a closure returns, which may run a backward; None where there is none."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 class CombinedOptimizer(Optimizer):
     """Optimizers, each with parameters of its own, that step, are saved and are scheduled as one.
 
@@ -46,10 +54,7 @@ class CombinedOptimizer(Optimizer):
         return {key: value for each in self.optimizers for key, value in each.state.items()}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for each in self.optimizers:
             each.step()
         return loss

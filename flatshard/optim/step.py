@@ -22,7 +22,7 @@ from flatshard.engine.schedule.reduces import join_reduces
 from flatshard.optim.adamw8bit import AdamW8bit
 from flatshard.optim.all_to_all import cut_axes
 from flatshard.optim.assignment import BUCKET, Cost, Predicate, Splits, WholeOptions, newton_schulz
-from flatshard.optim.combined import CombinedOptimizer
+from flatshard.optim.combined import CombinedOptimizer, evaluated
 from flatshard.optim.flat_params import is_elementwise, local_part
 from flatshard.optim.local_step import LOCAL, LocalStep, refuse_replaced, wrap_scalars
 from flatshard.optim.whole_step import CAPTURED, WholeStep
@@ -263,10 +263,7 @@ def _plain_step(cls: type[Optimizer]) -> Callable[..., Any]:
 def _step_over(base: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(base)
     def step(self: Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         result = _local(self).step(self, functools.partial(base, self, *((None, *args) if args else ()), **kwargs))
         return result if closure is None else loss
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from flatshard.rehearsal.torch_private import Work
-from flatshard.rehearsal.transfer import Transfer
+from flatshard.rehearsal.transfer import Transfer, TransferWork
 
 # The kernel wakes a sleeping thread tens of microseconds late; the rest of the wait yields instead of sleeping.
 _WAKE_UP_SECONDS = 1.5e-4
@@ -30,16 +29,14 @@ class CpuLink:
             return self._free_at
 
 
-class CpuWork(Work):  # type: ignore[misc]
+class CpuWork(TransferWork):
     """Completes on the worker thread; ``wait`` blocks the caller, as Gloo's does."""
 
     def __init__(self, transfer: Transfer) -> None:
-        super().__init__()
-        self._transfer = transfer
+        super().__init__(transfer)
         self._done = threading.Event()
         self._has_ended = False
         self._lock = threading.Lock()
-        self._future: torch.futures.Future[Any] | None = None
         self._error: BaseException | None = None
 
     def finish(self, error: BaseException | None = None) -> None:
@@ -65,17 +62,8 @@ class CpuWork(Work):  # type: ignore[misc]
             raise self._error
         return True
 
-    def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        self.wait()
-
     def is_completed(self) -> bool:
         return self._done.is_set()
-
-    def is_success(self) -> bool:
-        return self._done.is_set() and self._error is None
 
     def exception(self) -> BaseException | None:
         return self._error

@@ -24,8 +24,8 @@ import torch
 from flatshard import _epochs
 from flatshard.rehearsal.cuda_driver import CudaDriver
 from flatshard.rehearsal.network import Level
-from flatshard.rehearsal.torch_private import Work, compile_kernel, cuda, current_device, current_raw_stream
-from flatshard.rehearsal.transfer import Transfer
+from flatshard.rehearsal.torch_private import compile_kernel, cuda, current_device, current_raw_stream
+from flatshard.rehearsal.transfer import Transfer, TransferWork
 
 _MAX_SEGMENTS = 120  # with the header 2.9 KiB of the 4 KiB that every driver accepts as kernel arguments
 _CALL = [struct.Struct(f"<{8 + 3 * segments}Q") for segments in range(_MAX_SEGMENTS + 1)]
@@ -182,17 +182,13 @@ class _Event:
         self._link.spare_events.append(self.handle)
 
 
-class CudaWork(Work):  # type: ignore[misc]
+class CudaWork(TransferWork):
     """``wait`` orders the current stream after the collective and returns; the tensors are held until then."""
 
     def __init__(self, transfer: Transfer, event: _Event, stream: int, link: CudaLink) -> None:
-        super().__init__()
-        self._transfer = transfer
-        self._event = event
-        self._stream = stream
-        self._link = link
+        super().__init__(transfer)
+        self._event, self._stream, self._link = event, stream, link
         self._waited = False
-        self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: object = None) -> bool:
         link, transfer = self._link, self._transfer
@@ -207,20 +203,8 @@ class CudaWork(Work):  # type: ignore[misc]
             transfer.pairs = []
         return True
 
-    def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        self.wait()
-
     def is_completed(self) -> bool:
         return self._link.driver.is_done(self._event.handle)
-
-    def is_success(self) -> bool:
-        return self.is_completed()
-
-    def exception(self) -> None:
-        return None
 
     def result(self) -> list[torch.Tensor]:
         return self._transfer.outputs()

@@ -35,15 +35,13 @@ class CudaDriver:
         return int(handle.value or 0)
 
     def record(self, event: int, stream: int) -> None:
-        error = self._record(event, stream)
-        if error:
-            cuda.set_device(cuda.current_device())  # a thread that has not used CUDA yet has no context
+        if self._record(event, stream):
+            _make_context()
             _check(self._record(event, stream))
 
     def wait(self, stream: int, event: int) -> None:
-        error = self._wait(stream, event, 0)
-        if error:
-            cuda.set_device(cuda.current_device())
+        if self._wait(stream, event, 0):
+            _make_context()
             _check(self._wait(stream, event, 0))
 
     def is_done(self, event: int) -> bool:
@@ -59,6 +57,11 @@ class CudaDriver:
     def launch(self, function: Any, blocks: int, threads: int, stream: int, pointers: Any) -> None:
         """Launch with ``pointers``, a ctypes array of the addresses of the arguments, which are copied."""
         _check(self._launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, pointers, None))
+
+
+def _make_context() -> None:
+    """A thread that has not used CUDA yet has none."""
+    cuda.set_device(cuda.current_device())
 
 
 def _typed(function: Any, *types: Any) -> Any:

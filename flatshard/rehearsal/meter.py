@@ -109,7 +109,7 @@ class Meter:
             rank=rank,
             network=network.name,
             ranks_per_node=network.ranks_per_node,
-            device=_device_name(),
+            device=cuda.get_device_name() if cuda.is_initialized() else f"CPU, {torch.get_num_threads()} threads",
             torch=torch.__version__,
             steps=steps,
             step_seconds=seconds,
@@ -156,7 +156,3 @@ def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
         storage = local.untyped_storage()
         sizes[storage._cdata] = storage.nbytes()  # a tensor that others hold the values of has no address
     return sum(sizes.values())
-
-
-def _device_name() -> str:
-    return cuda.get_device_name() if cuda.is_initialized() else f"CPU, {torch.get_num_threads()} threads"

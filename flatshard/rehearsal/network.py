@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 Kind = Literal[
     "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send",
@@ -166,6 +166,8 @@ def wire_bytes(kind: Kind, size: int, group_size: int) -> float:
     return float(size) if share is None else share * size * (group_size - 1) / group_size
 
 
+Part = TypeVar("Part", Link, Network)
+
 # Per hop: what NCCL's own tuning takes for a ring with its simple protocol (docs/scale.md).
 _NVLINK = Link(bandwidth=360e9, latency=10e-6, hop=3.4e-6)
 _IB400 = Link(bandwidth=45e9, latency=25e-6, hop=14e-6)
@@ -193,6 +195,9 @@ def get_network(
         if network not in PRESETS:
             raise ValueError(f"unknown network {network!r}; presets are {', '.join(PRESETS)}, or pass a Network")
         network = PRESETS[network]
-    network = network if ranks_per_node is None else replace(network, ranks_per_node=ranks_per_node)
-    network = network if ranks_per_pod is None else replace(network, ranks_per_pod=ranks_per_pod)
-    return network if algorithm is None else replace(network, algorithm=algorithm)
+    return changed(network, ranks_per_node=ranks_per_node, ranks_per_pod=ranks_per_pod, algorithm=algorithm)
+
+
+def changed(known: Part, **numbers: Any) -> Part:
+    """A network, or a link, with those numbers that are not None in the place of its own."""
+    return replace(known, **{name: number for name, number in numbers.items() if number is not None})

@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -74,6 +75,17 @@ def _run(run: ScriptRun, quiet: bool) -> Report:
     return report
 
 
+def run_script(script: str, arguments: Sequence[str], is_module: bool) -> None:
+    """Run a script, or a module, in this process as if Python had been started with it."""
+    sys.argv = [script, *arguments]
+    if is_module:
+        sys.path.insert(0, "")
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(script).resolve().parent))
+        runpy.run_path(script, run_name="__main__")
+
+
 def _child(run_path: str, result_path: str) -> None:
     # imported under its public name, so that the script's `flatshard.rehearsal.current()` sees this rehearsal
     from flatshard.rehearsal.meter import TooFewSteps
@@ -84,16 +96,10 @@ def _child(run_path: str, result_path: str) -> None:
     links = {level: network.pop(level) for level in get_args(Level)}
     made: dict[str, Any] = {level: Link(**link) for level, link in links.items() if link is not None}
     run = ScriptRun(network=Network(**made, **network), **data)
-    sys.argv = [run.script, *run.arguments]
     waits = recording(only_waits=run.record is None)
     with waits as recorded, rehearse(run.world, run.network, rank=run.rank, warmup=run.warmup) as rehearsal:
         try:
-            if run.is_module:
-                sys.path.insert(0, "")
-                runpy.run_module(run.script, run_name="__main__", alter_sys=True)
-            else:
-                sys.path.insert(0, str(Path(run.script).resolve().parent))
-                runpy.run_path(run.script, run_name="__main__")
+            run_script(run.script, run.arguments, run.is_module)
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise

@@ -41,10 +41,6 @@ class Rehearsal:
         """Figures of the steps after the warm-up; waits for the device."""
         return self.meter.report(self.world, self.rank, self.network)
 
-    def create(self, options: Any) -> RehearsalGroup:
-        ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-        return RehearsalGroup(options.group_rank, ranks, self.medium)
-
     def init_process_group(self, real: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """In place of torch's: the script's backend, rendezvous, rank and size give way to the rehearsal's."""
         if dist.is_initialized() and dist.group.WORLD is self._unclaimed:
@@ -107,7 +103,8 @@ def _create(options: Any, _: Any) -> dist.ProcessGroup:
             "the backend 'rehearsal' needs a modelled network: call init_process_group inside "
             "`with flatshard.rehearsal.rehearse(world, network):` or run the script by `flatshard rehearse`"
         )
-    return _current.create(options)
+    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    return RehearsalGroup(options.group_rank, ranks, _current.medium)
 
 
 def _leave() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -46,23 +48,14 @@ def premul_factor(op: Any) -> float:
 @contextmanager
 def replaced_group_constructors(init: Callable[..., None], new_group: Callable[..., Any]) -> Iterator[None]:
     """Within, torch makes process groups through ``init`` and ``new_group``, which get the real function first."""
-    real_init, real_new = c10d.init_process_group, c10d.new_group
-
-    def init_process_group(*args: Any, **kwargs: Any) -> None:
-        init(real_init, *args, **kwargs)
-
-    def new(*args: Any, **kwargs: Any) -> Any:
-        return new_group(real_new, *args, **kwargs)
-
-    # device_mesh and the package bind the names at import
-    modules: tuple[Any, ...] = (c10d, dist, device_mesh)
-    try:
-        for module in modules:
-            module.init_process_group, module.new_group = init_process_group, new
+    ours: dict[str, Any] = {
+        "init_process_group": functools.partial(init, c10d.init_process_group),
+        "new_group": functools.partial(new_group, c10d.new_group),
+    }
+    with ExitStack() as stack:
+        for module in (c10d, dist, device_mesh):  # the latter two bind the names at import
+            stack.enter_context(patch.multiple(module, **ours))
         yield
-    finally:
-        for module in modules:
-            module.init_process_group, module.new_group = real_init, real_new
 
 
 def compile_kernel(source: str, name: str) -> ctypes.c_void_p:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import operator
+from dataclasses import astuple, dataclass, field, replace
 
 from flatshard.rehearsal.network import Kind
 
@@ -39,11 +40,6 @@ class Traffic:
 
 def difference(late: dict[Kind, TrafficTotal], early: dict[Kind, TrafficTotal]) -> dict[Kind, TrafficTotal]:
     """What was added between two snapshots; kinds without launches in between are left out."""
-    result = {}
-    for kind, now in late.items():
-        was = early.get(kind, TrafficTotal())
-        if now.launches > was.launches:
-            result[kind] = TrafficTotal(
-                now.launches - was.launches, now.size - was.size, now.wire - was.wire, now.seconds - was.seconds
-            )
-    return result
+    pairs = {kind: (now, early.get(kind, TrafficTotal())) for kind, now in late.items()}
+    added = {kind: TrafficTotal(*map(operator.sub, astuple(now), astuple(was))) for kind, (now, was) in pairs.items()}
+    return {kind: total for kind, total in added.items() if total.launches}

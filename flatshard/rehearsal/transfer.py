@@ -13,11 +13,12 @@ other way round (in-place gathers and reduce-scatters), then the own slot keeps 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from flatshard.rehearsal.network import Level
+from flatshard.rehearsal.torch_private import Work
 
 
 @dataclass(slots=True)
@@ -42,6 +43,26 @@ class Transfer:
     def outputs(self) -> list[torch.Tensor]:
         """What the caller gets to see as the result."""
         return [dst for dst, _ in self.pairs] if self.result is None else self.result
+
+
+class TransferWork(Work):  # type: ignore[misc]
+    """What a collective returns; each clock has its own ``wait``, ``is_completed`` and ``get_future``."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        super().__init__()
+        self._transfer = transfer
+        self._future: torch.futures.Future[Any] | None = None
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    block_current_stream = synchronize
+
+    def is_success(self) -> bool:
+        return bool(self.is_completed()) and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        return None
 
 
 class Clock(Protocol):

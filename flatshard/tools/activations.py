@@ -8,7 +8,7 @@ runs again in backward, what it saves itself: the largest block counts once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -60,10 +60,9 @@ class _Count:
     """Sums storages that are saved, each once, by the block that is running."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-        self.saved = [0] * (len(blocks) + 1)
+        self.saved = [0] * (len(blocks) + 1)  # the last: outside of blocks
         self.inputs = [0] * len(blocks)
-        self._number = len(blocks)  # of what is outside
-        self._outside = len(blocks)
+        self._number = -1
         self._seen = {_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._alive: list[Any] = []  # so that no storage takes the place of another
 
@@ -77,26 +76,23 @@ class _Count:
 
     @contextmanager
     def watching(self, blocks: Sequence[nn.Module]) -> Iterator[None]:
-        handles = []
-        for number, block in enumerate(blocks):
+        numbers = {block: number for number, block in enumerate(blocks)}
 
-            def enter(_: nn.Module, args: Any, kwargs: Any, number: int = number) -> None:
-                self._number = number
-                given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
-                hidden = [each for each in given if each.requires_grad]
-                self.inputs[number] = sum(each.untyped_storage().nbytes() for each in hidden)
+        def enter(block: nn.Module, args: Any, kwargs: Any) -> None:
+            self._number = numbers[block]
+            given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+            hidden = [each for each in given if each.requires_grad]
+            self.inputs[self._number] = sum(each.untyped_storage().nbytes() for each in hidden)
 
-            def leave(_: nn.Module, args: Any, out: Any) -> None:
-                self._number = self._outside
+        def leave(block: nn.Module, args: Any, out: Any) -> None:
+            self._number = -1
 
-            handles.append(block.register_forward_pre_hook(enter, with_kwargs=True))
-            handles.append(block.register_forward_hook(leave))
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        with ExitStack() as stack:
+            for block in blocks:
+                stack.callback(block.register_forward_pre_hook(enter, with_kwargs=True).remove)
+                stack.callback(block.register_forward_hook(leave).remove)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor))
+            yield
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -18,6 +18,7 @@ from flatshard.policy import MixedPrecisionPolicy, Placements, SchedulePolicy, r
 from flatshard.rehearsal.network import Network, Reach
 from flatshard.tools.model_shapes import ParamShape
 
+CollectiveKind: TypeAlias = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 StateOf: TypeAlias = Callable[[tuple[int, ...], int], float]
 
 
@@ -80,7 +81,7 @@ class PlannedCollective:
     whatever its kind.
     """
 
-    kind: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+    kind: CollectiveKind
     axis: int
     among: int
     size: int
@@ -92,6 +93,10 @@ class PlannedCollective:
     def reach(self, network: Network) -> Reach:
         """How far it goes."""
         return _reach(network, self.among, self.stride)
+
+    def seconds(self, network: Network) -> float:
+        """On the wire, of one of them."""
+        return network.seconds(self.kind, self.size, self.reach(network), self.segments)
 
 
 @lru_cache(maxsize=1 << 10)  # units have the same groups
@@ -269,9 +274,6 @@ class GroupBytes:
         """Elements of a reduce that say which parameters ranks have used."""
         return len(self.tensors) if len(self.tensors) > 1 else 0
 
-    def _stride(self, axis: int) -> int:
-        return self.setup.stride * math.prod(self.setup.mesh[axis + 1 :])
-
     def _gathers(self, source: Sequence[Placement], target: Sequence[Placement], times: int) -> list[PlannedCollective]:
         found, current = [], list(source)
         for axis, placement in enumerate(target):
@@ -288,22 +290,20 @@ class GroupBytes:
         for axis in reversed(range(len(held))):
             final = self.placements.optimizer[axis]
             times = rounds if self.placements.gradient[axis] == final else 1
-            among = self.setup.mesh[axis]
             if self.formats.reduces[axis] is not None:
                 size = self.formats.reduce_coder(axis, self.reduce).wire.piece * self._pieces(held)
                 if is_sharded(final):
-                    found.append(PlannedCollective("all_to_all", axis, among, size, 1, times, True, self._stride(axis)))
-                    held[axis] = final
+                    found.append(self._collective("all_to_all", axis, size, times, reduces=True))
                 else:
                     found.append(
-                        PlannedCollective("all_gather", axis, among, among * size, 1, times, True, self._stride(axis))
+                        self._collective("all_gather", axis, self.setup.mesh[axis] * size, times, reduces=True)
                     )
             elif is_sharded(final):
                 found.append(self._launch("reduce_scatter", axis, held, times))
-                held[axis] = final
             else:
                 size = (self._numel(held) + self._told) * self.reduce.itemsize
-                found.append(PlannedCollective("all_reduce", axis, among, size, 1, times, True, self._stride(axis)))
+                found.append(self._collective("all_reduce", axis, size, times, reduces=True))
+            held[axis] = final if is_sharded(final) else held[axis]
         return found
 
     def _launch(
@@ -316,17 +316,22 @@ class GroupBytes:
     ) -> PlannedCollective:
         """``full``: what the full message of the collective holds. ``among``: of parked weights, which are decoded."""
         if kind == "all_gather" and self.piece and among is None:
-            size = self.piece * self._pieces(full)
-            return PlannedCollective(kind, axis, self.setup.mesh[axis], size, 1, times, stride=self._stride(axis))
+            return self._collective(kind, axis, self.piece * self._pieces(full), times)
         dtype = self.wire if kind == "all_gather" else self.reduce
         size = self.layout.run_numel * self._pieces(full) * dtype.itemsize
         segments = sum(segment.piece > 0 for segment in self.layout.segments)
         reduces = kind == "reduce_scatter"
         if reduces and self._told:
             size, segments = size + self.setup.mesh[axis] * self._told * dtype.itemsize, segments + 1
-        return PlannedCollective(
-            kind, axis, among or self.setup.mesh[axis], size, segments, times, reduces, self._stride(axis)
-        )
+        return self._collective(kind, axis, size, times, segments, among, reduces)
+
+    def _collective(
+        self, kind: CollectiveKind, axis: int, size: int, times: int, segments: int = 1, among: int | None = None,
+        reduces: bool = False,
+    ) -> PlannedCollective:  # fmt: skip
+        """One among all ranks of an axis, or so many neighbours."""
+        stride = self.setup.stride * math.prod(self.setup.mesh[axis + 1 :])
+        return PlannedCollective(kind, axis, among or self.setup.mesh[axis], size, segments, times, reduces, stride)
 
 
 def _real(launches: list[PlannedCollective]) -> list[PlannedCollective]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import json
+import pkgutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from textwrap import shorten
 from typing import Any, Literal
 
@@ -16,7 +15,7 @@ from torch import nn
 
 from flatshard.engine.weights.formats import chosen
 from flatshard.policy import MixedPrecisionPolicy
-from flatshard.tools.presets import NAMED, check_source
+from flatshard.tools.presets import NAMED, check_source, config_file
 from flatshard.wrapping import unit_modules
 
 
@@ -227,8 +226,7 @@ def _config(source: str) -> dict[str, Any] | None:
     """The configuration that ``source`` names, or None if it is module:callable."""
     if source in NAMED:
         return NAMED[source]
-    path = Path(source)
-    path = path / "config.json" if path.is_dir() else path
+    path = config_file(source)
     if path.suffix != ".json":
         return None
     try:
@@ -271,11 +269,10 @@ def _from_transformers(source: str, config: Mapping[str, Any]) -> nn.Module:
 
 
 def _imported(source: str) -> nn.Module:
-    module, _, name = source.partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")  # a package of the current folder can be named, as for `python -m`
     try:
-        make = getattr(importlib.import_module(module), name)
+        make = pkgutil.resolve_name(source)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"model {source!r}: cannot be imported: {error}") from error
     if not callable(make):
@@ -290,25 +287,6 @@ def _imported(source: str) -> nn.Module:
     return made
 
 
-class _Attention(nn.Module):
-    def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int, biases: Sequence[bool]) -> None:
-        super().__init__()
-        self.q = nn.Linear(width, heads * head_dim, bias=biases[0])
-        self.k = nn.Linear(width, kv_heads * head_dim, bias=biases[0])
-        self.v = nn.Linear(width, kv_heads * head_dim, bias=biases[0])
-        self.o = nn.Linear(heads * head_dim, width, bias=biases[1])
-        if biases[2]:
-            self.q_norm, self.k_norm = nn.RMSNorm(head_dim), nn.RMSNorm(head_dim)
-
-
-class _Feedforward(nn.Module):
-    def __init__(self, width: int, ffn: int, bias: bool) -> None:
-        super().__init__()
-        self.gate = nn.Linear(width, ffn, bias=bias)
-        self.up = nn.Linear(width, ffn, bias=bias)
-        self.down = nn.Linear(ffn, width, bias=bias)
-
-
 class _Experts(nn.Module):
     """Experts that are stacked, of which each token is sent to ``chosen``."""
 
@@ -318,32 +296,6 @@ class _Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(experts, width, ffn))
         for stacked in (self.gate_up, self.down):
             stacked.__dict__[_USED] = chosen / experts
-
-
-class _Mixture(nn.Module):
-    def __init__(self, width: int, ffn: int, experts: int, chosen: int) -> None:
-        super().__init__()
-        self.router = nn.Linear(width, experts, bias=False)
-        self.experts = _Experts(width, ffn, experts, chosen)
-
-
-class _Block(nn.Module):
-    def __init__(self, attention: nn.Module, ffn: nn.Module, width: int) -> None:
-        super().__init__()
-        self.attention = attention
-        self.ffn = ffn
-        self.attention_norm, self.ffn_norm = nn.RMSNorm(width), nn.RMSNorm(width)
-
-
-class _Decoder(nn.Module):
-    def __init__(self, vocab: int, width: int, blocks: Sequence[nn.Module], tied: bool) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocab, width)
-        self.blocks = nn.ModuleList(blocks)
-        self.norm = nn.RMSNorm(width)
-        self.head = nn.Linear(width, vocab, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
 
 
 def skeleton(config: Mapping[str, Any]) -> nn.Module:
@@ -366,26 +318,41 @@ def skeleton(config: Mapping[str, Any]) -> nn.Module:
     head_dim = _count(config, "head_dim", width // heads)
     biases = [bool(config.get(given, False)) if isinstance(given, str) else given for given in _TYPES[kind]]
     mlp_bias = bool(config.get("mlp_bias", False))
+    query, key = (width, heads * head_dim, biases[0]), (width, kv_heads * head_dim, biases[0])
+    projections = {"q": query, "k": key, "v": key, "o": (heads * head_dim, width, biases[1])}
+    dense = {"gate": (width, ffn, mlp_bias), "up": (width, ffn, mlp_bias), "down": (ffn, width, mlp_bias)}
     with torch.device("meta"):
-        blocks = []
+        blocks = nn.ModuleList()
         for number in range(layers):
+            attention = _linears(projections)
+            if biases[2]:
+                attention.update({name: nn.RMSNorm(head_dim) for name in ("q_norm", "k_norm")})
             sparse = kind in _MIXTURES and _is_sparse(config, number)
-            inner = _mixture(config, width) if sparse else _Feedforward(width, ffn, mlp_bias)
-            blocks.append(_Block(_Attention(width, heads, kv_heads, head_dim, biases), inner, width))
-        return _Decoder(vocab, width, blocks, bool(config.get("tie_word_embeddings", False)))
+            parts = {"attention": attention, "ffn": _mixture(config, width) if sparse else _linears(dense)}
+            norms = {name: nn.RMSNorm(width) for name in ("attention_norm", "ffn_norm")}
+            blocks.append(nn.ModuleDict({**parts, **norms}))
+        embed, head = nn.Embedding(vocab, width), nn.Linear(width, vocab, bias=False)
+        if config.get("tie_word_embeddings", False):
+            head.weight = embed.weight
+        return nn.ModuleDict({"embed": embed, "blocks": blocks, "norm": nn.RMSNorm(width), "head": head})
+
+
+def _linears(shapes: Mapping[str, tuple[int, int, bool]]) -> nn.ModuleDict:
+    """Linear layers by name, each of (inputs, outputs, whether it has a bias)."""
+    return nn.ModuleDict({name: nn.Linear(*shape) for name, shape in shapes.items()})
+
+
+def _mixture(config: Mapping[str, Any], width: int) -> nn.Module:
+    experts = _count(config, "num_local_experts" if config.get("num_experts") is None else "num_experts")
+    ffn, chosen = _count(config, _MIXTURES[config["model_type"]]), _count(config, "num_experts_per_tok")
+    router = nn.Linear(width, experts, bias=False)
+    return nn.ModuleDict({"router": router, "experts": _Experts(width, ffn, experts, chosen)})
 
 
 def _is_sparse(config: Mapping[str, Any], layer: int) -> bool:
     """Whether this layer of a mixture has experts."""
-    return layer not in (config.get("mlp_only_layers") or ()) and not (layer + 1) % _count(
-        config, "decoder_sparse_step", 1
-    )
-
-
-def _mixture(config: Mapping[str, Any], width: int) -> _Mixture:
-    experts = _count(config, "num_local_experts" if config.get("num_experts") is None else "num_experts")
-    ffn, chosen = _count(config, _MIXTURES[config["model_type"]]), _count(config, "num_experts_per_tok")
-    return _Mixture(width, ffn, experts, chosen)
+    every = _count(config, "decoder_sparse_step", 1)
+    return layer not in (config.get("mlp_only_layers") or ()) and (layer + 1) % every == 0
 
 
 def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> int:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from flatshard.policy import Strategy, placements_for
-from flatshard.rehearsal.network import Network, wire_bytes
-from flatshard.tools.group_bytes import PlannedCollective, TrainingSetup
+from flatshard.rehearsal.network import wire_bytes
+from flatshard.tools.group_bytes import TrainingSetup
 from flatshard.tools.memory import memory_of, offloaded, time_of
 from flatshard.tools.model_shapes import ModelShape
 from flatshard.tools.strategy_plan import Machine, StrategyPlan, StrategyRow, Training, gigabytes
@@ -200,22 +200,16 @@ def _row(kind: _Kind, ep: int, model: ModelShape, machine: Machine, training: Tr
         expert_parts=ep,
     )
     memory = (offloaded if kind.offload else memory_of)(model, setup)
-    sent = {each: sum(_sent(x) for x in memory.launches if x.reduces == each) for each in (True, False)}
-    wire = sum(_seconds(launch, machine.network) for launch in memory.launches)
+    sent = dict.fromkeys((False, True), 0.0)
+    for launch in memory.launches:
+        sent[launch.reduces] += launch.times * wire_bytes(launch.kind, launch.size, launch.among)
+    wire = sum(launch.times * launch.seconds(machine.network) for launch in memory.launches)
     step = None
     if training.speed is not None and not kind.offload:
         step = time_of(model, setup, training.speed, machine.network)
         wire += step.exchanges
     peak = memory.peak.total + (training.activations or 0)
     return StrategyRow(*kind[:4], ep, mesh, memory, sent[False], sent[True], wire, peak, peak <= machine.usable, step)
-
-
-def _sent(launch: PlannedCollective) -> float:
-    return launch.times * wire_bytes(launch.kind, launch.size, launch.among)
-
-
-def _seconds(launch: PlannedCollective, network: Network) -> float:
-    return launch.times * network.seconds(launch.kind, launch.size, launch.reach(network), launch.segments)
 
 
 def _instead(model: ModelShape, machine: Machine, training: Training, rows: Sequence[StrategyRow]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +19,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("--devices", type=int, required=True, metavar="W", help="number of devices, one rank each")
     parser.add_argument("--memory", required=True, help="memory of one device, in GB, or with a unit: 80GB, 80GiB")
-    parser.add_argument("--network", default="h100-nvlink", help="a preset; unknown names list them")
-    parser.add_argument("--ranks-per-node", type=int, help="how many consecutive ranks share a node (default 8)")
-    parser.add_argument("--ranks-per-pod", type=int, help="how many share a pod, of a network with pods (default 1024)")
-    parser.add_argument("--algorithm", help="how latency grows with ranks: constant, ring, tree or hierarchical")
+    add_network(parser)
     parser.add_argument(
         "--optimizer", default="adamw", help="for the size of its state (default adamw); unknown names list them"
     )
@@ -71,93 +67,86 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "--peak-tflops", type=float, default=989.0, metavar="N", help="peak TFLOP/s of a device, for MFU (default 989)"
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures here too")
-    parser.set_defaults(run=_plan, parser=parser)
 
 
-def _plan(options: argparse.Namespace) -> int:
+def add_network(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `get_network`."""
+    parser.add_argument("--network", default="h100-nvlink", help="a preset; unknown names list them")
+    parser.add_argument("--ranks-per-node", type=int, help="how many consecutive ranks share a node (default 8)")
+    parser.add_argument("--ranks-per-pod", type=int, help="how many share a pod, of a network with pods (default 1024)")
+    parser.add_argument("--algorithm", help="how latency grows with ranks: constant, ring, tree or hierarchical")
+
+
+def plan(options: argparse.Namespace) -> int:
+    """Print the plan; OSError, TypeError and ValueError say what is wrong with the arguments."""
     from flatshard.rehearsal.network import get_network
     from flatshard.tools.presets import OPTIMIZERS, check_source
 
-    try:
-        if options.optimizer not in OPTIMIZERS:
-            raise ValueError(f"optimizer {options.optimizer!r} is not known; choose one of {', '.join(OPTIMIZERS)}")
-        if (options.batch is not None and options.length is None) or min(options.batch or 1, options.length or 1) < 1:
-            raise ValueError("activations are estimated from both --batch and --length, at least 1")
-        if options.tokens is None and options.batch is not None and options.tflops is not None:
-            options.tokens = float(options.batch * options.length)
-        if (options.tokens is None) != (options.tflops is None):
-            raise ValueError("a step time needs both --tokens, or --batch and --length, and --tflops")
-        tflops = _tflops(options.tflops)
-        if any(given is not None and given < 1 for given in (options.ep, options.experts_per_token)):
-            raise ValueError("--ep and --experts-per-token are at least 1")
-        network = get_network(options.network, options.ranks_per_node, options.ranks_per_pod, options.algorithm)
-        memory = _size("memory", options.memory)
-        activations = None if options.activations is None else _size("activations", options.activations)
-        recomputed: float | None = None
-        if options.devices < 1:
-            raise ValueError(f"--devices {options.devices}: devices are at least 1")
-        check_source(options.model)
-        check_writable("json", options.json)
+    if options.optimizer not in OPTIMIZERS:
+        raise ValueError(f"optimizer {options.optimizer!r} is not known; choose one of {', '.join(OPTIMIZERS)}")
+    if (options.batch is not None and options.length is None) or min(options.batch or 1, options.length or 1) < 1:
+        raise ValueError("activations are estimated from both --batch and --length, at least 1")
+    if options.tokens is None and options.batch is not None and options.tflops is not None:
+        options.tokens = float(options.batch * options.length)
+    if (options.tokens is None) != (options.tflops is None):
+        raise ValueError("a step time needs both --tokens, or --batch and --length, and --tflops")
+    tflops = _tflops(options.tflops)
+    if any(given is not None and given < 1 for given in (options.ep, options.experts_per_token)):
+        raise ValueError("--ep and --experts-per-token are at least 1")
+    network = get_network(options.network, options.ranks_per_node, options.ranks_per_pod, options.algorithm)
+    memory = _size("memory", options.memory)
+    activations = None if options.activations is None else _size("activations", options.activations)
+    recomputed: float | None = None
+    if options.devices < 1:
+        raise ValueError(f"--devices {options.devices}: devices are at least 1")
+    check_source(options.model)
+    check_writable("json", options.json)
 
-        from flatshard.policy import MixedPrecisionPolicy
-        from flatshard.tools.model_shapes import load_model
-        from flatshard.tools.plan import compare_strategies, picture
-        from flatshard.tools.strategy_plan import Machine, Training
-        from flatshard.tools.timing import Speed, measured_flops
+    from flatshard.policy import MixedPrecisionPolicy
+    from flatshard.tools.activations import activations_of
+    from flatshard.tools.model_shapes import load_model, load_runnable
+    from flatshard.tools.plan import compare_strategies, picture
+    from flatshard.tools.strategy_plan import Machine, Training
+    from flatshard.tools.timing import Speed, measured_flops
 
-        param_dtype = _dtype("param", options.param_dtype)
-        model = load_model(options.model, options.units or "auto", options.experts_per_token)
-        if options.batch is not None:
-            saved, recomputed = (size + (activations or 0) for size in _activations(options))
-            activations, recomputed = (recomputed, None) if options.recompute else (saved, recomputed)
-        if tflops == "measured":
-            tflops = measured_flops(model, options.tokens, param_dtype) / 1e12
-            print(f"measured here: {tflops:,.1f} TFLOP/s\n")
-        machine = Machine(options.devices, memory, network, options.spare)
-        training = Training(
-            precision=MixedPrecisionPolicy(
-                param_dtype=param_dtype,
-                reduce_dtype=_dtype("reduce", options.reduce_dtype),
-                main_dtype=_dtype("main", options.main_dtype),
-                grad_dtype=_dtype("grad", options.grad_dtype),
-                gather_format=options.gather_format,
-                reduce_format=_pair(options.reduce_format),
-            ),
-            layout=options.layout,
-            state=OPTIMIZERS[options.optimizer],
-            microbatches=options.microbatches,
-            activations=activations,
-            recomputed=recomputed,
-            recompute=options.recompute,
-            speed=None
-            if tflops is None
-            else Speed(
-                1e12 * tflops,
-                options.tokens,
-                options.length,
-                options.recompute,
-                1e12 * options.memory_bandwidth,
-                1e-3 * options.host_ms,
-                1e12 * options.peak_tflops,
-            ),
-            expert_parts=options.ep,
-        )
-        found = compare_strategies(model, machine, training)
-        drawn = picture(model, machine, training) if options.picture else None
-        if options.json:
-            options.json.write_text(found.to_json())
-    except (OSError, TypeError, ValueError) as error:
-        print(f"flatshard plan: {error}", file=sys.stderr)
-        return 2
+    named = ("param_dtype", "reduce_dtype", "main_dtype", "grad_dtype")
+    dtypes: dict[str, Any] = {name: _dtype(name, getattr(options, name)) for name in named}
+    given = options.reduce_format or [None]
+    precision = MixedPrecisionPolicy(
+        gather_format=options.gather_format, reduce_format=tuple(given) if given[1:] else given[0], **dtypes
+    )
+    model = load_model(options.model, options.units or "auto", options.experts_per_token)
+    if options.batch is not None:
+        left = activations_of(*load_runnable(options.model), options.batch, options.length, precision.param_dtype)
+        saved, recomputed = (size + (activations or 0) for size in (left.saved, left.recomputed))
+        activations, recomputed = (recomputed, None) if options.recompute else (saved, recomputed)
+    speed = None
+    if tflops == "measured":
+        tflops = measured_flops(model, options.tokens, precision.param_dtype) / 1e12
+        print(f"measured here: {tflops:,.1f} TFLOP/s\n")
+    if tflops is not None:
+        rates = 1e12 * options.memory_bandwidth, 1e-3 * options.host_ms, 1e12 * options.peak_tflops
+        speed = Speed(1e12 * tflops, options.tokens, options.length, options.recompute, *rates)
+    machine = Machine(options.devices, memory, network, options.spare)
+    training = Training(
+        precision=precision,
+        layout=options.layout,
+        state=OPTIMIZERS[options.optimizer],
+        microbatches=options.microbatches,
+        activations=activations,
+        recomputed=recomputed,
+        recompute=options.recompute,
+        speed=speed,
+        expert_parts=options.ep,
+    )
+    found = compare_strategies(model, machine, training)
+    drawn = picture(model, machine, training) if options.picture else None
+    if options.json:
+        options.json.write_text(found.to_json())
     print(found.table())
     if drawn is not None:
         print(f"\n{drawn}")
     return 0
-
-
-def _pair(given: list[Any] | None) -> Any:
-    """One value as it is, several as a tuple."""
-    return given[0] if given is not None and len(given) == 1 else given and tuple(given)
 
 
 def _tflops(given: str | None) -> Any:
@@ -168,16 +157,6 @@ def _tflops(given: str | None) -> Any:
         return float(given)
     except ValueError:
         raise ValueError(f"--tflops {given!r}: must be a number of TFLOP/s, or 'measured'") from None
-
-
-def _activations(options: argparse.Namespace) -> tuple[int, int]:
-    """Bytes that a micro-batch leaves for its backward: without recompute, and with it."""
-    from flatshard.tools.activations import activations_of
-    from flatshard.tools.model_shapes import load_runnable
-
-    dtype = _dtype("param", options.param_dtype)
-    found = activations_of(*load_runnable(options.model), options.batch, options.length, dtype)
-    return found.saved, found.recomputed
 
 
 def _size(name: str, given: str) -> float:
@@ -198,7 +177,7 @@ def _dtype(name: str, given: str | None) -> torch.dtype | None:
 
     found = None if given is None else getattr(torch, given, None)
     if given is not None and not isinstance(found, torch.dtype):
-        raise ValueError(f"--{name}-dtype {given!r} is no dtype of torch; for example bfloat16 or float32")
+        raise ValueError(f"--{name.replace('_', '-')} {given!r} is no dtype of torch; for example bfloat16 or float32")
     return found
 
 
@@ -207,7 +186,6 @@ def check_writable(name: str, path: Path | None) -> None:
     if path is None:
         return
     try:
-        with path.open("a"):
-            pass
+        path.open("a").close()
     except OSError as error:
         raise ValueError(f"--{name} {path}: {error.strerror}") from error

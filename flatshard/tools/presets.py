@@ -35,56 +35,37 @@ OPTIMIZERS: dict[str, int | Callable[[tuple[int, ...], int], float]] = {
 # FLOP/s at best, dense in bfloat16, of devices whose name has this in it.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
 
-_LLAMA_3 = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8}
+_SIZES = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size",
+)  # fmt: skip
+_MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
+_QWEN = {"head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+# Configurations as Hugging Face has them.
 NAMED: dict[str, dict[str, Any]] = {
-    name: {
-        **_LLAMA_3,
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": ffn,
-    }
-    for name, width, layers, heads, ffn in (
-        ("llama-1b", 2048, 16, 32, 8192),
-        ("llama-8b", 4096, 32, 32, 14336),
-        ("llama-70b", 8192, 80, 64, 28672),
-        ("llama-405b", 16384, 126, 128, 53248),
+    name: {"model_type": kind, **dict(zip(_SIZES, sizes)), **others}
+    for name, kind, sizes, others in (
+        ("llama-1b", "llama", (2048, 16, 32, 8, 8192, 128256), {}),
+        ("llama-8b", "llama", (4096, 32, 32, 8, 14336, 128256), {}),
+        ("llama-70b", "llama", (8192, 80, 64, 8, 28672, 128256), {}),
+        ("llama-405b", "llama", (16384, 126, 128, 8, 53248, 128256), {}),
+        ("mixtral-8x7b", "mixtral", (4096, 32, 32, 8, 14336, 32000), _MIXTRAL),
+        ("qwen3-30b-a3b", "qwen3_moe", (2048, 48, 32, 4, 6144, 151936), _QWEN),
     )
 }
-NAMED["mixtral-8x7b"] = {
-    "model_type": "mixtral",
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-}
-NAMED["qwen3-30b-a3b"] = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-}
+
+
+def config_file(source: str) -> Path:
+    """The file of a configuration that is named by itself, or by its folder."""
+    path = Path(source)
+    return path / "config.json" if path.is_dir() else path
 
 
 def check_source(source: str) -> None:
     """ValueError where ``source`` is neither a named shape, nor a file or folder, nor module:callable."""
     if source in NAMED or ":" in source:
         return
-    path = Path(source)
-    if path.suffix != ".json" and not path.is_dir():
+    path = config_file(source)
+    if path.suffix != ".json":
         raise ValueError(f"model {source!r}: must be one of {', '.join(NAMED)}, a config.json, or module:callable")
-    if path.is_dir():
-        path = path / "config.json"
     if not path.is_file():
         raise ValueError(f"model {source!r}: cannot be read as JSON: there is no file {path}")

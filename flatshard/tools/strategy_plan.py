@@ -232,28 +232,14 @@ class StrategyPlan:
         table = [
             "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines
         ]
-        code = self.python()
-        return "\n".join(
-            [
-                *self._header(),
-                "",
-                *table,
-                "",
-                *self._legend(unit),
-                "",
-                *([code, ""] if code else []),
-                self.why,
-                *([self.formats] if self.formats else []),
-            ]
-        )
-
-    def _header(self) -> list[str]:
-        machine = self.machine
-        return [
+        machine, code = self.machine, self.python()
+        head = [
             f"{self.numel:,} parameters in {self.units} units; {machine.devices} devices of "
             f"{gigabytes(machine.memory)}, {machine.network.ranks_per_node} per node",
             f"network {machine.network.describe(machine.devices)}",
         ]
+        said = [*([code, ""] if code else []), self.why, *([self.formats] if self.formats else [])]
+        return "\n".join([*head, "", *table, "", *self._legend(unit), "", *said])
 
     def _legend(self, unit: str) -> list[str]:
         """What the columns are, and what to know of the rows."""

@@ -81,11 +81,8 @@ class StepClock:
     def _carried(self, begin: float, launches: Sequence[PlannedCollective]) -> float:
         for launch in launches:
             level = launch.reach(self._network).level
-            self._links[level] = begin = max(begin, self._links[level]) + self._seconds(launch)
+            self._links[level] = begin = max(begin, self._links[level]) + launch.seconds(self._network)
         return begin
-
-    def _seconds(self, launch: PlannedCollective) -> float:
-        return self._network.seconds(launch.kind, launch.size, launch.reach(self._network), launch.segments)
 
     def wait(self, until: float) -> None:
         """Compute waits for something that ends then."""
@@ -117,7 +114,7 @@ class StepClock:
         return tokens * (products + sum(2 * tensor.queries * length for tensor in found))  # half of a square: causal
 
     def _exchange(self, sent: Sequence[PlannedCollective]) -> None:
-        self._exchanged += sum(self._seconds(launch) for launch in sent)
+        self._exchanged += sum(launch.seconds(self._network) for launch in sent)
         self.wait(self._carried(self.now, sent))
 
     def _tokens(self, group: GroupBytes, position: int) -> list[PlannedCollective]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from functools import cache
 
+_LEAST = 200_000
 _WOMEN = ("Mara", "Ines", "Tilda", "Rosa", "Hanna", "Wanda", "Ada", "Selma", "Lotte", "Olive", "Freya", "Nora")
 _MEN = ("Anton", "Bruno", "Emil", "Jonas", "Oskar", "Peter", "Simon", "Victor", "Hugo", "Leo", "Arne", "Theo")
 _TRADES = (
@@ -131,12 +132,12 @@ def _story(draw: random.Random) -> str:
 
 
 @cache
-def bundled_text(size: int = 200_000, seed: int = 1) -> str:
-    """At least ``size`` characters of stories, plain ASCII, separated by empty lines."""
-    draw = random.Random(seed)
+def bundled_text() -> str:
+    """At least `_LEAST` characters of stories, plain ASCII, separated by empty lines."""
+    draw = random.Random(1)
     told: list[str] = []
     length = 0
-    while length <= size:
+    while length <= _LEAST:
         told.append(_story(draw))
         length += len(told[-1]) + 2
     return "\n\n".join(told) + "\n"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 from flatshard.train import log
 from flatshard.train.bundled_text import bundled_text
 from flatshard.train.environment import started_world
-from flatshard.train.settings import FILE, Mistake, TrainSettings, parse, read
+from flatshard.train.settings import FILE, Mistake, TrainSettings, parse, read, told
 
 
 def train(arguments: list[str]) -> int:
@@ -45,7 +44,8 @@ def check_settings(settings: TrainSettings) -> None:
     if settings.export is not None:
         _check_new(settings.export)
     if settings.record is not None:
-        _check_written(settings.record)
+        with told(f"--record {settings.record}"):
+            settings.record.open("a").close()
     if settings.checkpoint is not None:
         _check_folder(settings, settings.checkpoint)
 
@@ -67,34 +67,19 @@ def check_data(settings: TrainSettings) -> None:
         raise Mistake(f"{source} has {size} bytes; --context {settings.context} needs more than that")
 
 
-def _check_written(path: Path) -> None:
-    try:
-        with path.open("a"):
-            pass
-    except OSError as error:
-        raise Mistake(f"--record {path}: {error.strerror}") from error
-
-
 def _check_new(folder: Path) -> None:
     """Mistake where the folder for the trained model has something in it, or cannot be made."""
-    try:
+    with told(f"--export {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-        full = any(folder.iterdir())
-    except OSError as error:
-        raise Mistake(f"--export {folder}: {error.strerror}") from error
-    if full:
-        raise Mistake(f"--export {folder}: is not empty")
+        if any(folder.iterdir()):
+            raise Mistake(f"--export {folder}: is not empty")
 
 
 def _check_folder(settings: TrainSettings, folder: Path) -> None:
     """Mistake where nothing can be saved in the folder, or where it has a run that these settings do not continue."""
     if folder.exists() and not folder.is_dir():
         raise Mistake(f"--checkpoint {folder}: not a folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise Mistake(f"--checkpoint {folder}: cannot be written to: {error.strerror}") from error
+    with told(f"--checkpoint {folder}: cannot be written to"):
+        log.check_folder(folder)
     if (folder / FILE).exists() and any(folder.glob("step-*")):
         settings.check_continues(read(folder / FILE).recipe, folder)

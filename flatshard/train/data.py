@@ -46,12 +46,12 @@ class Text:
             return bytes(tokens).decode(errors="replace")
         return " ".join(map(str, tokens))  # nobody has said what they mean
 
-    def beginning(self, limit: int = 40) -> list[int]:
-        """Its first tokens, at most ``limit``; bytes up to a space, where there is one."""
-        start = self.tokens[:limit].tolist()
+    def beginning(self) -> list[int]:
+        """Its first tokens, five; of bytes forty, up to a space, where there is one."""
+        start = self.tokens[:40].tolist()
         if self.tokenizer is None and self.vocab <= 256:
             return start[: bytes(start).rfind(b" ") + 1] or start
-        return start[: max(1, limit // 8)]
+        return start[:5]
 
 
 def load_text(settings: TrainSettings) -> Text:

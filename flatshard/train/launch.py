@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -141,17 +140,11 @@ def _start(settings: TrainSettings, processes: int) -> int:
     return max(int(status) for status in statuses.values())
 
 
-class _Signals:
+class _Signals(Stop):
     """Passes SIGINT and SIGTERM on to the ranks. Another one, a moment later, ends them at once."""
 
-    def __init__(self) -> None:
-        self.number = 0
-        self._since = 0.0
-
     def __call__(self, number: int, frame: Any) -> None:
-        again = self.number and time.monotonic() - self._since > 1.0
-        if not self.number:
-            self.number, self._since = number, time.monotonic()
+        again = self.heard(number)
         for rank in multiprocessing.active_children():
             if rank.pid is not None:
                 os.kill(rank.pid, signal.SIGKILL if again else number)

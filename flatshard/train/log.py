@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from flatshard.train.settings import Mistake
+from flatshard.train.settings import Mistake, told
 from flatshard.train.step import Step
 
 _BEGINNING = b'{"step": '  # how a line begins
@@ -21,17 +21,14 @@ _SECONDS = 1.0  # between two writes: each waits for the device
 
 def check_log(path: Path) -> None:
     """Mistake where this file is something else than the log of a run, or cannot be written; there may be none yet."""
-    try:
-        if path.exists() and not (path.is_file() or path.is_dir()):
-            raise Mistake(f"--losses {path}: not a file")  # a device may have no end
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise Mistake(f"--losses {path}: not a file")  # a device may have no end
+    with told(f"--losses {path}"):
         _end_of(path, 0)
         if path.exists():
-            with path.open("ab"):
-                pass
+            path.open("ab").close()
         else:
-            _check_folder(path.parent)
-    except OSError as error:
-        raise Mistake(f"--losses {path}: {error.strerror}") from error
+            check_folder(path.parent)
 
 
 def check_installed(name: str) -> None:
@@ -43,13 +40,11 @@ def check_installed(name: str) -> None:
 def check_board(folder: Path) -> None:
     """Mistake where TensorBoard is not installed, or cannot have this folder."""
     check_installed("tensorboard")
-    try:
-        _check_folder(folder)
-    except OSError as error:
-        raise Mistake(f"--tensorboard {folder}: {error.strerror}") from error
+    with told(f"--tensorboard {folder}"):
+        check_folder(folder)
 
 
-def _check_folder(folder: Path) -> None:
+def check_folder(folder: Path) -> None:
     """OSError where no file can be made in it."""
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))

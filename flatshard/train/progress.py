@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -52,16 +52,6 @@ class Reading:
         while len(parts) > 1 and len("  ".join(parts)) > width:
             parts.pop()
         return "  ".join(parts)
-
-
-class Display(Protocol):
-    """Something that shows readings."""
-
-    def due(self, step: int) -> bool:
-        """Whether a reading of this step is wanted."""
-
-    def show(self, reading: Reading) -> None:
-        """Show one."""
 
 
 def peak_memory(device: torch.device) -> int:
@@ -138,16 +128,17 @@ class Bar:
 
 
 @contextmanager
-def display(settings: TrainSettings, say: Callable[[str], None]) -> Iterator[Display]:
+def display(settings: TrainSettings, say: Callable[[str], None]) -> Iterator[PlainLines | Bar]:
     """A bar where rich is installed and the output is a terminal, else plain lines."""
     try:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        console = Console(highlight=False)
+        is_terminal = console.is_terminal
     except ImportError:
-        yield PlainLines(settings.steps, say)
-        return
-    console = Console(highlight=False)
-    if not console.is_terminal:
+        is_terminal = False
+    if not is_terminal:
         yield PlainLines(settings.steps, say)
         return
     columns = (

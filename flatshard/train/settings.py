@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
@@ -21,6 +23,15 @@ _FREE |= {"tensorboard", "wandb", "record", "timeout", "val_rows", "capture", "e
 
 class Mistake(ValueError):
     """A mistake of the user, in one line."""
+
+
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """In it, files that cannot be used are a Mistake about ``what``."""
+    try:
+        yield
+    except OSError as error:
+        raise Mistake(f"{what}: {error.strerror}") from error
 
 
 # The comment behind a field is its help.
@@ -138,20 +149,9 @@ class TrainSettings:
 
     def shape(self, vocab: int = 256) -> LlamaConfig:
         """The shape of the bundled model."""
-        return LlamaConfig(
-            width=self.width,
-            layers=self.layers,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            ffn=self.ffn,
-            vocab=vocab,
-            max_tokens=self.context,
-            rope_theta=1e4,
-            recompute=self.recompute,
-            experts=self.experts,
-            chosen=self.experts_per_token,
-            loss_chunk=self.loss_chunk,
-        )
+        names = ("width", "layers", "heads", "kv_heads", "ffn", "recompute", "experts", "loss_chunk")
+        alike: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return LlamaConfig(vocab=vocab, max_tokens=self.context, rope_theta=1e4, chosen=self.experts_per_token, **alike)
 
     @property
     def tokenizer_file(self) -> Path | None:
@@ -248,10 +248,11 @@ def _without_config(arguments: list[str]) -> tuple[list[str], Path | None]:
 def read(path: Path) -> TrainSettings:
     """The settings of a file. Mistake where it cannot be read, or has what no setting is."""
     try:
-        text = path.read_text()
-        given = _toml(path, text) if path.suffix == ".toml" else _yaml(path, text)
-    except (OSError, UnicodeDecodeError) as error:
-        raise Mistake(f"--config {path}: {error.strerror if isinstance(error, OSError) else 'is not text'}") from error
+        with told(f"--config {path}"):
+            text = path.read_text()
+    except UnicodeDecodeError as error:
+        raise Mistake(f"--config {path}: is not text") from error
+    given = _toml(path, text) if path.suffix == ".toml" else _yaml(path, text)
     if not isinstance(given, dict):
         raise Mistake(f"--config {path}: must be a mapping of settings")
     known = {each.name: each for each in fields(TrainSettings)}
@@ -274,16 +275,22 @@ def _converted(path: Path, field: dataclasses.Field[Any], value: Any) -> Any:
         return None
     if wanted == "Path" and isinstance(value, str):
         return Path(value)
-    if wanted == "float" and isinstance(value, (int, float, str)) and not isinstance(value, bool):
-        try:
-            return float(value)  # YAML takes 3e-4 for text
-        except ValueError:
-            pass
+    if wanted == "float" and _is_number(value):
+        return float(value)
     choices = get_args(get_type_hints(TrainSettings)[field.name]) if wanted.startswith("Literal[") else ()
     if type(value).__name__ == wanted or value in choices:
         return value
     must = f"one of {', '.join(choices)}" if choices else f"of type {'str' if wanted == 'Path' else wanted}"
     raise Mistake(f"--config {path}: {field.name} is {value!r}; it must be {must}")
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a file means a number by this: YAML takes 3e-4 for text."""
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return not isinstance(value, bool)
 
 
 def _yaml(path: Path, text: str) -> Any:

@@ -26,11 +26,16 @@ class Stop:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._ask)
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.number and time.monotonic() - self._since > _SECONDS:
-            os._exit(128 + number)  # asked again: end at once
+    def heard(self, number: int) -> bool:
+        """Remember the first signal. Whether this is another one, a moment later."""
+        again = self.number != 0 and time.monotonic() - self._since > _SECONDS
         if not self.number:
             self.number, self._since = number, time.monotonic()
+        return again
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.heard(number):
+            os._exit(128 + number)  # asked again: end at once
 
     def lose_reader(self) -> None:
         """Nobody reads what this process prints: end, and print to nowhere until then."""

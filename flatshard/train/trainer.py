@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,6 +55,9 @@ class Trainer:
         set_capturable(self.optimizer, self._lr)
         if settings.record is not None and settings.steps < self.done + _RECORDED[1]:
             raise Mistake(f"--record {settings.record}: records up to step {_RECORDED[1]} of a run; give more --steps")
+        self._record = settings.record if mesh.get_rank() == 0 else None
+        if self._record is not None and self.done:  # what the run recorded before stays
+            self._record = self._record.with_stem(f"{self._record.stem}-after-{self.done}")
         self._log: Log | None = None
         on_all_ranks(Exchange("control"), lambda: self._open_log() if mesh.get_rank() == 0 else None)
 
@@ -94,16 +98,20 @@ class Trainer:
         """
         saving: checkpoint.PendingSave | None = None
         try:
-            with _Recorder(self) as recorder:
+            with ExitStack() as stack:  # an exception ends the recording too
                 for number in range(self.done + 1, self.settings.steps + 1):
-                    recorder.before(number)
+                    if self._record is not None and number == self.done + _RECORDED[0]:
+                        recorded = stack.enter_context(recording())
                     step = self._looked_at(self._step(number))
-                    recorder.after(number)
+                    if self._record is not None and number == self.done + _RECORDED[1]:
+                        stack.close()
+                        self._record.write_text(json.dumps(self._recorded(recorded, number)))
                     self.reached = number
                     if self._log is not None:
                         self._log.add(step)
                     self.stopped = self.stop.agreed()
-                    if self.settings.checkpoint is not None and (self.stopped or self._is_saved(number)):
+                    is_due = number == self.settings.steps or number % self.settings.save_every == 0
+                    if self.settings.checkpoint is not None and (self.stopped or is_due):
                         saving = self._save(self.settings.checkpoint / f"step-{number}", number)
                     yield step
                     if self.stopped:
@@ -123,14 +131,23 @@ class Trainer:
             step = replace(step, sample=self.sample())
         return step
 
-    def _is_saved(self, number: int) -> bool:
-        return number == self.settings.steps or number % self.settings.save_every == 0
-
     def _save(self, path: Path, number: int) -> checkpoint.PendingSave:
         if self._log is not None:
             self._log.write()
         extra = {"step": number, "recipe": self.settings.recipe}
         return checkpoint.save(path, self.model, self.optimizer, extra, keep_last=self.settings.keep, asynchronous=True)
+
+    def _recorded(self, found: Recording, number: int) -> dict[str, Any]:
+        """What `flatshard report` shows of the steps up to this one."""
+        states = self.optimizer.state.values()
+        held = [value for state in states for value in state.values() if isinstance(value, DTensor)]
+        parameters = _local_bytes(list(self.model.parameters()))
+        tokens = self.settings.batch * self.settings.context / self.mesh.size()
+        run = {"rank": 0, "world": self.mesh.size(), "device": self.mesh.device_type, "torch": torch.__version__}
+        run |= {"tokens_per_step": tokens, "flops_per_step": tokens * self.flops_per_token}
+        run["memory"] = {"parameters": parameters, "optimizer state": _local_bytes(held)}
+        steps = found.to_dict(before=self.done + _RECORDED[0] - 1)
+        return {"title": f"flatshard train, steps {number - 1} and {number}", "run": run, **steps}
 
     def _step(self, number: int) -> Step:
         tokens, targets = batch_rows(self.text, self.settings, number, self.mesh.get_rank(), self.mesh.size())
@@ -233,49 +250,6 @@ class Trainer:
             for pattern in ("*token*", "chat_template*", "generation_config.json", "vocab*", "merges.txt"):
                 for file in source.glob(pattern) if source.is_dir() else ():
                     shutil.copy(file, folder)
-
-
-class _Recorder:
-    """Records a few steps on rank 0, for `flatshard report`. A context manager, so that an exception ends it too."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        settings = trainer.settings
-        self._trainer = trainer
-        self._path = settings.record if trainer.mesh.get_rank() == 0 else None
-        if self._path is not None and trainer.done:  # what the run recorded before stays
-            self._path = self._path.with_stem(f"{self._path.stem}-after-{trainer.done}")
-        self._stack = ExitStack()
-        self._recording: Recording | None = None
-
-    def __enter__(self) -> _Recorder:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def before(self, number: int) -> None:
-        if self._path is not None and number == self._trainer.done + _RECORDED[0]:
-            self._recording = self._stack.enter_context(recording())
-
-    def after(self, number: int) -> None:
-        if self._path is None or self._recording is None or number != self._trainer.done + _RECORDED[1]:
-            return
-        self._stack.close()
-        mesh = self._trainer.mesh
-        states = self._trainer.optimizer.state.values()
-        held = [value for state in states for value in state.values() if isinstance(value, DTensor)]
-        memory = {
-            "parameters": _local_bytes(list(self._trainer.model.parameters())),
-            "optimizer state": _local_bytes(held),
-        }
-        run = {"rank": 0, "world": mesh.size(), "device": mesh.device_type, "torch": torch.__version__}
-        tokens = self._trainer.settings.batch * self._trainer.settings.context / mesh.size()
-        run |= {"tokens_per_step": tokens, "flops_per_step": tokens * self._trainer.flops_per_token}
-        title = f"flatshard train, steps {number - 1} and {number}"
-        steps = self._recording.to_dict(before=number - _RECORDED[1] + _RECORDED[0] - 1)
-        document = {"title": title, "run": {**run, "memory": memory}, **steps}
-        self._path.write_text(json.dumps(document))
-        self._recording = None
 
 
 def _local_bytes(tensors: Sequence[Tensor]) -> int:

@@ -201,8 +201,8 @@ def test_schedulers_clipping_and_scaling(ranks):
 
 
 def test_together_is_its_parts_to_a_captured_step():
-    both, found = CombinedOptimizer([torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]) for _ in range(2)]), []
-    with _optimizers_that_step(found):
+    both = CombinedOptimizer([torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]) for _ in range(2)])
+    with _optimizers_that_step() as found:
         both.step()
     assert found == both.optimizers
     assert all(state_places(each) for each in found)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from flatshard import _torch, buffer, layout
 from flatshard.buffer.dtensor import as_dtensor
 from flatshard.layout import Layout, Segment, Slot, is_sharded
-from flatshard.layout.planner import ALIGN
+from flatshard.layout.planner import ALIGN, round_up
 from flatshard.megatron.experimental.placement import Partial as Partial  # others import it from here
 from flatshard.megatron.experimental.placement import Placement, Replicate, to_engine, to_torch
 
@@ -35,11 +35,11 @@ class GlobalLayout:
         for shape in shapes:
             row = max(math.prod(shape[1:]), 1)
             atom = row * block_size
-            end = -(-end // atom) * atom
+            end = round_up(end, atom)
             slots.append(Slot(0, end, tuple(shape), row, atom))
             end += shape.numel()
         step = math.lcm(ALIGN, *(slot.atom for slot in slots))
-        piece = -(-end // (dp_size * step)) * step
+        piece = round_up(end, dp_size * step) // dp_size
         return cls(shapes, Layout(tuple(slots), (Segment(piece),), dp_size, layout.Flat()), block_size)
 
     size = property(lambda self: self.engine.buffer_numel(self.engine.num_shards), doc="Of the whole, in elements.")
