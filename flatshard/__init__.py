@@ -34,8 +34,40 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0.dev0"
 
-# Each of the names above is imported when it is first used.
-__getattr__, __dir__ = attach(__name__, modules=("hf", "megatron", "optim", "rehearsal"))
+# Where the public names come from, each imported when it is first used. Above, the same for who reads types.
+_HOMES = {
+    "checkpoint": (),
+    "hf": (),
+    "megatron": (),
+    "rehearsal": (),
+    "api": ("fully_shard", "microbatch", "no_shard"),
+    "buffer.groups": ("destroy_groups",),
+    "captured": ("Captured", "capture"),
+    "checkpoint.weight_sync": ("Synced", "receive_weights", "sync_weights"),
+    "engine.tree.materialize": ("materialize",),
+    "engine.tree.summary": ("Summary", "check_buffers", "summary"),
+    "gathering": ("gathered",),
+    "installing": ("install", "uninstall"),
+    "model": ("shard_model",),
+    "module": ("FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"),
+    "optim.clip": ("clip_grad_norm_", "find_nonfinite", "grad_norms", "weight_norms"),
+    "optim.pipeline": ("sum_shared_gradients",),
+    "optim": (),
+    "optim.step": ("fully_shard_optimizer", "whole_optimizer"),
+    "policy": (
+        "CPUOffloadPolicy",
+        "DataParallelMeshDims",
+        "Experts",
+        "MixedPrecisionPolicy",
+        "OffloadPolicy",
+        "Placements",
+        "SchedulePolicy",
+        "Sharding",
+    ),
+    "trust.alarm": ("PeerError",),
+    "wgrads": ("direct_wgrads", "offer_main_grads"),
+}
+__getattr__, __dir__ = attach(__name__, _HOMES)
 
 __all__ = [
     "CPUOffloadPolicy",

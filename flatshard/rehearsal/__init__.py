@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from flatshard.rehearsal.session import current as current
     from flatshard.rehearsal.session import rehearse as rehearse
 
-__getattr__, __dir__ = attach(__name__)
+_HOMES = {
+    "network": ("PRESETS", "Link", "Network"),
+    "report": ("Report",),
+    "session": ("Rehearsal", "current", "rehearse"),
+}
+__getattr__, __dir__ = attach(__name__, _HOMES)
 
 __all__ = ["PRESETS", "Link", "Network", "Rehearsal", "Report", "current", "rehearse"]
