@@ -66,6 +66,10 @@ class Snapshot:
     # what this rank would write and ranks outside its mesh may have too: a norm beside tensor parallelism, say
     doubtful: list[tuple[str, tuple[int, ...], list[float]]] = field(default_factory=list)  # and a few of its values
 
+    def shared_tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The dtype and shape of all tensors but those of the extra, which each rank has for itself."""
+        return {key: kind for key, kind in self.tensors.items() if not key.startswith("extra/")}
+
     def put(self, key: str, tensor: torch.Tensor, own: bool = False) -> str:
         """Remember a tensor under a key. ``own``: this rank's, and of no other."""
         if tensor.dtype not in CODES:

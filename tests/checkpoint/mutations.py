@@ -16,12 +16,13 @@ import shutil
 import zipfile
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from flatshard.checkpoint.files import _canonical, _check
+from flatshard.checkpoint.manifest import _checks, _encoded
 from flatshard.checkpoint.safetensors_files import _CHECK
 
 # What no size, name, dtype or place of a small model is.
@@ -136,11 +137,10 @@ def forge_manifest(folder: Path, draw: random.Random) -> str:
     harm = lie(body, draw)
     if harm.startswith("near ['saved']"):
         return "none: the time is another"
-    tensors = body.get("tensors")
-    for key, described in tensors.items() if isinstance(tensors, dict) else ():
-        if isinstance(described, dict):
-            described["check"] = _check(key, described)
-    digest = hashlib.sha256(_canonical(body)).hexdigest()
+    with suppress(LookupError, TypeError, AttributeError):  # nothing that has checksums, after some lies
+        for key, check in _checks(body).items():
+            body["tensors"][key]["check"] = check
+    digest = hashlib.sha256(_encoded(body)).hexdigest()
     file.write_text(json.dumps({"sha256": digest, "body": body}))
     return f"manifest: {harm}"
 
