@@ -37,7 +37,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -401,9 +401,11 @@ def _resident() -> int:
 def _tensors(model: str, world: int, layout: LayoutName) -> list[Simulated]:
     """Weights, and the state of AdamW: name, shape, and which rows a rank has: the first, and how many."""
     cut: list[tuple[tuple[int, ...], Rows]] = []
+    known: dict[int, Any] = {}  # units of equal shapes have one layout
     for unit in load_model(model).units:
         planned = plan_layout([tensor.shape for tensor in unit.tensors], world, layout=layout)
-        cut += [(slot.shape, partial(planned.rows, slot, pieces=1)) for slot in planned.slots]
+        rows = known.setdefault(id(planned), [cache(partial(planned.rows, slot, pieces=1)) for slot in planned.slots])
+        cut += zip([slot.shape for slot in planned.slots], rows)
     kinds = ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq")
     return [(f"{kind}/layers.{at}.weight", *each) for kind in kinds for at, each in enumerate(cut)]
 
@@ -432,14 +434,20 @@ def _message(folder: Path, tensors: Sequence[Simulated], rank: int) -> bytes:
         low, count = rows(rank)
         if count:
             boxes[key] = (low, *[0] * (len(shape) - 1)), (count, *shape[1:])
-    entries = {key: TensorEntry(torch.float32, sizes) for key, (_, sizes) in boxes.items()}
-    blocks = sum(-(-entry.nbytes // BLOCK) for entry in entries.values())
-    sums = np.random.default_rng(rank).integers(2**64, size=blocks, dtype=np.uint64).tolist()
-    header = checked_header(entries, sums, BLOCK, {"format": FORMAT, EXTRA: "null"})
-    file = file_facts(len(header) + sum(entry.nbytes for entry in entries.values()), header)
+    header, size = _simulated_header(tuple((key, sizes) for key, (_, sizes) in boxes.items()))
     (folder / rank_file(rank)).write_bytes(header)
-    os.truncate(folder / rank_file(rank), file["bytes"])
-    return json.dumps({"file": file, **pack_boxes([key for key, _, _ in tensors], boxes)}).encode()
+    os.truncate(folder / rank_file(rank), size)
+    return json.dumps({"file": file_facts(size, header), **pack_boxes([key for key, _, _ in tensors], boxes)}).encode()
+
+
+@lru_cache(maxsize=8)  # most ranks have equal parts
+def _simulated_header(parts: tuple[tuple[str, tuple[int, ...]], ...]) -> tuple[bytes, int]:
+    """The header of a file with these parts, and the size of the file."""
+    entries = {key: TensorEntry(torch.float32, sizes) for key, sizes in parts}
+    blocks = sum(-(-entry.nbytes // BLOCK) for entry in entries.values())
+    sums = np.random.default_rng(0).integers(2**64, size=blocks, dtype=np.uint64).tolist()
+    header = checked_header(entries, sums, BLOCK, {"format": FORMAT, EXTRA: "null"})
+    return header, len(header) + sum(entry.nbytes for entry in entries.values())
 
 
 def _read_simulated(world: int, tensors: Sequence[Simulated], path: Path) -> Row:

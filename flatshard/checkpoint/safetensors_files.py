@@ -47,9 +47,14 @@ def checked_header(
     """The beginning of a safetensors file with the checksums of its tensors. It is as long with None, for zeros."""
     if sums is None:
         sums = [0] * sum(-(-entry.nbytes // block) for entry in tensors.values())
-    own = {_BLOCK: str(block), _SUMS: "".join(f"{each:016x}" for each in sums), _CHECK: f"{0:08x}"}
-    blank = header_of(tensors, {**metadata, **own})
-    return header_of(tensors, {**metadata, **own, _CHECK: f"{zlib.crc32(blank):08x}"})
+    own = {_BLOCK: str(block), _SUMS: "".join(f"{each:016x}" for each in sums)}
+    blank = header_of(tensors, {_CHECK: f"{0:08x}", **metadata, **own})
+    return blank.replace(_checked(0), _checked(zlib.crc32(blank)), 1)
+
+
+def _checked(crc: int) -> bytes:
+    """The checksum of a header, in it."""
+    return b'"%s":"%08x"' % (_CHECK.encode(), crc)
 
 
 def write_file(
@@ -193,11 +198,11 @@ def _with_sums(
     path: Path, entries: dict[str, TensorEntry], metadata: dict[str, Any], header: bytes
 ) -> dict[str, TensorEntry]:
     """The tensors of a file of flatshard's with the checksums of their blocks."""
-    check, sums = metadata[_CHECK], sums_in(metadata)
-    blank = header.replace(b'"%s":"%s"' % (_CHECK.encode(), check.encode()), b'"%s":"%08x"' % (_CHECK.encode(), 0), 1)
+    check, sums = int(metadata[_CHECK], 16), sums_in(metadata)
+    blank = header.replace(_checked(check), _checked(0), 1)
     block = manifest_checks.number(int(metadata[_BLOCK]), "the block", BLOCK)
     counts = {key: -(-entry.nbytes // block) for key, entry in entries.items()}
-    if int(check, 16) != zlib.crc32(blank) or len(sums) != sum(counts.values()):
+    if check != zlib.crc32(blank) or len(sums) != sum(counts.values()):
         raise CheckpointError(
             f"{path} is damaged, or was changed by a program that has kept its checksums: its header is not the one "
             f"that they are of. If it is right, remove {_CHECK} from its metadata"

@@ -96,20 +96,23 @@ def save(
     state = {} if optimizer is None else saved_state(optimizer)
     taken: list[Snapshot] = []
 
-    def prepare() -> tuple[str, Any]:
+    def prepare() -> tuple[str, dict[str, Any], str]:
         if path.exists():
             raise CheckpointError(f"{path} exists; a checkpoint is never overwritten: choose another name")
         taken.append(take_snapshot(model, optimizer, state, extra, ranks.rank, ranks.size))
         if asynchronous:
             taken[0].to_host()
         kinds = [(key, *kind) for key, kind in taken[0].shared_tensors().items()]
-        return hashlib.sha256(repr(kinds).encode()).hexdigest(), taken[0].doubtful
+        return hashlib.sha256(repr(kinds).encode()).hexdigest(), *taken[0].describe_doubtful()
 
     found = on_all_ranks(ranks, prepare)
-    for rank, (described, _) in enumerate(found):
+    for rank, (described, _, _) in enumerate(found):
         if described != found[0][0]:
             raise CheckpointError(f"rank {rank} has other weights or other optimizer state than rank 0; nothing saved")
-    taken[0].leave_to_one([doubtful for _, doubtful in found])
+    _, doubtful, samples = map(list, zip(*found))
+    for problem in on_all_ranks(ranks, lambda: taken[0].leave_to_one(doubtful, samples)):
+        if problem is not None:
+            raise CheckpointError(problem)
     pending = PendingSave(path)
     arguments = (pending, taken[0], ranks, keep_last, progress and not asynchronous)
     if asynchronous:
