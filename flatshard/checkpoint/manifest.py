@@ -30,7 +30,7 @@ import numpy as np
 from flatshard.checkpoint import manifest_checks
 from flatshard.checkpoint.errors import CheckpointError
 from flatshard.checkpoint.files import BLOCK, DTYPES, HEADER_LIMIT, Chunk, TensorEntry, TensorFiles, open_file
-from flatshard.checkpoint.safetensors_files import check_places, described_entry, reading, sums_in
+from flatshard.checkpoint.safetensors_files import check_places, described_entry, reading, sums_in, with_sums
 
 MANIFEST = "manifest.json"
 FORMAT = "flatshard checkpoint 3"
@@ -212,13 +212,10 @@ class Manifest(TensorFiles):
             own = {key: entry for key, entry in described.items() if key.startswith("extra/")}
             entries = {key: described_entry(path, key, entry, name, len(header)) for key, entry in own.items()}
             check_places(path, entries, begins[-1], self.files[name]["bytes"])
-            sums, place = sums_in(metadata), blocks[-1]
-            for key, entry in entries.items():
-                end = place + -(-entry.nbytes // BLOCK)
-                entries[key] = replace(entry, chunks=(replace(entry.chunks[0], sums=tuple(sums[place:end].tolist())),))
-                place = end
-            if place != len(sums):
-                raise CheckpointError(f"{path} cannot be true: it has {len(sums)} checksums, not {place}")
+            sums = sums_in(metadata)
+            if len(sums) != blocks[-1] + sum(-(-entry.nbytes // BLOCK) for entry in entries.values()):
+                raise CheckpointError(f"{path} cannot be true: it has {len(sums)} checksums")
+            entries = with_sums(entries, sums[blocks[-1] :], BLOCK)
             extra = json.loads(metadata[EXTRA])
             manifest_checks.tree(extra, entries, "its extra")
         self.opened[name] = RankFile(np.array(begins), np.array(blocks), sums, extra, entries)

@@ -157,7 +157,7 @@ def _tensors_of(found: TensorFiles, name: str) -> dict[str, TensorEntry]:
         entries = dict(sorted(entries.items(), key=lambda item: (item[1].chunks[0].begin, item[1].nbytes)))
         check_places(path, entries, 8 + length, size)
         if isinstance(metadata, dict) and _CHECK in metadata:
-            entries = _with_sums(path, entries, metadata, start + text)
+            entries = _verified_sums(path, entries, metadata, start + text)
         found.files[name] = file_facts(size, start + text)
         return entries
 
@@ -194,21 +194,25 @@ def check_places(path: Path, entries: dict[str, TensorEntry], begin: int, size: 
         raise CheckpointError(f"{path} is damaged: it has {size - place} bytes after its last tensor")
 
 
-def _with_sums(
+def _verified_sums(
     path: Path, entries: dict[str, TensorEntry], metadata: dict[str, Any], header: bytes
 ) -> dict[str, TensorEntry]:
     """The tensors of a file of flatshard's with the checksums of their blocks."""
     check, sums = int(metadata[_CHECK], 16), sums_in(metadata)
     blank = header.replace(_checked(check), _checked(0), 1)
     block = manifest_checks.number(int(metadata[_BLOCK]), "the block", BLOCK)
-    counts = {key: -(-entry.nbytes // block) for key, entry in entries.items()}
-    if check != zlib.crc32(blank) or len(sums) != sum(counts.values()):
+    if check != zlib.crc32(blank) or len(sums) != sum(-(-entry.nbytes // block) for entry in entries.values()):
         raise CheckpointError(
             f"{path} is damaged, or was changed by a program that has kept its checksums: its header is not the one "
             f"that they are of. If it is right, remove {_CHECK} from its metadata"
         )
-    blocks, made = iter(sums.tolist()), {}
+    return with_sums(entries, sums, block)
+
+
+def with_sums(entries: dict[str, TensorEntry], sums: Any, block: int) -> dict[str, TensorEntry]:
+    """The tensors of a file with the checksums of their blocks."""
+    left, made = iter(sums.tolist()), {}
     for key, entry in entries.items():
-        own = tuple(islice(blocks, counts[key]))
+        own = tuple(islice(left, -(-entry.nbytes // block)))
         made[key] = replace(entry, chunks=(replace(entry.chunks[0], sums=own, block=block),))
     return made
