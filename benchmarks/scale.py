@@ -5,7 +5,8 @@
     python -m benchmarks.scale gloo         # a Gloo group of W ranks: seconds, connections, requests to the store
     python -m benchmarks.scale alarm        # W ranks of the alarm's tree: start, one error, a question, the end
     python -m benchmarks.scale blame        # flight records of W ranks, and what `flatshard blame` takes to read them
-    python -m benchmarks.scale checkpoint   # planning and manifest of a checkpoint of W ranks, beside DCP's planner
+    python -m benchmarks.scale checkpoint   # saving and loading 405B on W ranks but for the bytes, beside DCP's planner
+                                            # checkpoint-70b, checkpoint-flat: of 70B; with layout="flat"
     python -m benchmarks.scale plan         # layout, padding and `flatshard plan` of 405B and of a 1T mixture
     python -m benchmarks.scale latency      # one collective and one step on 8 to 16,384 ranks, by algorithm
     python -m benchmarks.scale cases        # cases (c) and (e64) of benchmarks.table on thousands of ranks
@@ -36,6 +37,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -54,10 +56,15 @@ import flatshard.trust.watch as watch_module
 from benchmarks.growth import ROWS, Chain
 from benchmarks.plan import choice_of, shapes_of
 from benchmarks.table import CASES
-from flatshard.checkpoint.files import BLOCK, MANIFEST, Manifest
-from flatshard.checkpoint.json_trees import encode_tree
+from flatshard.checkpoint.files import BLOCK, TensorEntry
+from flatshard.checkpoint.manifest import EXTRA, FORMAT, MANIFEST, Manifest, rank_file
+from flatshard.checkpoint.parts import pack_boxes
+from flatshard.checkpoint.reader import Reader
+from flatshard.checkpoint.safetensors_files import checked_header, file_facts
 from flatshard.checkpoint.saving import _publish
 from flatshard.checkpoint.state import Snapshot
+from flatshard.layout.planner import LayoutName
+from flatshard.layout.planner import plan as plan_layout
 from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy, placements_for
 from flatshard.rehearsal import rehearse
 from flatshard.rehearsal.network import Algorithm, Network, get_network
@@ -75,6 +82,8 @@ from flatshard.trust.verdict import Verdict
 from flatshard.trust.watch import Watch, Watched
 
 Row = dict[str, Any]
+Rows = Callable[[int], tuple[int, int]]
+Simulated = tuple[str, tuple[int, ...], Rows]
 
 
 @contextmanager
@@ -342,15 +351,24 @@ _ENDED = _Ended()
 # Checkpoints
 
 
-def checkpoint(world: int, model: str = "llama-405b") -> Row:
-    """Rank 0 of a save: what the ranks have written becomes a manifest; and a rank that reads it. Beside DCP's planner.
+def checkpoint(world: int, model: str = "llama-405b", layout: LayoutName = "tensor") -> Row:
+    """A save of so many ranks, and ranks that load it: all but the bytes of tensors. Beside DCP's planner, up to 256.
 
-    Weights and the two moments of AdamW in float32, cut by rows. Files are sparse, of their true sizes.
+    Weights and the two moments of AdamW in float32. Files are sparse, of their true sizes, with true headers.
+    ``same``: a rank of as many that loads. ``all``: one that needs something of every file.
     """
-    row: Row = {"world": world, "model": model}
-    for name, action in (("flatshard", _manifest), ("dcp", _dcp_plan)):
-        found = in_child(action, world, model)
-        row |= {f"{name}_{key}": value for key, value in found.items()}
+    row: Row = {"world": world, "model": model, "layout": layout}
+    tensors = _tensors(model, world, layout)
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent, "step")
+        actions: dict[str, tuple[Callable[..., Row], Any]] = {
+            "flatshard": (_publish_simulated, folder),
+            "flatshard_same": (_read_simulated, folder),
+            "flatshard_all": (_open_simulated, folder),
+            **({"dcp": (_dcp_plan, None)} if world <= 256 else {}),
+        }
+        for name, (action, where) in actions.items():
+            row |= {f"{name}_{key}": value for key, value in in_child(action, world, tensors, where).items()}
     return row
 
 
@@ -380,76 +398,109 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def _tensors(model: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Weights, and the state of AdamW."""
-    shapes = [tensor.shape for unit in load_model(model).units for tensor in unit.tensors]
+def _tensors(model: str, world: int, layout: LayoutName) -> list[Simulated]:
+    """Weights, and the state of AdamW: name, shape, and which rows a rank has: the first, and how many."""
+    cut: list[tuple[tuple[int, ...], Rows]] = []
+    known: dict[int, Any] = {}  # units of equal shapes have one layout
+    for unit in load_model(model).units:
+        planned = plan_layout([tensor.shape for tensor in unit.tensors], world, layout=layout)
+        rows = known.setdefault(id(planned), [cache(partial(planned.rows, slot, pieces=1)) for slot in planned.slots])
+        cut += zip([slot.shape for slot in planned.slots], rows)
     kinds = ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq")
-    return [(f"{kind}/layers.{at}.weight", shape) for kind in kinds for at, shape in enumerate(shapes)]
+    return [(f"{kind}/layers.{at}.weight", *each) for kind in kinds for at, each in enumerate(cut)]
 
 
-def _rows(shape: tuple[int, ...], world: int, rank: int) -> tuple[int, int]:
-    """The first row of a rank, and how many."""
-    share = -(-shape[0] // world)
-    low, high = min(rank * share, shape[0]), min((rank + 1) * share, shape[0])
-    return low, high - low
-
-
-def _manifest(world: int, model: str) -> Row:
+def _publish_simulated(world: int, tensors: Sequence[Simulated], path: Path) -> Row:
+    """What ranks have written becomes a manifest."""
     row: Row = {}
-    tensors = _tensors(model)
-    kinds = {key: ("F32", shape) for key, shape in tensors}
-    names = encode_tree({key: key for key, _ in tensors}, lambda key, tensor: key, "model")
-    messages = []
-    with tempfile.TemporaryDirectory() as parent:
-        folder = Path(parent, ".saving-step")
-        folder.mkdir()
-        with seconds(row, "ranks_s"):
-            for rank in range(world):
-                messages.append(_message(folder, tensors, world, rank))
-        row["message_kb"] = max(map(len, messages)) / 1024
-        with seconds(row, "coordinator_s"):
-            taken = Snapshot(0, world, names, None, None, kinds)
-            _publish(Path(parent, "step"), folder, taken, map(json.loads, messages), None)
-        messages.clear()
-        row["index_mb"] = Path(parent, "step", MANIFEST).stat().st_size / 2**20
-        with seconds(row, "read_s"):
-            Manifest(Path(parent, "step"))
+    kinds = {key: ("F32", shape) for key, shape, _ in tensors}
+    names = {"dict": [(key, {"tensor": key}) for key in kinds]}
+    folder = path.parent / ".saving-step"
+    folder.mkdir()
+    with seconds(row, "ranks_s"):
+        messages = [_message(folder, tensors, rank) for rank in range(world)]
+    row["message_kb"] = max(map(len, messages)) / 1024
+    with seconds(row, "coordinator_s"):
+        taken = Snapshot(0, world, names, None, None, kinds)
+        _publish(path, folder, taken, map(json.loads, messages), None)
+    row["index_mb"] = (path / MANIFEST).stat().st_size / 2**20
     return row
 
 
-def _message(folder: Path, tensors: Sequence[tuple[str, tuple[int, ...]]], world: int, rank: int) -> bytes:
-    """What a rank says of what it has written. Checksums are of a random block, as long as true ones are."""
-    name, place, boxes = f"rank-{rank:05d}.safetensors", 8, []
-    for key, shape in tensors:
-        low, count = _rows(shape, world, rank)
+def _message(folder: Path, tensors: Sequence[Simulated], rank: int) -> bytes:
+    """What a rank says of what it has written. Checksums are random, as long as true ones are."""
+    boxes = {}
+    for key, shape, rows in tensors:
+        low, count = rows(rank)
         if count:
-            sizes = (count, *shape[1:])
-            size = 4 * math.prod(sizes)
-            sums = [hash((rank, place, block)) % 2**64 for block in range(-(-size // BLOCK))]
-            boxes.append((key, place, (low, *[0] * (len(shape) - 1)), sizes, sums))
-            place += size
-    os.truncate(os.open(folder / name, os.O_CREAT | os.O_WRONLY), place)
-    file = {"bytes": place, "header": 8, "crc": 0}
-    return json.dumps({"name": name, "file": file, "boxes": boxes, "extra": None, "extras": {}}).encode()
+            boxes[key] = (low, *[0] * (len(shape) - 1)), (count, *shape[1:])
+    header, size = _simulated_header(tuple((key, sizes) for key, (_, sizes) in boxes.items()))
+    (folder / rank_file(rank)).write_bytes(header)
+    os.truncate(folder / rank_file(rank), size)
+    return json.dumps({"file": file_facts(size, header), **pack_boxes([key for key, _, _ in tensors], boxes)}).encode()
 
 
-def _dcp_plan(world: int, model: str) -> Row:
+@lru_cache(maxsize=8)  # most ranks have equal parts
+def _simulated_header(parts: tuple[tuple[str, tuple[int, ...]], ...]) -> tuple[bytes, int]:
+    """The header of a file with these parts, and the size of the file."""
+    entries = {key: TensorEntry(torch.float32, sizes) for key, sizes in parts}
+    blocks = sum(-(-entry.nbytes // BLOCK) for entry in entries.values())
+    sums = np.random.default_rng(0).integers(2**64, size=blocks, dtype=np.uint64).tolist()
+    header = checked_header(entries, sums, BLOCK, {"format": FORMAT, EXTRA: "null"})
+    return header, len(header) + sum(entry.nbytes for entry in entries.values())
+
+
+def _read_simulated(world: int, tensors: Sequence[Simulated], path: Path) -> Row:
+    """A rank that loads on as many ranks: the manifest, and where all that it needs is."""
+    row: Row = {}
+    with seconds(row, "s"):
+        manifest = Manifest(path)
+        with Reader(manifest) as reader:
+            for key, shape, rows in tensors:
+                low, count = rows(world // 2)
+                zeros = [0] * (len(shape) - 1)
+                _locate(manifest, reader, key, (low, *zeros), (count, *shape[1:]))
+    row["files"] = len(manifest.opened)
+    return row
+
+
+def _open_simulated(world: int, tensors: Sequence[Simulated], path: Path) -> Row:
+    """A rank that loads a column of every tensor, up to where all files are open and known."""
+    row: Row = {}
+    with seconds(row, "s"):
+        manifest = Manifest(path)
+        with Reader(manifest) as reader:
+            for key, shape, _ in tensors:
+                _locate(manifest, reader, key, [0] * len(shape), (shape[0], *[1] * (len(shape) - 1)))
+                if len(manifest.opened) == world:
+                    break
+    row["files"] = len(manifest.opened)
+    return row
+
+
+def _locate(manifest: Manifest, reader: Reader, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> None:
+    entry = manifest.tensors[key]
+    for chunk in entry.chunks_within(offsets, sizes):
+        reader._file(chunk.file, key)
+        manifest.located(entry, chunk)
+
+
+def _dcp_plan(world: int, tensors: Sequence[Simulated], _: None) -> Row:
     """The ranks' plans as their planner makes them, and the coordinator's part, to the bytes of the index."""
     row: Row = {}
-    tensors = _tensors(model)
     properties = TensorProperties(dtype=torch.float32)
     plans = []
     with seconds(row, "ranks_s"):
         for rank in range(world):
             items = []
-            for key, shape in tensors:
-                low, count = _rows(shape, world, rank)
+            for key, shape, rows in tensors:
+                low, count = rows(rank)
                 if count:
                     first = torch.Size([low, *[0] * (len(shape) - 1)])
                     chunk = ChunkStorageMetadata(first, torch.Size([count, *shape[1:]]))
                     data = TensorWriteData(chunk, properties, torch.Size(shape))
                     items.append(WriteItem(MetadataIndex(key, first), WriteItemType.SHARD, tensor_data=data))
-            plans.append(pickle.dumps(SavePlan(items, planner_data={key: (key,) for key, _ in tensors})))
+            plans.append(pickle.dumps(SavePlan(items, planner_data={key: (key,) for key, _, _ in tensors})))
     row["message_kb"] = max(map(len, plans)) / 1024
     with seconds(row, "coordinator_s"):
         planner = DefaultSavePlanner()
@@ -638,7 +689,9 @@ COMMANDS: dict[str, tuple[Callable[..., Row], tuple[int, ...]]] = {
     "gloo": (gloo, (8, 16, 32, 64)),
     "alarm": (alarm, (64, 256, 1024, 4096)),
     "blame": (blame, (64, 512, 4096)),
-    "checkpoint": (checkpoint, (16, 64, 256)),
+    "checkpoint": (checkpoint, (16, 64, 256, 4096)),
+    "checkpoint-70b": (partial(checkpoint, model="llama-70b"), (16, 64, 256, 4096)),
+    "checkpoint-flat": (partial(checkpoint, layout="flat"), (16, 64, 256, 4096)),
     "plan": (plan, (4096, 16384)),
     "latency": (latency, (8, 64, 512, 4096, 16384)),
     "cases": (cases, (64, 512, 4096)),

@@ -22,10 +22,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from flatshard import _arguments, _torch
 from flatshard.checkpoint.dcp import METADATA, DcpFolder, check_archive
 from flatshard.checkpoint.errors import CheckpointError
-from flatshard.checkpoint.files import MANIFEST, Manifest, TensorFiles, open_file
+from flatshard.checkpoint.files import open_file
 from flatshard.checkpoint.json_trees import decode_tree, encode_tree
+from flatshard.checkpoint.manifest import MANIFEST, Manifest
 from flatshard.checkpoint.name_prefixes import with_names
-from flatshard.checkpoint.reader import Reader
+from flatshard.checkpoint.reader import Reader, read_extra
 from flatshard.checkpoint.safetensors import plan_files, write_files
 from flatshard.checkpoint.safetensors_files import INDEX, SINGLE, find_tensors
 from flatshard.checkpoint.saving import write_snapshot
@@ -149,25 +150,28 @@ def _scratch(folder: Path) -> Tensors:
 
 def _read_own(path: Path, make: Tensors, stack: ExitStack) -> dict[str, Any]:
     manifest = Manifest(path)
-    get = _from_files(manifest, make, stack)
+    reader = stack.enter_context(Reader(manifest))
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        return make(tensor.dtype, tensor.shape).copy_(tensor)
+
+    def get(key: str) -> torch.Tensor:
+        return keep(reader.whole(key))
+
     tree = {"model": decode_tree(manifest.model, get)}
     if manifest.optimizer is not None:
         optimizer = decode_tree(manifest.optimizer, get)
         tree["optimizer"] = {"state": optimizer["state"], "param_groups": optimizer["groups"]}
-    if any(manifest.extra):
-        tree["extra"] = [decode_tree(each, get) for each in manifest.extra]
+    extra = [read_extra(manifest, reader, rank, keep) for rank in range(manifest.world)]
+    if any(each is not None for each in extra):
+        tree["extra"] = extra
     return tree
 
 
 def _read_safetensors(path: Path, make: Tensors, stack: ExitStack) -> dict[str, Any]:
     found = find_tensors(path)
-    get = _from_files(found, make, stack)
-    return {name: get(name) for name in found.tensors}
-
-
-def _from_files(source: TensorFiles, make: Tensors, stack: ExitStack) -> Callable[[str], torch.Tensor]:
-    reader = stack.enter_context(Reader(source))
-    return lambda key: make(source.tensors[key].dtype, source.tensors[key].shape).copy_(reader.whole(key))
+    reader = stack.enter_context(Reader(found))
+    return {name: make(each.dtype, each.shape).copy_(reader.whole(name)) for name, each in found.tensors.items()}
 
 
 def _listed(tree: Any) -> Any:

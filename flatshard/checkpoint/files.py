@@ -1,22 +1,12 @@
-"""The files of a checkpoint: one safetensors file per rank, and a manifest that says what is where.
-
-    manifest.json               every tensor: dtype, shape, and its chunks: which file, which bytes, their checksums
-    rank-00000.safetensors      the chunks that rank 0 wrote, one after another
-
-Every mebibyte of a chunk has a checksum, so that a part of a chunk can be verified by reading little more. The manifest
-carries its own SHA-256, and a checksum for what it says of each tensor, so that damage to it can be named too.
-"""
+"""Tensors in files: where each part of them is, and checksums of its blocks."""
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import math
 import os
-import re
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,15 +14,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from flatshard.checkpoint import manifest_checks
-from flatshard.checkpoint.errors import CheckpointError
-
-MANIFEST = "manifest.json"
 BLOCK = 1 << 20
-FORMAT = "flatshard checkpoint 2"
 HEADER_LIMIT = 100_000_000  # bytes, as in the safetensors library
-_KEY = re.compile(r'"((?:model|optimizer|extra)/[ -~]*?)":\{"boxes"')
-_FILE = re.compile(r"rank-\d{5,}\.safetensors")
 
 # Names of dtypes in safetensors files.
 CODES: dict[torch.dtype, str] = {
@@ -85,15 +68,29 @@ class TensorEntry:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def chunks_within(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterable[Chunk]:
+        """At least the chunks that have elements of this box."""
+        return self.chunks
+
 
 @dataclass
 class TensorFiles:
-    """Files with tensors in them. ``model`` is a tree of names, ``files`` says of each how it begins and ends."""
+    """Files with tensors in them. ``model`` is a tree of names.
+
+    ``files`` says of each its ``bytes``, how many of them are its ``header``, and the ``sha256`` of that.
+    """
 
     folder: Path
     files: dict[str, Any] = field(default_factory=dict)
     model: Any = None
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
+
+    def take_header(self, name: str, header: bytes) -> None:
+        """Is called with the header of a file that has been opened, and is the one that ``files`` says."""
+
+    def located(self, entry: TensorEntry, chunk: Chunk) -> Chunk:
+        """A chunk of a file that has been opened: with its place in it, and its checksums."""
+        return chunk
 
 
 def _weights(count: int) -> Any:
@@ -143,32 +140,6 @@ def header_of(tensors: Mapping[str, TensorEntry], metadata: dict[str, str] | Non
     return len(text).to_bytes(8, "little") + text
 
 
-def write_chunks(
-    path: Path, chunks: Sequence[tuple[str, torch.Tensor]], advance: Callable[[int], None]
-) -> tuple[dict[str, Any], list[tuple[int, list[int]]]]:
-    """Write tensors to a new file, and make sure that they are on disk.
-
-    Returns what the manifest says of the file, and of each tensor its first byte and its checksums.
-    """
-    described = {name: TensorEntry(tensor.dtype, tuple(tensor.shape)) for name, tensor in chunks}
-    header = header_of(described, {"format": FORMAT})
-    stored = []
-    with open(path, "xb") as file:
-        file.write(header)
-        place = len(header)
-        for _, tensor in chunks:
-            sums = []
-            for block in blocks_of(tensor, BLOCK):
-                sums.append(block_checksum(block))
-                file.write(block)
-                advance(len(block))
-            stored.append((place, sums))
-            place += tensor.nbytes
-        file.flush()
-        os.fsync(file.fileno())
-    return {"bytes": place, "header": len(header), "crc": zlib.crc32(header)}, stored
-
-
 def open_file(path: Path) -> BinaryIO:
     """Open a file to read it. OSError also where it is none: pipes and devices need never end."""
     if path.exists() and not path.is_file():
@@ -183,130 +154,3 @@ def sync_folder(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def write_manifest(folder: Path, body: dict[str, Any]) -> None:
-    """Write the manifest of a checkpoint whose other files are on disk."""
-    for key, described in body["tensors"].items():
-        described["check"] = _check(key, described)
-    text = _canonical(body)
-    with open(folder / MANIFEST, "xb") as file:
-        file.write(b'{"sha256":"%s",\n"body":%s}\n' % (hashlib.sha256(text).hexdigest().encode(), text))
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _canonical(body: Any) -> bytes:
-    return json.dumps(body, separators=(",", ":"), sort_keys=True).encode()
-
-
-def _check(key: str, described: dict[str, Any]) -> int:
-    """A checksum for what the manifest says of one tensor."""
-    said = {name: value for name, value in described.items() if name != "check"}
-    return zlib.crc32(_canonical([key, said]))
-
-
-def _damaged_tensor(text: bytes) -> str:
-    """Which tensor a damaged manifest tells wrong things of, as words of an error; nothing where it cannot be told."""
-    wrong: list[str] = []
-    try:
-        tensors = json.loads(text)["body"]["tensors"]
-        wrong = [key for key, described in tensors.items() if described.get("check") != _check(key, described)]
-    except UnicodeDecodeError as error:
-        wrong = _KEY.findall(text[: error.start].decode(errors="ignore"))[-1:]
-    except json.JSONDecodeError as error:
-        wrong = _KEY.findall(error.doc[: error.pos])[-1:]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        pass  # not even the outline of a manifest
-    return f" in what it says of '{wrong[0]}'" if wrong else ""
-
-
-class Manifest(TensorFiles):
-    """What a checkpoint holds. CheckpointError where the manifest is missing or damaged."""
-
-    def __init__(self, folder: Path) -> None:
-        path, text = folder / MANIFEST, b""
-        try:
-            with open_file(path) as file:
-                text = file.read()
-            outer = json.loads(text)
-            body, digest = outer["body"], outer["sha256"]
-        except FileNotFoundError:
-            reason = "does not exist" if not folder.exists() else "has no manifest: it is not a complete checkpoint"
-            raise CheckpointError(f"{folder} {reason}") from None
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            where = _damaged_tensor(text)
-            raise CheckpointError(f"{path} is damaged{where or ', or is not a manifest of flatshard'}") from error
-        if not isinstance(body, dict) or hashlib.sha256(_canonical(body)).hexdigest() != digest:
-            where = _damaged_tensor(text)
-            raise CheckpointError(f"{path} is damaged{where}: its checksum is not that of its content")
-        if body.get("format") != FORMAT:
-            raise CheckpointError(f"{path} is of format {body.get('format')!r}; this version reads {FORMAT!r}")
-        super().__init__(folder)
-        self.digest: str = digest
-        try:
-            self._take_over(body)
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{path} cannot be true: {error}") from error
-        except KeyError as error:
-            raise CheckpointError(f"{path} cannot be true: it does not say {error}") from error
-
-    def _take_over(self, body: dict[str, Any]) -> None:
-        """Take over what the manifest says, if it can be true."""
-        self.saved = manifest_checks.number(body["saved"], "saved", 2**63)
-        self.world = manifest_checks.number(body["world"], "world")
-        self.files = body["files"]
-        for name, known in self.files.items():
-            if not _FILE.fullmatch(name):
-                raise ValueError(f"it names a file {name!r}, which is none of a checkpoint")
-            size = manifest_checks.number(known["bytes"], f"the size of {name}")
-            manifest_checks.number(known["header"], f"the header of {name}", min(size, HEADER_LIMIT))
-            manifest_checks.number(known["crc"], f"the checksum of {name}")
-        taken: dict[str, list[tuple[int, int]]] = {name: [] for name in self.files}
-        self.tensors = {key: self._entry(key, described, taken) for key, described in body["tensors"].items()}
-        for name, ranges in taken.items():
-            if not manifest_checks.do_not_overlap(ranges):
-                raise ValueError(f"parts of tensors overlap in {name}")
-        self.model = body["model"]
-        self.optimizer: Any = body["optimizer"]
-        self.extra: list[Any] = body["extra"]
-        for what in ("model", "optimizer", "extra"):
-            manifest_checks.tree(body[what], self.tensors, what)
-        if len(self.extra) != self.world:
-            raise ValueError(f"it is of {self.world} ranks, and has the extra of {len(self.extra)}")
-        if not all(isinstance(name, str) for name, _ in self.model["dict"]):
-            raise ValueError("the model has a name that is none")
-        _check_optimizer(self.optimizer)
-
-    def _entry(self, key: str, described: dict[str, Any], taken: dict[str, list[tuple[int, int]]]) -> TensorEntry:
-        """What the manifest says of one tensor, if it can be true. Adds to the bytes of files that are taken."""
-        shape = manifest_checks.shape(described["shape"], f"the shape of '{key}'")
-        dtype = DTYPES.get(described["dtype"])
-        if dtype is None:
-            raise ValueError(f"'{key}' is of dtype {described['dtype']!r}, which is none of safetensors")
-        parts = manifest_checks.parts([(offsets, sizes) for _, _, offsets, sizes, _ in described["boxes"]], shape, key)
-        chunks = []
-        for (file, given, _, _, sums), (offsets, sizes) in zip(described["boxes"], parts):
-            begin = manifest_checks.number(given, f"where '{key}' is")
-            size, known = math.prod(sizes) * dtype.itemsize, self.files.get(file)
-            if known is None or not known["header"] <= begin <= known["bytes"] - size:
-                raise ValueError(f"a part of '{key}' would be from byte {begin} of {file}, where there is none")
-            checksums = manifest_checks.numbers(sums, f"a checksum of '{key}'", 2**64 - 1)
-            if len(checksums) != -(-size // BLOCK):
-                raise ValueError(f"a part of '{key}' has {len(checksums)} checksums")
-            taken[file].append((begin, begin + size))
-            chunks.append(Chunk(file, begin, offsets, sizes, checksums))
-        return TensorEntry(dtype, shape, tuple(chunks))
-
-
-def _check_optimizer(given: Any) -> None:
-    if given is not None:
-        parts = dict(given["dict"])
-        for group in parts["groups"]:
-            if not all(isinstance(name, str) for name in dict(group["dict"])["params"]):
-                raise ValueError("the optimizer has a parameter without a name")
-        for name, entries in parts["state"]["dict"]:
-            if not isinstance(name, str) or not isinstance(entries["dict"], list):
-                raise ValueError("the optimizer has state of a parameter without a name")

@@ -14,11 +14,12 @@ from torch.optim import Optimizer
 from flatshard import _arguments, _torch
 from flatshard.buffer import Exchange
 from flatshard.checkpoint.errors import CheckpointError, on_all_ranks
-from flatshard.checkpoint.files import Manifest, TensorFiles
+from flatshard.checkpoint.files import TensorFiles
 from flatshard.checkpoint.json_trees import decode_tree
+from flatshard.checkpoint.manifest import Manifest
 from flatshard.checkpoint.name_prefixes import renaming
 from flatshard.checkpoint.progress import bar
-from flatshard.checkpoint.reader import Reader
+from flatshard.checkpoint.reader import Reader, read_extra
 from flatshard.checkpoint.state import checked_name, held_part
 from flatshard.optim.step import owner_of_entries
 
@@ -61,7 +62,7 @@ def load(
         with bar("loading", total, progress and ranks.rank == 0) as advance, Reader(manifest, advance) as reader:
             weights = stage_model(manifest, reader, model, strict)
             state = None if optimizer is None else _stage_optimizer(manifest, reader, model, optimizer)
-            staged.append((weights, state, decode_tree(manifest.extra[own], reader.whole)))
+            staged.append((weights, state, read_extra(manifest, reader, own)))
 
     digests = on_all_ranks(ranks, open_manifest)
     if len(set(digests)) > 1:

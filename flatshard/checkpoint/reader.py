@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
 from flatshard import _arguments
 from flatshard.checkpoint.errors import CheckpointError
-from flatshard.checkpoint.files import Chunk, Manifest, TensorEntry, TensorFiles, block_checksum, bytes_view, open_file
+from flatshard.checkpoint.files import Chunk, TensorEntry, TensorFiles, block_checksum, bytes_view, open_file
+from flatshard.checkpoint.json_trees import decode_tree
+from flatshard.checkpoint.manifest import Manifest, rank_file
+
+_MOST_OPEN = 256  # files; a process may have 1,024 by default, and a checkpoint thousands
 
 
 class Reader(ExitStack):
@@ -24,6 +28,12 @@ class Reader(ExitStack):
         super().__init__()
         self._source, self._advance = source, advance
         self._open: dict[str, BinaryIO] = {}
+        self._verified: set[str] = set()
+        self.callback(self._close)
+
+    def _close(self) -> None:
+        for file in self._open.values():
+            file.close()
 
     def whole(self, key: str) -> torch.Tensor:
         return self.read(key, self._source.tensors[key])
@@ -35,12 +45,12 @@ class Reader(ExitStack):
         offsets = (0,) * len(entry.shape) if offsets is None else offsets
         sizes = entry.shape if sizes is None else sizes
         missing, parts = math.prod(sizes), []
-        for chunk in entry.chunks if missing else ():
+        for chunk in entry.chunks_within(offsets, sizes) if missing else ():
             low = [max(mine, its) for mine, its in zip(offsets, chunk.offsets)]
             high = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, chunk.offsets, chunk.sizes)]
             if all(a < b for a, b in zip(low, high)):
                 self._file(chunk.file, name)
-                parts.append((chunk, low, high))
+                parts.append((self._source.located(entry, chunk), low, high))
                 missing -= math.prod(b - a for a, b in zip(low, high))
         if missing:
             raise CheckpointError(f"{self._source.folder}: {missing} elements of '{name}' are in none of its files")
@@ -48,7 +58,7 @@ class Reader(ExitStack):
         for chunk, low, high in parts:
             self._fill(name, result, offsets, chunk, low, high)
         if entry.dtype == torch.bool and result.numel() and result.view(torch.uint8).max() > 1:
-            raise CheckpointError(f"{self._path(entry.chunks[0].file)} is damaged: '{name}' is neither true nor false")
+            raise CheckpointError(f"{self._path(parts[0][0].file)} is damaged: '{name}' is neither true nor false")
         return result
 
     def _fill(
@@ -103,17 +113,32 @@ class Reader(ExitStack):
         if name in self._open:
             return self._open[name]
         path, known = self._path(name), self._source.files[name]
+        if len(self._open) >= _MOST_OPEN:
+            self._open.pop(next(iter(self._open))).close()
         try:
-            file = self._open[name] = self.enter_context(open_file(path))
+            file = self._open[name] = open_file(path)
+            if name in self._verified:
+                return file
             size = path.stat().st_size
             header = file.read(known["header"])
         except OSError as error:
             raise CheckpointError(f"{path}, which holds '{tensor}', cannot be read: {error.strerror}") from error
         if size != known["bytes"]:
             raise CheckpointError(f"{path}, which holds '{tensor}', has {size} bytes; it was {known['bytes']}")
-        if zlib.crc32(header) != known["crc"]:
+        if hashlib.sha256(header).hexdigest() != known["sha256"]:
             raise CheckpointError(f"{path}, which holds '{tensor}', is damaged: its header was changed")
+        self._source.take_header(name, header)
+        self._verified.add(name)
         return file
+
+
+def read_extra(
+    manifest: Manifest, reader: Reader, rank: int, keep: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+) -> Any:
+    """What a rank has saved beside model and optimizer; tensors as ``keep`` returns them."""
+    reader._file(rank_file(rank), f"extra/{rank}")
+    file = manifest.opened[rank_file(rank)]
+    return decode_tree(file.extra, lambda key: keep(reader.read(key, file.tensors[key])))
 
 
 def verify(path: str | Path) -> None:
@@ -121,5 +146,7 @@ def verify(path: str | Path) -> None:
     manifest = Manifest(_arguments.path("path", path))
     with Reader(manifest) as reader:
         for name, entry in manifest.tensors.items():
-            for chunk in entry.chunks:
+            for chunk in entry.chunks_within((0,) * len(entry.shape), entry.shape):
                 reader.read(name, entry, chunk.offsets, chunk.sizes)
+        for rank in range(manifest.world):
+            read_extra(manifest, reader, rank)

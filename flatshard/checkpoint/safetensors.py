@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,13 +16,12 @@ from torch import nn
 
 from flatshard import _arguments
 from flatshard.buffer import Exchange
-from flatshard.checkpoint import safetensors_files
 from flatshard.checkpoint.errors import on_all_ranks
-from flatshard.checkpoint.files import CODES, TensorEntry, block_checksum, blocks_of, sync_folder
+from flatshard.checkpoint.files import CODES, TensorEntry, sync_folder
 from flatshard.checkpoint.full import cast_dtype, check_dtype, iter_full_tensors, named_tensors
 from flatshard.checkpoint.loading import put_weights, stage_model
 from flatshard.checkpoint.progress import bar
-from flatshard.checkpoint.safetensors_files import INDEX, SINGLE, checked_header, find_tensors
+from flatshard.checkpoint.safetensors_files import INDEX, SINGLE, find_tensors, write_file
 from flatshard.checkpoint.stored_as import StoredAs, assemble, pieces_of
 from flatshard.checkpoint.transformers_conversion import ConvertingReader, convert_tensors
 
@@ -143,18 +141,7 @@ def write_files(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file in files:
-            with open(temporary[file.name], "wb") as out:
-                out.write(checked_header(file.tensors, None))
-                sums = []
-                for entry in file.tensors.values():
-                    for block in blocks_of(next(tensors).to(entry.dtype), safetensors_files.SUMMED):
-                        sums.append(block_checksum(block))
-                        out.write(block)
-                    advance(entry.nbytes)
-                out.seek(0)
-                out.write(checked_header(file.tensors, sums))
-                out.flush()
-                os.fsync(out.fileno())
+            write_file(temporary[file.name], file.tensors, tensors, advance)
         if len(names) > 1:
             weights = {name: file.name for file in files for name in file.tensors}
             index = {"metadata": {"total_size": sum(file.nbytes for file in files)}, "weight_map": weights}

@@ -6,14 +6,19 @@ every tensor, and of the header. In other files damage to the values of a tensor
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
 
 from flatshard.checkpoint import manifest_checks
 from flatshard.checkpoint.errors import CheckpointError
@@ -24,6 +29,8 @@ from flatshard.checkpoint.files import (
     Chunk,
     TensorEntry,
     TensorFiles,
+    block_checksum,
+    blocks_of,
     header_of,
     open_file,
 )
@@ -34,14 +41,61 @@ SUMMED = 1 << 16
 _BLOCK, _SUMS, _CHECK = "flatshard.block", "flatshard.checksums", "flatshard.header"
 
 
-def checked_header(tensors: Mapping[str, TensorEntry], sums: Sequence[int] | None) -> bytes:
+def checked_header(
+    tensors: Mapping[str, TensorEntry], sums: Sequence[int] | None, block: int, metadata: dict[str, str]
+) -> bytes:
     """The beginning of a safetensors file with the checksums of its tensors. It is as long with None, for zeros."""
     if sums is None:
-        sums = [0] * sum(-(-entry.nbytes // SUMMED) for entry in tensors.values())
-    own = {_BLOCK: str(SUMMED), _SUMS: "".join(f"{each:016x}" for each in sums), _CHECK: f"{0:08x}"}
-    metadata = {"format": "pt", **own}
-    blank = header_of(tensors, metadata)
-    return header_of(tensors, {**metadata, _CHECK: f"{zlib.crc32(blank):08x}"})
+        sums = [0] * sum(-(-entry.nbytes // block) for entry in tensors.values())
+    own = {_BLOCK: str(block), _SUMS: "".join(f"{each:016x}" for each in sums)}
+    blank = header_of(tensors, {_CHECK: f"{0:08x}", **metadata, **own})
+    return blank.replace(_checked(0), _checked(zlib.crc32(blank)), 1)
+
+
+def _checked(crc: int) -> bytes:
+    """The checksum of a header, in it."""
+    return b'"%s":"%08x"' % (_CHECK.encode(), crc)
+
+
+def write_file(
+    path: Path,
+    tensors: Mapping[str, TensorEntry],
+    values: Iterator[torch.Tensor],
+    advance: Callable[[int], None],
+    block: int | None = None,
+    metadata: dict[str, str] | None = None,
+) -> dict[str, Any]:
+    """Write tensors to a file, one after another, and make sure that they are on disk.
+
+    Returns what `TensorFiles` says of the file.
+    """
+    block, metadata, sums = block or SUMMED, metadata or {"format": "pt"}, []
+    header = checked_header(tensors, None, block, metadata)
+    if len(header) > HEADER_LIMIT:
+        raise CheckpointError(f"{path} would have a header of {len(header)} bytes, which is too much: use more files")
+    with open(path, "wb") as out:
+        out.write(header)
+        for entry in tensors.values():
+            for content in blocks_of(next(values).to(entry.dtype), block):
+                sums.append(block_checksum(content))
+                out.write(content)
+                advance(len(content))
+        size = out.tell()
+        out.seek(0)
+        header = checked_header(tensors, sums, block, metadata)
+        out.write(header)
+        out.flush()
+        os.fsync(out.fileno())
+    return file_facts(size, header)
+
+
+def file_facts(size: int, header: bytes) -> dict[str, Any]:
+    return {"bytes": size, "header": len(header), "sha256": hashlib.sha256(header).hexdigest()}
+
+
+def sums_in(metadata: Mapping[str, str]) -> Any:
+    """The checksums of all blocks of a file, in their order: an array of numpy."""
+    return np.frombuffer(bytes.fromhex(metadata[_SUMS]), dtype=">u8")
 
 
 def find_tensors(folder: Path) -> TensorFiles:
@@ -64,7 +118,7 @@ def find_tensors(folder: Path) -> TensorFiles:
 
 def _index(path: Path) -> dict[str, str]:
     """In which file each tensor is."""
-    with _reading(path, "an index of safetensors files"):
+    with reading(path, "an index of safetensors files"):
         with open_file(path) as file:
             homes = json.loads(file.read(), object_pairs_hook=_once)["weight_map"]
         for name in set(homes.values()):
@@ -74,7 +128,7 @@ def _index(path: Path) -> dict[str, str]:
 
 
 @contextmanager
-def _reading(path: Path, what: str) -> Iterator[None]:
+def reading(path: Path, what: str) -> Iterator[None]:
     """Within, whatever is wrong with a file is a CheckpointError."""
     try:
         yield
@@ -89,7 +143,7 @@ def _reading(path: Path, what: str) -> Iterator[None]:
 def _tensors_of(found: TensorFiles, name: str) -> dict[str, TensorEntry]:
     """What the header of one file says is in it, if that can be true."""
     path = found.folder / name
-    with _reading(path, "a safetensors file"):
+    with reading(path, "a safetensors file"):
         size = path.stat().st_size
         with open_file(path) as file:
             start = file.read(8)
@@ -99,12 +153,12 @@ def _tensors_of(found: TensorFiles, name: str) -> dict[str, TensorEntry]:
             text = file.read(length)
         described = json.loads(text, object_pairs_hook=_once)
         metadata = described.pop("__metadata__", {})
-        entries = {key: _entry(path, key, entry, name, 8 + length) for key, entry in described.items()}
+        entries = {key: described_entry(path, key, entry, name, 8 + length) for key, entry in described.items()}
         entries = dict(sorted(entries.items(), key=lambda item: (item[1].chunks[0].begin, item[1].nbytes)))
-        _check_places(path, entries, 8 + length, size)
+        check_places(path, entries, 8 + length, size)
         if isinstance(metadata, dict) and _CHECK in metadata:
-            entries = _with_sums(path, entries, metadata, start + text)
-        found.files[name] = {"bytes": size, "header": 8 + length, "crc": zlib.crc32(start + text)}
+            entries = _verified_sums(path, entries, metadata, start + text)
+        found.files[name] = file_facts(size, start + text)
         return entries
 
 
@@ -116,7 +170,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _entry(path: Path, key: str, described: dict[str, Any], name: str, begin: int) -> TensorEntry:
+def described_entry(path: Path, key: str, described: dict[str, Any], name: str, begin: int) -> TensorEntry:
     shape = manifest_checks.shape(described["shape"], f"the shape of '{key}'")
     first, last = manifest_checks.numbers(described["data_offsets"], f"the place of '{key}'")
     dtype = DTYPES.get(described["dtype"])
@@ -129,7 +183,7 @@ def _entry(path: Path, key: str, described: dict[str, Any], name: str, begin: in
     return entry
 
 
-def _check_places(path: Path, entries: dict[str, TensorEntry], begin: int, size: int) -> None:
+def check_places(path: Path, entries: dict[str, TensorEntry], begin: int, size: int) -> None:
     """Tensors lie one after another, from the end of the header to the end of the file."""
     place = begin
     for key, entry in entries.items():
@@ -140,22 +194,25 @@ def _check_places(path: Path, entries: dict[str, TensorEntry], begin: int, size:
         raise CheckpointError(f"{path} is damaged: it has {size - place} bytes after its last tensor")
 
 
-def _with_sums(
+def _verified_sums(
     path: Path, entries: dict[str, TensorEntry], metadata: dict[str, Any], header: bytes
 ) -> dict[str, TensorEntry]:
     """The tensors of a file of flatshard's with the checksums of their blocks."""
-    check, sums = metadata[_CHECK], metadata[_SUMS]
-    blank = header.replace(b'"%s":"%s"' % (_CHECK.encode(), check.encode()), b'"%s":"%08x"' % (_CHECK.encode(), 0), 1)
+    check, sums = int(metadata[_CHECK], 16), sums_in(metadata)
+    blank = header.replace(_checked(check), _checked(0), 1)
     block = manifest_checks.number(int(metadata[_BLOCK]), "the block", BLOCK)
-    counts = {key: -(-entry.nbytes // block) for key, entry in entries.items()}
-    if int(check, 16) != zlib.crc32(blank) or len(sums) != 16 * sum(counts.values()):
+    if check != zlib.crc32(blank) or len(sums) != sum(-(-entry.nbytes // block) for entry in entries.values()):
         raise CheckpointError(
             f"{path} is damaged, or was changed by a program that has kept its checksums: its header is not the one "
             f"that they are of. If it is right, remove {_CHECK} from its metadata"
         )
-    blocks = iter([int(sums[place : place + 16], 16) for place in range(0, len(sums), 16)])
-    made = {}
+    return with_sums(entries, sums, block)
+
+
+def with_sums(entries: dict[str, TensorEntry], sums: Any, block: int) -> dict[str, TensorEntry]:
+    """The tensors of a file with the checksums of their blocks."""
+    left, made = iter(sums.tolist()), {}
     for key, entry in entries.items():
-        own = tuple(islice(blocks, counts[key]))
+        own = tuple(islice(left, -(-entry.nbytes // block)))
         made[key] = replace(entry, chunks=(replace(entry.chunks[0], sums=own, block=block),))
     return made

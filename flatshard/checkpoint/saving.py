@@ -8,7 +8,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,11 @@ from torch.optim import Optimizer
 from flatshard import _arguments
 from flatshard.buffer import Exchange
 from flatshard.checkpoint.errors import CheckpointError, on_all_ranks
-from flatshard.checkpoint.files import FORMAT, MANIFEST, Manifest, sync_folder, write_chunks, write_manifest
+from flatshard.checkpoint.files import BLOCK, TensorEntry, sync_folder
+from flatshard.checkpoint.manifest import EXTRA, FORMAT, MANIFEST, Manifest, rank_file, write_manifest
+from flatshard.checkpoint.parts import merge_boxes, pack_boxes
 from flatshard.checkpoint.progress import bar
+from flatshard.checkpoint.safetensors_files import write_file
 from flatshard.checkpoint.state import Snapshot, take_snapshot
 from flatshard.optim.step import saved_state
 
@@ -93,20 +96,23 @@ def save(
     state = {} if optimizer is None else saved_state(optimizer)
     taken: list[Snapshot] = []
 
-    def prepare() -> tuple[str, Any]:
+    def prepare() -> tuple[str, dict[str, Any], str]:
         if path.exists():
             raise CheckpointError(f"{path} exists; a checkpoint is never overwritten: choose another name")
         taken.append(take_snapshot(model, optimizer, state, extra, ranks.rank, ranks.size))
         if asynchronous:
             taken[0].to_host()
-        kinds = [(key, *kind) for key, kind in taken[0].tensors.items() if not key.startswith("extra/")]
-        return hashlib.sha256(repr(kinds).encode()).hexdigest(), taken[0].doubtful
+        kinds = [(key, *kind) for key, kind in taken[0].shared_tensors().items()]
+        return hashlib.sha256(repr(kinds).encode()).hexdigest(), *taken[0].describe_doubtful()
 
     found = on_all_ranks(ranks, prepare)
-    for rank, (described, _) in enumerate(found):
+    for rank, (described, _, _) in enumerate(found):
         if described != found[0][0]:
             raise CheckpointError(f"rank {rank} has other weights or other optimizer state than rank 0; nothing saved")
-    taken[0].leave_to_one([doubtful for _, doubtful in found])
+    _, doubtful, samples = map(list, zip(*found))
+    for problem in on_all_ranks(ranks, lambda: taken[0].leave_to_one(doubtful, samples)):
+        if problem is not None:
+            raise CheckpointError(problem)
     pending = PendingSave(path)
     arguments = (pending, taken[0], ranks, keep_last, progress and not asynchronous)
     if asynchronous:
@@ -158,48 +164,41 @@ def write_snapshot(path: Path, taken: Snapshot) -> None:
 
 
 def _write_own(folder: Path, taken: Snapshot, progress: bool) -> dict[str, Any]:
-    name = f"rank-{taken.rank:05d}.safetensors"
-    chunks = [(key, local) for key, _, local in taken.writes]
-    total = sum(local.numel() * local.element_size() for _, local in chunks)
-    with bar("saving", total, progress and taken.rank == 0) as advance:
-        file, stored = write_chunks(folder / name, chunks, advance)
-    described = [
-        (key, begin, offsets, list(local.shape), sums)
-        for (key, offsets, local), (begin, sums) in zip(taken.writes, stored)
-    ]
-    extras = {key: kind for key, kind in taken.tensors.items() if key.startswith("extra/")}
-    return {"name": name, "file": file, "boxes": described, "extra": taken.extra, "extras": extras}
+    tensors = {key: TensorEntry(local.dtype, tuple(local.shape)) for key, _, local in taken.writes}
+    metadata = {"format": FORMAT, EXTRA: json.dumps(taken.extra)}
+    values = (local for _, _, local in taken.writes)
+    with bar("saving", sum(entry.nbytes for entry in tensors.values()), progress and taken.rank == 0) as advance:
+        file = write_file(folder / rank_file(taken.rank), tensors, values, advance, BLOCK, metadata)
+    boxes = {key: (offsets, tuple(local.shape)) for key, offsets, local in taken.writes}
+    return {"file": file, **pack_boxes(taken.shared_tensors(), boxes)}
 
 
 def _publish(path: Path, folder: Path, taken: Snapshot, written: Iterable[Any], keep_last: int | None) -> None:
-    tensors: dict[str, Any] = {}
-    files: dict[str, Any] = {}
-    extra: list[Any] = []
+    files: list[Any] = []
 
-    def add(kinds: dict[str, Any]) -> None:
-        tensors.update({key: {"dtype": code, "shape": shape, "boxes": []} for key, (code, shape) in kinds.items()})
+    def packed() -> Iterator[Any]:
+        for rank, each in enumerate(written):
+            seen = folder / rank_file(rank)
+            if not seen.exists() or seen.stat().st_size != each["file"]["bytes"]:
+                reason = f"was written by another rank, and rank 0 does not see it: all ranks must share {path}"
+                raise CheckpointError(f"{seen} {reason}")
+            files.append(each["file"])
+            yield each
 
-    add(taken.tensors)
-    for each in written:
-        add(each["extras"])
-        files[each["name"]] = each["file"]
-        extra.append(each["extra"])
-        for key, begin, offsets, sizes, sums in each["boxes"]:
-            tensors[key]["boxes"].append((each["name"], begin, offsets, sizes, sums))
-        seen = folder / each["name"]
-        if not seen.exists() or seen.stat().st_size != each["file"]["bytes"]:
-            reason = f"was written by another rank, and rank 0 does not see it: all ranks must share {path}"
-            raise CheckpointError(f"{seen} {reason}")
+    kinds = taken.shared_tensors()
+    numbers, tables = merge_boxes([shape for _, shape in kinds.values()], packed())
     others = complete(path.parent)
     body = {
         "format": FORMAT,
         "saved": max([time.time_ns(), *(saved + 1 for saved, _ in others)]),  # clocks can go backwards
-        "world": len(files),
         "model": taken.model,
         "optimizer": taken.optimizer,
-        "extra": extra,
         "files": files,
-        "tensors": tensors,
+        "tables": tables,
+        "tensors": {
+            key: {"dtype": dtype, "shape": shape, "table": number}
+            for (key, (dtype, shape)), number in zip(kinds.items(), numbers)
+        },
     }
     write_manifest(folder, body)
     sync_folder(folder)
@@ -226,7 +225,7 @@ def complete(folder: Path) -> list[tuple[int, Path]]:
             try:
                 found.append((Manifest(path).saved, path))
             except CheckpointError as error:
-                _LOG.warning("%s; it is passed over: remove %s", error, path)
+                _LOG.warning("%s; %s is passed over", error, path)
     return sorted(found)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,9 +16,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim import Optimizer
 
 from flatshard import _torch
-from flatshard.checkpoint.errors import CheckpointError
 from flatshard.checkpoint.files import CODES
 from flatshard.checkpoint.json_trees import encode_tree
+from flatshard.checkpoint.parts import merge_boxes, pack_boxes
 
 
 @dataclass
@@ -64,7 +67,12 @@ class Snapshot:
     tensors: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # key -> dtype code, shape
     writes: list[tuple[str, tuple[int, ...], torch.Tensor]] = field(default_factory=list)  # key, offsets, local
     # what this rank would write and ranks outside its mesh may have too: a norm beside tensor parallelism, say
-    doubtful: list[tuple[str, tuple[int, ...], list[float]]] = field(default_factory=list)  # and a few of its values
+    doubtful: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)  # key -> offsets, sizes
+    samples: dict[str, list[float]] = field(default_factory=dict)  # a few values of those
+
+    def shared_tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The dtype and shape of all tensors but those of the extra, which each rank has for itself."""
+        return {key: kind for key, kind in self.tensors.items() if not key.startswith("extra/")}
 
     def put(self, key: str, tensor: torch.Tensor, own: bool = False) -> str:
         """Remember a tensor under a key. ``own``: this rank's, and of no other."""
@@ -81,29 +89,40 @@ class Snapshot:
         if part.offsets is not None and part.local.numel() and number % part.replicas == part.replica:
             self.writes.append((key, part.offsets, part.local))
             if 0 < part.ranks < self.world:
+                self.doubtful[key] = part.offsets, tuple(part.local.shape)
                 # Not of optimizer state: that of a weight without gradients is rounding, and copies may differ in it.
-                few = _sample(part.local) if key.startswith("model") else []
-                self.doubtful.append((key, part.offsets, few))
+                if key.startswith("model"):
+                    self.samples[key] = _sample(part.local)
         return key
 
-    def leave_to_one(self, doubtful: list[list[tuple[str, list[int], list[float]]]]) -> None:
+    def describe_doubtful(self) -> tuple[dict[str, Any], str]:
+        """What other ranks need for `leave_to_one`: short, since all hear it of all."""
+        return pack_boxes(self.shared_tensors(), self.doubtful), json.dumps(self.samples)
+
+    def leave_to_one(self, doubtful: list[dict[str, Any]], samples: list[str]) -> str | None:
         """Leave to one rank what several would write, given what each rank says of it. They take turns.
 
-        CheckpointError where ranks outside each other's meshes have other values under one name.
+        Returns what is wrong where this rank has other values than one outside its mesh under one name.
         """
-        holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-        values: dict[tuple[str, tuple[int, ...]], list[float]] = {}
-        for rank, boxes in enumerate(doubtful):
-            for key, offsets, few in boxes:
-                box = key, tuple(offsets)
-                holders.setdefault(box, []).append(rank)
-                if not _are_copies(few, values.setdefault(box, few)):
-                    raise CheckpointError(
-                        f"ranks {holders[box][0]} and {rank} have other values of '{key}', and no mesh says so: one of "
+        kinds = self.shared_tensors()
+        numbers, tables = merge_boxes([shape for _, shape in kinds.values()], doubtful)
+        holders: dict[Any, list[int]] = defaultdict(list)
+        for number, table in enumerate(tables):
+            for rank, offsets, _ in table:
+                holders[number, tuple(offsets)].append(rank)
+        read, others = cache(lambda rank: json.loads(samples[rank])), set()
+        for turn, (key, number) in enumerate(zip(kinds, numbers)):
+            if key in self.doubtful:
+                ranks = holders[number, self.doubtful[key][0]]
+                if key in self.samples and not _are_copies(self.samples[key], read(ranks[0])[key]):
+                    return (
+                        f"ranks {ranks[0]} and {self.rank} have other values of '{key}', and no mesh says so: one of "
                         "them would be lost. Experts that ranks hold as plain tensors: shard them with apart="
                     )
-        owners = {box: ranks[turn % len(ranks)] for turn, (box, ranks) in enumerate(holders.items())}
-        self.writes = [each for each in self.writes if owners.get(each[:2], self.rank) == self.rank]
+                if ranks[turn % len(ranks)] != self.rank:
+                    others.add(key)
+        self.writes = [each for each in self.writes if each[0] not in others]
+        return None
 
     def to_host(self) -> None:
         """Copy what is to be written, so that it may change afterwards."""
@@ -120,7 +139,7 @@ class Snapshot:
 def _sample(local: torch.Tensor) -> list[float]:
     """Some of the values of a tensor, by which copies of it can be told from another."""
     flat = local.flatten()
-    return [float(value) for value in flat[:: max(flat.numel() // 16, 1)].tolist()]
+    return [float(f"{value:.3g}") for value in flat[:: max(flat.numel() // 16, 1)].tolist()]
 
 
 def _are_copies(few: list[float], others: list[float]) -> bool:

@@ -16,12 +16,13 @@ import shutil
 import zipfile
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from flatshard.checkpoint.files import _canonical, _check
+from flatshard.checkpoint.manifest import _checks, _encoded
 from flatshard.checkpoint.safetensors_files import _CHECK
 
 # What no size, name, dtype or place of a small model is.
@@ -133,16 +134,35 @@ def forge_manifest(folder: Path, draw: random.Random) -> str:
     """A manifest that lies, with the checksums of its lies."""
     file = folder / "manifest.json"
     body = json.loads(file.read_bytes())["body"]
-    harm = lie(body, draw)
+    harm = _forge_rank_file(folder, body, draw) if draw.random() < 0.25 else lie(body, draw)
     if harm.startswith("near ['saved']"):
         return "none: the time is another"
-    tensors = body.get("tensors")
-    for key, described in tensors.items() if isinstance(tensors, dict) else ():
-        if isinstance(described, dict):
-            described["check"] = _check(key, described)
-    digest = hashlib.sha256(_canonical(body)).hexdigest()
+    with suppress(LookupError, TypeError, AttributeError):  # nothing that has checksums, after some lies
+        for key, check in _checks(body).items():
+            body["tensors"][key]["check"] = check
+    digest = hashlib.sha256(_encoded(body)).hexdigest()
     file.write_text(json.dumps({"sha256": digest, "body": body}))
     return f"manifest: {harm}"
+
+
+def _forge_rank_file(folder: Path, body: Any, draw: random.Random) -> str:
+    """The header of a rank's file lies, and the manifest has the checksum of that."""
+    rank = draw.randrange(len(body["files"]))
+    file = folder / f"rank-{rank:05d}.safetensors"
+    header, data = read_header(file)
+    own = [name for name in header if name.startswith(("extra/", "__metadata__"))]
+    name = draw.choice(own)
+    if name == "__metadata__" and draw.random() < 0.5:
+        extra = [json.loads(header[name]["flatshard.extra"])]
+        harm = lie(extra, draw)
+        header[name]["flatshard.extra"] = json.dumps(extra[0] if extra else 7)
+    else:
+        harm = lie(header[name], draw)
+    write_header(file, header, data)
+    length = file.stat().st_size - len(data)
+    digest = hashlib.sha256(file.read_bytes()[:length]).hexdigest()
+    body["files"][rank] = {"bytes": length + len(data), "header": length, "sha256": digest}
+    return f"header of rank {rank}, {name}: {harm}"
 
 
 # Of safetensors

@@ -23,7 +23,7 @@ def test_damage_to_the_manifest_names_the_tensor(tmp_path):
     save(tmp_path / "a", nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4)), extra=torch.ones(2))
     file = tmp_path / "a" / "manifest.json"
     good = file.read_bytes()
-    entry = good.index(b'"model/1.bias":{"boxes"')
+    entry = good.index(b'"model/1.bias":{"dtype"')
     shape = good.index(b'"shape":[4]', entry)
 
     def refused(bad, message):
@@ -39,7 +39,8 @@ def test_damage_to_the_manifest_names_the_tensor(tmp_path):
     refused(good.replace(b'"model/1.bias":{', b'"model/1.bia5":{'), "in what it says of 'model/1.bia5'")
     refused(good[:40], "manifest.json is damaged, or is not a manifest of flatshard")
     refused(
-        good.replace(b'"world":1', b'"world":2'), "manifest.json is damaged: its checksum is not that of its content"
+        good.replace(b'"optimizer":null', b'"optimizer":true'),
+        "manifest.json is damaged: its checksum is not that of its content",
     )
     refused(good[:shape].replace(b"\n", b"\0") + good[shape:], "manifest.json is damaged, or is not a manifest")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from benchmarks import scale
@@ -33,13 +31,10 @@ def test_blame_of_many_records_is_short():
     assert row["said"] < 300
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_a_manifest_of_simulated_ranks_is_one(tmp_path, world):
-    tensors = [("model/a", (5, 3)), ("model/b", (8, 2))]
-    boxes = [json.loads(scale._message(tmp_path, tensors, world, rank))["boxes"] for rank in range(world)]
-    rows = {key: sum(sizes[0] for each in boxes for name, _, _, sizes, _ in each if name == key) for key, _ in tensors}
-    assert rows == {"model/a": 5, "model/b": 8}
-    assert all((tmp_path / f"rank-{rank:05d}.safetensors").stat().st_size for rank in range(world))
+@pytest.mark.parametrize("layout", ["tensor", "flat"])
+def test_checkpoints_of_simulated_ranks_can_be_read(layout):
+    row = scale.checkpoint(6, "llama-8b", layout)
+    assert (row["flatshard_same_files"], row["flatshard_all_files"]) == (1, 6)
 
 
 def test_padding_grows_with_ranks_and_not_where_rows_divide():

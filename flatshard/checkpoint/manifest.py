@@ -1,0 +1,239 @@
+"""The manifest of a checkpoint: which tensors there are, and which ranks' files have which parts of them.
+
+    manifest.json               every tensor: dtype, shape, and the number of the table that says how it is cut; the
+                                tables: which rank has which box; every file: its size, and the SHA-256 of its header
+    rank-00000.safetensors      the boxes that rank 0 wrote, in the order of the manifest's tensors, then the tensors of
+                                its extra; its header has what else is of this rank only: checksums, and extra itself
+
+Its size is that of the tensors, and of the ranks times the ways to cut a tensor: whoever loads reads it whole, and the
+headers of those files alone that have something for it. Every mebibyte of a box has a checksum, so that a part of a box
+can be verified by reading little more. The manifest carries its own SHA-256, and a checksum for what it says of each
+tensor, so that damage to it can be named too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flatshard.checkpoint import manifest_checks
+from flatshard.checkpoint.errors import CheckpointError
+from flatshard.checkpoint.files import BLOCK, DTYPES, HEADER_LIMIT, Chunk, TensorEntry, TensorFiles, open_file
+from flatshard.checkpoint.safetensors_files import check_places, described_entry, reading, sums_in, with_sums
+
+MANIFEST = "manifest.json"
+FORMAT = "flatshard checkpoint 3"
+EXTRA = "flatshard.extra"
+_KEY = re.compile(r'"((?:model|optimizer)/[ -~]*?)":\{"dtype"')
+
+
+def rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def write_manifest(folder: Path, body: dict[str, Any]) -> None:
+    """Write the manifest of a checkpoint whose other files are on disk."""
+    checks = _checks(body)
+    for key, described in body["tensors"].items():
+        described["check"] = checks[key]
+    text = _encoded(body)
+    with open(folder / MANIFEST, "xb") as file:
+        file.write(b'{"sha256":"%s",\n"body":%s}\n' % (hashlib.sha256(text).hexdigest().encode(), text))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _encoded(body: Any) -> bytes:
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+def _checks(body: dict[str, Any]) -> dict[str, int]:
+    """For each tensor a checksum of what the manifest says of it, and of how it is cut."""
+    tables = [zlib.crc32(_encoded(table)) for table in body["tables"]]
+    found = {}
+    for key, described in body["tensors"].items():
+        said = {name: value for name, value in described.items() if name != "check"}
+        found[key] = zlib.crc32(_encoded([key, said, tables[said["table"]]]))
+    return found
+
+
+def _damaged_tensor(text: bytes) -> str:
+    """Which tensor a damaged manifest tells wrong things of, as words of an error; nothing where it cannot be told."""
+    wrong: list[str] = []
+    try:
+        body = json.loads(text)["body"]
+        wrong = [key for key, check in _checks(body).items() if body["tensors"][key].get("check") != check]
+    except UnicodeDecodeError as error:
+        wrong = _KEY.findall(text[: error.start].decode(errors="ignore"))[-1:]
+    except json.JSONDecodeError as error:
+        wrong = _KEY.findall(error.doc[: error.pos])[-1:]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        pass  # not even the outline of a manifest
+    return f" in what it says of '{wrong[0]}'" if wrong else ""
+
+
+class _Table:
+    """One way to cut a tensor: which rank has which box."""
+
+    def __init__(self, boxes: list[Any], shape: tuple[int, ...], world: int, key: str) -> None:
+        self.shape = shape
+        self._ranks = manifest_checks.numbers([rank for rank, _, _ in boxes], f"who has '{key}'", world - 1)
+        parts = manifest_checks.parts([(offsets, sizes) for _, offsets, sizes in boxes], shape, key)
+        self.numels = {rank: math.prod(sizes) for rank, (_, sizes) in zip(self._ranks, parts)}
+        if len(self.numels) < len(parts):
+            raise ValueError(f"a rank has two parts of '{key}'")
+        dims = (len(parts), len(shape))
+        self._low = np.array([offsets for offsets, _ in parts], dtype=np.int64).reshape(dims)
+        self._high = self._low + np.array([sizes for _, sizes in parts], dtype=np.int64).reshape(dims)
+
+    def chunks_within(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterable[Chunk]:
+        ends = [offset + size for offset, size in zip(offsets, sizes)]
+        for place in np.flatnonzero(((self._low < ends) & (self._high > list(offsets))).all(axis=1)).tolist():
+            low, high = self._low[place].tolist(), self._high[place].tolist()
+            yield Chunk(rank_file(self._ranks[place]), 0, tuple(low), tuple(b - a for a, b in zip(low, high)), ())
+
+
+@dataclass(frozen=True)
+class _SavedTensor(TensorEntry):
+    """A tensor of a checkpoint. The chunks know their places once their files have been opened."""
+
+    number: int = 0
+    table: _Table | None = None
+
+    def chunks_within(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterable[Chunk]:
+        assert self.table is not None
+        return self.table.chunks_within(offsets, sizes)
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """What one rank has written, from the header of its file. In few bytes: there may be thousands."""
+
+    begins: Any  # of each tensor of the manifest: the place of its box in the file, and
+    blocks: Any  # the number of the first of its checksums; and where the last ends
+    sums: Any
+    extra: Any
+    tensors: dict[str, TensorEntry]  # of the extra
+
+
+class Manifest(TensorFiles):
+    """What a checkpoint holds. CheckpointError where the manifest is missing or damaged."""
+
+    def __init__(self, folder: Path) -> None:
+        path, text = folder / MANIFEST, b""
+        try:
+            with open_file(path) as file:
+                text = file.read()
+            outer = json.loads(text)
+            body, digest = outer["body"], outer["sha256"]
+        except FileNotFoundError:
+            reason = "does not exist" if not folder.exists() else "has no manifest: it is not a complete checkpoint"
+            raise CheckpointError(f"{folder} {reason}") from None
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            where = _damaged_tensor(text)
+            raise CheckpointError(f"{path} is damaged{where or ', or is not a manifest of flatshard'}") from error
+        if not isinstance(body, dict) or hashlib.sha256(_encoded(body)).hexdigest() != digest:
+            where = _damaged_tensor(text)
+            raise CheckpointError(f"{path} is damaged{where}: its checksum is not that of its content")
+        if body.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{path} is of format {body.get('format')!r}, and this version reads {FORMAT!r}: let the version that "
+                "wrote it convert it to DCP (flatshard convert --to dcp), and this one convert that"
+            )
+        super().__init__(folder)
+        self.digest: str = digest
+        self.opened: dict[str, RankFile] = {}
+        try:
+            self._take_over(body)
+        except (ValueError, TypeError, AttributeError, IndexError, RecursionError) as error:
+            raise CheckpointError(f"{path} cannot be true: {error}") from error
+        except KeyError as error:
+            raise CheckpointError(f"{path} cannot be true: it does not say {error}") from error
+
+    def _take_over(self, body: dict[str, Any]) -> None:
+        """Take over what the manifest says, if it can be true."""
+        self.saved = manifest_checks.number(body["saved"], "saved", 2**63)
+        self.world = len(body["files"])
+        self.files = {rank_file(rank): known for rank, known in enumerate(body["files"])}
+        self._ranks = {name: rank for rank, name in enumerate(self.files)}
+        for name, known in self.files.items():
+            size = manifest_checks.number(known["bytes"], f"the size of {name}")
+            manifest_checks.number(known["header"], f"the header of {name}", min(size, HEADER_LIMIT))
+            if not isinstance(known["sha256"], str):
+                raise ValueError(f"the checksum of {name} is none")
+        self._tables: dict[int, _Table] = {}
+        self._kinds: list[tuple[_Table, int]] = []  # table and bytes of an element of each tensor
+        for key, described in body["tensors"].items():
+            self.tensors[key] = self._entry(key, described, body["tables"])
+        self.model = body["model"]
+        self.optimizer: Any = body["optimizer"]
+        for what in ("model", "optimizer"):
+            manifest_checks.tree(body[what], self.tensors, what)
+        if not all(isinstance(name, str) for name, _ in self.model["dict"]):
+            raise ValueError("the model has a name that is none")
+        _check_optimizer(self.optimizer)
+
+    def _entry(self, key: str, described: dict[str, Any], tables: list[Any]) -> TensorEntry:
+        """What the manifest says of one tensor, if it can be true."""
+        shape = manifest_checks.shape(described["shape"], f"the shape of '{key}'")
+        dtype = DTYPES.get(described["dtype"])
+        if dtype is None:
+            raise ValueError(f"'{key}' is of dtype {described['dtype']!r}, which is none of safetensors")
+        number = manifest_checks.number(described["table"], f"how '{key}' is cut", len(tables) - 1)
+        if number not in self._tables:
+            self._tables[number] = _Table(tables[number], shape, self.world, key)
+        table = self._tables[number]
+        if table.shape != shape:
+            raise ValueError(f"'{key}' is cut like a tensor of shape {table.shape}")
+        self._kinds.append((table, dtype.itemsize))
+        return _SavedTensor(dtype, shape, (), len(self.tensors), table)
+
+    def take_header(self, name: str, header: bytes) -> None:
+        path, rank = self.folder / name, self._ranks[name]
+        with reading(path, "a file of this checkpoint"):
+            described = json.loads(header[8:])
+            metadata = described["__metadata__"]
+            sizes = [table.numels.get(rank, 0) * itemsize for table, itemsize in self._kinds]
+            begins = list(accumulate(sizes, initial=len(header)))
+            blocks = list(accumulate((-(-size // BLOCK) for size in sizes), initial=0))
+            own = {key: entry for key, entry in described.items() if key.startswith("extra/")}
+            entries = {key: described_entry(path, key, entry, name, len(header)) for key, entry in own.items()}
+            check_places(path, entries, begins[-1], self.files[name]["bytes"])
+            sums = sums_in(metadata)
+            if len(sums) != blocks[-1] + sum(-(-entry.nbytes // BLOCK) for entry in entries.values()):
+                raise CheckpointError(f"{path} cannot be true: it has {len(sums)} checksums")
+            entries = with_sums(entries, sums[blocks[-1] :], BLOCK)
+            extra = json.loads(metadata[EXTRA])
+            manifest_checks.tree(extra, entries, "its extra")
+        self.opened[name] = RankFile(np.array(begins), np.array(blocks), sums, extra, entries)
+
+    def located(self, entry: TensorEntry, chunk: Chunk) -> Chunk:
+        if not isinstance(entry, _SavedTensor):
+            return chunk
+        file = self.opened[chunk.file]
+        first, last = file.blocks[entry.number : entry.number + 2].tolist()
+        return replace(chunk, begin=int(file.begins[entry.number]), sums=tuple(file.sums[first:last].tolist()))
+
+
+def _check_optimizer(given: Any) -> None:
+    if given is not None:
+        parts = dict(given["dict"])
+        for group in parts["groups"]:
+            if not all(isinstance(name, str) for name in dict(group["dict"])["params"]):
+                raise ValueError("the optimizer has a parameter without a name")
+        for name, entries in parts["state"]["dict"]:
+            if not isinstance(name, str) or not isinstance(entries["dict"], list):
+                raise ValueError("the optimizer has state of a parameter without a name")
