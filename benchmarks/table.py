@@ -24,6 +24,7 @@ import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 import torch
 
@@ -31,11 +32,13 @@ from benchmarks.models import LLAMA_1B, LLAMA_8B, LLAMA_TINY
 from benchmarks.moe import MOE_TINY, QWEN_MOE
 from benchmarks.systems import SYSTEMS, Setup
 from flatshard.rehearsal import Link, Network, rehearse
+from flatshard.rehearsal.network import Algorithm, get_network
 from flatshard.rehearsal.traffic import difference
 
 NVLINK = Link(360e9, 10e-6)
 INFINIBAND = Link(45e9, 25e-6)
 NETWORK = Network(NVLINK, INFINIBAND, ranks_per_node=8, name="360 GB/s inside 8, 45 GB/s between")
+NETWORKS = {"flat": NETWORK} | {name: get_network("h100-pods", algorithm=name) for name in get_args(Algorithm)}
 RECOMPUTED_8B = dataclasses.replace(LLAMA_8B, recompute=True)
 CASES = {
     "a": Setup(LLAMA_1B, batch=1, seq=4096, world=8),
@@ -43,9 +46,11 @@ CASES = {
     "c": Setup(RECOMPUTED_8B, batch=1, seq=8192, world=64),
     "c16": Setup(RECOMPUTED_8B, batch=1, seq=8192, world=16),
     "c512": Setup(RECOMPUTED_8B, batch=1, seq=8192, world=512),
+    "c4096": Setup(RECOMPUTED_8B, batch=1, seq=8192, world=4096),
     "d": Setup(LLAMA_1B, batch=1, seq=2048, world=8, microbatches=4),
     "e": Setup(QWEN_MOE, batch=1, seq=4096, world=8),  # each rank has its own experts
     "e64": Setup(QWEN_MOE, batch=1, seq=4096, world=64),  # experts of a node are sharded over eight nodes
+    "e4096": Setup(QWEN_MOE, batch=1, seq=4096, world=4096),
     "f": Setup(LLAMA_1B, batch=1, seq=4096, world=1, offload=True),
     "f8": Setup(LLAMA_1B, batch=1, seq=4096, world=8, offload=True),
     "f-8b": Setup(RECOMPUTED_8B, batch=1, seq=4096, world=1, offload=True),
@@ -57,13 +62,13 @@ DEFAULT_SYSTEMS = ["limit", "fsdp2", "flatshard"]
 COMPILED = "+compile"  # ends the name of a row whose blocks are compiled
 
 
-def measure(case: str, row: str, steps: int, warmup: int = 5) -> dict[str, float]:
+def measure(case: str, row: str, steps: int, warmup: int = 5, network: str = "flat") -> dict[str, float]:
     """Figures of one system, in this process: milliseconds and bytes. The fourth step may be one that is captured."""
     system = row.removesuffix(COMPILED)
     setup = dataclasses.replace(CASES[case], compiled=row.endswith(COMPILED))
     on_gpu = setup.device == "cuda"
     synchronize = torch.cuda.synchronize if on_gpu else lambda: None
-    with rehearse(setup.world, NETWORK) as rehearsal:
+    with rehearse(setup.world, NETWORKS[network]) as rehearsal:
         step = SYSTEMS[system](setup)
         for _ in range(warmup):
             loss = step()
@@ -135,11 +140,11 @@ def describe(rows: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
-def run_apart(case: str, system: str, steps: int) -> dict[str, float]:
+def run_apart(case: str, system: str, steps: int, network: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "row.json")
         command = [sys.executable, "-m", "benchmarks.table", "--case", case, "--systems", system]
-        command += ["--steps", str(steps), "--row", str(result)]
+        command += ["--steps", str(steps), "--network", network, "--row", str(result)]
         run = subprocess.run(command, stderr=subprocess.PIPE, text=True)
         if run.returncode:
             sys.stderr.write(run.stderr)
@@ -154,27 +159,32 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", default=DEFAULT_SYSTEMS, choices=names, metavar="SYSTEM")
     parser.add_argument("--compile", action="store_true", help="measure every system with compiled blocks too")
     parser.add_argument("--steps", type=int, default=10)
+    told = "flat: of two levels, a latency per launch; else h100-pods, of three, where it grows with the ranks"
+    parser.add_argument("--network", default="flat", choices=NETWORKS, help=told)
     parser.add_argument("--json", type=Path, help="write the figures with command, device and date")
     parser.add_argument("--row", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.row:
-        options.row.write_text(json.dumps(measure(options.case, options.systems[0], options.steps)))
+        found = measure(options.case, options.systems[0], options.steps, network=options.network)
+        options.row.write_text(json.dumps(found))
         return
     systems = options.systems + [name + COMPILED for name in options.systems] * options.compile
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    network = NETWORKS[options.network].name + f", {options.network}" * (options.network != "flat")
     document = {
         "command": f"python -m benchmarks.table --case {options.case} --steps {options.steps} --systems "
         + " ".join(options.systems)
+        + f" --network {options.network}" * (options.network != "flat")
         + " --compile" * options.compile,
         "date": datetime.date.today().isoformat(),
         "device": device,
         "torch": torch.__version__,
-        "network": NETWORK.name,
+        "network": network,
         "cases": {},
     }
-    print(f"{device}, torch {torch.__version__}, {NETWORK.name}")
+    print(f"{device}, torch {torch.__version__}, {network}")
     for case in ["a", "b", "c", "d", "e", "e64"] if options.case == "all" else [options.case]:
-        rows = {system: run_apart(case, system, options.steps) for system in systems}
+        rows = {system: run_apart(case, system, options.steps, options.network) for system in systems}
         document["cases"][case] = rows
         setup = CASES[case]
         print(
