@@ -32,7 +32,9 @@ class Service:
         pipes.mkdir()
         logs.mkdir()
         self.environment = {"CUDA_MPS_PIPE_DIRECTORY": str(pipes), "CUDA_MPS_LOG_DIRECTORY": str(logs)}
-        subprocess.run([_CONTROL, "-d"], env=os.environ | self.environment, check=True, stdout=subprocess.DEVNULL)
+        # The daemon would hold on to a pipe of this process's output, also after that has been killed.
+        command, silent = [_CONTROL, "-d"], subprocess.DEVNULL
+        subprocess.run(command, env=os.environ | self.environment, check=True, stdout=silent, stderr=silent)
 
     def close(self) -> None:
         """End the service, after its clients have ended. One that has lost a client may not end when it is told to."""
