@@ -1,17 +1,17 @@
-"""What happens to a unit during a training step. One room per subject; each imports those before it, and no other.
+"""What happens to a unit during a training step. Each package imports only those above it in this list.
 
-    program, steps   in which order units are gathered and groups reduced; which optimizer step it is
+    program, steps   the order of all-gathers and reduces; the number of optimizer steps
     parameters       a parameter in all its forms
     weights          where full weights come from
     gradients        from autograd's gradients to reduced ones
-    groups           the parameters that travel together, and what users do to them
+    groups           the parameters that are communicated together, and changes that users make to them
     rows             embeddings by rows
-    watch            where a backward stands
+    watch            hooks that follow a backward
     units            one `fully_shard` call: its hooks and phases
-    schedule         what the units of one root share, optional units among it
+    schedule         what the units of one root share, including optional units
     tree             from modules to units and roots
 
-A training step of ZeRO 3 goes through units/unit.py, schedule/root.py, groups/param_group.py, weights/source.py,
-watch/calls.py, gradients/gradients.py and schedule/reduces.py, and needs nothing of rows, formats, optional units and
-direct gradients.
+A training step of ZeRO 3 uses units/unit.py, schedule/root.py, groups/param_group.py, weights/source.py,
+watch/calls.py, gradients/gradients.py and schedule/reduces.py. It does not use rows, formats, optional units and direct
+gradients.
 """

@@ -1,12 +1,13 @@
-"""The program: in which order units are gathered and groups are reduced, the same on every rank.
+"""The program: the order in which units are gathered and groups are reduced, the same on every rank.
 
 A pass (a forward with gradients, one without, a backward) needs units one after another. The order of the first pass of
-its kind, if all ranks agree on it, predicts the others: what is needed next is gathered ahead. What a pass leaves out
-is not expected in the next one, and what it needs besides is. What ranks gather is the same on all of them, and so is
-what follows from that.
+each kind, if it is the same on all ranks, predicts later passes, so the next units can be prefetched. A unit that a
+pass does not need is removed from the prediction for the next pass, and a unit that it gathers in addition is inserted.
+All ranks gather the same units, so their predictions stay the same.
 
-Reduces are another matter: when the gradients of a group are complete depends on what a rank's data made use of. So
-hooks only mark groups, and `Turns` says which may be reduced: always in one order, that all ranks have agreed upon.
+Reduces need more care: when the gradients of a group are complete depends on which parameters the data of a rank uses.
+So hooks only mark groups, and `Turns` decides which groups may be reduced, always in one order that all ranks have
+agreed on.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from enum import Enum
 
 
 class Pass(Enum):
-    """What is going through the model."""
+    """The kind of a pass through the model."""
 
     __hash__ = object.__hash__  # Enum's own is a Python function
 
@@ -26,16 +27,16 @@ class Pass(Enum):
 
 
 class Turns:
-    """The turns of the groups of all units in one backward. Groups are numbers, in the order of registration.
+    """The order of reduces in one backward, for all groups. Groups are numbers, in the order of registration.
 
-        order    e d c b a      agreed upon by all ranks
-        marked   x   x          its gradients are complete on this rank
-        next       ^            d: if gradients for it may still come, c waits; if not, d is passed over, then c is due
+        order    e d c b a      agreed on by all ranks
+        marked   x   x          the gradients of the group are complete on this rank
+        next       ^            if gradients may still arrive for d, c waits; if not, d is skipped, and c is due
 
-    What `due` and `left` give, taken together, is a function of the order and of the set of groups that are used, and
-    does not depend on when they were marked. A group whose turn has passed has another one at the end.
+    The groups that `due` and `left` return, taken together, depend only on the order and on the set of groups that are
+    used, not on the time of the marks. A group that is marked after its turn gets another turn at the end.
 
-    ``free``: there is no order yet, and each is due when it is marked; the ranks then compare what they launch.
+    ``free``: there is no order yet, and a group is due as soon as it is marked; the ranks then compare their launches.
     """
 
     def __init__(self, order: Sequence[int], free: bool = False) -> None:
@@ -50,12 +51,12 @@ class Turns:
         self._again: set[int] = set()
 
     def see(self, number: int) -> None:
-        """All gradients of a group have arrived; its unit may still be in use."""
+        """All gradients of a group have arrived, but its unit may still be in use."""
         if number not in self.seen:
             self.seen[number] = None
 
     def mark(self, number: int, over: bool = True) -> None:
-        """The gradients of a group are complete. ``over``: the backward has left its unit, too."""
+        """The gradients of a group are complete. ``over``: the backward has also left its unit."""
         if number not in self.seen:
             self.seen[number] = None
         if self._marked.get(number):
@@ -67,9 +68,9 @@ class Turns:
             self._last = self._place[number]
 
     def due(self, to_come: Callable[[int], bool]) -> Sequence[int]:
-        """The groups whose turn it is, as far as there are marked ones behind them.
+        """The groups that are reduced next, up to the last marked one in the order.
 
-        Stops before a group that is not marked and that has gradients ``to_come``.
+        Stops before a group that is not marked but has gradients ``to_come``.
         """
         if self.is_free:
             due = [number for number in self.seen if number in self._marked and number not in self._had]
@@ -91,19 +92,20 @@ class Turns:
                 yield self._order[self._next - 1]
 
     def again(self, waiting: Collection[int]) -> list[int]:
-        """After all turns: the groups that have another, since they were marked twice or have gradients ``waiting``."""
+        """After all turns: groups with a second turn, because they were marked twice or have gradients ``waiting``."""
         return [number for number in self._order if number in self._again or number in waiting]
 
 
 class Program:
-    """The recorded order of gathers of each kind of pass, and the order of reduces. Units are numbers, too.
+    """The recorded order of all-gathers for each kind of pass, and the order of reduces. Units are numbers too.
 
-    A forward that enters at another unit than the root (generation, an evaluation of a part) is another kind of pass.
-    Before the first pass from the root, the order of registration predicts it; before another, nothing does.
+    A forward that enters at another unit than the root (generation, evaluation of a submodule) is another kind of pass.
+    The first pass from the root is predicted by the order of registration. The first pass from another unit is not
+    predicted.
     """
 
     def __init__(self, groups: Sequence[int], parents: Sequence[int | None] | None = None) -> None:
-        """``groups``: how many groups each unit has. ``parents``: the unit that each one is in, if it is in one."""
+        """``groups``: the number of groups of each unit. ``parents``: the unit around each unit, if there is one."""
         registered = tuple(range(len(groups)))
         self._parents = [None] * len(groups) if parents is None else parents
         self._orders: dict[tuple[Pass, int], Sequence[int]] = {
@@ -131,11 +133,11 @@ class Program:
         self.turns = Turns(())
 
     def order(self, kind: Pass, entry: int = 0) -> tuple[int, ...]:
-        """The order that the next pass of this kind from this unit on is expected to follow."""
+        """The predicted order of the next pass of this kind that enters at this unit."""
         return tuple(self._orders.get((kind, entry), ()))
 
     def begin(self, kind: Pass, entry: int | None = None, free: bool = False) -> None:
-        """A pass starts, at unit ``entry``; a backward, where the last forward did. One broken off is forgotten.
+        """Start a pass at unit ``entry``, or a backward of the last forward. An interrupted pass is dropped.
 
         ``free``: if it is the first of its kind, its reduces have no order.
         """
@@ -153,8 +155,8 @@ class Program:
     def need(self, unit: int, is_ahead: Callable[[int], bool]) -> None:
         """The running pass needs this unit now.
 
-        Units that were expected before it were skipped, unless a backward comes to them later. One that is not expected
-        at all (another branch, an evaluation of a part) leaves the prediction as it is.
+        Units that were expected before it count as skipped, unless a backward will still reach them. A unit that is not
+        expected at all (another branch, evaluation of a submodule) does not change the prediction.
         """
         self._needed[unit] = None
         if self.is_first:
@@ -170,12 +172,12 @@ class Program:
             upcoming[: place + 1] = later
 
     def has_needed(self, unit: int) -> bool:
-        """Whether the running pass has come to this unit."""
+        """Whether the running pass has needed this unit."""
         return unit in self._needed
 
     @property
     def is_halfway(self) -> bool:
-        """Whether the running pass has come to half of the units that there are."""
+        """Whether the running pass has needed more than half of all units."""
         return 2 * len(self._needed) > len(self._parents)
 
     def before(self, unit: int) -> list[int]:
@@ -183,7 +185,7 @@ class Program:
         return self.upcoming[: self.upcoming.index(unit)] if unit in self.upcoming else []
 
     def is_inside(self, unit: int | None, other: int) -> bool:
-        """Whether a unit is inside another one, however deep."""
+        """Whether a unit is nested in another one, at any depth."""
         while unit is not None:
             unit = self._parents[unit]
             if unit == other:
@@ -191,9 +193,9 @@ class Program:
         return False
 
     def end(self, is_held: bool) -> None:
-        """The running pass is over, and predicts the next of its kind. ``is_held``: the user holds full weights.
+        """The running pass has ended, and predicts the next of its kind. ``is_held``: the user holds full weights.
 
-        One that has communicated nothing does not: this rank may have run it alone, and the others predict as before.
+        A pass that has communicated nothing predicts nothing: this rank may have run it alone.
         """
         if is_held and not self.has_launched and self.running is Pass.FORWARD:
             self._entry = self._entry_before  # nor does it say where the next backward ends
@@ -205,7 +207,7 @@ class Program:
         self.abandon()
 
     def _changed(self, before: Sequence[int]) -> tuple[int, ...]:
-        """An order without the units that this pass did not need, and with those that it gathered besides."""
+        """An order without the units that this pass did not need, and with those that it gathered in addition."""
         order = [unit for unit in before if unit in self._needed]
         last = None
         for unit in self.gathered:
@@ -216,7 +218,7 @@ class Program:
         return tuple(order)
 
     def _backward_of(self, forward: Sequence[int]) -> tuple[int, ...]:
-        """The order in which a backward comes to the units of a forward: a unit before those in it, the last first."""
+        """The order in which a backward of this forward reaches units: reversed, a unit before those nested in it."""
         inside: dict[int | None, list[int]] = {}
         for unit in forward:
             parent = self._parents[unit]
@@ -229,7 +231,7 @@ class Program:
         return tuple(found)
 
     def abandon(self) -> None:
-        """The running pass was broken off; it predicts nothing."""
+        """The running pass was interrupted; it predicts nothing."""
         self.running, self.is_first, self.announces = None, False, self.checks
         self.upcoming = []
 
@@ -242,7 +244,7 @@ class Program:
         return tuple(self._needs), (*seen, *(number for number in self._reversed if number not in seen))
 
     def adopt(self, proposal: tuple[Sequence[int], Sequence[int]]) -> None:
-        """Go by these orders from now on. The first forward also predicts its backward."""
+        """Use these orders from now on. The first forward also predicts its backward."""
         kind, entry = self._kind
         self._orders[self._kind] = proposal[0]
         if kind is Pass.FORWARD and (Pass.BACKWARD, entry) not in self._recorded:

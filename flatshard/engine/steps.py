@@ -1,6 +1,6 @@
-"""How many steps optimizers of this process have taken.
+"""The number of optimizer steps in this process.
 
-Fused ones bump no version counter, so nothing else tells that main weights have changed.
+Fused optimizers do not increment version counters, so only this number shows that main weights have changed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def note() -> None:
 
 
 def taken() -> int:
-    """A number that is another one after a step."""
+    """A number that changes with every step."""
     if _steps.is_new:
         _steps.is_new = False
         _steps.taken += 1

@@ -1,4 +1,4 @@
-"""From a gradient that autograd has made to the reduced one that an optimizer reads.
+"""From the gradients that autograd computes to the reduced gradients that an optimizer reads.
 
-Touches buffers, lanes and pools.
+Uses buffers, lanes and pools.
 """

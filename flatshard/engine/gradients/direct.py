@@ -1,9 +1,9 @@
-"""Weight gradients that kernels write where the reduce reads them, instead of leaving them to autograd.
+"""Weight gradients that kernels write into the buffer of the reduce, instead of returning them to autograd.
 
-A group that offers this has, during a backward, one full-size buffer in the reduce dtype. A full parameter's part of
-it is its ``main_grad``. A kernel that computes a weight gradient writes it there, or adds to it, and says so; autograd
-then has nothing for that parameter, or something to be ignored. What autograd does deliver for the group (norms,
-biases) is brought into the same buffer before it is reduced.
+During a backward, a group that offers this has one full-size buffer in the reduce dtype. The part of a full parameter
+in it is its ``main_grad``. A kernel that computes a weight gradient writes it there, or adds to it, and sets
+`grad_added_to_main_grad`. Autograd then has no gradient for that parameter, or one to be ignored. Gradients of the
+group that autograd does compute (norms, biases) are copied to the same buffer before the reduce.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PLACE = "_flatshard_main_grad_of"
 
 
 class Direct:
-    """What kernels have written of the gradients of a group, in the running backward."""
+    """The gradients of a group that kernels have written in the running backward."""
 
     def __init__(self) -> None:
         self.staging: DBuffer | None = None
@@ -36,7 +36,7 @@ class Direct:
             known.clear()
 
     def wrote(self, index: int, alone: bool = False) -> None:
-        """A kernel has written a gradient. ``alone``: what autograd delivers for it is to be ignored."""
+        """A kernel has written a gradient. ``alone``: ignore the gradient that autograd computes for it."""
         self.written.add(index)
         if alone:
             self.alone.add(index)
@@ -53,7 +53,7 @@ class Direct:
 
 
 def fill(staging: DBuffer, gradients: Sequence[torch.Tensor | None], turned: Set[int], written: Set[int]) -> None:
-    """Bring what autograd has delivered into a buffer of which kernels have written some. ``turned`` are left out."""
+    """Copy gradients of autograd to a buffer that kernels have partly written. ``turned`` tensors are left out."""
     places: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     for index, gradient in enumerate(gradients):
@@ -84,11 +84,11 @@ class Destination(Protocol):
 
 
 class Destined(nn.Parameter):
-    """A full parameter whose gradient has a place before it exists. The names are those of Megatron's convention."""
+    """A full parameter with a buffer for its gradient. The names follow Megatron's convention."""
 
     @property
     def main_grad(self) -> torch.Tensor:
-        """Full-size, in the reduce dtype: what this backward has written, after what waits to be reduced; else zero.
+        """Full-size, in the reduce dtype: unreduced gradients and what kernels wrote in this backward, or zero.
 
         To be read and written within a backward only. Add to it, and set `grad_added_to_main_grad`.
         """
@@ -103,7 +103,7 @@ class Destined(nn.Parameter):
 
     @property
     def grad_added_to_main_grad(self) -> bool:
-        """Whether a kernel has written this parameter's gradient; what autograd delivers for it is then ignored."""
+        """Whether a kernel has written this parameter's gradient; autograd's gradient for it is then ignored."""
         gradients, index = destination(self)
         return index in gradients.kernels.alone
 
@@ -121,7 +121,7 @@ def destine(full: nn.Parameter, gradients: Destination, index: int) -> None:
 
 
 def destination(full: torch.Tensor) -> tuple[Destination, int]:
-    """Whose gradient a kernel is about to write."""
+    """The parameter whose gradient a kernel is about to write."""
     ref, index = full.__dict__[_PLACE]
     found: Destination | None = ref()
     if found is None:

@@ -1,13 +1,14 @@
-"""The gradients of one group: collected as autograd delivers them, reduced as far as asked, shown on the parameters.
+"""The gradients of one group: collected from autograd, reduced over some or all axes, and set on the parameters.
 
-Gradients go through up to three placements of a mesh:
+Gradients have up to three placements on a mesh:
 
     unreduced   (Partial, Partial)    every rank has its own, full size
     resting     Placements.gradient   between micro-batches, e.g. (Partial, Flat) under HSDP
     final       Placements.optimizer  what the optimizer reads, e.g. (Replicate, Flat)
 
-A backward takes its gradients to one of them. What stops short of final is kept in a buffer of that placement and joins
-the next backward that goes further, so every axis is reduced once for all micro-batches that rested before it.
+A backward reduces its gradients to one of them. Gradients that are not final are accumulated in a buffer of their
+placement, and are added to the next backward that reduces further. So every axis is reduced once for all micro-batches
+before it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ GradientScale: TypeAlias = Literal["mean", "sum"] | float
 
 
 class Gradients:
-    """Collects, reduces and shows the gradients of the params of a group.
+    """Collects and reduces the gradients of the params of a group, and sets them as ``.grad``.
 
     The result is the mean over ranks (``scale="mean"``), the sum, or the sum times a number.
     """
@@ -90,19 +91,19 @@ class Gradients:
         self.direct: Direct | None = None  # set: kernels may write gradients themselves
 
     def ask(self, **told: object) -> None:
-        """Replace what was asked of the reduces, in attributes of these names."""
+        """Replace settings of the reduces, given as attributes."""
         self.__dict__.update(told)
         self._derive()
 
     def take_settings(self, other: Gradients) -> None:
-        """Be set as another object that this one takes the place of."""
+        """Copy the settings of the object that this one replaces."""
         names = ("on_complete", "on_first", "scale", "sums_only", "counts_unused", "takes_part", "comm", "hook")
         self.ask(**{name: getattr(other, name) for name in names})
         self.direct = None if other.direct is None else Direct()
         self.main_grads.is_decoupled, self.main_grads.kept = other.main_grads.is_decoupled, other.main_grads.kept
 
     def set_dtypes(self, policy: MixedPrecisionPolicy, compute: torch.dtype, formats: Formats) -> None:
-        """Reduce, and keep gradients, in what another policy says; ``compute`` is the dtype of full parameters."""
+        """Reduce and keep gradients in the dtypes of another policy; ``compute`` is the dtype of full parameters."""
         before, self.grad_dtype = self.grad_dtype, policy.grad_of(self.main.dtype, compute)
         self.reduce_dtype = policy.reduce_of(compute, self.grad_dtype)
         self._set_stages(formats)
@@ -126,24 +127,25 @@ class Gradients:
 
     @property
     def what(self) -> str:
-        """What ranks say that they do when they compare reduces."""
+        """What ranks announce when they compare reduces."""
         return "reduce"
 
     @property
     def is_encoded(self) -> bool:
-        """Whether a reduce over some axis travels in a format of its own."""
+        """Whether the reduce over some axis sends encoded gradients."""
         return any(stage.is_encoded for stage in self._stages)
 
     def _result(self, number: int, stages: Sequence[Stage]) -> torch.dtype:
-        """What one of some stages results in: sums of encoded inputs stay in float32 unless a plain stage is next."""
+        """The dtype of a stage's result: sums of encoded inputs stay in float32 unless a plain stage follows."""
         goes_on = number + 1 < len(stages) and not stages[number + 1].is_encoded
         return sum_dtype(self.reduce_dtype) if stages[number].is_encoded and not goes_on else self.reduce_dtype
 
     def _derive(self) -> None:
-        """What collectives do, and what their inputs and results are multiplied by; looked at in every reduce.
+        """Derive the reduce operations and the factors of their inputs and results, which every reduce reads.
 
-        The sum of a few large numbers is infinite in float16, and a small number divided by all ranks is 0: half of the
-        division is done before the sum and half after it. A power of two, so that it rounds nothing else.
+        In float16 the sum of a few large numbers is infinite, and a small number divided by all ranks is 0. So half of
+        the division is done before the sum and half after it. The factor is a power of two, so that it adds no
+        rounding.
         """
         half = self.reduce_dtype is torch.float16
         self._op: Literal["avg", "sum"] = "avg" if self.scale == "mean" and not (self.sums_only or half) else "sum"
@@ -155,12 +157,12 @@ class Gradients:
 
     @property
     def has_partial(self) -> bool:
-        """Whether gradients of earlier backwards wait for a reduce that goes further."""
+        """Whether gradients of earlier backwards wait for a further reduce."""
         return self._unreduced is not None or self._resting is not None
 
     @property
     def waiting(self) -> bool:
-        """Whether some have arrived and are not reduced."""
+        """Whether gradients have arrived that are not reduced."""
         if self.direct is not None and self.direct.written:
             return True
         for param in self.params:
@@ -169,7 +171,7 @@ class Gradients:
         return False
 
     def arrived(self, index: int) -> None:
-        """Autograd has put a gradient on one full parameter; reentrant checkpointing may do so more than once."""
+        """Autograd has set the gradient of a full parameter; reentrant checkpointing may do so more than once."""
         if not self._arrived and self.on_first is not None:
             self.on_first()
         self._arrived.add(index)
@@ -177,7 +179,7 @@ class Gradients:
             self.on_complete()
 
     def take(self) -> list[torch.Tensor | None]:
-        """What has arrived; it is no longer on the full parameters."""
+        """Remove the gradients that have arrived from the full parameters, and return them."""
         if self._arrived:
             self._arrived.clear()
         params = self.params
@@ -196,7 +198,7 @@ class Gradients:
 
     @property
     def kernels(self) -> Direct:
-        """What kernels have written; only where they may."""
+        """The gradients that kernels have written, if kernels may write them."""
         assert self.direct is not None
         return self.direct
 
@@ -207,24 +209,24 @@ class Gradients:
         return self.kernels.view(index, clear, self._unwritten)
 
     def is_vacant(self, index: int) -> bool:
-        """Whether that place holds nothing yet."""
+        """Whether no gradient has been written to that place yet."""
         return self._unreduced is None and index not in self.kernels.written
 
     def drop(self) -> None:
-        """Forget what has arrived and is not reduced."""
+        """Drop gradients that have arrived and are not reduced."""
         self.take()
         if self.direct is not None:
             self.direct.drop()
 
     def drop_partial(self) -> None:
-        """Forget also what earlier backwards left unreduced."""
+        """Also drop gradients that earlier backwards left unreduced."""
         self._unreduced = self._resting = None
         self._used.clear()
         if self.direct is not None:
             self.direct.drop()
 
     def goal(self, asked: Goal) -> Goal:
-        """How far the gradients of this group go, if they are asked to go so far."""
+        """How far the gradients of this group are reduced for this request."""
         if asked is Goal.REST and self.placements.gradient == self.placements.optimizer:
             return Goal.FINAL  # nothing rests on the way
         if asked is Goal.REST and not is_sharded(self.placements.gradient[-1]):
@@ -232,7 +234,7 @@ class Gradients:
         return asked
 
     def reduce(self, pool: Pool, goal: Goal, name: str) -> Reduction:
-        """Start taking what has arrived to ``goal``, one of `goal`. A missing gradient counts as zero.
+        """Start to reduce gradients that have arrived to ``goal``, one of `goal`. A missing gradient counts as zero.
 
         A gradient that autograd left in the reduce dtype, and whose segment has no padding, is sent from where it is;
         the others are copied into a staging buffer first.
@@ -254,7 +256,7 @@ class Gradients:
         return reduction
 
     def _join_written(self, direct: Direct, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Make what kernels have written an unreduced buffer, with the rest in it; what is left to add to it."""
+        """Make gradients written by kernels an unreduced buffer, with others in it; returns what is left to add."""
         self._used |= direct.written
         left = [None if index in direct.alone else gradient for index, gradient in enumerate(gradients)]
         if direct.staging is not None:  # else they were written into the unreduced buffer of earlier backwards
@@ -266,7 +268,7 @@ class Gradients:
         return left
 
     def _unwritten(self) -> DBuffer:
-        """A buffer for unreduced gradients; where none will be written, it is zero."""
+        """A buffer for unreduced gradients; it is zero where none will be written."""
         numel = self.layout.buffer_numel(self.layout.num_shards)
         full = numel == sum(slot.numel for slot in self.layout.slots)
         turned = any(self.layout.is_turned(index, self.layout.num_shards) for index in range(len(self.params)))
@@ -358,9 +360,9 @@ class Gradients:
     # Which params ranks have used
 
     def _unknown(self, had_grad: Collection[int], hooked: Collection[int]) -> list[int]:
-        """Members that this rank has not used, and that do not show already that another one has.
+        """The params that this rank has not used, and that have no gradient yet from another rank.
 
-        And those that have hooks, which are called if another rank has used them now.
+        Also those with hooks, which are called if another rank has used them in this backward.
         """
         return [
             index
@@ -379,15 +381,15 @@ class Gradients:
         return [index for index in hooked if index in known]
 
     def _learn(self, asked: Sequence[int], noted: torch.Tensor) -> None:
-        """The reduce has been waited for: show the gradients of params that other ranks have used."""
+        """After the reduce has been waited for: set the gradients of params that other ranks have used."""
         self.main_grads.close(asked, self._uses.answer(noted, asked))
 
     def _through(
         self, stages: Sequence[Stage], inputs: list[torch.Tensor], target: DBuffer, reduction: Reduction, then: Action
     ) -> Ticket:
-        """Take full-size runs through some stages into ``target`` and do ``then``, inside the lane.
+        """Reduce full-size runs through some stages into ``target`` and call ``then``, inside the lane.
 
-        What rests on the way comes along.
+        Gradients that were accumulated before a later stage are added there.
         """
         pool, lane, held = reduction.pool, reduction.pool.lane, reduction.held
         after: tuple[Ticket, ...] = ()
@@ -415,7 +417,7 @@ class Gradients:
     def _inputs(
         self, gradients: Sequence[torch.Tensor | None], pool: Pool
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Per non-empty segment, the full-size input of the reduce; and what must live until it is done."""
+        """Per non-empty segment, the full-size input of the reduce; and tensors to keep until it has ended."""
         held = [gradient for gradient in gradients if gradient is not None]
         before = self._before
         unreduced, self._unreduced = self._unreduced, None
@@ -468,7 +470,7 @@ class Gradients:
 
 @_torch.uncompiled
 def gradient_arrived(gradients: weakref.ref[Gradients], index: int, full: torch.Tensor) -> None:
-    """The autograd hook of a parameter that is watched."""
+    """The autograd hook of a watched parameter."""
     target = gradients()
     if target is None:
         refuse_orphan()
@@ -477,7 +479,7 @@ def gradient_arrived(gradients: weakref.ref[Gradients], index: int, full: torch.
 
 
 def refuse_orphan() -> None:
-    """For a gradient whose destination is gone."""
+    """Raise for a gradient of a parameter whose group has been freed."""
     raise RuntimeError(
         "a gradient arrived for a sharded parameter that has been moved, cast or deleted since its forward; run the "
         "backward before that"
@@ -499,13 +501,13 @@ def _call_hook(hook: Callable[[torch.Tensor], None], stream: torch.Stream | None
 
 
 def _note(noted: torch.Tensor, uses: torch.Tensor | None) -> None:
-    """Keep what is told of uses apart from where the next reduce will tell of them."""
+    """Copy the use counts, because the next reduce overwrites them."""
     assert uses is not None
     noted.copy_(uses)
 
 
 def _add_or_write(main_grad: DBuffer, reduced: DBuffer, fresh: bool, factor: float) -> None:
-    """Bring reduced gradients, times a factor, into a buffer; they may be in it already."""
+    """Write or add reduced gradients, times a factor, to a buffer; they may be in it already."""
     if reduced is main_grad:
         main_grad.local.mul_(factor)
     elif fresh:

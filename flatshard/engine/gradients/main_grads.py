@@ -1,4 +1,4 @@
-"""The reduced gradients of a group, as its sharded parameters show them."""
+"""The reduced gradients of a group, which are the ``.grad`` of its sharded parameters."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _sharded: Callable[[ShardedParam], torch.Tensor] = operator.attrgetter("sharded"
 
 
 class MainGrads:
-    """One buffer that lies as main does, and a DTensor over it for each param.
+    """One buffer with the layout of main, and a DTensor over it for each param.
 
-    They are those of one step. Once ``.grad`` of all parameters is None, `rest` lets go of them, and the next backward
-    makes others. Whoever still holds one keeps its values, also where only some have been set to None or replaced.
+    They are created for each step. Once ``.grad`` of all parameters is None, `rest` drops them, and the next backward
+    creates new ones. Code that holds a gradient keeps its values, also if only some were set to None or replaced.
 
-    Decoupled gradients are shown as ``decoupled_grad``, and are ``.grad`` for the time of a launch only. Between `hide`
-    and `unhide` none are shown: they are ``kept`` here.
+    Decoupled gradients are set as ``decoupled_grad``, and as ``.grad`` only during a launch. Between `hide` and
+    `unhide` parameters have no gradients: they are ``kept`` in this object.
     """
 
     def __init__(
         self, params: Sequence[ShardedParam], main: DBuffer, dtype: torch.dtype, home: Home, room: int = 0
     ) -> None:
-        """``room``: how many more elements there are behind them, for who reduces into the buffer."""
+        """``room``: the number of additional elements at the end of the buffer, for use counts."""
         self.params, self.main, self.dtype, self.home, self._room = params, main, dtype, home, room
         self.buffer: DBuffer | None = None
         self.shown: list[DTensor] = []
@@ -50,11 +50,11 @@ class MainGrads:
         self._is_new = False  # nothing has been reduced into the buffer yet
 
     def rest(self, always: bool = False) -> None:
-        """Let go of gradients that `zero_grad` has set to None.
+        """Drop gradients that `zero_grad` has set to None.
 
-        Where steps have several backwards they stay to the next, unless ``always`` is said: in all but the first their
-        memory is there anyway, and other tensors that come to lie in its place make the heap larger.
-        Within `_torch.PlainAttributes`, since it looks at every parameter.
+        If steps have several backwards, they are kept for the next backward unless ``always``: their memory is needed
+        in all micro-batches but the first, and other tensors in its place would enlarge the heap. Called within
+        `_torch.PlainAttributes`, because it reads every parameter.
         """
         if self.buffer is None or self.in_flight or self.open:
             return
@@ -69,16 +69,16 @@ class MainGrads:
 
     @property
     def live_bytes(self) -> int:
-        """What they take on the device now."""
+        """The device memory of the gradients."""
         return 0 if self.buffer is None or self.home.host else self.buffer.local.untyped_storage().nbytes()
 
     def prepare(self) -> None:
-        """Make what the next backward reduces into."""
+        """Create the buffer that the next backward reduces into."""
         self._make()
         self._is_new = True
 
     def take(self, had_grad: Sequence[int], lane: Lane) -> tuple[DBuffer, bool, list[torch.Tensor]]:
-        """The buffer; whether it is to be written, not added to; and what the lane reads to make it so."""
+        """The buffer; whether to write instead of add; and the tensors that the lane reads to prepare it."""
         any_had, buffer = bool(had_grad or self.open), self.buffer
         self._accumulates = any_had
         if buffer is None or not (any_had or self._is_new):
@@ -92,11 +92,11 @@ class MainGrads:
         return buffer, False, self._bring(others, buffer, lane) if others else []
 
     def hide(self) -> None:
-        """Show no gradients from now on; there are none now."""
+        """Set no gradients on parameters from now on; they have none at this time."""
         self.kept = [None] * len(self.params)
 
     def unhide(self) -> None:
-        """Show gradients again, those that have come meanwhile too."""
+        """Set gradients on parameters again, including those of the meantime."""
         kept, self.kept = self.kept or [], None
         for param, grad in zip(self.params, kept):
             if grad is not None and self.is_decoupled:
@@ -108,7 +108,7 @@ class MainGrads:
         return self.params[index].sharded.grad if self.kept is None else self.kept[index]
 
     def couple_for_launch(self) -> tuple[list[torch.Tensor | None] | None, list[int], list[int], list[int]]:
-        """What `uncouple` is to put back afterwards, and what `_torch.grads_and_hooks` says of the parameters."""
+        """What `uncouple` restores after a launch, and the result of `_torch.grads_and_hooks`."""
         own = self.couple() if self.is_decoupled and self.kept is None else None
         had_grad, changed, finished = _torch.grads_and_hooks(map(_sharded, self.params))
         if self.kept is not None:
@@ -116,7 +116,7 @@ class MainGrads:
         return own, had_grad, changed, finished
 
     def show(self, indices: Sequence[int]) -> None:
-        """Put gradients on parameters that have none."""
+        """Set the gradients of parameters that have none."""
         if self.kept is not None:
             for index in indices:
                 self.kept[index] = self.shown[index]
@@ -129,7 +129,7 @@ class MainGrads:
                 self.params[index].sharded.grad = self.shown[index]
 
     def close(self, asked: Sequence[int], used: Sequence[int]) -> None:
-        """This rank has been told which of the open ones some rank has used."""
+        """This rank has learned which of the open params some rank has used."""
         self.open -= Counter(asked)
         own = self.couple() if self.is_decoupled and self.kept is None else None
         with _torch.PlainAttributes():
@@ -145,20 +145,20 @@ class MainGrads:
             setattr(param.sharded, DECOUPLED, None)
 
     def couple(self) -> list[torch.Tensor | None]:
-        """Put decoupled gradients where all others are; what was there."""
+        """Set decoupled gradients as ``.grad``; returns the previous ones."""
         own = [_torch.grad_of(param.sharded) for param in self.params]
         for param in self.params:
             _replace(param, getattr(param.sharded, DECOUPLED))
         return own
 
     def uncouple(self, own: Sequence[torch.Tensor | None]) -> None:
-        """Show them as decoupled ones again, and put back what was there."""
+        """Set them as ``decoupled_grad`` again, and restore the previous ``.grad``."""
         for param, mine in zip(self.params, own):
             setattr(param.sharded, DECOUPLED, _torch.grad_of(param.sharded))
             _replace(param, mine)
 
     def clear_decoupled(self, set_to_none: bool) -> None:
-        """Forget decoupled gradients, and those that are not shown, or make them zero."""
+        """Drop decoupled and hidden gradients, or set them to zero."""
         for index, kept in enumerate(self.kept or ()):
             if self.kept is not None and set_to_none:
                 self.kept[index] = None
@@ -187,7 +187,7 @@ class MainGrads:
 
     @functools.cached_property
     def _places(self) -> tuple[list[_torch.Spec], list[Any], list[Any], list[int]] | None:
-        """Specs, shapes, strides and offsets of the gradients in the buffer; None: some are no plain DTensors."""
+        """Specs, shapes, strides and offsets of the gradients in the buffer; None if some are not plain DTensors."""
         kinds: set[type] = {type(param.sharded) for param in self.params}
         if kinds != {DTensor}:
             return None
@@ -196,7 +196,7 @@ class MainGrads:
         return specs, [w.shape for w in windows], [w.stride for w in windows], [w.offset for w in windows]
 
     def _bring(self, others: Sequence[int], buffer: DBuffer, lane: Lane) -> list[torch.Tensor]:
-        """Bring gradients that users have replaced or set to None into the buffer; what the lane reads for that."""
+        """Copy gradients that users replaced or set to None into the buffer; returns what the lane reads for it."""
         replaced: list[torch.Tensor] = []
         for index in others:  # whoever holds what was shown there keeps it, the parameter of another place too
             known = weakref.ref(self.shown[index])
@@ -222,7 +222,7 @@ class MainGrads:
 
 
 def has_gaps(buffer: DBuffer) -> bool:
-    """Whether a buffer for reduced gradients is to be zeroed: what lies between its runs, reduces never write."""
+    """Whether a buffer for reduced gradients must be zeroed, because reduces do not write between its runs."""
     return buffer.local.numel() != buffer.layout.run_numel * buffer.held.count
 
 
@@ -234,7 +234,7 @@ def _show(param: ShardedParam, grad: DTensor) -> None:
 
 
 def _replace(param: ShardedParam, grad: torch.Tensor | None) -> None:
-    """Make a gradient, or none, that of a parameter, whatever the dtype of the one before."""
+    """Set the gradient of a parameter, or None, even if its dtype differs from that of the previous one."""
     param.sharded.grad = None
     if grad is not None:
         _torch.allow_grad_of(param.sharded, grad.dtype)

@@ -1,4 +1,4 @@
-"""The way of the gradients of a group through the axes of its mesh: stages, built once, and a reduce on its way."""
+"""The reduce of a group over the axes of its mesh: stages, which are built once, and a reduce in flight."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Goal(Enum):
-    """How far a backward takes its gradients."""
+    """How far a backward reduces its gradients."""
 
     UNREDUCED = "unreduced"  # nowhere: they are added to what this rank has
     REST = "rest"
@@ -34,7 +34,7 @@ class Goal(Enum):
 
 @dataclass
 class Reduction:
-    """A reduce: what its stages have in common, and where it stands."""
+    """A reduce in flight: what its stages share, and its state."""
 
     pool: Pool
     name: str
@@ -51,9 +51,9 @@ class Reduction:
     asks: Action = None  # called when it is over, and the host may wait: this rank has not used all of them
 
     def call_when_final(self, action: Callable[[], None], home: Home) -> None:
-        """Call a function once the gradients are complete: beside the device where they are in host memory.
+        """Call a function once the gradients are complete; on a host thread if they are in host memory.
 
-        Not where users' hooks are called first, or where it depends on other ranks which of the gradients there are.
+        Not called if users' hooks run first, or if other ranks determine which of the gradients exist.
         """
         if self.then is None and self.asks is None and home.host:
             self.ticket = home.beside(action, after=self.ticket.wait)
@@ -61,7 +61,7 @@ class Reduction:
             self.on_final = action
 
     def wait(self) -> None:
-        """Order the current stream after it. It is not on its way any more, also if that fails."""
+        """Order the current stream after it. It then no longer counts as in flight, even if the wait fails."""
         try:
             self.ticket.wait()
         finally:
@@ -83,11 +83,11 @@ class Stage:
 
     @property
     def room(self) -> int:
-        """Whether a result needs room behind it for a number per parameter, 1 or 0."""
+        """1 if a result needs additional elements for one number per parameter, otherwise 0."""
         return int(not self._scatters)
 
     def launch(self, inputs: Tensors, out: DBuffer, of: Reduction, after: Tickets = (), then: Action = None) -> Ticket:
-        """Reduce runs into ``out`` and do ``then``, inside the lane. What that reads besides the inputs is held."""
+        """Reduce runs into ``out`` and call ``then``, inside the lane. ``held`` keeps other tensors that it reads."""
         if not inputs:  # only empty tensors
             return Ticket()
         lane, op, name = of.pool.lane, of.op, of.name
@@ -109,7 +109,7 @@ class Stage:
     def _with_uses(
         self, inputs: Tensors, outputs: Tensors, of: Reduction, after: Tickets
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Inputs and outputs of a reduce-scatter, which tells all ranks of uses besides."""
+        """Inputs and outputs of a reduce-scatter, with the use counts added."""
         given, dtype = of.uses, inputs[0].dtype
         assert given is not None
         if given.shape != (self.copies * of.parameters,) or given.dtype != dtype:  # of the stage before
@@ -129,9 +129,9 @@ class Stage:
 
 
 class EncodedStage(Stage):
-    """A reduce whose inputs travel encoded and are added in float32, in the order of ranks, where they are wanted.
+    """A reduce that sends encoded inputs and adds them in float32, in rank order, on the receiving rank.
 
-    Each rank sends the others their pieces; where all of them want the whole, all that it has. Inputs and result may
+    Each rank sends each other rank its piece, or all of its data if all ranks need the whole sum. Inputs and result may
     have any floating-point dtypes.
     """
 
@@ -210,14 +210,14 @@ class EncodedStage(Stage):
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What encoded gradients, or rows of them, that would travel in ``dtype`` are added in."""
+    """The dtype of sums of encoded gradients, or of rows, that would otherwise be sent in ``dtype``."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def stages_to(mesh: DeviceMesh, final: tuple[Placement, ...], formats: Formats, dtype: torch.dtype) -> list[Stage]:
-    """From unreduced gradients, every rank's own, to placements ``final``: one axis after the other, the last first.
+    """The stages from unreduced gradients to placements ``final``: one axis after the other, last axis first.
 
-    ``dtype``: what travels where no format says otherwise.
+    ``dtype``: what is sent if there is no format.
     """
     unreduced = (Partial(),) * len(final)
     stages: list[Stage] = []

@@ -1,4 +1,4 @@
-"""Full-size gradients on their way into a reduce: which can be sent from where they are, and where the others go."""
+"""Full-size inputs of a reduce: which gradients can be sent from where they are, and staging for the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flatshard.layout import Layout
 
 
 def sole_owners(layout: Layout) -> tuple[int | None, ...]:
-    """Per segment, the tensor that fills it to the last element and in its own order, if there is one."""
+    """Per segment, the tensor that fills it completely and in its own order, if there is one."""
     owners: list[int | None] = [None] * len(layout.segments)
     for index, slot in enumerate(layout.slots):
         if layout.is_turned(index, layout.num_shards):
@@ -24,7 +24,7 @@ def sole_owners(layout: Layout) -> tuple[int | None, ...]:
 def fill_runs(
     layout: Layout, staging: torch.Tensor, runs: list[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]
 ) -> None:
-    """Copy the gradients of all segments that have no run yet into one buffer, and give those segments its runs."""
+    """Copy the gradients of all segments that have no run yet into one buffer, and use its runs for those segments."""
     end = 0
     filled = 0
     places: list[torch.Tensor] = []

@@ -1,7 +1,8 @@
-"""Which parameters of a group the ranks have used, known to all of them: a number per parameter, beside its gradient.
+"""Which parameters of a group any rank has used: one number per parameter, reduced with its gradient.
 
-A parameter that no rank has used has no gradient, as in one process; one that some rank has used has one on all ranks.
-A rank that has used a parameter knows. Only one that has not asks, and only then does the host wait for the answer.
+A parameter that no rank has used has no gradient, as in one process; a parameter that some rank has used has one on all
+ranks. Only a rank that has not used a parameter reads the reduced number, and only then does the host wait for the
+device.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _MOST = 32  # sets of parameters for which numbers are kept
 
 
 class Uses:
-    """Of the ``count`` params of one group."""
+    """The use counts for the ``count`` params of one group."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -22,7 +23,7 @@ class Uses:
         self._answers: dict[tuple[int, ...], list[int]] = {}
 
     def given(self, used: Sequence[int], copies: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """What this rank sends to each of so many: 1 for what it has ``used``, in order. Not to be written to."""
+        """What this rank sends, in ``copies`` copies: 1 for each param it has ``used``, else 0. Read-only."""
         key = tuple(used), copies, dtype
         found = self._given.get(key)
         if found is None:
@@ -35,9 +36,10 @@ class Uses:
         return found
 
     def answer(self, noted: torch.Tensor, asked: Sequence[int]) -> list[int]:
-        """Which of the params ``asked`` about some rank has used, by what has been reduced. The host waits for it.
+        """Which of the params ``asked`` some rank has used, by the reduced numbers. The host waits for them.
 
-        A graph cannot, and uses the same parameters in every step: it has the answer of the last step before it.
+        A captured step cannot wait, and uses the same parameters in every step: the answer is that of the last step
+        before it.
         """
         key = tuple(asked)
         if not _capturing(noted):

@@ -1,4 +1,4 @@
-"""The parameters that travel together, who finds them, and what users may do to them.
+"""The parameters that are communicated together, a registry of them, and changes that users make to them.
 
-Touches no order and no autograd.
+Does not depend on the order of launches or on autograd.
 """

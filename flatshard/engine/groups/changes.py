@@ -1,14 +1,14 @@
-"""What users do to parameters after sharding: `.to`, `to_empty`, `load_state_dict(assign=True)`, plain assignment.
+"""Changes to parameters after sharding: `.to`, `to_empty`, `load_state_dict(assign=True)`, plain assignment.
 
-All of it gives a module other parameters, or a parameter other memory, than the group's buffers. Either the group takes
-the new values over, into a new main buffer, or it refuses with the reason and everything is as before. A parameter that
-was put into a module is the group's from then on, since an optimizer may hold it; one that holds the parameter which it
-replaced is told at its next step. Only what `load_state_dict` of a unit assigns is copied into the parameters that are
-there: nobody can have taken them from the module yet, and an optimizer goes on with those that it has.
+They all give a module other parameters, or a parameter other memory, than the buffers of the group. The group either
+adopts the new values, into a new main buffer, or raises an error and restores everything. A parameter that was assigned
+to a module belongs to the group from then on, because an optimizer may hold it. An optimizer that holds the replaced
+parameter raises at its next step. The exception is `load_state_dict` of a unit: its values are copied into the existing
+parameters, because no other code can have taken the new ones from the module yet, and existing optimizers remain valid.
 
-Modules, and what loads them, change parameters one after another, and a group can be taken over only as a whole: its
-parameters have one dtype and one device. While they differ, nothing is done. They must agree when they are used next,
-which is in a forward of the root, or by `unshard`; a part of a group that was cast or moved alone is refused then.
+Modules and loaders change parameters one after another, but a group can be adopted only as a whole: its parameters have
+one dtype and one device. While they differ, nothing is done. They must agree at the next use, which is a forward of the
+root, or `unshard`; a group of which only a part was cast or moved is refused then.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 def absorb(
     group: ParamGroup, awaited: bool, *, root: nn.Module | None = None, wait: bool = False, ours: bool = False
 ) -> None:
-    """Take over what the modules hold in the place of our parameters; raise, and put ours back, where that is wrong.
+    """Adopt the parameters that the modules hold instead of the group's; if that is wrong, restore ours and raise.
 
-    ``awaited``: a backward is to come that will read the gathered weights of now. ``root``: what names in errors start
-    from. ``wait``: parameters that differ in dtype or device are left as they are, for the rest to follow. ``ours``:
-    the parameter objects stay those that we have.
+    ``awaited``: a later backward will read the currently gathered weights. ``root``: the module at which names in
+    errors start. ``wait``: if parameters differ in dtype or device, leave them until the others have changed too.
+    ``ours``: keep our parameter objects.
     """
     names = Names(group, root)
     _refuse_data(group, names)
@@ -70,7 +70,7 @@ def absorb(
 
 
 def _show(group: ParamGroup) -> None:
-    """Let the modules hold our parameters."""
+    """Put our parameters into the modules."""
     for param in group.params:
         _put_attributes_back(param)
         for site in param.sites:
@@ -79,14 +79,14 @@ def _show(group: ParamGroup) -> None:
 
 
 def _put_attributes_back(param: ShardedParam) -> None:
-    """Put on the parameter what users had put on it before it was replaced."""
+    """Restore the attributes that users had set on the parameter before it was replaced."""
     for name, value in param.attributes.items():
         param.sharded.__dict__.setdefault(name, value)
 
 
 @contextmanager
 def applying(group: ParamGroup, change: Change) -> Iterator[None]:
-    """Around `module._apply(change)`: what is held here survives it, or is converted with the weights."""
+    """Around `module._apply(change)`: the state of the group is kept, or converted with the weights."""
     held = [(param.sharded, param.sharded.grad) for param in group.params]
     for param in group.params:
         param.attributes = dict(param.sharded.__dict__)
@@ -107,7 +107,7 @@ def applying(group: ParamGroup, change: Change) -> Iterator[None]:
 
 
 def check_change(group: ParamGroup, change: Change, awaited: bool, root: nn.Module | None) -> None:
-    """Refuse a change of all parameters that could not be taken over, before it is made."""
+    """Raise before a change of all parameters that could not be adopted."""
     probe = torch.empty(0, dtype=group.main.dtype, device=_torch.local_of(group.params[0].sharded).device)
     changed = change(probe)
     if changed is probe:
@@ -133,7 +133,7 @@ def _refuse_change(group: ParamGroup, awaited: bool, names: Names) -> None:
 
 
 def _refuse_device(group: ParamGroup, device: torch.device, names: Names) -> None:
-    """Parameters may be on the mesh's device, and in host memory for as long as they are not used."""
+    """Parameters may be on the mesh's device, and in host memory while they are not used."""
     if device.type not in (group.mesh.device_type, "cpu", _torch.local_of(group.params[0].sharded).device.type):
         raise ValueError(
             f"parameter '{names[0]}' was moved to {device}, and the mesh it is sharded over is on "
@@ -142,7 +142,7 @@ def _refuse_device(group: ParamGroup, device: torch.device, names: Names) -> Non
 
 
 def _refuse_data(group: ParamGroup, names: Names) -> None:
-    """A DTensor takes no `.data`: torch changes what it says of itself, and drops the values."""
+    """Raise if `.data` of a DTensor was assigned: torch changes its metadata, and drops the values."""
     changed = group.snapshot.other_data()
     for index in changed:
         parameter = group.params[index].sharded
@@ -184,7 +184,7 @@ def _absorb_extended(
 
 
 def given(group: ParamGroup, names: Names) -> list[nn.Parameter]:
-    """What the modules hold in the place of our parameters."""
+    """What the modules hold instead of our parameters."""
     result = []
     for index, param in enumerate(group.params):
         found = [site.look() for site in param.sites] or [param.sharded]
@@ -252,13 +252,13 @@ def _refuse_others(group: ParamGroup, found: Sequence[nn.Parameter], names: Name
 
 
 def _foreign(group: ParamGroup, found: Sequence[nn.Parameter]) -> list[int]:
-    """Which of the parameters found are those of another place."""
+    """Which of the parameters found belong to another group."""
     pairs = enumerate(zip(found, group.params))
     return [index for index, (p, param) in pairs if p is not param.sharded and group_of(p) is not None]
 
 
 def _take(group: ParamGroup, main: DBuffer, found: Sequence[nn.Parameter], ours: bool) -> None:
-    """Let the parameters found be the group's, over ``main``; or ``ours``, with their gradients and requires_grad."""
+    """Make the parameters found the group's, over ``main``; or keep ``ours``, with gradients and requires_grad."""
     for index, (parameter, param) in enumerate(zip(found, group.params)):
         param.attributes.update(param.sharded.__dict__)
         if not ours:
@@ -277,7 +277,7 @@ def _take(group: ParamGroup, main: DBuffer, found: Sequence[nn.Parameter], ours:
 
 
 def _become(parameter: nn.Parameter, fresh: nn.Parameter, grad: torch.Tensor | None) -> None:
-    """Let a parameter be what ``fresh`` is, with its own attributes and this gradient."""
+    """Make a parameter equal to ``fresh``, with its own attributes and this gradient."""
     parameter.grad = None
     fresh.__dict__.update(parameter.__dict__)
     if grad is not None:
@@ -287,7 +287,7 @@ def _become(parameter: nn.Parameter, fresh: nn.Parameter, grad: torch.Tensor | N
 
 
 def _adopt(group: ParamGroup, index: int, parameter: nn.Parameter) -> None:
-    """Let a parameter that was put into the modules be the group's."""
+    """Make a parameter that was assigned to the modules the group's."""
     param = group.params[index]
     if parameter is param.sharded:
         return
@@ -300,14 +300,14 @@ def _adopt(group: ParamGroup, index: int, parameter: nn.Parameter) -> None:
 
 
 def _restore(group: ParamGroup) -> None:
-    """Let everything be as it was before a change that is refused."""
+    """Restore the state before a change that is refused."""
     if not group.is_extended:  # else it lies in no buffer that could be told from others
         _take(group, group.main, [param.sharded for param in group.params], ours=True)
     _show(group)
 
 
 def _owns_storage(group: ParamGroup) -> bool:
-    """Whether our parameters lie where the main buffer has their rows."""
+    """Whether our parameters use the memory of their rows in the main buffer."""
     for index, param in enumerate(group.params):
         local, view = _torch.local_of(param.sharded), group.main.local_view(index)
         if local.device != view.device or local.dtype != view.dtype or local.data_ptr() != view.data_ptr() != 0:
@@ -322,7 +322,7 @@ def _described(value: torch.Tensor) -> str:
 
 
 def check_given(group: ParamGroup, found: Sequence[nn.Parameter], names: Names) -> None:
-    """Raise if what modules hold, some of it on the meta device, could not be taken over by `fill`."""
+    """Raise if `fill` could not adopt what modules hold, some of it on the meta device."""
     _refuse_others(group, found, names)
     for index, parameter in enumerate(found):
         if parameter.dtype != group.main.dtype:
@@ -335,7 +335,7 @@ def check_given(group: ParamGroup, found: Sequence[nn.Parameter], names: Names) 
 def fill(group: ParamGroup, full: Sequence[torch.Tensor], found: Sequence[nn.Parameter], names: Names) -> None:
     """Take values from full tensors that every rank has, into a new main buffer on their device.
 
-    ``found`` is what the modules had before. Where that has values already, those are kept.
+    ``found`` is what the modules had before. Values that are already there are kept.
     """
     if group.is_extended:
         raise ValueError(f"parameter '{names[0]}' is of a tensor subclass; give it values yourself, after to_empty()")

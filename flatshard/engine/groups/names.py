@@ -8,9 +8,9 @@ from flatshard.engine.groups.param_group import ParamGroup
 
 
 class Names:
-    """The names of a group's params: from ``root`` down where it is known, else from the unit's own modules.
+    """The names of a group's params: from ``root`` down if it is known, otherwise from the unit's own modules.
 
-    Asked for one by one, since looking for a module takes long.
+    Computed one by one, because the search for a module is slow.
     """
 
     def __init__(self, group: ParamGroup, root: nn.Module | None) -> None:

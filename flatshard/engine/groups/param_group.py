@@ -1,4 +1,4 @@
-"""The parameters of a unit that travel together: their weights, and in which form the modules see them."""
+"""The parameters of a unit that are communicated together: their weights, sharded and full."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ from flatshard.policy import MixedPrecisionPolicy, Placements
 class ParamGroup:
     """Weights of parameters with the same dtype, ``requires_grad`` and placements, and their `Gradients`.
 
-    Between its uses the modules hold the sharded parameters. `gather` starts to bring the full weights here from where
-    the `Source` has them, `swap_in` shows them to the modules, `swap_out` hides them again, `release` gives their
-    memory back.
+    Between uses the modules hold the sharded parameters. `gather` starts to gather the full weights from the `Source`,
+    `swap_in` puts them into the modules, `swap_out` puts the sharded parameters back, `release` frees the memory.
     """
 
     is_away = False  # main is on another device than the mesh, where users have moved it
@@ -81,7 +80,7 @@ class ParamGroup:
         self.set_main(main)
 
     def set_main(self, main: DBuffer) -> None:
-        """Make ``main``, over which the sharded parameters lie, the main buffer; all else is derived from it anew."""
+        """Use ``main``, which holds the sharded parameters, as the main buffer, and derive all else from it."""
         known: Gradients | None = self.__dict__.get("gradients")
         self.own = self.own if main.dtype == self.main.dtype else main.dtype
         self.main = main
@@ -117,7 +116,7 @@ class ParamGroup:
             self.codec = Cast(main.dtype, dtype)
 
     def check_policy(self, policy: MixedPrecisionPolicy) -> None:
-        """Raise if another policy cannot be taken over now."""
+        """Raise if the policy cannot be changed to this one now."""
         name, main = self.params[0].name, self.main.dtype
         if policy.main_dtype not in (None, main) and main.is_floating_point and self.gradients.expected:
             raise ValueError(
@@ -135,7 +134,7 @@ class ParamGroup:
             )
 
     def set_policy(self, policy: MixedPrecisionPolicy) -> None:
-        """Compute and reduce in other dtypes; what was gathered has been released."""
+        """Compute and reduce in other dtypes; gathered weights have been released."""
         known, self.policy, before = self.policy, policy, (self.codec.dtype, self.formats)
         if policy.has_formats and not (known.has_formats and policy.encodes is known.encodes):
             self._marks = [
@@ -148,7 +147,7 @@ class ParamGroup:
             self._set_source()
 
     def _set_source(self, is_held: bool = False) -> None:
-        """Let full weights come from main as it is from now on, or as it was (``is_held``)."""
+        """Derive full weights from main from now on, or from a copy of its current values (``is_held``)."""
         self.is_held = is_held
         self.source: Source = source_for(self.main, self.placements, self.codec, self.home, is_held)
         # Device memory that the full weights take, beyond what rests on this rank anyway.
@@ -168,16 +167,16 @@ class ParamGroup:
 
     @property
     def state(self) -> tuple[int, ...]:
-        """Numbers that change with main weights: by an optimizer, an operation on a parameter or on its local part.
+        """Numbers that change when an optimizer, or an operation on a parameter or on its local part, changes main.
 
-        What is written through `.data` changes none of them.
+        Writes through `.data` change none of them.
         """
         versions = [local._version for local in self.snapshot.locals]
         return (steps.taken(), self.main.local._version, *versions, *[m.sharded._version for m in self.params])
 
     @property
     def is_resident(self) -> bool:
-        """Whether the full weights rest on this rank: nothing is gathered for a pass."""
+        """Whether this rank holds the full weights between passes: nothing is gathered for a pass."""
         return self.source.is_resident
 
     def _full_bytes(self) -> int:
@@ -187,14 +186,14 @@ class ParamGroup:
 
     @property
     def arriving_bytes(self) -> int:
-        """As `gathered_bytes`, from the launch of a gather on until what has arrived is needed, and decoded."""
+        """As `gathered_bytes`, from the launch of an all-gather until its result is needed, and decoded."""
         if isinstance(self.codec, Blocks) and self.source.decodes:
             return self.codec.layout.buffer_numel(self.layout.num_shards)
         return self.gathered_bytes
 
     @property
     def opening_bytes(self) -> int:
-        """What their use will take on top of that: full weights that are still to be decoded."""
+        """The additional memory of their use: full weights that are not decoded yet."""
         return self.gathered_bytes if self.source.decodes and not self.is_full else 0
 
     @property
@@ -203,7 +202,7 @@ class ParamGroup:
         return self.ticket is None and self.source.launches
 
     def mark_stale(self) -> None:
-        """Main may have changed: derive compute weights from it anew, the next time they are needed."""
+        """Main may have changed: derive compute weights from it again when they are needed next."""
         if self.is_held:
             return
         self._refreshed = None
@@ -215,13 +214,13 @@ class ParamGroup:
             self.ticket = None
 
     def renew(self) -> None:
-        """A pass begins that is to see main as it is."""
+        """A pass starts that must use the current values of main."""
         if self._refreshed is None or self._refreshed != self.state:
             self.mark_stale()
             self.source.prepare()
 
     def check_hold(self) -> None:
-        """Raise if `hold` cannot be."""
+        """Raise if `hold` is not possible."""
         if self.by_rows:
             raise NotImplementedError(
                 f"parameter '{self.params[0].name}' is looked up by rows: nothing holds it; leave its unit out"
@@ -233,7 +232,7 @@ class ParamGroup:
             )
 
     def hold(self, pool: Pool, name: str) -> None:
-        """Let full weights be those of now until `refresh`; the lane is ordered after what made main."""
+        """Keep the current full weights until `refresh`; the lane is ordered after the last write to main."""
         if self.is_held:
             return
         if self.source.compute is None:
@@ -245,7 +244,7 @@ class ParamGroup:
         self._derive(pool, name)
 
     def refresh(self, pool: Pool, name: str) -> None:
-        """Start deriving compute weights from main as it is, where they rest elsewhere."""
+        """Start to derive persistent compute weights from the current main."""
         held, self.is_held = self.is_held, False
         if held and self.placements.parameter == self.placements.optimizer and isinstance(self.codec, Cast):
             self.release()
@@ -263,7 +262,7 @@ class ParamGroup:
         compute.has_read.wait()
 
     def gather(self, pool: Pool, name: str, lasting: bool = False) -> None:
-        """Start gathering full weights, which are to stay for long if ``lasting``. No effect on what is gathered."""
+        """Start to gather full weights, which will stay for long if ``lasting``. No effect if they are gathered."""
         if self.ticket is not None:
             return
         if self.is_away:
@@ -281,7 +280,7 @@ class ParamGroup:
             raise
 
     def give_up(self) -> None:
-        """The gather of its unit has raised: give back what it has got, and count on nothing that was to come."""
+        """The all-gather of its unit has raised: free its memory, and drop deferred launches."""
         if self.ticket is not None:
             self.release()
             self.source.give_up()
@@ -293,7 +292,7 @@ class ParamGroup:
             self.ticket.wait()
 
     def heed_requires_grad(self) -> None:
-        """Expect gradients of what is trained now, without a forward of this rank that uses it."""
+        """Expect gradients of the parameters that now require them, although this rank runs no forward with them."""
         if self.is_full:
             return  # it counts when the sharded parameters are shown again
         for param in self.params:
@@ -302,7 +301,7 @@ class ParamGroup:
         self.gradients.expected = sum(param.sharded.requires_grad for param in self.params)
 
     def swap_in(self) -> None:
-        """Wait for the gather and show the full parameters to the modules."""
+        """Wait for the all-gather and put the full parameters into the modules."""
         assert self.ticket is not None
         self.ticket.wait()
         if self.is_full:
@@ -325,7 +324,7 @@ class ParamGroup:
         self.is_full = True
 
     def swap_out(self) -> None:
-        """Show the sharded parameters to the modules."""
+        """Put the sharded parameters into the modules."""
         if not self.is_full:
             return
         for param in self.params:
@@ -342,7 +341,7 @@ class ParamGroup:
         self.is_full = False
 
     def release(self) -> None:
-        """Give the memory of full weights back, once the current stream is done with it."""
+        """Free the memory of full weights, once the current stream has finished with it."""
         if self.ticket is None:
             return
         if not self.is_full:
@@ -384,7 +383,7 @@ class ParamGroup:
                 destine(param.full, self.gradients, index)
 
     def watch(self) -> None:
-        """From now on, notice when all gradients have arrived: a hook on every full parameter, the frozen ones too."""
+        """Detect when all gradients have arrived: a hook on every full parameter, including frozen ones."""
         if self._watched or self.params[0].full is None:
             return
         self._watched = True

@@ -1,4 +1,4 @@
-"""From a parameter to its group, for those who hold parameters and no model: optimizers."""
+"""From a parameter to its group, for code that has parameters but no model: optimizers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _generation = 0
 
 
 def register(group: ParamGroup, originals: Iterable[nn.Parameter], in_main: bool = True) -> None:
-    """Remember where the params of ``group`` belong, and which parameters they have replaced.
+    """Register the params of ``group``, and which parameters they have replaced.
 
-    ``in_main=False``: they do not lie in its main buffer, so that nobody is to step them there.
+    ``in_main=False``: they are not in its main buffer, so that they are not stepped there.
     """
     global _generation
     _generation += 1
@@ -33,7 +33,7 @@ def register(group: ParamGroup, originals: Iterable[nn.Parameter], in_main: bool
 
 
 def adopt(group: ParamGroup, index: int, parameter: nn.Parameter) -> None:
-    """Let ``parameter`` be param ``index`` of a group; whoever holds the one that was finds out."""
+    """Make ``parameter`` param ``index`` of a group; optimizers that hold the previous one detect it."""
     param = group.params[index]
     if _GROUPS.pop(id(param.sharded), None) is not None:
         _GROUPS[id(parameter)] = group
@@ -43,7 +43,7 @@ def adopt(group: ParamGroup, index: int, parameter: nn.Parameter) -> None:
 
 
 def supersede(group: ParamGroup, index: int, parameter: nn.Parameter) -> None:
-    """Let whoever holds ``parameter`` find out that param ``index`` of a group has taken its place."""
+    """Record that param ``index`` of a group has replaced ``parameter``, so that optimizers detect it."""
     global _generation
     _generation += 1
     parameter.__dict__[SUCCESSOR] = (weakref.ref(group), index)
@@ -53,7 +53,7 @@ def supersede(group: ParamGroup, index: int, parameter: nn.Parameter) -> None:
 
 
 def retire(group: ParamGroup, index: int, successors: ParamGroup, place: int) -> None:
-    """ShardedParam ``index`` of a group is in no module any more; another one has taken its place there."""
+    """Param ``index`` of a group is in no module any more; another one has replaced it."""
     parameter = group.params[index].sharded
     _GROUPS.pop(id(parameter), None)
     parameter.grad = None
@@ -62,7 +62,7 @@ def retire(group: ParamGroup, index: int, successors: ParamGroup, place: int) ->
 
 
 def generation() -> int:
-    """A number that is new when parameters may have been replaced."""
+    """A number that changes when parameters may have been replaced."""
     return _generation
 
 
@@ -77,7 +77,7 @@ def groups() -> list[ParamGroup]:
 
 
 def is_replaced(parameter: torch.Tensor) -> bool:
-    """Whether another parameter has been put in the place of this one, by `fully_shard` or later."""
+    """Whether `fully_shard`, or a later assignment, has replaced this parameter."""
     if SUCCESSOR not in parameter.__dict__:
         return False
     group, index = parameter.__dict__[SUCCESSOR]
@@ -97,7 +97,7 @@ def owner_of(parameter: torch.Tensor) -> tuple[ParamGroup, int] | None:
 
 
 def successor_of(original: torch.Tensor) -> nn.Parameter | None:
-    """The sharded parameter in the place of ``original``, while it exists."""
+    """The sharded parameter that replaced ``original``, while it exists."""
     if SUCCESSOR not in original.__dict__:
         return None
     group, index = original.__dict__[SUCCESSOR]

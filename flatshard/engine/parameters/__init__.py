@@ -1,4 +1,4 @@
-"""A parameter in all its forms: sharded, full, and the places in modules where it is registered.
+"""A parameter in all its forms: sharded, full, and the modules where it is registered.
 
-Touches modules and DTensors.
+Uses modules and DTensors.
 """

@@ -1,8 +1,9 @@
-"""Hooks that users put on sharded parameters, called when autograd would call them on whole ones.
+"""Hooks that users register on sharded parameters, called when autograd would call them on unsharded ones.
 
-`register_hook`: with the reduced gradient of a backward, before it is added to what is there; what it returns takes the
-gradient's place. `register_post_accumulate_grad_hook`: with the parameter, when its `.grad` is final for the current
-stream, or on CPU complete. Both once per backward that reduces all the way, and only for parameters that it used.
+`register_hook`: called with the reduced gradient of a backward, before it is added to ``.grad``; its return value
+replaces the gradient. `register_post_accumulate_grad_hook`: called with the parameter, when its `.grad` is final for
+the current stream, or on CPU complete. Both are called once per backward that reduces to final gradients, and only for
+parameters that it used.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from flatshard.engine.parameters.sharded_param import ShardedParam
 def change_gradients(
     params: Sequence[ShardedParam], hooked: Callable[[], Sequence[int]], reduced: DBuffer, factor: float
 ) -> None:
-    """Scale the reduced gradients, and let the tensor hooks of the params ``hooked`` see and change theirs."""
+    """Scale the reduced gradients, and call the tensor hooks of the params ``hooked``, which may change theirs."""
     if factor != 1.0:
         reduced.local.mul_(factor)
     for index in hooked():

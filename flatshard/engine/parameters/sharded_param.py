@@ -1,4 +1,4 @@
-"""Parameters of a model: where they are registered, and the forms in which a group shows them there."""
+"""Parameters of a model: where they are registered, and their sharded and full forms."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Site:
         return cls(weakref.ref(module), name, module._parameters if plain else None)
 
     def look(self) -> nn.Parameter | None:
-        """What is there, whatever it is."""
+        """The object registered there, of any type."""
         slots = self.slots
         if slots is None:
             module = self.module()
@@ -74,7 +74,7 @@ class ShardedParam:
         return self.inner is not None and not self.inner.hidden
 
     def make_full(self, values: torch.Tensor) -> None:
-        """Make the full parameter of its values."""
+        """Create the full parameter from its values."""
         if self.inner is not None and not self.inner.hidden:
             values = _torch.dtensor_of(values, self.inner.spec)
         self.full = nn.Parameter(values, requires_grad=values.is_floating_point())
@@ -122,9 +122,9 @@ def attributes_of(parameter: nn.Parameter) -> dict[str, object]:
 
 @dataclass
 class Plain:
-    """A frozen parameter that `no_shard` leaves as it is in its module: no group holds it, nothing communicates it.
+    """A frozen parameter that `no_shard` keeps whole in its module: it is in no group and is not communicated.
 
-    It is known by where it is registered: `materialize` and `to_empty` replace it.
+    It is identified by where it is registered, because `materialize` and `to_empty` replace it.
     """
 
     name: str  # from the unit's module down
@@ -135,7 +135,7 @@ class Plain:
         return self.sites[0].get()
 
     def place(self, device: torch.device, dtype: torch.dtype | None) -> None:
-        """Bring it to the device and the dtype that compute wants."""
+        """Move it to the device and the dtype of compute."""
         parameter = self.parameter
         if not parameter.is_meta:
             wanted = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
@@ -143,7 +143,7 @@ class Plain:
         self.guard()
 
     def guard(self) -> None:
-        """See to it that a gradient of it raises: nothing would average it, and the ranks' copies would part."""
+        """Raise if it gets a gradient: it would not be averaged, and the copies of the ranks would differ."""
         parameter = self.parameter
         if parameter._post_accumulate_grad_hooks or not parameter.is_floating_point() or parameter.requires_grad:
             return

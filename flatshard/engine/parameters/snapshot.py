@@ -1,4 +1,4 @@
-"""What the parameters of a group looked like when it last put them into its modules."""
+"""The state of a group's parameters when it last put them into its modules."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Slots = dict[str, nn.Parameter | None]
 
 
 class Snapshot:
-    """Tells whether somebody has replaced a parameter in a module, its memory, or its `.data`.
+    """Detects that a parameter of a module, its memory, or its `.data` has been replaced.
 
-    Nothing that does so tells a unit: parameters, and modules below the unit's own, know of none. So every parameter is
-    looked at in every forward, by code that calls nothing it need not call.
+    A unit is not notified of such changes: parameters, and modules below the unit's own, do not refer to a unit. So
+    every forward checks every parameter, with as few function calls as possible.
     """
 
     def __init__(self, params: Sequence[ShardedParam]) -> None:
@@ -32,14 +32,14 @@ class Snapshot:
                 self.add(site, param.sharded)
 
     def add(self, site: Site, parameter: nn.Parameter) -> None:
-        """Look at one more place too."""
+        """Check one more site too."""
         if site.slots is None:
             self._others.append((site, parameter))
         else:
             self._places.append((site.slots, site.name, parameter))
 
     def has_changed(self) -> bool:
-        """Whether somebody has replaced a parameter in its module, or its memory. Asked once per forward."""
+        """Whether a parameter in a module, or its memory, has been replaced. Called once per forward."""
         try:
             for slots, name, parameter in self._places:
                 if slots[name] is not parameter:
@@ -58,12 +58,12 @@ class Snapshot:
         return _torch.local_of(self._parameters[index]) is not self.locals[index]
 
     def accept_data(self, index: int) -> None:
-        """Whatever `.data` a parameter has is its own."""
+        """Accept the current `.data` of all parameters."""
         parameter = self._parameters[index]
         self._storages[index], self._alive[index] = _torch.storage_id(parameter), _torch.storage_of(parameter)
 
     def other_data(self) -> list[int]:
-        """Which parameters have been given other `.data`, and go on with the memory that they had."""
+        """The parameters that were given another `.data`, and keep their memory."""
         return [
             index
             for index, parameter in enumerate(self._parameters)

@@ -1,4 +1,4 @@
-"""Of which plain tensors a tensor of a subclass is made, and which of these are cut where it is."""
+"""The plain tensors of which a tensor subclass consists, and which of them are sharded with it."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Structure:
             yield from (inner,) if part is None else part.leaves(inner)
 
     def made_of(self, leaves: Iterator[torch.Tensor], rows: int | None = None) -> torch.Tensor:
-        """``rows``: how many it has, if they are not all."""
+        """``rows``: the number of rows, if there are fewer than in the whole."""
         inner = {name: next(leaves) if p is None else p.made_of(leaves, rows) for name, p in self.parts.items()}
         size = self.size if rows is None else torch.Size((rows, *self.size[1:]))
         made: torch.Tensor = self.kind.__tensor_unflatten__(inner, self.context, size, self.stride)
         return made
 
     def mapped(self, tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor], rows: int) -> torch.Tensor:
-        """The same made of changed leaves where these have rows, and of copies of the others."""
+        """The same tensor with changed leaves if they have rows, and with copies of the others."""
         parts = (change(leaf) if self.has_rows(leaf) else leaf for leaf in self.leaves(tensor))
         return self.made_of((part.clone(memory_format=torch.contiguous_format) for part in parts), rows)
 

@@ -17,19 +17,19 @@ class Initial:
     """Sums over the values of a group when it was sharded: of its full parameters, and of this rank's parts."""
 
     def __init__(self, full: Sequence[torch.Tensor], warns: bool) -> None:
-        """``warns``: a difference is no error."""
+        """``warns``: a difference only warns."""
         self.warns = warns
         self.full = [checksum(tensor) for tensor in full]
         self.parts: list[torch.Tensor] = []
 
     def of_parts(self, main: DBuffer) -> list[torch.Tensor]:
-        """Of what this rank holds of each parameter now."""
+        """Checksums of this rank's current part of each parameter."""
         return [checksum(main.local_view(index)) for index in range(len(self.full))]
 
 
 @torch.no_grad()
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """A number over all bytes that changes with any of them, and with the order of blocks of them. Needs few more."""
+    """A number that changes with any byte, and with the order of blocks. Uses little additional memory."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     data = data.clone() if data.storage_offset() % 8 else data  # words must be where words can be
     whole = len(data) // _BLOCK * _BLOCK
@@ -39,12 +39,12 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def spread(sums: torch.Tensor) -> torch.Tensor:
-    """Numbers that differ where these do, and leave room: they come to be negated, and the lowest stands for none."""
+    """Numbers that differ where these do, within a range that allows negation and reserves the lowest."""
     return (sums * _SPREAD) >> 2
 
 
 class Held(NamedTuple):
-    """What a rank knows of the values of a parameter. Ranks without a part of it do not matter, nor do changed ones."""
+    """The checksum of a parameter on a rank. Ranks without a part of it, and changed parts, are not compared."""
 
     sum: int  # of what it was sharded with
     has_part: bool

@@ -1,4 +1,4 @@
-"""Embeddings by rows: what is exchanged instead of the table.
+"""Embeddings by rows: ranks exchange rows instead of gathering the table.
 
-Meets the rest at `ParamGroup(kind=RowGradients)` and `Unit.rows`.
+Connected to the rest of the engine by `ParamGroup(kind=RowGradients)` and `Unit.rows`.
 """

@@ -1,4 +1,4 @@
-"""The gradients of an embedding by rows: they wait, and travel, as the rows that they are of."""
+"""The gradients of an embedding by rows, which are accumulated and sent as rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LookUp:
 
 
 class RowGradients(Gradients):
-    """Of the one parameter of a group by rows."""
+    """The gradients of the one parameter of a group by rows."""
 
     padding: int | None = None  # a row that is not trained
 
@@ -108,9 +108,9 @@ class RowGradients(Gradients):
 
 
 class RowStage(Stage):
-    """The reduce over the axis that the table is sharded on. Rows travel in the reduce dtype, sums are in float32.
+    """The reduce over the axis that the table is sharded on. Rows are sent in the reduce dtype, sums are in float32.
 
-    With inputs, which are of all rows, it is as that of any table.
+    With inputs, which are gradients of the whole table, it is an ordinary stage.
     """
 
     def __init__(self, *given: Any) -> None:
@@ -164,7 +164,7 @@ class RowStage(Stage):
 
 
 def _added(grads: torch.Tensor, places: torch.Tensor, count: int, left_out: int = -1) -> torch.Tensor:
-    """Rows of gradients added to ``count`` places, but for one, always in the order in which they are given."""
+    """Gradients of rows, added into ``count`` places except ``left_out``, in the order given."""
     if not len(grads):
         return grads.new_zeros(count, grads.shape[-1])
     added: torch.Tensor = torch.ops.aten.embedding_dense_backward(grads, places, count, left_out, False)

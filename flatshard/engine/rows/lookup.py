@@ -1,17 +1,18 @@
-"""Embeddings by rows: a batch reads a few thousand rows of a large table, so those travel, and the table does not.
+"""Embeddings by rows: a batch reads a few thousand rows of a large table, so only these rows are sent.
 
-A look-up asks the ranks that hold its rows for them; its backward sends each row's gradient there. With U different
-tokens in a batch and rows of H numbers, that is U x H each way instead of the table:
+A look-up requests its rows from the ranks that hold them; its backward sends the gradient of each row back. With U
+distinct tokens in a batch and rows of H numbers, U x H numbers are sent each way instead of the table:
 
     tokens      5 0 7 5            of this rank; ranks 0 and 1 hold rows 0-3 and 4-7
-    asked       0 | 5 7            sorted, each once: that many rows of each rank
-    seats       1 0 2 1            where among these the row of each token is
-    rows        r0 | r5 r7         come back in the order in which they were asked for
-    gradients   g2 | g1+g4 g3      go the same way, and are added in the order of ranks
+    asked       0 | 5 7            sorted, each once: the rows requested from each rank
+    seats       1 0 2 1            the index of the row of each token among these
+    rows        r0 | r5 r7         received in the order of the requests
+    gradients   g2 | g1+g4 g3      sent back the same way, and added in rank order
 
-How many rows a rank asks for depends on its tokens, and collectives want to know it: the host waits for the counts of
-all ranks, once per look-up. Even look-ups, of as many tokens on each rank, need no counts: every rank asks every other
-one for as many rows as could be needed, which is never more than the table. So are those that a CUDA graph captures.
+The number of rows that a rank requests depends on its tokens, and collectives need it: the host waits for the counts of
+all ranks, once per look-up. Even look-ups, with the same number of tokens on each rank, need no counts: every rank
+requests as many rows from each rank as could be needed, which is never more than the table. Look-ups that a CUDA graph
+captures are even.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Rows:
         self._anchor.register_post_accumulate_grad_hook(functools.partial(_complete, weakref.ref(group)))
 
     def look_up(self, tokens: torch.Tensor, lane: Lane, name: str, announce: Callable[[str], None]) -> torch.Tensor:
-        """The rows of ``tokens``, in the compute dtype. ``announce``: is told what all ranks are about to do."""
+        """The rows of ``tokens``, in the compute dtype. ``announce``: called with what all ranks are about to do."""
         group = self._group()
         assert group is not None
         if _torch.transforming():
@@ -76,7 +77,7 @@ class Rows:
         return found
 
     def exchange(self, tokens: torch.Tensor, even: bool, lane: Lane, name: str) -> tuple[torch.Tensor, LookUp]:
-        """Ask for rows, serve those that others ask for."""
+        """Request rows, and send the rows that other ranks request."""
         group = self._group()
         assert group is not None
         among = lane.group(group.mesh, self._axis)
@@ -96,7 +97,7 @@ class Rows:
     def _sorted(
         self, tokens: torch.Tensor, even: bool, lane: Lane, among: ProcessGroup, name: str
     ) -> tuple[torch.Tensor, torch.Tensor, list[int], list[int]]:
-        """What to ask for (rows as their holders number them), the seats, and how many are asked and served."""
+        """The requested rows (by their numbers on the ranks that hold them), the seats, and the counts per rank."""
         # No scatter is among these operations: every one of them gives the same bits each time, and none waits.
         first, stop = self._on(tokens.device)
         ids, order = tokens.long().sort()
@@ -151,7 +152,7 @@ class Rows:
 
 
 def _is_even(tokens: torch.Tensor) -> bool:
-    """Whether each rank asks each other for as many rows as it could need: a capture cannot wait for their numbers."""
+    """Whether each rank requests as many rows from each rank as it could need: a capture cannot wait for counts."""
     return tokens.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -180,7 +181,7 @@ class _LookUp(torch.autograd.Function):
 
 @_torch.uncompiled
 def _complete(group: weakref.ref[ParamGroup], anchor: torch.Tensor) -> None:
-    """A backward has been through all look-ups that it is going to."""
+    """A backward has gone through all of its look-ups."""
     anchor.grad = None
     found = group()
     if found is not None:

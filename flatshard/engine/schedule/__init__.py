@@ -1,1 +1,1 @@
-"""What the units of one root share: in which order is launched what, how far ahead, and what all ranks agree upon."""
+"""What the units of one root share: the order of launches, prefetch, and the comparison between ranks."""

@@ -1,7 +1,7 @@
-"""What all ranks must have alike: what a model is made of, what it holds, and what is launched next.
+"""Checks that all ranks have the same model, with the same values, and launch the same collectives.
 
-Ranks compare numbers, by as many small exchanges on one as on all, and every rank comes to know of a difference; only
-then do they ask each other for words. So all of them raise, and say the same.
+Ranks compare digests, with the same number of small all-reduces on every rank, so that every rank learns of a
+difference. Only then do they exchange texts. So all ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def patience() -> timedelta | None:
 
 
 class Agreement:
-    """Among all ranks of some meshes. Every method is called by all of them."""
+    """Comparisons among all ranks of some meshes. All of these ranks call every method."""
 
     def __init__(self, lane: Lane, meshes: Sequence[DeviceMesh]) -> None:
         self._lane, self._meshes = lane, list(meshes)
@@ -60,7 +60,7 @@ class Agreement:
         return -lowest != highest
 
     def check(self, said: Sequence[str], about: str) -> str | None:
-        """None if all ranks say the same. Else the first thing in which one differs from the first rank, and who."""
+        """None if all ranks have the same texts. Otherwise the first difference, and which ranks differ."""
         if not self.differs(digest(said), about):
             return None
         same, longest = 0, max(self._lane.most(self._meshes, [len(said)], about))
@@ -76,7 +76,7 @@ class Agreement:
         return f"rank {first}: {words[0]}; rank {other}: {words[1]}"
 
     def different_values(self, held: Sequence[Held], about: str) -> list[int]:
-        """Which of these differ between the ranks that hold parts, apart from those that some rank has changed."""
+        """The indices of values that differ between ranks that hold parts, except those that some rank has changed."""
         numbers = []
         for each in held:
             numbers += [each.sum, -each.sum] if each.has_part else [_NONE, _NONE]
@@ -86,7 +86,7 @@ class Agreement:
         return [at for at, (most, least, changed) in enumerate(places) if not changed and _NONE < most != -least]
 
     def odd_one(self, value: int, about: str) -> tuple[int, int]:
-        """The first rank, and the first that has another number than that."""
+        """The first rank, and the first rank with another number."""
         rank = dist.get_rank()
         first = -self._most(-rank, about)
         theirs = self._most(value if rank == first else _NONE, about)
@@ -96,16 +96,16 @@ class Agreement:
         return self._lane.most(self._meshes, [number], about)[0]
 
     def _words(self, text: str | None, about: str) -> str:
-        """The text of the one rank that has one."""
+        """The text of the only rank that passes one."""
         data = (text or "").encode()[:_WORDS].ljust(_WORDS, b"\0")
         return bytes(self._lane.most(self._meshes, list(data), about)).rstrip(b"\0").decode(errors="replace")
 
 
 class Announcer:
-    """Lets ranks compare what a root is about to do: in passes of a kind that has not been before, else in check mode.
+    """Compares the launches of a root between ranks: in the first pass of each kind and, in check mode, in every pass.
 
-    Other passes follow what has been recorded. Where units are optional, some ranks wait for others at other places,
-    and a launch must not wait: their order is that of the program from the start.
+    Other passes follow the recorded order. With optional units, ranks wait for each other at different places, so a
+    launch must not wait for a comparison: they use the order of the program from the start.
     """
 
     def __init__(self, program: Program, lane: Lane, has_optional: bool, root: weakref.ref[Unit]) -> None:
@@ -114,12 +114,12 @@ class Announcer:
         self._program, self._has_optional, self._root = program, has_optional, root
 
     def announce(self, what: str, unit: Unit, group: int = 0) -> None:
-        """See that all ranks are about to do this, or raise on all. Only where the program ``announces``."""
+        """Raise on all ranks unless all are about to do this. Only called if the program ``announces``."""
         if not self._has_optional:
             self._compare(what, unit, f" (group {group})" if group else "", "")
 
     def end_pass(self, gathers: Lane, reduces: Lane) -> None:
-        """The first pass of its kind that communicates says how those to come will go, if all ranks agree."""
+        """At the end of the first pass of a kind that communicates: adopt its order, if all ranks agree."""
         program = self._program
         if not (program.has_launched or program.checks):
             return
@@ -154,14 +154,14 @@ class Announcer:
 
 
 def digest(said: object) -> int:
-    """A number that two share if, and almost surely only if, what they say is the same."""
+    """A number that is the same for equal objects, and almost surely differs for others."""
     return int.from_bytes(hashlib.sha256(repr(said).encode()).digest()[:7], "big")
 
 
 def check_model(units: Sequence[Unit], policy: SchedulePolicy, lane: Lane, meshes: Sequence[DeviceMesh]) -> None:
     """Before the first launch of a root: raise on all ranks if their models differ, in structure or in values.
 
-    Ranks of a mesh are asked about what is sharded over it: experts may differ between those of different meshes.
+    The ranks of each mesh compare what is sharded over that mesh: experts may differ between ranks of different meshes.
     """
     described = f"meshes {[tuple(mesh.shape) for mesh in meshes]}, {policy}"
     told = _difference(units, lane, meshes[0], [described]) if meshes else None

@@ -1,9 +1,10 @@
-"""Which units stay gathered beyond their own use, under a budget of bytes.
+"""Which units stay gathered between passes, within a budget of bytes.
 
-A unit that is kept from its forward to its backward, or from the backward of a micro-batch to the forward of the next,
-saves one gather: the time of its bytes on the wire and one latency. Per byte of the budget the first is the same for
-all units and the second is the larger the smaller the unit is, so small units are taken first. Of equal ones those are
-taken that are kept for the shortest time: the last of a forward, which backward needs first; and the first of one.
+A unit that is kept from its forward to its backward, or from the backward of one micro-batch to the forward of the
+next, saves one all-gather: the transfer time of its bytes and one latency. Per byte of the budget, the transfer time is
+the same for all units, and the latency is larger for smaller units, so small units are kept first. Among units of equal
+size, those that are kept for the shortest time come first: the last units of a forward for backward, the first units
+for the next forward.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ from flatshard.policy import SchedulePolicy
 
 
 def gathered_bytes(unit: Unit) -> int:
-    """Device memory that the full weights of a unit take, beyond what rests on this rank anyway."""
+    """Device memory of the full weights of a unit, without what this rank holds between passes anyway."""
     return sum(group.gathered_bytes for group in unit.groups)
 
 
 def arriving_bytes(unit: Unit) -> int:
-    """The same from the launch of its gather on until it is used."""
+    """The same, from the launch of its all-gather until it is used."""
     return sum(group.arriving_bytes for group in unit.groups)
 
 
 def opening_bytes(unit: Unit) -> int:
-    """What its use will take on top of that."""
+    """The additional memory when it is used."""
     return sum(group.opening_bytes for group in unit.groups)
 
 
 def plan_kept(units: Sequence[Unit], policy: SchedulePolicy) -> tuple[set[Unit], set[Unit]]:
-    """Choose, for units in the order of their forwards: those that stay for backward, and for the next micro-batch."""
+    """Choose from units in forward order: those that stay for backward, and for the next micro-batch."""
     in_backward = [unit for unit in units if unit.unshard_in_backward]
     auto = [unit for unit in reversed(in_backward) if unit.intent.reshard_after_forward == "auto"]
     in_forward = [unit for unit in units if unit.unshard_in_forward]

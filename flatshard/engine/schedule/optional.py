@@ -1,8 +1,8 @@
-"""Optional units: a rank whose batch uses nothing of one takes part in what the others launch for it (decision 020).
+"""Optional units: a rank whose batch does not use one takes part in the collectives for it (decision 020).
 
-Every rank launches the gather of an optional unit once in every pass, at its place in the program: after what is
-expected before it, and before what is expected after it. A rank that uses nothing of it finds out when it comes to what
-is after it, or to the end. What such ranks could not follow is refused.
+Every rank launches the all-gather of an optional unit once in every pass, at its place in the program: after the units
+that are expected before it, and before those after it. A rank detects that it has skipped the unit when it reaches a
+later unit or the end of the pass. Uses in which such a rank could not launch the same collectives are refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flatshard.engine.units.unit import RootProtocol, Unit, unit_with
 
 
 class RootWithOptional(RootProtocol, Protocol):
-    """What optional units ask of their root besides."""
+    """Further members of a root that optional units use."""
 
     task: int  # of autograd, of which the running backward is
 
@@ -31,10 +31,10 @@ _roots: weakref.WeakSet[RootWithOptional] = weakref.WeakSet()  # that have optio
 
 
 class OptionalUnits:
-    """Where the running pass of a root stands among its optional units. The root owns it, and is given to it."""
+    """The optional units of a root in the running pass. The root owns this object and passes itself to it."""
 
     def __init__(self, root: RootWithOptional, own_groups: bool) -> None:
-        """``own_groups``: reduces have process groups of their own."""
+        """``own_groups``: reduces have separate process groups."""
         self._passed_over: set[int] = set()  # units that the running pass came to nothing of
         self._lingering: tuple[int, bool] | None = None  # a unit after its forward, which may be run again
         self._forward: int | None = None  # that the running backward belongs to
@@ -48,13 +48,13 @@ class OptionalUnits:
         self._forward = None
 
     def give_up(self) -> None:
-        """The running pass was broken off."""
+        """The running pass was interrupted."""
         self._lingering = None
 
     def goes_through(self, forward: int) -> None:
-        """The running backward has come to a unit's call in this forward; there is one only.
+        """The running backward has reached a call in this forward. Raise if it has reached another forward before.
 
-        Which of two forwards a unit's gather is for, ranks that skip it in one of them cannot tell.
+        A rank that skips a unit in one of two forwards cannot know which of them an all-gather of the unit belongs to.
         """
         if self._forward not in (None, forward):
             raise RuntimeError(
@@ -81,10 +81,10 @@ class OptionalUnits:
             )
 
     def pass_over(self, root: RootWithOptional, indices: Sequence[int], over: bool = False) -> None:
-        """The pass is going beyond these units. ``over``: it is at its end, or theirs, and will not come back.
+        """The pass skips these units, unless it has used them. ``over``: the pass, or the unit around them, has ended.
 
-        What is launched for those that it came to nothing of, gathers and reduces, is launched in the order of a rank
-        that uses them: whoever waits for a launch of another rank has launched all that this one needs to come there.
+        All-gathers and reduces of skipped units are launched in the order of a rank that uses them. So a rank that
+        waits for a launch of another rank has itself launched everything that the other rank needs to get there.
         """
         program = root.program
         within: list[Unit] = []  # units that have been passed over, as far as those inside them
@@ -105,13 +105,13 @@ class OptionalUnits:
             within.pop().passed_over()
 
     def pass_over_inside(self, root: RootWithOptional, unit: Unit) -> None:
-        """The backward has left a unit, and with it those inside."""
+        """The backward has left a unit, and so the units nested in it."""
         program = root.program
         inside = [index for index in program.upcoming if program.is_inside(index, unit.index)]
         self.pass_over(root, inside, over=True)
 
     def linger(self, unit: Unit, grads: bool) -> None:
-        """Its forward is over, and may be called again before that of another unit: the others gather it once."""
+        """Its forward has ended, but may be called again before another unit's: other ranks gather it only once."""
         self._lingering = unit.index, grads
 
     def end_lingering(self, root: RootWithOptional) -> None:
@@ -123,7 +123,7 @@ class OptionalUnits:
 
 
 def refuse_forward_within(root: RootWithOptional) -> None:
-    """Raise if a forward that begins is called within that of another model that has optional units."""
+    """Raise if a forward starts within the forward of another model that has optional units."""
     for other in _roots:
         if other is not root and other.entry is not None:
             raise RuntimeError(
@@ -133,7 +133,7 @@ def refuse_forward_within(root: RootWithOptional) -> None:
 
 
 def refuse_backward_of_two(root: RootWithOptional) -> None:
-    """Raise if a backward that begins goes through another model too, which has optional units that it may skip."""
+    """Raise if a backward that starts also goes through another model with optional units that it may skip."""
     for other in _roots:
         if other is not root and other.is_amid(root.task):
             raise RuntimeError(
@@ -144,7 +144,7 @@ def refuse_backward_of_two(root: RootWithOptional) -> None:
 
 
 def _check(root: RootWithOptional, own_groups: bool) -> None:
-    """ValueError if a model cannot have optional units."""
+    """Raise ValueError if a model cannot have optional units."""
     for unit in root.units:
         for group, param, _ in unit.borrowed:
             owner = unit_with(group)

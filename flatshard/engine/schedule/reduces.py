@@ -1,4 +1,4 @@
-"""The reduces of a root: whose turn it is, how far the gradients go, and what is in flight."""
+"""The reduces of a root: their order, how far gradients are reduced, and which reduces are in flight."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flatshard.policy import SEPARATE_GROUPS, SchedulePolicy
 
 
 class Reduces:
-    """Groups are numbers, in the order of registration, as in `Turns`. The root owns it; its links are weak."""
+    """Groups are numbers, in the order of registration, as in `Turns`. The root owns this object."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Reduces:
         self.resolve(units)
 
     def resolve(self, units: Sequence[Unit]) -> None:
-        """Let what units were told about all reduces count: the highest number, the last word on process groups."""
+        """Combine the settings of all units for reduces: the highest limit; separate groups if any unit has them."""
         intents = [unit.intent for unit in units]
         highest = max((asked.max_reducing for asked in intents if asked.max_reducing is not None), default=None)
         self._most = self._policy.max_reducing if highest is None else highest
@@ -65,17 +65,17 @@ class Reduces:
         self.tell_lane()
 
     def tell_lane(self) -> None:
-        """Let the lane know what is gathered over, besides what models gather that share it."""
+        """Pass the axes that weights are gathered over to the lane, in addition to those of models that share it."""
         self.pool.lane.beside = (self.pool.lane.beside or frozenset()) | self._gathered
 
     # Turns
 
     @property
     def counts(self) -> bool:
-        """Whether a group may be reduced as soon as all its gradients have arrived, before its unit is left.
+        """Whether a group may be reduced when all its gradients have arrived, before the backward leaves its unit.
 
-        On ranks that use different parameters of it, that happens at different moments, before or after a gather that
-        others wait for. And reduces that share process groups with gathers must keep their place among them.
+        On ranks that use different parameters, the gradients arrive before or after an all-gather that other ranks wait
+        for. And reduces that share process groups with all-gathers must keep their place among them.
         """
         return self.is_alike and self.pool.lane.own_groups
 
@@ -98,7 +98,7 @@ class Reduces:
             self._take_turn(number)
 
     def take_left(self, units: Sequence[Unit]) -> None:
-        """At the end of a backward: reduce what has not had its turn, and what has another."""
+        """At the end of a backward: reduce the groups that have not been reduced, and those with a second turn."""
         self._has_stopped = False in [unit.goal is Goal.FINAL for unit in units]
         turns = self._program.turns
         for number in turns.left():
@@ -111,9 +111,9 @@ class Reduces:
                 self.launch(number, *found, self._goal(*found))
 
     def flush(self, units: Sequence[Unit], all_the_way: bool = False, wait: bool = True) -> None:
-        """Reduce what waits in these units for a backward that goes all the way: the last micro-batch had none.
+        """Reduce gradients in these units that wait for a full reduction, if the last micro-batch had no backward.
 
-        Or, with ``all_the_way``, what waits there whatever for. With ``wait``, order the current stream after it.
+        With ``all_the_way``, reduce all waiting gradients. With ``wait``, order the current stream after the reduces.
         """
         for number in reversed(range(len(self._groups))):
             found = self._at(number)
@@ -131,7 +131,7 @@ class Reduces:
             self.join()
 
     def is_awaited_elsewhere(self, group: ParamGroup) -> bool:
-        """Whether a unit of another root that uses a group has backwards to come, or has not asked to reduce them."""
+        """Whether a unit of another root that uses a group expects a backward, or has gradient reduction turned off."""
         for ref in (group.owner, *group.borrowers) if group.borrowers else ():
             unit: Unit | None = None if ref is None else ref()
             if unit is not None and unit.root is not self._root() and (unit.is_awaited or not unit.intent.reduces):
@@ -145,9 +145,9 @@ class Reduces:
         return None if unit is None or group is None else (unit, group)
 
     def _takes_part(self, unit: Unit) -> bool:
-        """Whether a unit is reduced, with zeros, also where this rank's batch has used nothing of it.
+        """Whether a unit is reduced, with zeros, also if the batch of this rank does not use it.
 
-        Where some units are optional the others are, too: nothing tells ranks of one of which only some use parameters.
+        If some units are optional, all units are: ranks that use different parameters of a unit would not be detected.
         """
         return self._has_optional or unit.intent.reduces_unused
 
@@ -156,7 +156,7 @@ class Reduces:
         return found is not None and found[1].gradients.expected > 0 and found[0].is_ahead
 
     def _goal(self, unit: Unit, group: ParamGroup) -> Goal:
-        """How far the gradients of a group go now."""
+        """How far the gradients of a group are reduced now."""
         if self.is_one_of_several and self.is_awaited_elsewhere(group):
             return Goal.UNREDUCED
         return group.gradients.goal(unit.goal)
@@ -202,7 +202,7 @@ class Reduces:
             self._land()
 
     def end_backward(self, joins: bool) -> None:
-        """Order the current stream after all reduces, if it ``joins`` them; else after those that somebody awaits."""
+        """Order the current stream after all reduces if it ``joins`` them, else only after those with a callback."""
         while self.in_flight and (joins or any(reduction.then is not None for reduction in self.in_flight)):
             self._land()
         if joins:
@@ -217,7 +217,7 @@ class Reduces:
             self._land()
 
     def join(self) -> None:
-        """The same, for whoever reads gradients: they are there on all ranks or on none."""
+        """The same, before gradients are read: find out which gradients exist on all ranks."""
         self.land()
         self._ask()
 
@@ -227,14 +227,14 @@ class Reduces:
             ask()
 
     def _is_held_up(self) -> bool:
-        """Where units are optional: whether the oldest reduce cannot be waited for before anything else is launched.
+        """With optional units: whether waiting for the oldest reduce before another launch could hang.
 
-        A rank that skips some may come to it only after a gather that this rank has yet to launch, unless it is over.
+        A rank that skips units may launch that reduce only after an all-gather that this rank has not launched yet.
         """
         return not self.in_flight[0].ticket.has_ended()
 
     def _land(self) -> None:
-        """Order the current stream after the oldest reduce; what it read may be freed."""
+        """Order the current stream after the oldest reduce; its inputs may then be freed."""
         reduction = self.in_flight.popleft()
         recording = _recording.active
         if recording is None:
@@ -257,9 +257,9 @@ _unjoined: weakref.WeakSet[Reduces] = weakref.WeakSet()  # of roots that have le
 
 
 def join_reduces() -> None:
-    """Order the current stream after the reduces of all models: somebody is going to read gradients.
+    """Order the current stream after the reduces of all models, before gradients are read.
 
-    Who reads a ``.grad`` need not call it.
+    Reading a ``.grad`` calls it.
     """
     _torch.on_grad_read(None)
     for reduces in list(_unjoined):

@@ -1,4 +1,4 @@
-"""What the units of one root share: lanes, pools, the program, and where the current pass stands."""
+"""What the units of one root share: lanes, pools, the program, and the state of the current pass."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from flatshard.trust.record import PHASES, record
 
 
 class Root:
-    """Owned by its units, and knows them weakly or by number: nothing here keeps a model alive."""
+    """Owned by its units, and refers to them weakly or by number, so it does not keep a model alive."""
 
     def __init__(self, units: Sequence[Unit], device: torch.device, policy: SchedulePolicy) -> None:
         self.policy = policy
@@ -96,7 +96,7 @@ class Root:
         return self.reduces.pool.lane
 
     def share(self, other: Root) -> None:
-        """Communicate over the lanes, and from the pools, of another root."""
+        """Use the lanes and pools of another root."""
         if self.program.running is not None or self.reduces.in_flight:
             raise RuntimeError(
                 "a model cannot change its lanes during a forward or backward; call share_comm_ctx between steps"
@@ -110,7 +110,7 @@ class Root:
     # Passes
 
     def begin_forward(self, entry: Unit) -> None:
-        """A forward starts at ``entry``. What is left of an earlier pass is cleared: its weights may be out of date."""
+        """A forward starts at ``entry``. The state of an earlier pass is cleared: its weights may be out of date."""
         self.agree()
         if self.program.running is not None:
             self.recover()
@@ -145,17 +145,17 @@ class Root:
                 unit.swap_in()
 
     def count_step(self) -> None:
-        """What is launched next is of another step than before, if an optimizer has taken one."""
+        """Later launches belong to a new step, if an optimizer has stepped."""
         if self._taken != steps.taken():
             self._taken, self._step = steps.taken(), self._step + 1
         record.step = self._step
 
     def count_no_step(self) -> None:
-        """Steps that optimizers have taken since are none: they were captured."""
+        """Do not count optimizer steps since the last count: they were captured."""
         self._taken = steps.taken()
 
     def rest_gradients(self, always: bool = False) -> None:
-        """Give back the storage of gradients that `zero_grad` has hidden."""
+        """Free the storage of gradients that `zero_grad` has set to None."""
         always = always or not torch.is_grad_enabled()
         with _torch.PlainAttributes():
             for unit in self.units:
@@ -163,7 +163,7 @@ class Root:
                     group.gradients.main_grads.rest(always)
 
     def end_forward(self, grads: bool) -> None:
-        """The forward of ``entry`` is over; ``grads``: a gradient may come to its output."""
+        """The forward of ``entry`` has ended; ``grads``: its output may get a gradient."""
         if self.optional is not None:
             self.optional.end_lingering(self)
             self.optional.pass_over(self, self.program.upcoming)
@@ -194,22 +194,22 @@ class Root:
         _torch.at_end_of_backward(end)
 
     def is_amid(self, task: int) -> bool:
-        """Whether a backward that is of this task of autograd has come here, and not yet to the root."""
+        """Whether a backward of this autograd graph task has reached this model, but not yet its root."""
         return self._end is not None and self.task == task and 0 not in self._done
 
     @property
     def is_nested(self) -> bool:
-        """Within a backward: whether a segment of it is recomputed, and gone through, as a graph of its own."""
+        """Within a backward: whether a segment is recomputed and differentiated as a separate graph."""
         return _torch.graph_task() != self.task
 
     def end_backward(self) -> None:
-        """All gradients are there."""
+        """All gradients have been computed."""
         if self.optional is not None:
             self.optional.pass_over(self, self.program.upcoming, over=True)
         self._finish_backward()
 
     def _finish_backward(self) -> None:
-        """Reduce what is left, order the current stream after all reduces, rest."""
+        """Reduce the remaining groups, order the current stream after all reduces, and reset the units."""
         self._end = None
         self.reduces.take_left(self.units)
         for unit in reversed(self.units):
@@ -221,10 +221,10 @@ class Root:
         self._end_pass()
 
     def reduce_accumulated(self) -> None:
-        """Reduce what backwards without gradient synchronisation have left, as the end of a backward does.
+        """Reduce gradients that backwards without gradient synchronisation have left, as the end of a backward does.
 
-        Parameters that several roots share, the first and the last stage of a pipeline on one rank, are reduced when
-        the last of these roots asks for it.
+        Parameters that several roots share (the first and the last stage of a pipeline on one rank) are reduced when
+        the last of these roots calls this.
         """
         self.program.begin(Pass.BACKWARD)
         self.reduces.is_one_of_several = True
@@ -244,7 +244,7 @@ class Root:
                     other.reduce_accumulated()
 
     def recover(self) -> None:
-        """Give up the running pass, which an exception broke off. What earlier micro-batches left is kept."""
+        """Drop the running pass, which an exception interrupted. Gradients of earlier micro-batches are kept."""
         broken = self.program.running is Pass.BACKWARD
         for reduction in self.reduces.in_flight:
             reduction.on_final = None
@@ -258,13 +258,13 @@ class Root:
         self.program.abandon()
 
     def give_up_broken(self) -> None:
-        """Recover if an exception has broken the last pass off: nothing runs any more, and nobody has noticed."""
+        """Recover if an exception has interrupted the last pass and it was not noticed."""
         broken_backward = self._end is not None and self._end() is None
         if broken_backward or (self._end is None and self.entry is None and self.program.running is not None):
             self.recover()
 
     def reset(self) -> None:
-        """Give up the running pass, whatever it was: nothing stays gathered, no unreduced gradient is kept."""
+        """Drop the running pass: nothing stays gathered, and unreduced gradients are dropped."""
         self.recover()
         for unit in self.units:
             unit.reset()
@@ -272,9 +272,9 @@ class Root:
     # Gathers
 
     def need(self, unit: Unit, gather: bool = True) -> None:
-        """Make the full parameters of ``unit`` usable by what follows, and start gathering what comes next.
+        """Make the full parameters of ``unit`` usable by the current stream, and prefetch the next units.
 
-        Without ``gather``, the first is left out: the unit's turn has come, but not for its parameters.
+        Without ``gather``, only prefetch: the pass has reached the unit, but does not need its parameters.
         """
         if self.program.checks and self.program.running is not Pass.BACKWARD:  # a recompute may have nothing to do
             self.announcer.announce("run", unit)
@@ -292,7 +292,7 @@ class Root:
             unit.swap_in()
 
     def arrive(self, unit: Unit, gather: bool) -> None:
-        """The running pass has come to a unit: launch its gather, if there is to be one, and those of the next."""
+        """The running pass has reached a unit: launch its all-gather, if it has one, and those of the next units."""
         if not (unit.is_optional and self.program.has_needed(unit.index)):  # again is nobody else's affair
             self.program.need(unit.index, self._comes_later)
         self._ahead.discard(unit.index)
@@ -305,17 +305,17 @@ class Root:
             self.reduces.land()  # of the last micro-batch, whose gradients should not lie beside all activations
 
     def gather_ahead(self, unit: Unit) -> None:
-        """Start gathering what comes next, in the place of ``unit``, which is done and released."""
+        """Prefetch the next units in place of ``unit``, which has been released."""
         if unit.intent.prefetch_in_backward is None:
             self._gather_next(unit, self.policy.max_gathered - (unit.index in self._apart))
 
     def gather_early(self, unit: Unit) -> None:
-        """Start gathering a unit that the running pass comes to later."""
+        """Launch the all-gather of a unit that the running pass reaches later."""
         self._ahead.add(unit.index)
         self.gather(unit)
 
     def gather(self, unit: Unit) -> None:
-        """Start gathering a unit. No effect on what has been gathered."""
+        """Launch the all-gather of a unit. No effect if it is already gathered."""
         if self.program.announces and any(group.launches for group in unit.needs):
             self.announcer.announce("gather", unit)
         if torch.is_inference_mode_enabled() or self.program.is_profiled:
@@ -329,7 +329,7 @@ class Root:
             unit.note_state()
 
     def gather_apart(self, units: Sequence[Unit]) -> None:
-        """Start gathering units outside of any pass. A lease of theirs says for how long they stay."""
+        """Launch the all-gathers of units outside of any pass. Their leases determine how long they stay gathered."""
         self.agree()
         for unit in units:
             absorb_moved(unit)
@@ -341,7 +341,7 @@ class Root:
             self.gather(unit)
 
     def is_about_to_use(self, unit: Unit) -> bool:
-        """Whether a unit was gathered ahead of its use in the running pass."""
+        """Whether a unit was prefetched for the running pass."""
         return unit.index in self._ahead or unit.index == self._retained
 
     def _comes_later(self, index: int) -> bool:
@@ -367,9 +367,9 @@ class Root:
             raise
 
     def refresh_order(self) -> None:
-        """Gathers and look-ups from now on read main after all that the current stream has been given.
+        """Order later all-gathers and look-ups after all work on the current stream, so that they read main after it.
 
-        Or after what `main_event` is of; then look-ups, too, which are after the current stream anyway, wait for it.
+        With `main_event`, order them after that event instead; then look-ups wait for it too.
         """
         event, self.main_event = self.main_event, None
         for lane in (self.gather_lane,) if event is None else (self.gather_lane, self.rows_lane):
@@ -393,7 +393,7 @@ class Root:
                 group.hold(self.gather_pool, unit.name)
 
     def refresh(self, units: Sequence[Unit], only: Sequence[ParamGroup] | None = None) -> None:
-        """Start bringing the compute weights of these units, or of these groups of theirs, up to date."""
+        """Start to update the compute weights of these units, or of these groups, from main."""
         self._check_rest("refresh_weights")
         self.refresh_order()
         for unit in units:
@@ -402,7 +402,7 @@ class Root:
                     group.refresh(self.gather_pool, unit.name)
 
     def set_precision(self, units: Sequence[Unit], policy: MixedPrecisionPolicy) -> None:
-        """Change the dtypes of these units, apart from that of main."""
+        """Change the dtypes of these units, except that of main."""
         self._check_rest("set_mp_policy")
         for unit in units:
             for group in unit.groups:
@@ -423,7 +423,7 @@ class Root:
             )
 
     def retain(self, unit: Unit) -> None:
-        """Keep a recomputed unit gathered for its backward, which usually is next; only the last one is kept."""
+        """Keep a recomputed unit gathered for its backward, which usually is next; only the last such unit is kept."""
         if self.optional is not None:
             return  # which one is the last depends on what a rank uses: all of a recomputed segment stay
         earlier, self._retained = self._retained, unit.index
@@ -432,7 +432,7 @@ class Root:
             other.release()
 
     def _gather_next(self, unit: Unit, most: int) -> None:
-        """Gather ahead what the user said, or what the recorded order says: so many units, and as many more as fit."""
+        """Prefetch the units that the user set, or those of the recorded order, within the limits."""
         if not self.policy.prefetch:
             return
         backward, ahead = self.program.running is Pass.BACKWARD, self._ahead
@@ -470,9 +470,10 @@ class Root:
                     self.gather(other)
 
     def _bytes_with(self, unit: Unit, other: Unit) -> int:
-        """What gathered weights take at most with one more unit ahead; ``unit`` is used now, the others come after it.
+        """The most memory of gathered weights if one more unit is prefetched; ``unit`` is used now, the others later.
 
-        Those that other units are in, or that are kept, are there beside the next ones; of the rest one at a time is.
+        Units that contain others, and units that are kept, stay gathered beside the next ones; of the rest, one at a
+        time.
         """
         ahead = [each for index in self._ahead if (each := self.unit_at(index)) is not None]
         staying = one = 0
@@ -485,7 +486,7 @@ class Root:
         return self.gather_pool.live_bytes + arriving_bytes(other) + staying + one
 
     def _release_ahead(self) -> None:
-        """Give back what was gathered ahead and not needed after all."""
+        """Release units that were prefetched but not needed."""
         for index in sorted(self._ahead):
             unit = self.unit_at(index)
             if unit is not None:
@@ -508,12 +509,12 @@ class Root:
     # Features that most models do not use
 
     def linger(self, unit: Unit, grads: bool) -> None:
-        """The forward of an optional unit is over, and may be called again before that of another unit."""
+        """The forward of an optional unit has ended, but may be called again before another unit's."""
         assert self.optional is not None
         self.optional.linger(unit, grads)
 
     def goes_through(self, forward: int) -> None:
-        """The running backward has come to a unit's call in this forward, of a model with optional units."""
+        """The running backward has reached a call in this forward, of a model with optional units."""
         assert self.optional is not None
         self.optional.goes_through(forward)
 
@@ -529,7 +530,7 @@ class Root:
     # Agreement
 
     def agree(self) -> None:
-        """See that all ranks have the same model, before anything is launched for it as it is now."""
+        """Check that all ranks have the same model, before the first launch after a change of it."""
         if self._has_agreed:
             return
         lane = self.announcer.lane
@@ -548,7 +549,7 @@ class Root:
             self.policy.connect(used, pool, self.meshes)
 
     def _end_pass(self) -> None:
-        """The running pass is over."""
+        """The running pass has ended."""
         if self.rows_lane is not self.gather_lane:
             self.program.has_launched = True  # a look-up
         self.announcer.end_pass(self.gather_lane, self.reduces.pool.lane)
@@ -557,7 +558,7 @@ class Root:
 
 
 def root_of(unit: Unit) -> Root | None:
-    """The root of a unit, if it has one by now."""
+    """The root of a unit, if it already has one."""
     assert unit.root is None or isinstance(unit.root, Root)
     return unit.root
 
@@ -567,7 +568,7 @@ _ran: set[Root] | None = None  # roots whose forwards somebody wants to know of
 
 @contextmanager
 def roots_that_ran() -> Iterator[list[Root]]:
-    """A list that at the end has the roots of which a forward has begun within."""
+    """A list that contains, after the body, the roots of which a forward has started within it."""
     global _ran
     before, _ran, found = _ran, set(), list[Root]()
     try:
@@ -578,10 +579,10 @@ def roots_that_ran() -> Iterator[list[Root]]:
 
 
 def _experts(units: Sequence[Unit]) -> Iterator[int]:
-    """The units on another mesh than the unit that they are in, unless that is the root: experts in their blocks.
+    """The units on another mesh than the unit around them, unless that is the root: experts in their blocks.
 
-    They come on top of what is gathered ahead. Before them the host waits for the counts of tokens, and what comes
-    behind them must be on its way by then.
+    They do not count toward the prefetch limit. The host waits for token counts before experts run, and the units after
+    them must be launched before that wait.
     """
     for number, unit in enumerate(units):
         around = [other for other in units[1:] if unit.name.startswith(f"{other.name}.")]
@@ -593,7 +594,7 @@ _PHASE = {kind: PHASES.index(kind.value) for kind in Pass}
 
 
 class _End:
-    """Called by autograd at the end of a backward. Autograd owns it: gone uncalled, it tells of an exception."""
+    """Called by autograd at the end of a backward. Autograd owns it: if it is freed uncalled, the backward raised."""
 
     def __init__(self, root: Root) -> None:
         self._root = weakref.ref(root)

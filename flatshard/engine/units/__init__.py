@@ -1,4 +1,4 @@
-"""One `fully_shard` call: what was asked, its hooks and phases.
+"""One `fully_shard` call: its settings, hooks and phases.
 
-Asks its root by `RootProtocol`, and knows no other unit.
+A unit uses its root through `RootProtocol`, and does not know other units.
 """

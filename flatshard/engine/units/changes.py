@@ -1,6 +1,6 @@
-"""What is done to the parameters of a unit from outside: state dicts, `.to` and its like, plain assignment.
+"""Changes to the parameters of a unit from outside: state dicts, `.to` and similar methods, plain assignment.
 
-`engine/groups/changes.py` says what becomes of each group.
+`engine/groups/changes.py` does the same for each group.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from flatshard.engine.units.unit import Unit
 
 
 def absorb(unit: Unit, ours: bool = False) -> None:
-    """Take over what the modules were given in the place of our parameters, or raise; or wait for the rest of it.
+    """Adopt the parameters that the modules now hold instead of the unit's, raise, or wait for further changes.
 
-    Of the modules of a list, each is converted or loaded by itself. ``ours``: the parameter objects stay.
+    Modules of a list are converted or loaded one by one. ``ours``: keep the parameter objects.
     """
     for group in unit.groups:
         changes.absorb(group, unit.is_awaited, root=_root(unit), wait=True, ours=ours)
@@ -35,7 +35,7 @@ def absorb(unit: Unit, ours: bool = False) -> None:
 
 
 def absorb_moved(unit: Unit) -> None:
-    """The same, for what was done to a module in there that tells nobody. The parameters are about to be used."""
+    """The same before parameters are used, for changes to nested modules that the unit is not notified of."""
     for group in list(unit.groups):
         if not group.is_full and group.snapshot.has_changed():
             if unit.is_written:
@@ -47,7 +47,7 @@ def absorb_moved(unit: Unit) -> None:
 
 
 def check_change(unit: Unit, change: Change) -> None:
-    """Raise if this change of all parameters could not be taken over."""
+    """Raise if this change of all parameters could not be adopted."""
     for group in unit.groups:
         changes.check_change(group, change, unit.is_awaited, _root(unit))
 
@@ -66,9 +66,9 @@ def applying(unit: Unit, change: Change) -> Iterator[None]:
 
 @contextmanager
 def written(unit: Unit) -> Iterator[None]:
-    """Within, the modules hold whole copies of main weights. What was written to them is taken over, if all went well.
+    """Within it, the modules hold whole copies of main weights. Writes to them are stored if the body does not raise.
 
-    A collective call, when it begins.
+    Entering is a collective call.
     """
     if unit.root is not None:
         unit.root.give_up_broken()
@@ -107,13 +107,13 @@ def written(unit: Unit) -> Iterator[None]:
 
 
 def _root(unit: Unit) -> nn.Module | None:
-    """Where names in errors start from, as far as is known."""
+    """The module at which names in errors start, if it is known."""
     units = unit.root.units if unit.root is not None else [unit]
     return next(iter(units[0].modules), None) if units and len(units[0].modules) == 1 else None
 
 
 def hook_state_dicts(unit: Unit, module: nn.Module) -> None:
-    """State dicts of ``module``, one of the unit's, hold main weights, sharded; and what they load is taken over."""
+    """State dicts of ``module``, one of the unit's, hold sharded main weights; loaded values are written to main."""
     module.register_state_dict_pre_hook(functools.partial(_before_state_dict, unit))
     module.register_state_dict_post_hook(functools.partial(_after_state_dict, unit))
     module.register_load_state_dict_pre_hook(functools.partial(_before_load_state_dict, unit))
@@ -144,7 +144,7 @@ def _before_load_state_dict(unit: Unit, module: nn.Module, state: dict[str, Any]
 
 
 def _cut_whole(unit: Unit, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """Cut what a state dict of an unsharded model has for our parameters. ``state`` is load_state_dict's own."""
+    """Shard the entries of an unsharded model's state dict. ``state`` is load_state_dict's own."""
     sharded = {id(param.sharded): param.sharded for group in unit.needs for param in group.params}
     for name, parameter in module.named_parameters(prefix.rstrip("."), remove_duplicate=False):
         whole = state.get(name)

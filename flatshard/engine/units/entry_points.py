@@ -1,8 +1,8 @@
-"""EntryPoints of a unit that are called by themselves: an encoder that `generate` runs first, a head, a norm.
+"""Submodules of a unit that are called directly: an encoder that `generate` runs first, a head, a norm.
 
-Their parameters are sharded then, and no forward of the unit is running that would gather them. Such a call is made a
-forward of the unit, in which nothing but that part runs. Only units with others inside are asked for it: whoever calls
-layers within a block one by one unshards the block, and hooks on all of them would cost every step.
+Their parameters are sharded at that time, and no forward of the unit is running that would gather them. Such a call
+becomes a forward of the unit in which only that submodule runs. Only units that contain other units support this: users
+who call layers of a block one by one unshard the block, and hooks on all layers would cost time in every step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flatshard.engine.units.unit import Unit
 
 
 class EntryPoints:
-    """The modules inside a unit of one module, and the call of one of them, if that is what the unit is running."""
+    """The modules inside a unit of one module, and the running call of one of them, if there is one."""
 
     def __init__(self, unit: Unit, parts: Iterable[nn.Module]) -> None:
         self._unit = unit

@@ -1,4 +1,4 @@
-"""What a user has asked of a unit, and the place that a unit has in the tree of its root. Neither is ever changed."""
+"""The settings of a user for a unit, and the place of a unit under its root. Both are immutable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Modules = tuple[weakref.ref[nn.Module], ...]
 
 @dataclass(frozen=True)
 class Intent:
-    """What `fully_shard` and the setters of `FSDPModule` were told. Setters replace it: `Unit.ask`."""
+    """The settings from `fully_shard` and the setters of `FSDPModule`. Setters replace it: `Unit.ask`."""
 
     reshard_after_forward: bool | Literal["auto"] | None = None  # None: unless it is the outermost unit of a forward
     reshard_after_backward: bool = True
@@ -31,7 +31,7 @@ class Intent:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a unit is under its root, and what the root has chosen for it. Made anew with the root."""
+    """The place of a unit under its root, and what the root has chosen for it. Created again with every root."""
 
     name: str
     index: int = 0  # in the order of registration

@@ -6,10 +6,10 @@ from enum import Enum
 
 
 class Lease(Enum):
-    """A reason for which the full weights of a unit stay, until it ends. Modules show them under the first two.
+    """A reason to keep the full weights of a unit. Modules have full parameters under the first two.
 
-    What was gathered ahead of its use, or by a recomputation whose backward is next, has none yet: it is the root's to
-    use, or to give back at the end of the pass.
+    Weights that were prefetched, or gathered by a recomputation before its backward, have no lease yet: the root uses
+    them, or releases them at the end of the pass.
     """
 
     __hash__ = object.__hash__  # Enum's own is a Python function

@@ -1,8 +1,8 @@
-"""Sharded parameters that are used outside of a forward of their unit, where nothing has gathered them.
+"""Uses of sharded parameters outside of a forward of their unit, when they are not gathered.
 
-What concerns a parameter alone (`parameter.norm()`, an optimizer's arithmetic) is DTensor's to do. A layer that is
-given a plain tensor, or a DTensor of another mesh, is refused by DTensor. Where that error passes a forward of a unit,
-the remedy is added to it.
+DTensor handles operations on a parameter alone (`parameter.norm()`, an optimizer step). A layer that mixes it with a
+plain tensor, or with a DTensor of another mesh, fails in DTensor. If that error passes through a forward of a unit, the
+fix is added to its message.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _BY_ROWS = "The parameter is sharded by rows: only the forward of nn.Embedding r
 
 
 def explain(error: BaseException | None, by_rows: bool) -> None:
-    """Add the remedy to an error that a forward raises, if DTensor has refused to compute with what it was given.
+    """Add the fix to an error of a forward, if DTensor has refused to compute with a sharded parameter.
 
-    ``by_rows``: the forward is that of a unit which is never gathered.
+    ``by_rows``: the forward is that of a unit that is never gathered.
     """
     text = str(error)
     told = _REMEDY in text or _BY_ROWS in text  # on its way through a unit inside
@@ -35,7 +35,7 @@ def explain(error: BaseException | None, by_rows: bool) -> None:
 
 
 def _owner(tensor: torch.Tensor) -> str | None:
-    """Of a sharded parameter or a view of one: its name and its unit's."""
+    """The names of a sharded parameter, or of the base of a view of one, and of its unit."""
     known = [(param, group.owner()) for group in groups() if group.owner is not None for param in group.params]
     exact = [pair for pair in known if pair[0].sharded is tensor]
     for param, unit in exact or [pair for pair in known if _shows(tensor, pair[0].sharded)]:
@@ -46,7 +46,7 @@ def _owner(tensor: torch.Tensor) -> str | None:
 
 
 def _shows(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether a DTensor is a view of a sharded parameter. Where this rank holds nothing of that, all begin alike."""
+    """Whether a DTensor is a view of a sharded parameter. On a rank without rows of it, all data pointers are equal."""
     mine, other = _torch.local_of(tensor), _torch.local_of(parameter)
     if _torch.is_wrapper(mine) or _torch.is_wrapper(other):
         return False

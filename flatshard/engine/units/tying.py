@@ -1,8 +1,8 @@
-"""Modules that come to share a parameter after sharding, as loaders tie output layers to embeddings.
+"""Modules that share a parameter only after sharding: loaders tie output layers to embeddings.
 
-Each had a parameter of its own in a group. One of the two keeps its place there, and the other's module borrows it, as
-if they had shared it from the start. The other's own place in its group is left empty: what lies there in the buffers
-is gathered in vain. A group all of whose places are empty is given up.
+Each module had its own parameter in a group. One of the two keeps its place, and the module of the other borrows it, as
+if they had shared it from the start. The place of the other parameter in its group stays empty: its part of the buffers
+is still gathered, but not used. A group with only empty places is dropped.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from flatshard.engine.units.unit import Unit
 
 
 def tie(unit: Unit, group: ParamGroup, take_over: Callable[[Unit], None]) -> None:
-    """Let modules of ``unit`` that were given a parameter of another place in the model share it.
+    """Tie modules of ``unit`` to the parameter of another module, if they were given that parameter.
 
-    ``take_over``: called with a unit that was given a parameter which nobody has yet, so that it has it.
+    ``take_over``: called with a unit that was given a parameter that no unit has yet, so that this unit adopts it.
     """
     for index, param in enumerate(group.params):
         for site in list(param.sites):

@@ -46,7 +46,7 @@ _numbers = itertools.count()
 
 
 class RootProtocol(Protocol):
-    """What a unit asks of its root: where the current pass stands, and the gathers and reduces around it."""
+    """The members of a root that a unit uses: the state of the current pass, all-gathers and reduces."""
 
     program: Program
     entry: int | None  # the outermost unit whose forward is running
@@ -91,7 +91,7 @@ class RootProtocol(Protocol):
 
 
 class Unit:
-    """The state of one `fully_shard` call. Its modules own it through their hooks; it knows them weakly."""
+    """The state of one `fully_shard` call. Its modules own it through their hooks; it has weak references to them."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Unit:
         schedule: SchedulePolicy | None = None,
         hooked: bool = True,
     ) -> None:
-        """``find_root``: makes the root of a unit that has none, with this module on top."""
+        """``find_root``: creates the root of a unit that has none, with this module as the root module."""
         self.groups = list(groups)
         self.needs = list(groups)  # and those of other units, whose parameters are tied to its own
         self.borrowed: list[tuple[ParamGroup, ShardedParam, Site]] = []  # those parameters, and where it has them
@@ -148,19 +148,19 @@ class Unit:
         self.take_place(Place(type(modules[0]).__name__))
 
     def ask(self, **changes: Any) -> None:
-        """Replace what was asked of this unit, in these fields of its `Intent`."""
+        """Replace these fields of the unit's `Intent`."""
         self.intent = replace(self.intent, **changes)
         self._derive()
 
     def take_place(self, place: Place) -> None:
-        """Be at this place under a root."""
+        """Set the place of this unit under a root."""
         self.place = place
         self.name, self.index, self.numbers = place.name, place.index, place.numbers
         self.nests, self.is_optional = place.nests, place.is_optional
         self._derive()
 
     def _derive(self) -> None:
-        """What follows from what was asked, and from the place; looked at in every pass."""
+        """Derive the values that every pass reads from the settings and the place."""
         intent, place = self.intent, self.place
         asked = intent.reshard_after_forward
         self.reshard_after_forward = not place.stays_for_backward if asked == "auto" else asked
@@ -190,7 +190,7 @@ class Unit:
         return [module for module in (ref() for ref in self._modules) if module is not None]
 
     def borrow(self, group: ParamGroup, param: ShardedParam, site: Site) -> None:
-        """Use a parameter of another unit too, which is tied to that at ``site``."""
+        """Use a parameter of another unit too, which is tied to this unit's parameter at ``site``."""
         if group.by_rows:
             raise ValueError(
                 f"parameter '{param.name}' is tied to another layer, which needs all of it: call fully_shard on that "
@@ -214,12 +214,12 @@ class Unit:
 
     @property
     def is_resident(self) -> bool:
-        """Whether full weights are always there: `release` only hides them."""
+        """Whether full weights are always on this rank: `release` only hides them."""
         return all(group.is_resident for group in self.needs)
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether the running backward has left this unit for good, or has not been here."""
+        """Whether the running backward has finished this unit, or has not reached it."""
         if self.phase is not Phase.RESTING or self.call is not None or self.is_unseen:
             return False
         for group in self.needs:
@@ -229,9 +229,9 @@ class Unit:
 
     @property
     def _is_anchored(self) -> bool:
-        """Whether a backward is to come to this unit, and to go beyond it, even if this rank uses nothing there.
+        """Whether a backward must reach and pass this unit even if this rank uses none of its parameters.
 
-        Other ranks may, and gather and reduce at those moments.
+        Other ranks may use them, and gather and reduce at those times.
         """
         if not self.intent.reduces_unused or self.is_optional:
             return False
@@ -239,7 +239,7 @@ class Unit:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether a pass is going through this unit now."""
+        """Whether a pass is running through this unit."""
         return self.phase is not Phase.RESTING
 
     @property
@@ -258,7 +258,7 @@ class Unit:
     def _pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], transformed: bool = False
     ) -> Any:
-        """A forward is to run; what it is to be called with. ``transformed``: it is, by torch.func, and not this."""
+        """Prepare a forward and return its arguments. ``transformed``: torch.func transforms it, but not this call."""
         if not transformed and _torch.transforming():
             with _torch.Untransformed():
                 self._pre_forward(module, (), {}, transformed=True)
@@ -336,7 +336,7 @@ class Unit:
         return output
 
     def _end(self, which: int, call: Call, grads: bool) -> None:
-        """A forward of a module, by id, has run; ``grads``: a gradient may come to its output."""
+        """The forward of a module, given by id, has ended; ``grads``: its output may get a gradient."""
         root = self.root
         assert root is not None
         run = call.running.pop(which)
@@ -356,7 +356,7 @@ class Unit:
 
     @_torch.uncompiled
     def _after_exception(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Called after every forward of a module; only where one raised is there something to do."""
+        """Called after every forward of a module; does something only if the forward raised."""
         call = self.call
         if call is None or id(module) not in call.running:
             return
@@ -371,9 +371,9 @@ class Unit:
             root.entry = None  # what comes next starts a pass of its own, and clears what is left of this one
 
     def call_as_forward(self, module: nn.Module, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a method of one of the modules as if it were its forward. Within a forward it is a plain call.
+        """Call a method of one of the modules as its forward. Within a forward it is a plain call.
 
-        And forwards of the module within it are: they are parts of one pass.
+        Forwards of the module within this method are plain calls too: they are part of the same pass.
         """
         if self.call is not None and id(module) in self.call.running:
             return method(*args, **kwargs)
@@ -401,7 +401,7 @@ class Unit:
             root.end_forward(grads)
 
     def leave(self, keep: bool, grads: bool) -> None:
-        """The forward has left this unit. ``keep``: for what comes next; ``grads``: that may be a backward."""
+        """The forward has left this unit. ``keep``: keep it gathered; ``grads``: a backward may follow."""
         if Lease.USER in self.leases:
             return  # one rank may run it alone, and what the others know of leases is to stay true
         if keep:
@@ -415,14 +415,14 @@ class Unit:
         self.release()
 
     def pass_over(self) -> None:
-        """The running pass uses nothing of this unit, which is optional. Other ranks may: do as if it did."""
+        """The running pass skips this optional unit. Other ranks may use it: launch the same all-gathers."""
         root = self.root
         assert root is not None
         backward = root.program.running is Pass.BACKWARD
         root.arrive(self, gather=self.unshard_in_backward or not backward)
 
     def passed_over(self) -> None:
-        """And so it has done with the units inside this one."""
+        """The units nested in this skipped unit have been skipped too: release it, and reduce it in a backward."""
         root = self.root
         assert root is not None
         for group in self.needs:
@@ -440,14 +440,14 @@ class Unit:
             self.hide()
 
     def look_rows_up(self, rows: Rows) -> None:
-        """Ask other ranks for the rows that a batch reads, and gather the table only when it is asked for by hand."""
+        """Request rows from other ranks in forward, and gather the table only if the user calls for it."""
         self.rows = rows
         self._derive()
 
     def forward_over(self, grads: bool) -> None:
-        """The forward of the outermost unit is over, and with it this one's, even if a module of it has not run.
+        """The forward of the outermost unit has ended, and so has this one's, even if a module of it has not run.
 
-        Without ``grads`` there it has left no graph, and no recompute comes either.
+        Without ``grads`` the forward has left no graph, so no recompute follows.
         """
         if self.phase is Phase.FORWARD:
             assert self.root is not None
@@ -465,10 +465,10 @@ class Unit:
         self._calls = [*others, weakref.ref(call)]
 
     def _has_graph(self) -> bool:
-        """Within a recompute: whether it belongs to the graph of an earlier forward, whose hooks then do the work.
+        """Within a recompute: whether it belongs to the graph of an earlier forward, whose hooks are used then.
 
-        Otherwise checkpointing is reentrant, and makes a graph now. A unit that is used both ways is taken to be of the
-        first kind: nothing tells when its inputs are passed, so its turn is over at the end of the backward.
+        Otherwise checkpointing is reentrant, and creates a graph now. A unit that is used both ways counts as the first
+        kind: the end of its backward cannot be detected, so it is reduced at the end of the whole backward.
         """
         for ref in self._calls:
             call = ref()
@@ -478,7 +478,7 @@ class Unit:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether the backward of a forward is to come. A graph that is gone awaits none."""
+        """Whether a backward of a forward is expected. A graph that has been freed has none."""
         for ref in self._calls:
             call = ref()
             if call is not None and not call.passed:
@@ -487,7 +487,7 @@ class Unit:
 
     @property
     def is_ahead(self) -> bool:
-        """Within a backward: whether it is going to come here, or to come again."""
+        """Within a backward: whether it will reach this unit, or reach it again."""
         return self.is_unseen or self._has_calls_ahead()
 
     def _has_calls_ahead(self) -> bool:
@@ -524,9 +524,9 @@ class Unit:
         root.need(self, gather=self.unshard_in_backward)
 
     def _refuse_split_backward(self) -> None:
-        """Raise if a pipeline computes the gradients of weights in a backward of their own, and has lost sight of them.
+        """Raise if a pipeline schedule computes weight gradients in a separate backward but has sharded parameters.
 
-        It asks the modules for their parameters before the first of the two, and found sharded ones.
+        The schedule reads the parameters of the modules before the first of the two backwards.
         """
         if "torch.distributed.pipelining" not in sys.modules:
             return
@@ -540,7 +540,7 @@ class Unit:
             )
 
     def _prepare_second_backward(self) -> None:
-        """This backward makes a graph. What goes through that reads the weights, and comes to no output of ours."""
+        """This backward creates a graph. A backward of that graph reads the weights without reaching an output."""
         assert self.root is not None
         if self.root.has_optional:
             raise RuntimeError(
@@ -552,7 +552,7 @@ class Unit:
             group.watch()
 
     def inputs_passed(self) -> None:
-        """The gradients of one forward's inputs are complete, and with them those of its weights."""
+        """The gradients of one forward's inputs are complete, and so are those of its weights."""
         root = self.root
         assert root is not None
         if self._has_calls_ahead():
@@ -572,7 +572,7 @@ class Unit:
         self.rest()
 
     def backward_over(self) -> None:
-        """The backward is over, here and everywhere."""
+        """The whole backward has ended."""
         if _torch.in_backward():
             for call in (ref() for ref in self._calls):
                 if call is not None and self.root is not None and call.is_ahead(self.root.backwards, False):
@@ -580,7 +580,7 @@ class Unit:
         self.rest()
 
     def rest(self) -> None:
-        """The backward has left this unit: release and forget."""
+        """The backward has left this unit: release its weights and reset its state."""
         if self.phase is Phase.FORWARD:
             return  # a gradient was computed inside this unit's forward
         if Lease.GRAPH in self.leases:
@@ -614,7 +614,7 @@ class Unit:
 
     @property
     def stays(self) -> bool:
-        """Whether the weights are still there when the running pass has left this unit."""
+        """Whether the weights stay gathered after the running pass has left this unit."""
         assert self.root is not None
         if self.root.program.running is Pass.BACKWARD:
             return not self._reshards_now
@@ -622,11 +622,11 @@ class Unit:
 
     @property
     def is_kept_for_next(self) -> bool:
-        """Whether the running micro-batch leaves its weights to the next one."""
+        """Whether the weights stay gathered for the next micro-batch."""
         return self.place.keeps_for_next and not self._is_last
 
     def recover(self, broken_backward: bool) -> None:
-        """An exception broke a pass off: release. What a broken backward has left here is of no use."""
+        """An exception interrupted a pass: release. Gradients of an interrupted backward are dropped."""
         self.call, self.is_unseen = None, False
         root = self.root
         assert root is not None
@@ -643,7 +643,7 @@ class Unit:
             self.leases = {Lease.USER: self.leases[Lease.USER]}
 
     def reset(self) -> None:
-        """Rest, whatever was going on; gradients that have not been reduced are lost."""
+        """Reset the unit in any state; gradients that have not been reduced are dropped."""
         self._calls = []
         for group in self.groups:
             group.gradients.drop()
@@ -655,18 +655,18 @@ class Unit:
     # Gathered weights
 
     def keep(self) -> None:
-        """Leave the gathered weights to the next pass, should they still be those of main by then."""
+        """Keep the gathered weights for the next pass, which uses them if main has not changed."""
         self.leases[Lease.NEXT] = True
         self.note_state()
 
     def note_state(self) -> None:
-        """Remember what main is, of which the gathered weights were made: hooks may write it before a pass is over."""
+        """Record the state of main from which the weights were gathered: hooks may write main during a pass."""
         for group in self.needs:
             if group.made_of is None:
                 group.made_of = group.state
 
     def keeps(self) -> bool:
-        """Whether a forward that begins uses the gathered weights as they are."""
+        """Whether a forward that starts can use the gathered weights."""
         if Lease.NEXT not in self.leases and Lease.USER not in self.leases:
             return False
         if self.place.keeps_for_next and self.is_first and Lease.GRAPH not in self.leases:
@@ -684,16 +684,16 @@ class Unit:
         return True
 
     def swap_in(self) -> None:
-        """Wait for the gathers and show the full parameters to the modules: to a body of `gathered`, or to a pass."""
+        """Wait for the all-gathers and put the full parameters into the modules, for `gathered` or for a pass."""
         if Lease.USER not in self.leases:
             self.leases[Lease.PASS] = True
         for group in self.needs:
             group.swap_in()
 
     def release(self, always: bool = False) -> None:
-        """Give the gathered weights back, unless another unit needs them still. A body of `gathered` gets them again.
+        """Release the gathered weights, unless another unit needs them. A running `gathered` block keeps them.
 
-        Those that a graph of second order reads are only hidden, until main has changed, or ``always`` is said.
+        Weights that a graph of second order reads are only hidden, unless ``always``.
         """
         if Lease.GRAPH in self.leases and not always:
             self.hide()
@@ -708,7 +708,7 @@ class Unit:
                 group.swap_out()
 
     def hide(self) -> None:
-        """The pass shows the full parameters no more; they are kept."""
+        """Put the sharded parameters back after a pass, but keep the full weights gathered."""
         self.leases.pop(Lease.PASS, None)
         if Lease.USER in self.leases:
             return
@@ -718,9 +718,9 @@ class Unit:
                 group.swap_out()
 
     def reshard(self) -> None:
-        """Show sharded parameters, whoever needs the full ones: a pass that does gathers them again.
+        """Put the sharded parameters back, even if a later pass needs the full ones: it gathers them again.
 
-        Only a backward of this unit that is under way would not, and reads them.
+        A running backward of this unit would not gather them again, so this raises.
         """
         if self.in_backward and _torch.in_backward():
             raise RuntimeError(
@@ -734,20 +734,20 @@ class Unit:
 
 
 def _leases_of_others(unit: Unit, group: ParamGroup) -> set[Lease]:
-    """Of units that share a group with one."""
+    """The leases of other units that share a group with this one."""
     others = [ref() for ref in (group.owner, *group.borrowers) if ref is not None]
     return {lease for other in others if other is not None and other is not unit for lease in other.leases}
 
 
 def _gradient_arrives(unit: weakref.ref[Unit]) -> None:
-    """Of a parameter that was used outside of any forward, nothing else tells that a backward is running."""
+    """A gradient of a parameter that was used outside of any forward: only this shows that a backward runs."""
     found = unit()
     if found is not None and found.root is not None:
         found.root.begin_backward()
 
 
 def _group_complete(unit: weakref.ref[Unit], index: int) -> None:
-    """All gradients of a group have arrived. Its weights may still be read until the inputs' gradients are done."""
+    """All gradients of a group have arrived. Its weights may be read until the gradients of the inputs are complete."""
     found = unit()
     if found is not None:
         assert found.root is not None
@@ -762,7 +762,7 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 
 def own(module: nn.Module, unit: Unit) -> None:
-    """Let `unit_of` find it."""
+    """Register a unit for `unit_of`."""
     module.__dict__[_UNIT] = unit
 
 

@@ -1,4 +1,4 @@
-"""Where a backward stands: hooks on the tensors that forwards take and return.
+"""Hooks on the inputs and outputs of forwards, which follow a backward.
 
-Touches autograd and nothing else.
+Uses autograd only.
 """

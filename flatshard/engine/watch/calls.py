@@ -1,4 +1,4 @@
-"""Calls: what tells a unit where a backward stands, by hooks on the tensors of its forwards."""
+"""Calls: hooks on the tensors of a unit's forwards notify the unit of the progress of a backward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flatshard.engine.watch.trees import map_tensors, tensors_in, tensors_in_obj
 
 
 class Watcher(Protocol):
-    """Who is told where a backward stands: a unit."""
+    """What a call notifies of the progress of a backward: a unit."""
 
     def gradient_at_output(self, call: Call) -> None:
         """A gradient has reached an output of a call."""
@@ -28,14 +28,14 @@ class Watcher(Protocol):
 class Call:
     """One forward of a unit, from the start of its first module to the end of its last.
 
-    Invariant: the unit awaits the backward of those calls that are alive and not `passed`, and of no others. A call is
-    owned by the unit while it runs, and afterwards by hooks in the autograd graph, on its outputs, and by nothing else.
-    So a graph that is thrown away takes its calls along.
+    Invariant: the unit expects the backward of those calls that exist and are not `passed`, and of no others. The unit
+    owns a call while it runs. Afterwards only hooks on its outputs, in the autograd graph, own it. So freeing a graph
+    frees its calls.
 
-    In the graph: output --(hook: owns the call)--> ... --> input --(hook: knows the call weakly)--> ...
+        output --(hook: owns the call)--> ... --> input --(hook: weak reference to the call)--> ...
 
-    Of a list of modules, the input of one may be made of the output of another, which owns the call. So the call does
-    not own the places of inputs in the graph: each is owned by the hooks on the outputs of its own module.
+    In a list of modules, the input of one module may be computed from the output of another, which owns the call. So
+    the call does not own the graph nodes of inputs: the hooks on the outputs of the same module own them.
     """
 
     __slots__ = (
@@ -51,7 +51,7 @@ class Call:
         before: Call | None,
         recompute: bool,
     ) -> None:
-        """``modules``: of the unit, by id. ``before``: the call that was the last to begin."""
+        """``modules``: of the unit, by id. ``before``: the call that started last."""
         self.unit = unit
         self.forward = forward  # of the root, by number
         self.outer = before if before is not None and before.running else None  # within which this one runs
@@ -70,13 +70,13 @@ class Call:
         self.passed = False  # a backward has been through all of it, or never will be
 
     def goes_on_with(self, module: nn.Module) -> bool:
-        """Whether a forward of one of the unit's modules, which begins now, is part of this call."""
+        """Whether a forward of a module of the unit that starts now is part of this call."""
         if self.left != self._all:
             return True  # of a list of modules some have run, others have not
         return bool(self.running) and id(module) not in self.running
 
     def await_again(self) -> None:
-        """Another backward goes through the graph, which has been retained."""
+        """Another backward runs through the retained graph."""
         self.passed = False
         self._over.clear()
 
@@ -87,13 +87,13 @@ class Call:
 
     @property
     def has_read(self) -> bool:
-        """Whether a backward has read all weights that it is going to read."""
+        """Whether the backward has read all weights that it needs."""
         return len(self._over) == len(self._nodes) and not self.reading
 
     def is_ahead(self, backward: int, nested: bool) -> bool:
-        """Within a backward, by number: whether that will go through this call, as far as can be known, and has not.
+        """Within a backward, given by number: whether it will go through this call, as far as can be known.
 
-        ``nested``: reentrant checkpointing goes through a graph of its own now, which hides the one around it.
+        ``nested``: reentrant checkpointing runs through a separate graph now, which hides the outer one.
         """
         if self.passed:
             return False
@@ -106,7 +106,7 @@ class Call:
         return not self._nodes
 
     def watch_inputs(self, run: Run, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
-        """Arguments to call a module with, so that `Unit.inputs_passed` follows; whether any needs a gradient."""
+        """Arguments for a module, hooked so that `Unit.inputs_passed` runs; and whether any needs a gradient."""
         wanted = tensors_with_grad((args, kwargs) if kwargs else args)
         if not wanted:
             return args, kwargs, False
@@ -134,10 +134,10 @@ class Call:
         return functools.partial(gradient_at_output, self, run)
 
     def watch_outputs(self, run: Run, output: Any) -> bool:
-        """Let `Unit.gradient_at_output` follow when a gradient reaches the output; whether one may.
+        """Call `Unit.gradient_at_output` when a gradient reaches the output. Returns whether this can happen.
 
-        An output may be that of a unit inside, or the input itself where a rank uses nothing of a unit. A backward is
-        to come to the output first, on this rank as on all others, and then to what is inside.
+        An output may be that of a nested unit, or the input itself if a rank uses none of the unit. On all ranks, the
+        backward must reach the output of this unit first, and nested units after it.
         """
         hook = functools.partial(gradient_at_output, self, run)
         wanted = tensors_with_grad(output)
@@ -150,7 +150,7 @@ class Call:
 
 
 class Run:
-    """A forward of one module, within a call."""
+    """The forward of one module, within a call."""
 
     __slots__ = ("__weakref__", "is_recompute", "is_transformed", "node")
 
@@ -160,18 +160,18 @@ class Run:
 
 
 class LeftBehind:
-    """What forwards leave on the modules of a unit, an auxiliary loss for example: watched as their outputs are.
+    """Tensors that forwards store on the modules of a unit, such as an auxiliary loss: hooked like outputs.
 
-    A forward that does so always does, so the first one tells.
+    A forward that stores such tensors always does, so only the first one is searched.
     """
 
     def __init__(self) -> None:
         self.places: list[tuple[weakref.ref[nn.Module], str]] | None = None  # None: no forward has been
 
     def watch(self, call: Call, run: Run, modules: Sequence[nn.Module], nests: bool) -> None:
-        """After a forward of one of ``modules``.
+        """Called after a forward of one of ``modules``.
 
-        ``nests``: there are units inside, which watch what is below themselves.
+        ``nests``: there are nested units, which hook the tensors below themselves.
         """
         if self.places is None:
             self.places = []
@@ -188,9 +188,9 @@ class LeftBehind:
 
 
 def anchored(output: Any, once: bool = False) -> Any:
-    """An output with the same values that a backward comes to, although nothing in it needs a gradient.
+    """An output with the same values that a backward reaches although nothing in it needs a gradient.
 
-    ``once``: one tensor in it is enough, which the others, masks for example, need not suffer for.
+    ``once``: change one tensor only; the others (masks, for example) stay as they are.
     """
     anchor = torch.empty(0, requires_grad=True)
     found = [id(tensor) for tensor in tensors_in(output) if tensor.is_floating_point()]
@@ -237,7 +237,7 @@ def _inputs_passed(
 
 @_torch.uncompiled
 def gradient_at_output(call: Call, run: Run, grad: torch.Tensor | None = None) -> None:
-    """A hook on an output, which owns the call, and the ``run`` of its module."""
+    """A hook on an output, which owns the call and the ``run`` of its module."""
     found = call.unit()
     if found is None:
         return

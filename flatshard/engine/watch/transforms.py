@@ -1,9 +1,9 @@
-"""Units under torch.func: `jvp`, `vjp`, `vmap` and their like transform what modules compute, not what we do for it.
+"""Units under torch.func: `jvp`, `vjp`, `vmap` and similar transforms apply to modules, not to flatshard's hooks.
 
-Inside a transform tensors are wrapped, and one that an outer backward will reach may say that it needs no gradient. So
-gathers and releases run outside of it (`_torch.Untransformed`), and outputs are watched by a function that transforms
-know, whatever they say. Inputs are not watched: a forward then has gradients on several paths (primal and tangent), and
-only the parameters' own can tell when all of them have passed.
+Inside a transform tensors are wrapped, and ``requires_grad`` may be False on a tensor that an outer backward will
+reach. So all-gathers and releases run outside of it (`_torch.Untransformed`), and an autograd function that supports
+transforms watches all outputs. Inputs are not watched: a forward then has gradients on several paths (primal and
+tangent), and only the hooks of the parameters show when all of them are complete.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _OutputReached(torch.autograd.Function):
-    """Identity of an output and of its tangent; ``reached`` is called when a gradient comes to either."""
+    """Identity of an output and of its tangent; ``reached`` is called when a gradient reaches either."""
 
     generate_vmap_rule = True
 

@@ -1,4 +1,4 @@
-"""Where full weights come from: main weights, codecs between main and the wire, host memory.
+"""Where full weights come from: main weights, codecs, host memory.
 
-Touches buffers, lanes and pools.
+Uses buffers, lanes and pools.
 """

@@ -1,8 +1,8 @@
-"""How this rank's part of main weights becomes what travels, and what was gathered becomes full weights.
+"""How a rank's shard of main weights is encoded for an all-gather, and gathered data become full weights.
 
-There are three. Under a `Cast` full weights are views of what was gathered: a part is written where it belongs in the
-gathered buffer, and there is nothing to decode. `Blocks` has a buffer of bytes for what travels, which is decoded into
-the gathered buffer. An `Extension` sends tensors of its own choice.
+There are three codecs. With a `Cast`, full weights are views of the gathered buffer: each shard is written to its place
+in it, and nothing is decoded. `Blocks` gathers a buffer of bytes, which is decoded into the buffer of full weights. An
+`Extension` is a tensor subclass, which returns the tensors to be gathered.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ class Codec(Protocol):
 
 
 class Cast:
-    """Full weights are views of what was gathered: main's own values, or each part cast before the gather."""
+    """Full weights are views of the gathered buffer: main's own values, or each shard cast before the all-gather."""
 
     def __init__(self, main: torch.dtype, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.sends_main = main == dtype  # main's own bytes travel: nothing needs to be encoded
 
     def encode(self, main: Sequence[torch.Tensor], wire: Sequence[torch.Tensor]) -> None:
-        """Write each run of ``main`` into the run of ``wire`` beside it."""
+        """Write each run of ``main`` into the corresponding run of ``wire``."""
         torch._foreach_copy_(list(wire), list(main))
 
 
 class Blocks:
-    """Some tensors travel as one byte per element and a scale per block, the others cast as by a `Cast`.
+    """Some tensors are sent as one byte per element and a scale per block, the others are cast as by a `Cast`.
 
-    What travels are buffers of bytes, cut into as many pieces as main is. All of a group is in one of them.
+    What is sent is a buffer of bytes, in as many pieces as main. One buffer holds all tensors of a group.
     """
 
     def __init__(self, formats: Formats, dtype: torch.dtype) -> None:
@@ -50,43 +50,43 @@ class Blocks:
         self.layout = self._coder.wire.bytes  # of what travels
 
     def encode(self, main: DBuffer, wire: DBuffer) -> None:
-        """Write this rank's part of main where it belongs in a buffer of bytes."""
+        """Write this rank's shard of main to its place in a buffer of bytes."""
         (piece,) = wire.runs(main.held)
         self._coder.encode(main.runs(), main.held, piece)
 
     def decode(self, wire: DBuffer, full: DBuffer) -> None:
-        """Bring the values of all pieces into a buffer that holds everything."""
+        """Decode all pieces into a buffer of full weights."""
         self._coder.decode(wire.runs()[0].view(1, -1), full.held, full.local)
 
 
 class DecodingCodec(Codec, Protocol):
-    """What travels is not what full weights are views of."""
+    """A codec whose full weights are not views of what was gathered."""
 
     def encode(self) -> list[torch.Tensor]:
-        """What this rank gives to be gathered, inside the lane: plain tensors, of the same sizes on all ranks."""
+        """What this rank sends, inside the lane: plain tensors, of the same sizes on all ranks."""
 
     def decode(self, gathered: Sequence[torch.Tensor]) -> None:
-        """Bring the full values, of what all ranks gave, into `full`: always the same tensors from the first time on.
+        """Decode what all ranks sent into `full`, which are the same tensors in every call.
 
-        ``gathered``: each of the tensors of `encode`, flat, for all ranks after one another.
+        ``gathered``: each of the tensors of `encode`, flat, concatenated over the ranks.
         """
 
     def full(self, index: int) -> torch.Tensor:
         """The values of one param."""
 
     def release(self) -> None:
-        """Give back the memory of full values; `decode` will be called before they are used again."""
+        """Free the memory of full values; `decode` is called before they are used again."""
 
 
 class Extension:
-    """One parameter of a tensor subclass, which encodes and decodes itself by PyTorch's protocol for that:
+    """One parameter of a tensor subclass, which encodes and decodes itself by PyTorch's protocol:
 
-    ``fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)``, or of ``mesh`` alone, returns what is to
-    be gathered of this rank's part, any number of tensors, and anything to remember until then.
-    ``fsdp_post_all_gather(gathered, remembered, param_dtype, *, out=None)`` returns the full parameter, and tensors
-    whose memory can be taken while nobody uses it; or, given ``out``, which it returned before, fills it.
+    ``fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)``, or with ``mesh`` alone, returns the
+    tensors to be gathered from this rank's shard, any number of them, and metadata. ``fsdp_post_all_gather(gathered,
+    metadata, param_dtype, *, out=None)`` returns the full parameter, and tensors whose memory can be freed while the
+    parameter is not used; or, given ``out``, which it returned before, fills it.
 
-    The sharded parameter holds this rank's part as the subclass; it does not lie in a main buffer.
+    The sharded parameter holds this rank's shard as the subclass; it is not in a main buffer.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class Extension:
 
 
 class CombinedCodec:
-    """Parameters of tensor subclasses that are gathered by one launch."""
+    """Parameters of tensor subclasses that are gathered in one launch."""
 
     def __init__(self, each: Sequence[Extension]) -> None:
         self.dtype, self._each = each[0].dtype, list(each)
@@ -217,7 +217,7 @@ class CombinedCodec:
 
 
 def as_plain(given: torch.Tensor) -> torch.Tensor:
-    """A tensor that can be sent; of a subclass, what copying it to one leaves there."""
+    """A plain tensor that can be sent; for a subclass, a copy of it to a plain tensor."""
     if type(given) is torch.Tensor:
         return given
     plain = torch.empty(given.shape, dtype=given.dtype, device=given.device)

@@ -1,4 +1,4 @@
-"""Which parameters travel in one byte, and how a group of them does: chosen once, and the same on all ranks."""
+"""Which parameters are sent in one byte per element: chosen once, and the same on all ranks."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _EXPERTS = 1024  # a router has a row for each; what is called so and has more i
 def chosen(
     name: str, parameter: torch.Tensor, modules: Sequence[nn.Module | None], policy: MixedPrecisionPolicy, owner: str
 ) -> bool:
-    """Whether a parameter is to travel in one byte where its group has such a format.
+    """Whether a parameter is sent in one byte per element if its group has such a format.
 
-    ``name`` is from the unit down, ``modules`` are those that have it, ``owner`` is the class of the unit's module.
-    What has no rows of numbers to share a scale never does. A layer that is a unit by itself, and so has no name
-    there, counts as a head: else it would be in a block.
+    ``name`` starts at the unit, ``modules`` are those that have it, ``owner`` is the class of the unit's module. A
+    parameter without rows of several numbers, which could share a scale, never is. A layer that is a unit by itself,
+    and so has no name there, counts as a head: otherwise it would be in a block.
     """
     if not parameter.dtype.is_floating_point or parameter.dim() < 2 or not parameter.numel():
         return False
@@ -51,7 +51,7 @@ def chosen(
 
 @dataclass(frozen=True)
 class Formats:
-    """How the gathers and reduces of one group travel. ``encoded``: which of its tensors do in one byte."""
+    """The formats of the all-gathers and reduces of one group. ``encoded``: which of its tensors are encoded."""
 
     layout: Layout
     encoded: tuple[bool, ...]
@@ -69,10 +69,11 @@ class Formats:
         mesh: Sequence[int],
         final: Sequence[Placement],
     ) -> Formats:
-        """``marks``: which tensors are `chosen`; where none is, all stay as they are.
+        """``marks``: which tensors are `chosen`; if none is, nothing is encoded.
 
-        ``mesh``: the sizes of its axes; ``final``: how reduced gradients are placed. Along an axis on which all ranks
-        want the whole sum, each sends all it has to every other: an axis too long for that keeps its all-reduce.
+        ``mesh``: the sizes of its axes; ``final``: the placements of reduced gradients. Along an axis on which all
+        ranks need the whole sum, each rank sends all its data to every other: if the axis is too long for that, it
+        keeps its all-reduce.
         """
         encoded = encodable(layout, marks)
         reduces = [None if each == "int8" and not any(encoded) else each for each in policy.reduce_formats(len(mesh))]
@@ -83,18 +84,18 @@ class Formats:
         return cls(layout, encoded, gather, tuple(reduces), policy.block, policy.stochastic)
 
     def __str__(self) -> str:
-        """Gathers / reduces, or nothing."""
+        """All-gathers / reduces, or nothing."""
         if self.gather is None and not any(self.reduces):
             return ""
         return f"{self.gather or '-'} / {', '.join(str(each or '-') for each in self.reduces)}"
 
     def gather_coder(self, dtype: torch.dtype) -> Coder:
-        """For weights; ``dtype`` is of those that stay as they are."""
+        """For weights; ``dtype`` is that of unencoded tensors."""
         assert self.gather is not None
         return _coder(wire_of(self.layout, self.encoded, self.block, dtype.itemsize), self.gather, dtype)
 
     def reduce_coder(self, axis: int, dtype: torch.dtype) -> Coder:
-        """For gradients; ``dtype`` is of those that stay as they are."""
+        """For gradients; ``dtype`` is that of unencoded tensors."""
         encoded, tells = self.encoded, len(self.encoded) > 1  # which of them ranks have used
         if self.reduces[axis] != "int8":
             encoded, dtype = tuple(False for _ in encoded), torch.bfloat16
@@ -103,7 +104,7 @@ class Formats:
 
 @lru_cache(maxsize=1024)
 def _coder(wire: Wire, code: Code, dtype: torch.dtype) -> Coder:
-    """One for all groups that are alike: it has tables on the device."""
+    """One coder for all groups that are alike, because it has tables on the device."""
     from flatshard.buffer.blocks import Coder  # imports Triton, which takes longer than all of flatshard
 
     return Coder(wire, code, dtype)

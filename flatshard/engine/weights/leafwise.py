@@ -1,8 +1,8 @@
-"""Frozen parameters of tensor subclasses that say nothing of how they are gathered: torchao's quantised weights.
+"""Frozen parameters of tensor subclasses without methods for an all-gather: torchao's quantised weights.
 
-Such a tensor is made of plain ones, and tells of which (`__tensor_flatten__`). Those with a row for each of its own
-rows (codes, a scale per row) are cut, gathered and put together again; all others (a scale of the whole, a packed form)
-stay whole on every rank. What comes back is made of the same bytes, whatever they mean.
+Such a tensor consists of plain tensors (`__tensor_flatten__`). Those with one row for each of its rows (codes, a scale
+per row) are sharded, gathered and combined again; all others (a scale of the whole tensor, a packed form) stay whole on
+every rank. The result has the same bytes, whatever they mean.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flatshard.engine.weights.codec import Extension
 
 
 class Composed(Extension):
-    """A parameter whose leaves are gathered as they are."""
+    """A parameter whose plain tensors are gathered unchanged."""
 
     def __init__(self, param: ShardedParam, *others: Any) -> None:
         super().__init__(param, *others)

@@ -1,4 +1,4 @@
-"""Where main weights and their gradients rest: on the device, or in host memory."""
+"""Where main weights and their gradients are stored: on the device, or in host memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PIECE = 1 << 24  # elements of a gradient that are cast at a time: the device n
 
 @dataclass(frozen=True)
 class Home:
-    """``device`` is where a group computes and communicates. With ``host``, its main buffers rest in host memory."""
+    """``device`` is where a group computes and communicates. With ``host``, its main buffers are in host memory."""
 
     device: torch.device
     host: bool = False
@@ -32,7 +32,7 @@ class Home:
         return cls(device, host, pinned)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor where main weights and gradients rest."""
+        """A flat tensor where main weights and gradients are stored."""
         if not self.host:
             return torch.empty(numel, dtype=dtype, device=self.device)
         try:
@@ -47,7 +47,7 @@ class Home:
             ) from error
 
     def take(self, main: DBuffer) -> DBuffer:
-        """A main buffer that was made anywhere, at home."""
+        """A main buffer, moved to where main weights are stored."""
         if not self.host or main.device.type == "meta":
             return main
         rests = not self.pinned or main.local.is_pinned()
@@ -56,13 +56,13 @@ class Home:
         return main.like(self.empty(main.local.numel(), main.dtype).copy_(main.local))
 
     def on_device(self, main: DBuffer, pool: Pool) -> DBuffer:
-        """Main, or a copy of it that is on its way from host memory; to be kept until the lane has read it."""
+        """Main, or a copy of it from host memory, which must be kept until the lane has read it."""
         if not self.host:
             return main
         return main.like(pool.temporary(main.local.numel(), main.dtype).copy_(main.local, non_blocking=True))
 
     def beside(self, action: Callable[[], object], after: Callable[[], None]) -> Ticket:
-        """Do something in host memory, once ``after`` has returned, while the device goes on."""
+        """Call a function on a host thread once ``after`` has returned, while the device continues."""
 
         def run() -> None:
             after()
@@ -74,11 +74,11 @@ class Home:
     def bring(
         self, reduced: DBuffer, ticket: Ticket, lane: Lane, main_grad: DBuffer, fresh: bool, factor: float
     ) -> Ticket:
-        """Take reduced gradients, times a factor, to host memory, written or added to what is there.
+        """Copy reduced gradients, times a factor, to host memory, or add them to those in it.
 
-        What is written is cast on the device: the host's memory is slower than the bus. What is added travels in the
-        dtype in which it was reduced. Waiting for the ticket holds up the host: afterwards anybody may read the
-        gradients there.
+        Gradients that are written are cast on the device, because host memory is slower than the bus. Gradients that
+        are added are copied in the dtype of the reduce. Waiting for the ticket blocks the host; afterwards the
+        gradients can be read.
         """
         lies = main_grad.local
         landing = lies if fresh else self.empty(lies.numel(), reduced.dtype)

@@ -1,11 +1,11 @@
-"""Where the full weights of a group come from: one object per way, chosen once by `source_for`.
+"""Where the full weights of a group come from: one class per way, chosen once by `source_for`.
 
-`OfMain`      main itself: every rank has all of it, in the dtype that compute wants
+`OfMain`      main itself: every rank has all of it, in the compute dtype
 `OfCompute`   persistent compute weights, of which every rank has all; refreshed from main after a step
-`Gathered`    a buffer that comes and goes, filled from all ranks' parts of main, or of persistent compute weights;
-              in a backward from parts on a smaller mesh, if the forward has left some there
-`FromBytes`   the same, decoded from what all ranks have encoded of main, once per step, when it is needed
-`Decoded`     what a codec makes of what it has sent
+`Gathered`    a buffer that is allocated for each use, gathered from shards of main or of persistent compute weights;
+              in a backward from shards on a smaller mesh, if the forward has left some there
+`FromBytes`   the same, decoded when it is needed from bytes that all ranks have encoded, once per step
+`Decoded`     the output of a codec that decodes
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from flatshard.policy import Placements
 
 @contextmanager
 def lasting_tensors() -> Iterator[None]:
-    """Where tensors are made that outlive the running pass: made under inference mode, training could never use them.
+    """Within it, create tensors that outlive the running pass: training cannot use tensors of inference mode.
 
-    Gradients are off: nothing of it belongs to a graph.
+    Gradients are off: these tensors belong to no graph.
     """
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 class Source:
-    """Brings the full weights of a group to this rank and gives their memory back.
+    """Provides the full weights of a group on this rank and frees their memory.
 
-    After `gather`, and once its ticket has been waited for, `open` makes them usable by the current stream. `full` are
-    the values of a param: the same tensors from the first `open` on, with or without storage.
+    After `gather`, and once its ticket has been waited for, `open` makes them usable by the current stream. `full`
+    returns the values of a param: the same tensors from the first `open` on, with or without storage.
     """
 
     is_resident = False  # they rest on this rank: nothing is gathered for a pass, and nothing is released after it
@@ -49,37 +49,37 @@ class Source:
     compute: Compute | None = None  # persistent compute weights, where their placement is not main's
 
     def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
-        """Start. ``lasting``: they are to stay for long. ``comm``: an `AllGather` of torch's to gather by."""
+        """Start. ``lasting``: they will stay for long. ``comm``: an `AllGather` object of torch's protocol to use."""
         raise NotImplementedError
 
     def prepare(self) -> None:
-        """Start what host memory has to do before a gather."""
+        """Start the work in host memory that a gather needs."""
 
     def open(self) -> None:
-        """Make what was gathered usable."""
+        """Make the gathered weights usable."""
 
     def full(self, index: int) -> torch.Tensor:
-        """The values of a param, whole, with a version counter of their own.
+        """The full values of a param, with a separate version counter.
 
-        Refilling them by a later gather must not look to autograd as if a weight that it saved had been modified.
+        When a later gather writes them again, autograd must not take that for a modification of a saved weight.
         """
         raise NotImplementedError
 
     def mark_stale(self) -> None:
-        """Main may have changed: whatever is derived from it is to be derived anew."""
+        """Main may have changed: derive everything from it again."""
 
     def release(self) -> None:
-        """Give the memory back, once the current stream is done with it."""
+        """Free the memory, once the current stream has finished with it."""
 
     def give_up(self) -> None:
-        """A gather has raised: give back what it has got by then."""
+        """A gather has raised: free what it has allocated."""
         self.release()
 
     def park(self, mesh: DeviceMesh) -> None:
-        """Before a release after forward: keep this rank's part on a smaller mesh, for backward to gather from."""
+        """Before a release after forward: keep this rank's shard on a smaller mesh, for the backward to gather."""
 
     def unpark(self) -> None:
-        """The backward is over."""
+        """The backward has ended."""
 
     @property
     def launches(self) -> bool:
@@ -107,7 +107,7 @@ class OfMain(Source):
 
 
 class _Turned:
-    """Full weights that are cut on another dim than 0: they have storage of their own, in their own order."""
+    """Full weights that are sharded on another dim than 0: they have separate storage, in their own order."""
 
     def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
         self._layout, self._dtype = layout, dtype
@@ -163,10 +163,10 @@ class _Buffered(Source):
 
 
 class Compute:
-    """Persistent compute weights: less sharded than main, and brought up to date with it when they are stale.
+    """Persistent compute weights: less sharded than main, and refreshed from it when they are stale.
 
-    Where a codec encodes them they are the bytes that travel, unless this rank has all of them: then it decodes them.
-    And brings those that are cut on another dim than 0 into their own order, where they lie.
+    With a codec that encodes, they are the bytes to be sent, unless this rank has all of them: then they are decoded.
+    Weights that are sharded on another dim than 0 are reordered in place.
     """
 
     def __init__(self, main: DBuffer, codec: Cast | Blocks, home: Home, placements: Placements) -> None:
@@ -269,7 +269,7 @@ class OfCompute(Source):
 
 
 class Gathered(_Buffered):
-    """``compute``: what is gathered are parts of these, and not of main."""
+    """``compute``: shards of these are gathered, instead of main."""
 
     opens = False
 
@@ -396,10 +396,10 @@ class Gathered(_Buffered):
 
 
 class FromBytes(Gathered):
-    """The parts are bytes, gathered into memory that is theirs until they are decoded.
+    """Shards are bytes, gathered into separate memory that is freed once they are decoded.
 
-    That is when full weights are needed, by the stream that needs them: beside compute, decoding would take processors
-    from matrix products for longer than it takes alone. And until then only the bytes take memory.
+    They are decoded when full weights are needed, on the stream that needs them: beside compute, decoding would slow
+    down matrix products for longer than it takes alone. Until then only the bytes take memory.
     """
 
     def __init__(self, main: DBuffer, codec: Blocks, home: Home, compute: Compute) -> None:
@@ -454,7 +454,7 @@ class FromBytes(Gathered):
 
 
 class Decoded(Source):
-    """What was gathered goes through a codec, which has memory of its own for full weights."""
+    """A codec decodes the gathered tensors, into memory of its own."""
 
     def __init__(self, codec: DecodingCodec, mesh: DeviceMesh) -> None:
         self._codec, self._mesh = codec, mesh
@@ -499,9 +499,9 @@ class Decoded(Source):
 def source_for(
     main: DBuffer, placements: Placements, codec: Cast | Blocks | DecodingCodec, home: Home, is_held: bool = False
 ) -> Source:
-    """The way to full weights that these placements, this codec and this home leave.
+    """Choose the source for these placements, this codec and this home.
 
-    ``is_held``: from a copy of main's values, whatever becomes of main.
+    ``is_held``: use a copy of main's current values, even if main changes.
     """
     if not isinstance(codec, (Cast, Blocks)):
         return Decoded(codec, main.mesh)
