@@ -193,3 +193,20 @@ def test_memory_that_cannot_be_pinned_is_told_with_what_to_do(monkeypatch):
         Home(torch.device("cpu"), host=True, pinned=True).empty(10**9, torch.float32)
     with pytest.raises(RuntimeError, match=r"4\.00 GB of host memory could not be allocated: .*out of memory"):
         Home(torch.device("cpu"), host=True).empty(10**9, torch.float32)
+
+
+def _sums(rank, world):
+    """A sum that does not fit in the dtype of gradients, although what it is divided to does."""
+    with pytest.MonkeyPatch.context() as patch:
+        _keep_apart(patch)
+        model = nn.Linear(4, 2, bias=False).half()
+        fully_shard(
+            model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), offload_policy=CPUOffloadPolicy()
+        )
+    model.set_gradient_divide_factor(4.0)
+    model(torch.full((1, 4), 40000.0, dtype=torch.float16)).sum().backward()
+    torch.testing.assert_close(model.weight.grad.full_tensor(), torch.full((2, 4), 20000.0, dtype=torch.float16))
+
+
+def test_sums_are_divided_before_they_are_cast(ranks):
+    ranks(2, _sums)

@@ -85,8 +85,8 @@ class Home:
 
         def copy() -> None:
             for part, target in zip(reduced.local.split(_PIECE), landing.split(_PIECE)):
-                cast = part.to(target.dtype)
-                target.copy_(cast * factor if fresh and factor != 1.0 else cast, non_blocking=True)
+                scaled = part * factor if fresh and factor != 1.0 else part  # before the cast: a sum may not fit in it
+                target.copy_(scaled.to(target.dtype), non_blocking=True)
 
         copied = lane.follow(ticket, copy)
         if fresh:
