@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from flatshard import _torch
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.groups.registry import OWNER, generation, is_replaced
+from flatshard.engine.units.unit import unit_with
 from flatshard.optim.flat_params import FlatParam, State, make_flat_params, sharding_of
 
 LOCAL = "_flatshard_local"  # on an optimizer, what steps it
@@ -47,6 +48,11 @@ class LocalStep:
 
     def step(self, optimizer: Optimizer, base: Callable[[], Any]) -> Any:
         """Run the step of the optimizer's class on the flat parameters that no backward has stepped."""
+        if self.early is not None and hasattr(optimizer, "found_inf"):
+            raise RuntimeError(
+                "a GradScaler came to this optimizer, whose parameters backwards step before gradients are unscaled "
+                "(fully_shard_optimizer with in_backward=True); leave one of the two out"
+            )
         if self._again is not None:
             raise RuntimeError(
                 f"parameter '{self._again}' had more gradients after a backward had stepped it: with in_backward=True "
@@ -106,12 +112,21 @@ class LocalStep:
 
     def free_gradients(self, others: Iterable[ParamGroup | None] = ()) -> None:
         """Free the memory of gradients that have been set to None, those of other groups too."""
+        self.give_up_broken()
         self._stepped.clear()  # by a backward that was given up, if any
         self._again = None
         with _torch.PlainAttributes():
             for group in dict.fromkeys([*(each.group() for each in self._flat_params or ()), *others]):
                 if group is not None:
                     group.gradients.main_grads.rest()
+
+    def give_up_broken(self) -> None:
+        """Wait for what a thread still steps of a backward that an exception has broken off."""
+        for each in self._flat_params or () if self.early is not None else ():
+            group = each.group()
+            unit = None if group is None else unit_with(group)
+            if unit is not None and unit.root is not None:
+                unit.root.give_up_broken()
 
     def public_state(self, optimizer: Optimizer) -> Any:
         """The state as others see it, up to date; during the step, ours."""
@@ -219,6 +234,8 @@ def _step_early(optimizer: weakref.ref[Optimizer], group: weakref.ref[ParamGroup
     known, of = optimizer(), group()
     if known is not None and of is not None:
         known.__dict__[LOCAL].step_early(known, of)
+    elif of is not None:
+        of.gradients.on_final = None
 
 
 # Names in the state of torch's optimizers that have one number per parameter, whatever its shape.

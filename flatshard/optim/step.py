@@ -124,6 +124,9 @@ def fully_shard_optimizer(
     side = LocalStep(type(optimizer) in ELEMENTWISE, precision_aware)
     if in_backward:
         side.early = _plain_step(type(optimizer))
+        # A GradScaler then shows up in `step`, which refuses it.
+        optimizer.__dict__["_step_supports_amp_scaling"] = True
+        optimizer.register_load_state_dict_pre_hook(lambda *_: side.give_up_broken())
     if options is None:
         if isinstance(optimizer, AdamW8bit):  # sees to shards itself
             return optimizer

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import time
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -16,6 +20,7 @@ from flatshard import (
     microbatch,
 )
 from flatshard.engine.weights.offload import Home
+from flatshard.optim.local_step import LocalStep
 from tests.dist.models import batches, loss_of, make_net
 from tests.dist.test_engine import shard_net
 
@@ -107,6 +112,94 @@ def _misused(rank, world):
 
 def test_more_backwards_and_clipping_are_refused(ranks):
     ranks(2, _misused)
+
+
+def _scaled(rank, world, fused):
+    model = shard_net(make_net())
+    before = [local.detach().clone() for local in _locals(model.parameters())]
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, fused=fused), in_backward=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(loss_of(model, next(batches(1, ROWS)).chunk(world)[rank])).backward()
+    with pytest.raises(RuntimeError, match="GradScaler"):
+        scaler.step(optimizer)
+    assert all(map(torch.equal, before, _locals(model.parameters())))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradient_scalers_are_refused_before_the_first_step(ranks, fused):
+    ranks(2, _scaled, fused)
+
+
+def _another(rank, world):
+    """An optimizer that is gone steps nothing, and what comes after it may clip."""
+    tokens = next(batches(1, ROWS)).chunk(world)[rank]
+    model = shard_net(make_net())
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), in_backward=True)
+    for _ in range(2):
+        loss_of(model, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    del optimizer
+    loss_of(model, tokens).backward()
+    grads = torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])
+    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 1e9), grads.norm())
+
+
+def test_clipping_after_such_an_optimizer(ranks):
+    ranks(2, _another)
+
+
+def _restored(rank, world):
+    """After an exception in a backward, weights and state that are loaded are not stepped by what is left of it."""
+
+    def late(self, *args):
+        time.sleep(0.2)
+        return run(self, *args)
+
+    def fail(grad):
+        raise KeyError("in backward")
+
+    run, x = LocalStep._run, torch.ones(2, 6) * (rank + 1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Home, "of", classmethod(lambda cls, device, policy: cls(device, True, False)))
+        for module in (*model, model):
+            fully_shard(module, offload_policy=CPUOffloadPolicy())
+        patch.setattr(LocalStep, "_run", late)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        fully_shard_optimizer(optimizer, in_backward=True)
+        for _ in range(2):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        saved, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+        state["param_groups"][0]["lr"] = 0.01
+        seen = []
+        for broken in (True, False):
+            hidden = model[0](x)
+            if broken:
+                hidden.register_hook(fail)
+            with pytest.raises(KeyError) if broken else nullcontext():
+                model[1](hidden).square().mean().backward()
+            if broken:
+                model.load_state_dict(saved)
+                optimizer.load_state_dict(state)
+                optimizer.zero_grad()
+            assert optimizer.param_groups[0]["lr"] == 0.01
+            if broken:
+                with torch.no_grad():
+                    model(x)  # which waits for what is left of the backward
+                seen = [local.clone() for local in _locals(model.state_dict().values())]
+            else:
+                optimizer.step()
+    for now, loaded, first in zip(_locals(model.parameters()), seen, _locals(saved.values()), strict=True):
+        assert torch.equal(loaded, first)
+        assert not torch.equal(now, first)
+
+
+def test_what_is_loaded_after_a_broken_backward_is_not_stepped(ranks):
+    ranks(2, _restored)
 
 
 class Paths(nn.Module):

@@ -138,6 +138,8 @@ def _after_state_dict(unit: Unit, module: nn.Module, state: dict[str, Any], pref
 
 
 def _before_load_state_dict(unit: Unit, module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
+    if unit.root is not None:
+        unit.root.give_up_broken()  # whose backward may step weights on a thread
     unit.reshard()
     absorb(unit)  # what the user has put there before; what comes now is not the user's
     _cut_whole(unit, module, state, prefix)
