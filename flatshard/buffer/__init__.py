@@ -1,4 +1,4 @@
-"""Flat local tensors on a mesh, and the only code that communicates."""
+"""Flat local tensors on a mesh, and the only code that calls collectives."""
 
 from flatshard.buffer.collectives import CoalescedGather, Op
 from flatshard.buffer.control_plane import Exchange, from_first, spread

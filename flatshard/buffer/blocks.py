@@ -1,10 +1,11 @@
-"""Encoding and decoding of buffers that travel as a `Wire`: codes of one byte, and a scale for every block of a row.
+"""Encoding and decoding of buffers that are sent as a `Wire`: one byte per element, and a scale per block of a row.
 
-The scale of a block is its largest magnitude over the largest code, rounded up to a bfloat16. A code times a bfloat16
-is exact in float32, so whoever decodes gets the same bits: forward and backward, any number of ranks, a CPU and a GPU.
-A block with a NaN or an infinity in it has a scale of NaN, and comes out as NaN.
+The scale of a block is its largest magnitude divided by the largest code, rounded up to a bfloat16. A code times a
+bfloat16 is exact in float32, so decoding always gives the same bits: in forward and backward, on any number of ranks,
+on a CPU and on a GPU. A block with a NaN or an infinity has the scale NaN, and is decoded to NaN.
 
-Kernels (`kernels.py`) do this where Triton is; what is here in torch's own operations gives the same bits anywhere.
+Triton kernels (`kernels.py`) are used if Triton is available; the torch operations in this file give the same bits
+anywhere.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ _LOW = 0xFFFFFFFF
 
 
 class Coder:
-    """Between the runs of a buffer and its pieces on a `Wire`. ``dtype`` is of what is not encoded.
+    """Converts between the runs of a buffer and its pieces on a `Wire`. ``dtype`` is that of unencoded segments.
 
-    ``held`` are the pieces that a buffer holds, as `flatshard.layout.holding` says; the bytes are of those pieces, one
-    after another.
+    ``held`` are the pieces that a buffer holds, as in `flatshard.layout.holding`; the bytes are those of the pieces,
+    one after another.
     """
 
     def __init__(self, wire: Wire, code: Code, dtype: torch.dtype) -> None:

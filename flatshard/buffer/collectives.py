@@ -1,4 +1,4 @@
-"""How the backends gather and reduce lists of tensors: what a lane calls, once, to get works to wait for."""
+"""All-gathers and reduce-scatters of lists of tensors on each backend; lanes call these functions."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ REDUCTIONS: dict[Op, Callable[[torch.Tensor, int], torch.Tensor]] = {
 
 
 class Peers(Protocol):
-    """Ranks of a group that see each other's memory (`flatshard.experimental.peers`)."""
+    """Ranks of a group that can access each other's memory (`flatshard.experimental.peers`)."""
 
     def gather(self, outputs: Tensors, inputs: Tensors) -> Callable[[], None]:
-        """An all-gather that can be launched again and again, on the current stream."""
+        """An all-gather that can be launched many times, on the current stream."""
 
     def reduce(self, outputs: Tensors, inputs: Tensors, reduction: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
         """A reduce-scatter, on the current stream."""
 
 
 class LaneProtocol(Protocol):
-    """What a gather asks of the lane that it is launched on."""
+    """The members of a lane that a gather uses."""
 
     stream: torch.cuda.Stream | None
     convoy: CoalescedGather | None
@@ -60,7 +60,7 @@ class LaneProtocol(Protocol):
 
 
 class Gather:
-    """An all-gather that can be launched again and again: what is the same every time is looked up once."""
+    """An all-gather that can be launched many times: what does not change is computed once."""
 
     __slots__ = ("_call", "_joined", "_lane", "_native", "_numbytes", "_tensors", "group", "is_kept")
 
@@ -69,7 +69,7 @@ class Gather:
     def __init__(
         self, lane: LaneProtocol, group: ProcessGroup, outputs: Tensors, inputs: Tensors, is_kept: bool = False
     ) -> None:
-        """``is_kept``: it will be launched again, so its tensors stay anyway."""
+        """``is_kept``: it will be launched again, so its tensors are kept alive anyway."""
         self._lane, self.group, self.is_kept = lane, group, is_kept
         self._joined: tuple[Sequence[Gather], Gather] | None = None  # with which others, the last time
         self._numbytes = nbytes(outputs)
@@ -89,12 +89,12 @@ class Gather:
             self._call = lambda: ([_torch.all_gather_one(group, *pair, _torch.ALL_GATHER) for pair in pairs], None)
 
     def launch(self, name: str) -> Ticket:
-        """Inside `Lane.entered`. In a `CoalescedGather` it is held back until that leaves."""
+        """Called inside `Lane.entered`. In a `CoalescedGather` it is deferred."""
         convoy = self._lane.convoy
         return self.launch_now(name) if convoy is None else convoy.add(self, name)
 
     def launch_now(self, name: str) -> Ticket:
-        """Inside `Lane.entered`."""
+        """Called inside `Lane.entered`."""
         if self._native is not None:
             works, then = [_torch.all_gather_coalesced(*self._native)], None
         else:
@@ -115,10 +115,10 @@ class Gather:
 
 
 class CoalescedGather:
-    """Within it, gathers of a lane wait for each other: those of one process group in a row leave in one launch.
+    """Within it, all-gathers of a lane are deferred: consecutive ones of one process group are launched together.
 
-    They leave at the end, or when one of another group comes, or when somebody waits for one of them. If the body
-    raises, what is held back is not launched: other ranks launch more at once, and sizes would not match.
+    They are launched at the end, before an all-gather of another group, or when one of them is waited for. If the body
+    raises, deferred all-gathers are not launched: other ranks launch more of them at once, and sizes would not match.
     """
 
     def __init__(self, lane: LaneProtocol) -> None:
@@ -139,7 +139,7 @@ class CoalescedGather:
             self.disband()
 
     def add(self, gather: Gather, name: str) -> Ticket:
-        """Hold a gather back; a ticket for it and for all that leaves with it."""
+        """Defer a gather; returns a ticket for it and for all that are launched with it."""
         if self._waiting and self._waiting[0].group is not gather.group:
             self.leave()
         if self._ticket is None:
@@ -149,9 +149,9 @@ class CoalescedGather:
         return self._ticket
 
     def follow(self, ticket: Ticket, action: Callable[[], None]) -> bool:
-        """Do something on the lane's stream after what is held back, if that is what the ticket is for: whether it is.
+        """If the ticket is for deferred gathers, do something on the lane's stream after them. Returns whether it is.
 
-        The ticket is for that, too, then.
+        The ticket then includes this work.
         """
         if ticket is not self._ticket:
             return False
@@ -159,13 +159,13 @@ class CoalescedGather:
         return True
 
     def disband(self) -> None:
-        """Forget what has been held back: nobody has anything to wait for."""
+        """Drop the deferred gathers without launching them."""
         if self._ticket is not None:
             self._ticket.launched = DONE
         self._ticket, self._waiting, self._then = None, [], []
 
     def leave(self) -> None:
-        """Launch what has been held back."""
+        """Launch the deferred gathers."""
         ticket, waiting, then = self._ticket, self._waiting, self._then
         self.disband()  # there is nothing to wait for if it cannot be launched
         if ticket is None:
@@ -184,10 +184,11 @@ def _by_copies(gather: Callable[[], None]) -> _Started:
 
 
 class _OneCall:
-    """Packs a list for Gloo, as fast as Gloo's own list form, which must not be used.
+    """Packs a list for Gloo. As fast as Gloo's own list form, which must not be used.
 
-    After each operation Gloo's two threads write its name into one string without a lock. A name of more than 15 bytes,
-    as that of the list form, is on the heap, and is freed twice once in thousands of operations (seen with torch 2.13).
+    After each operation, threads of Gloo write its name into a shared string without a lock. A name of more than 15
+    bytes, as that of the list form, is on the heap, and is freed twice once in thousands of operations (seen with torch
+    2.13).
     """
 
     allocate = staticmethod(torch.empty)
@@ -199,9 +200,9 @@ class _OneCall:
 
 
 def exchange_pieces(group: ProcessGroup, outputs: Tensors, inputs: Tensors, op: Op) -> _Started:
-    """A reduce-scatter for Gloo, whose own is an all-reduce per tensor: twice the bytes, and many times the messages.
+    """A reduce-scatter for Gloo; torch's own is an all-reduce per tensor, with twice the bytes and more messages.
 
-    Each rank sends the others their pieces and reduces what it is sent, always in the order of ranks.
+    Each rank sends the others their pieces and adds those that it receives, always in rank order.
     """
     sizes, world = [tensor.numel() for tensor in outputs], group.size()
     sent = inputs[0]
@@ -223,7 +224,7 @@ def exchange_pieces(group: ProcessGroup, outputs: Tensors, inputs: Tensors, op: 
 
 
 def join(work: Work | None) -> None:
-    """Let the current stream wait for what was launched in it. NCCL, which ran in it itself, gives None."""
+    """Let the current stream wait for a work that was launched in it. NCCL, which ran in it itself, gives None."""
     if work is not None:
         work.wait()
 
@@ -233,7 +234,7 @@ def nbytes(tensors: Tensors) -> int:
 
 
 def one_after_other(*actions: Action) -> Action:
-    """All of them as one, in their order; None if there are none."""
+    """One function that calls all of these in order; None if there are none."""
     found = list(filter(None, actions))
     if len(found) < 2:
         return found[0] if found else None
@@ -246,7 +247,7 @@ def one_after_other(*actions: Action) -> Action:
 
 
 def copied(outputs: Tensors, inputs: Tensors) -> list[Work]:
-    """What a collective of one rank does."""
+    """A collective with a group of one rank."""
     apart = [(out, inp) for out, inp in zip(outputs, inputs) if out.data_ptr() != inp.data_ptr()]
     if apart:
         torch._foreach_copy_([out for out, _ in apart], [inp for _, inp in apart])
@@ -254,7 +255,7 @@ def copied(outputs: Tensors, inputs: Tensors) -> list[Work]:
 
 
 def as_bytes(tensors: Tensors) -> Tensors:
-    """The tensors of one call as the backend can move them: of one dtype that it knows."""
+    """The tensors of one call with a single dtype that the backend supports."""
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) < 2 and dtypes <= _NATIVE:
         return tensors

@@ -1,4 +1,4 @@
-"""Collectives apart from all lanes, before training and beside it: messages, and tensors of one rank for all."""
+"""Collectives outside of all lanes, before and during training: messages, and broadcasts of tensors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from flatshard.buffer.groups import own_group
 
 
 class Exchange:
-    """Short messages among all ranks, over a Gloo group of its name, so that a second thread can use it.
+    """Short messages among all ranks, over a Gloo group per name, so that a second thread can use another one.
 
-    Making the first one of a name is a collective call. Without torch.distributed there is one rank.
+    Creating the first one of a name is a collective call. Without torch.distributed there is one rank.
     """
 
     def __init__(self, name: str) -> None:
@@ -28,7 +28,7 @@ class Exchange:
             self._group = own_group(world, f"flatshard_{name}", backend="gloo", user=self)
 
     def gather(self, message: bytes, only_first: bool = False) -> list[bytes]:
-        """The messages of all ranks, in their order, on each of them; ``only_first``: on rank 0, and none on others."""
+        """The messages of all ranks, in rank order, on each of them; ``only_first``: on rank 0, and none on others."""
         if self._group is None:
             return [message]
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
@@ -44,7 +44,7 @@ class Exchange:
 
 
 def from_first(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> list[torch.Tensor]:
-    """The tensors as the first rank of a mesh has them, in the places of these. All its ranks call it."""
+    """Overwrite tensors with those of the first rank of a mesh. All ranks of the mesh call it."""
     found = [tensor.contiguous() for tensor in tensors]
     for axis in range(mesh.ndim):
         group = mesh.get_group(axis)
@@ -55,6 +55,6 @@ def from_first(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> list[torch.
 
 
 def spread(group: ProcessGroup, tensor: torch.Tensor) -> Work:
-    """Begin to send a tensor of a group's rank 0 to all of its ranks, which give the place for it."""
+    """Start to broadcast a tensor of a group's rank 0 into the tensors of its other ranks."""
     work: Work = group.broadcast(tensor, root=0)
     return work

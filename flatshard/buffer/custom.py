@@ -1,7 +1,7 @@
-"""Collectives by a user's own communication objects: torch's FSDP protocols ``AllGather`` and ``ReduceScatter``.
+"""Collectives with a user's own communication objects: torch's FSDP protocols ``AllGather`` and ``ReduceScatter``.
 
-Such an object allocates flat buffers and communicates them, rank after rank, in one call. Our runs are copied into its
-buffers before it, and out of them after it.
+Such an object allocates flat buffers and communicates them in one call. Runs are copied into its buffers before the
+call, and out of them after it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Process groups that no mesh has: made on first use by those who are in them, shared, and destroyed when unused.
+"""Process groups that no mesh has: created at first use by their members, shared, and destroyed when unused.
 
-A group is known by its ranks and what it is for, so models that come and go on one mesh after another use the same.
-Destroying one is collective (NCCL waits for the other ranks), so it does not happen when Python frees something, but
-where all of its ranks come by: before the first forward of a model on another mesh, and in `destroy_groups` (decision
+A group is identified by its ranks and its purpose, so consecutive models on different meshes share groups. Destroying a
+group is collective (NCCL waits for the other ranks). So it does not happen in Python's garbage collection, but only
+where all of its ranks take part: before the first forward of a model on another mesh, and in `destroy_groups` (decision
 002).
 """
 
@@ -27,7 +27,7 @@ IMAGINED = frozenset({"rehearsal", "fake"})
 
 
 class _Made:
-    """A process group, and who uses it between calls."""
+    """A process group and its users between calls."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
@@ -45,7 +45,7 @@ class _Made:
 
 
 class _Registry:
-    """Of one default process group."""
+    """The groups created under one default process group."""
 
     def __init__(self) -> None:
         self.made: dict[str, _Made] = {}
@@ -58,8 +58,8 @@ _registries: WeakKeyDictionary[ProcessGroup, _Registry] = WeakKeyDictionary()
 def joint_group(mesh: DeviceMesh, axes: Sequence[int], user: object = None) -> ProcessGroup:
     """The process group of all ranks that differ from this one along these axes of a mesh only.
 
-    It is the axis's own or the default one if that has the same ranks. Otherwise the first call makes it, is collective
-    among its ranks, and later ones find it. Who keeps it from call to call is its ``user``.
+    It is the group of the axis, or the default group, if that has the same ranks. Otherwise the first call creates it,
+    which is collective among its ranks, and later calls return it. ``user``: the object that keeps it between calls.
     """
     if len(axes) == 1:
         return mesh.get_group(axes[0])
@@ -70,11 +70,10 @@ def joint_group(mesh: DeviceMesh, axes: Sequence[int], user: object = None) -> P
 
 
 def group_among(ranks: Sequence[int], beside: Sequence[ProcessGroup], user: object = None) -> ProcessGroup:
-    """The process group of these ranks: the default one if it has no others, else one that the first call makes.
+    """The process group of these ranks: the default group if it has no others, else one that the first call creates.
 
-    It waits as long as the most patient of the groups ``beside`` it, and has the backend of that. The first call is
-    collective among the ranks, and only them: the rest of the world may be busy with something else. ``user``: as of
-    `joint_group`.
+    Its timeout is the longest of the groups ``beside`` it, and its backend is that group's. The first call is
+    collective among these ranks only: the rest of the world may be busy. ``user``: as of `joint_group`.
     """
     members, world = sorted(ranks), dist.group.WORLD
     assert world is not None
@@ -88,7 +87,7 @@ def group_among(ranks: Sequence[int], beside: Sequence[ProcessGroup], user: obje
 def own_group(
     like: ProcessGroup, title: str, patience: timedelta | None = None, backend: str | None = None, user: object = None
 ) -> ProcessGroup:
-    """Another process group of the same ranks, backend and time-out, unless others are given.
+    """Another process group of the same ranks, backend and timeout, unless others are given.
 
     There is one for each ``title``. ``user``: as of `joint_group`.
     """
@@ -128,9 +127,9 @@ def destroy_groups() -> None:
 
 
 def destroy_unused_within(mesh: DeviceMesh) -> None:
-    """Destroy those within a mesh that nobody uses and that no model on it could use. All ranks of the mesh call it.
+    """Destroy unused groups within a mesh that no model on it could use. All ranks of the mesh call it.
 
-    A model on it could use those that have the ranks of one of its axes. Making a group anew takes half a second.
+    A model on the mesh could use groups with the ranks of one of its axes. Creating a group again takes half a second.
     """
     useful = [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in range(mesh.ndim)]
     _destroy_unused(set(mesh.mesh.flatten().tolist()), useful)
@@ -148,7 +147,7 @@ def _destroy_unused(within: set[int] | None, useful: Sequence[Sequence[int]] = (
 
 
 def _all_let_go(made: _Made) -> bool:
-    """Whether no rank of a process group uses it. They ask at the store: another thread may be using the group."""
+    """Whether no rank of a process group uses it. Ranks compare at the store: another thread may use the group."""
     group = made.group
     if group.name() in IMAGINED:
         return not made.is_used

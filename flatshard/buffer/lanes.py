@@ -1,7 +1,6 @@
 """Lanes: ordered queues of communication, and the only callers of collectives that training waits for.
 
-On CUDA a lane is a stream, on CPU the process group's own queue of asynchronous work. What it is given ends with a
-`Ticket`.
+On CUDA a lane is a stream, on CPU the process group's own queue of asynchronous work. A launch returns a `Ticket`.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _KINDS = {kind: number for number, kind in enumerate(KINDS)}
 
 
 class _Inside:
-    """Makes a lane's stream the current one. One per lane, since entering is on the path of every launch."""
+    """Makes a lane's stream the current one. One object per lane, because every launch enters it."""
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self.after: Tickets = ()
@@ -73,9 +72,9 @@ class _Inside:
 class Lane:
     """An ordered queue of collectives on one device.
 
-    ``own_groups=True`` gives the lane process groups of its own. Two lanes that share a group are kept in launch order
-    by the group, even though they have two streams; lanes that are to overlap each other need their own.
-    ``patience``: its groups are its own, of Gloo, and wait no longer than this.
+    ``own_groups=True`` gives the lane separate process groups. A group keeps the launch order of two lanes that share
+    it, although they have two streams; lanes whose collectives must overlap need separate groups. ``patience``: the
+    lane has separate Gloo groups with this timeout.
     """
 
     def __init__(
@@ -104,8 +103,8 @@ class Lane:
     def group(self, mesh: DeviceMesh, axis: int) -> ProcessGroup:
         """The process group in which this lane communicates along one axis of a mesh.
 
-        With ``own_groups``, the first call for an axis makes the group and is collective among its ranks. All lanes of
-        one name share it.
+        With ``own_groups``, the first call for an axis creates the group and is collective among its ranks. All lanes
+        of one name share it.
         """
         own = self.own_groups and (self.beside is None or (mesh, axis) in self.beside)
         key = (mesh, axis, own)
@@ -119,7 +118,7 @@ class Lane:
         return self._groups[key]
 
     def use(self, mesh: DeviceMesh, axis: int, group: ProcessGroup) -> None:
-        """Communicate along an axis over a process group that somebody has made, of the same ranks."""
+        """Use an existing process group of the same ranks along an axis."""
         ranks, given = (sorted(dist.get_process_group_ranks(each)) for each in (mesh.get_group(axis), group))
         if ranks != given:
             raise ValueError(f"the process group has ranks {given}; axis {axis} of the mesh has {ranks}")
@@ -127,18 +126,18 @@ class Lane:
             self._groups[mesh, axis, own] = group
 
     def entered(self, after: Tickets = ()) -> _Inside:
-        """A context in which device work goes in this lane's order, after the given tickets. Can be nested."""
+        """A context in which device work is in the order of this lane, after the given tickets. Can be nested."""
         self.inside.after = after
         return self.inside
 
     def following(self) -> _Inside:
-        """The same, after all that has been enqueued on the current stream."""
+        """The same, after all work that has been enqueued on the current stream."""
         if self.stream is not None:
             self.inside.after = (self.mark(),)
         return self.inside
 
     def mark(self) -> Ticket:
-        """A ticket for all that has been enqueued on the current stream. On CPU that work is done already."""
+        """A ticket for all work that has been enqueued on the current stream. On CPU that work is already done."""
         if self.stream is None:
             return DONE
         event = _torch.Event()
@@ -147,14 +146,14 @@ class Lane:
         return Ticket(event, index)
 
     def join(self) -> None:
-        """Order the current stream after all that this lane has been given."""
+        """Order the current stream after all work of this lane."""
         if self.stream is not None:
             with self.entered():
                 ticket = self.mark()
             ticket.wait()
 
     def ticket(self, event: Any) -> Ticket:
-        """A ticket for what a CUDA event was recorded after. On CPU there is nothing to wait for."""
+        """A ticket for the work before a recorded CUDA event. On CPU there is nothing to wait for."""
         return Ticket() if self.stream is None else Ticket(event, self.stream.device_index)
 
     def follow(self, ticket: Ticket, action: Callable[[], None]) -> Ticket:
@@ -184,7 +183,7 @@ class Lane:
     ) -> Ticket:
         """Concatenate each input over the ranks into its output. An input may be this rank's piece of its output.
 
-        With ``comm``, an ``AllGather`` of torch's, that is what communicates, in one call.
+        With ``comm``, an ``AllGather`` of torch's protocol, that object communicates, in one call.
         """
         with self.entered(after):
             if comm is None:
@@ -204,10 +203,10 @@ class Lane:
         name: str = "",
         comm: Any = None,
     ) -> Ticket:
-        """Reduce each input over the ranks and give each rank its piece. Outputs must not lie in the inputs.
+        """Reduce each input over the ranks and give each rank its piece. Outputs must not overlap inputs.
 
-        The ticket is for ``then``, which is done to the outputs when they are there. With ``comm``, a ``ReduceScatter``
-        of torch's, that is what communicates, in one call.
+        The ticket includes ``then``, which is called on the complete outputs. With ``comm``, a ``ReduceScatter`` of
+        torch's protocol, that object communicates, in one call.
         """
         if after or not self.inside.depth:
             with self.entered(after):
@@ -248,7 +247,7 @@ class Lane:
             return self.finish(group, "all_reduce", name, collectives.nbytes(tensors), works, then)
 
     def greet(self, groups: Sequence[ProcessGroup]) -> None:
-        """Communicate once in each group, also in one of this rank alone: NCCL makes communicators at first use."""
+        """Run one collective in each group, also in groups of one rank: NCCL creates communicators at first use."""
         with self.entered():
             for group in groups:
                 collectives.join(group.allreduce([torch.zeros(1, device=self.device)], _torch.ALL_REDUCE["sum"]))
@@ -280,10 +279,10 @@ class Lane:
             return self.finish(group, "all_to_all", name, input.nbytes, works)
 
     def most(self, meshes: Sequence[DeviceMesh], numbers: Sequence[int], about: str) -> list[int]:
-        """The highest of the ranks' numbers, in every place, over all ranks of these meshes, on each of them.
+        """The elementwise maximum of the ranks' numbers over all ranks of these meshes, on each of them.
 
-        Waits. It takes part in one collective per axis whatever the numbers are, and leaves no trace in the history.
-        ``about``: for whoever waits for it in vain.
+        Blocks. It runs the same collectives per axis whatever the numbers are, and does not count as a launch.
+        ``about``: for errors while it waits.
         """
         with self.entered():
             values = torch.tensor(list(numbers), dtype=torch.int64, device=self.device)
@@ -325,17 +324,17 @@ class Lane:
 
 
 def _divide_by(group: ProcessGroup, outputs: Tensors) -> Callable[[], None]:
-    """What is left of an average where the backend can only sum."""
+    """The remaining divisor of an average if the backend can only sum."""
     return lambda: torch._foreach_div_(list(outputs), group.size())
 
 
 def _group_record(lane: str, group: ProcessGroup) -> GroupRecord:
-    """By which the flight record knows a process group of a lane."""
+    """The entry of a lane's process group in the flight record."""
     return record.group(f"{lane} {ranges(dist.get_process_group_ranks(group))}", _torch.limit_of(group).total_seconds())
 
 
 def record_replay(lane: Lane, name: str, ranks: Sequence[int]) -> None:
-    """Note in the flight record that a graph with collectives of these ranks was replayed on the current stream."""
+    """Record a replay, on the current stream, of a graph with collectives of these ranks."""
     world = dist.group.WORLD
     assert world is not None
     replays = record.group(f"replay {ranges(ranks)}", _torch.limit_of(world).total_seconds())
@@ -343,7 +342,7 @@ def record_replay(lane: Lane, name: str, ranks: Sequence[int]) -> None:
 
 
 def watch_over(device: torch.device) -> bool:
-    """Whether there are other ranks. If so, be told from now on what ends them, and tell them what ends this one."""
+    """Whether there are other ranks. If so, start the alarm among them."""
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is None or world.size() == 1 or _torch.backend_name(world, device) in IMAGINED:
         return False
@@ -363,7 +362,7 @@ def watch_over(device: torch.device) -> bool:
 
 
 def _own_store(known: weakref.ref[Any], prefix: str) -> Any:
-    """A store with a connection of its own: who waits for a key holds up all others of the same connection."""
+    """A store with a separate connection: waiting for a key blocks all other requests of a connection."""
     store = known()
     if store is None:
         raise RuntimeError("the process group is gone, and its store")
@@ -374,7 +373,7 @@ def _own_store(known: weakref.ref[Any], prefix: str) -> Any:
 
 
 def _kept_store(store: Any) -> Any:
-    """What keeps the server of a store alive that this process may have; None if torchrun has it."""
+    """What keeps the store's server alive, if it is in this process; None if torchrun has it."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true":
         return None
     store = _without_prefixes(store)

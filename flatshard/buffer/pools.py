@@ -1,7 +1,7 @@
-"""Transient storage: gathered weights and staging gradients come and go, their tensors stay.
+"""Transient storage of gathered weights and staging buffers: storage is allocated and freed, tensors stay.
 
-A pool gives and takes the *storage* of a tensor by resizing it. The tensor, its views and what autograd saved of them
-keep their identity, so a unit that is gathered again in backward fills the very tensors that its forward used.
+A pool allocates and frees the *storage* of a tensor by resizing it. The tensor, its views and what autograd saved of
+them keep their identity, so a unit that is gathered again in backward fills the same tensors that its forward used.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _ROOM, _GRANULE = 1 / 256, 2 << 20
 
 
 class _Slot:
-    """Device memory for one tensor at a time: a memory pool of its own, so that nothing ever splits its block.
+    """Device memory for one tensor at a time: a separate memory pool, so that its block is never split.
 
-    On CPU it is only the right to have storage.
+    On CPU it has no memory of its own.
     """
 
     __slots__ = ("allocating", "least", "released", "size")
@@ -43,9 +43,9 @@ class _Slot:
 class Pool:
     """Storage that a lane writes and compute reads, or the reverse.
 
-    On CUDA the storage comes from private memory pools and belongs to the lane's stream. Release records where the
-    releasing stream stands, and whoever takes that memory again waits for that point: so a block that is reused is
-    never written while it is still read, and no ``record_stream`` delays its return.
+    On CUDA the storage comes from private memory pools and belongs to the lane's stream. A release records an event on
+    the releasing stream, and the next user of that memory waits for it: so a reused block is never written while it is
+    still read, and no ``record_stream`` delays its reuse.
     """
 
     def __init__(self, lane: Lane) -> None:
@@ -65,7 +65,7 @@ class Pool:
         self._end: weakref.finalize[[Lane], Pool] | None = None
 
     def register(self, groups: Sequence[ProcessGroup]) -> None:
-        """Have memory registered by NCCL from now on, with these process groups, which have communicated."""
+        """From now on, register memory with NCCL for these process groups, which have communicated before."""
         self.drop()
         self.groups, self._allocating = groups, _torch.memory(self.lane.device, groups)
 
@@ -93,10 +93,10 @@ class Pool:
             return torch.empty(numel, dtype=dtype, device=self.lane.device)
 
     def allocate(self, tensor: torch.Tensor, lasting: bool = False, here: bool = False) -> None:
-        """Give the tensor its storage; its values are undefined. No effect where it has storage already.
+        """Allocate the storage of a tensor; its values are undefined. No effect if it has storage.
 
-        What is ``lasting`` comes from the ordinary heap of the current stream: slots are for what comes and goes.
-        ``here``: the current stream is to write it, and not the lane.
+        ``lasting`` storage comes from the ordinary heap of the current stream, not from slots. ``here``: the current
+        stream writes it, not the lane.
         """
         storage = tensor.untyped_storage()
         size = tensor.nbytes
@@ -130,9 +130,9 @@ class Pool:
             self.peak_buffers = self.live_buffers
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Take the storage back once all that the current stream has been given so far is done with it.
+        """Free the storage after all work that has been enqueued on the current stream.
 
-        Work of the lane itself on the storage is in order with its next use; work of any third stream must have been
+        Work of the lane itself on the storage is ordered before its next use; work of any other stream must have been
         waited for.
         """
         storage = tensor.untyped_storage()
@@ -152,7 +152,7 @@ class Pool:
 
     @contextmanager
     def remembering(self) -> Iterator[list[object]]:
-        """Yields what keeps the memory that tensors have and get within, for a graph: to it, addresses are all."""
+        """Yields an object that keeps the memory of tensors within alive, because a graph depends on addresses."""
         memory = self._remembered = [
             self._allocating,
             *[slot.allocating for slot in (*self._free, *self._taken.values())],
@@ -163,14 +163,14 @@ class Pool:
             self._remembered = None
 
     def drop(self) -> None:
-        """Give back the memory of all slots that are free, once all streams are done with it."""
+        """Free the memory of all unused slots, once all streams have finished with it."""
         with self.lane.entered([ticket for slot in self._free for ticket in slot.released]):
             pass
         self.num_slots -= len(self._free)
         self._free = []
 
     def _take(self, size: int) -> _Slot:
-        """A free slot for so many bytes: the smallest that has them, a new one if that would waste too much."""
+        """A free slot for this many bytes: the smallest that fits, or a new one if that would waste too much."""
         fitting = [slot for slot in self._free if slot.least <= size <= slot.size]
         if not fitting:
             return self._make(size)
@@ -195,9 +195,10 @@ class Pool:
 
 
 def _let_go(lane: Lane) -> None:
-    """The slots of a pool go back to the device: let the lane wait for all that the current stream has been given.
+    """Return the slots of a pool to the device, after the lane has waited for all work of the current stream.
 
-    Where segments are expandable, torch unmaps memory when its own stream is done with it, whoever else reads it.
+    With expandable segments, torch unmaps memory when its own stream has finished with it, even if another stream reads
+    it.
     """
     if lane.stream is not None:
         lane.mark().hold_up(lane.stream)

@@ -1,9 +1,9 @@
 """DTensors whose shards are not those of torch.chunk.
 
-DTensor derives from mesh and placements which rows a rank holds, and takes them to be torch.chunk's. Under layout
-``flat``, and where two axes cut a buffer, they are others. A `RaggedDTensor` knows its true rows: it gathers itself,
-describes itself to torch.distributed.checkpoint, computes elementwise and takes norms, and refuses every operation that
-would take its rows for torch.chunk's.
+DTensor derives the rows of a rank from mesh and placements, and assumes those of torch.chunk. Under layout ``flat``,
+and if two axes shard a buffer, the rows differ. A `RaggedDTensor` stores its actual rows: it gathers itself, describes
+itself to torch.distributed.checkpoint, supports elementwise operations and norms, and raises for every operation that
+would assume torch.chunk's rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flatshard.layout import Holding, Layout, holding
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """How one tensor of a layout is cut over a mesh. Equal for tensors of the same place in the same layout."""
+    """How one tensor of a layout is sharded over a mesh. Equal for tensors of the same place in the same layout."""
 
     layout: Layout
     index: int
@@ -45,7 +45,7 @@ class Cut:
     __hash__ = None  # type: ignore[assignment]
 
     def __deepcopy__(self, memo: Any) -> Cut:
-        """Itself: it never changes, and a mesh has no copy that is connected."""
+        """Itself: it is immutable, and a mesh cannot be copied."""
         return self
 
     @property
@@ -65,10 +65,10 @@ class Cut:
 
 
 class RaggedShard(Shard):
-    """``Shard(dim)`` that knows which rows this rank holds: what torch computes from it are the true ones.
+    """``Shard(dim)`` with the actual rows of this rank, from which torch computes correct offsets.
 
-    torch.distributed.checkpoint's functions for full state dicts ask placements where to copy from. Whatever would cut
-    a tensor by it is refused: it knows the rows of one rank.
+    torch.distributed.checkpoint's functions for full state dicts read from placements where to copy from. Sharding
+    another tensor by it raises, because it has the rows of one rank only.
     """
 
     rows: tuple[int, int] | None  # first and count; None on all but the last sharded axis
@@ -87,7 +87,7 @@ class RaggedShard(Shard):
 
 
 class RaggedDTensor(DTensor):
-    """A DTensor that holds the rows which its `Cut` says."""
+    """A DTensor that holds the rows of its `Cut`."""
 
     _cut: Cut
 
@@ -227,7 +227,7 @@ _KEEPING = {
 
 
 def _is_elementwise(func: Any) -> bool:
-    """Whether each element of the result depends on the same element of the arguments alone."""
+    """Whether each element of the result depends only on the same element of the arguments."""
     name = func._schema.name
     if name in _KEEPING or torch.Tag.pointwise in func.tags:
         return True
@@ -235,9 +235,9 @@ def _is_elementwise(func: Any) -> bool:
 
 
 def _require_same_rows(func: Any, args: Any, kwargs: Any) -> None:
-    """All tensors of an elementwise operation are cut alike, place by place in lists, or have one element.
+    """Raise unless all tensors of an elementwise operation, index by index in lists, are sharded alike or are scalars.
 
-    Canonical DTensors may stand in other places of the lists: an optimizer's list holds all its parameters.
+    Ordinary DTensors may be at other indices: an optimizer's list holds all its parameters.
     """
     columns = max([len(arg) for arg in args if isinstance(arg, (list, tuple))], default=0)
     for column in range(max(columns, 1)):
@@ -340,7 +340,7 @@ def _sum(func: Any, ragged: Sequence[RaggedDTensor], args: Any, kwargs: Any) -> 
 
 
 def _unscale(func: Any, ragged: Sequence[RaggedDTensor], args: Any, kwargs: Any) -> None:
-    """What a GradScaler does to gradients; ``found_inf`` becomes 1 on every rank if one rank finds an infinity."""
+    """GradScaler's unscale; ``found_inf`` becomes 1 on every rank if one rank finds an infinity."""
     grads, found_inf, scale = args
     canonical = [grad for grad in grads if not isinstance(grad, RaggedDTensor)]
     if canonical:

@@ -1,4 +1,4 @@
-"""What DTensor does with operations that torch.optim and users ask of sharded tensors, and it has no rule for."""
+"""Rules for operations of torch.optim and of users on sharded tensors that DTensor does not support."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from flatshard import _torch
 
 @functools.cache
 def add_rules() -> None:
-    """Teach DTensor the rest of Rprop, fused SGD and Adagrad, and to take its rows of a whole tensor copied into it.
+    """Add the missing operations of Rprop, fused SGD and Adagrad to DTensor, and ``sharded.copy_(whole)``.
 
-    For all DTensors of the process, from the first sharded model on. What DTensor has a rule for stays as it is, and
-    so does what these rules do not cover.
+    For all DTensors of the process, after the first model is sharded. Existing rules of DTensor stay, and cases that
+    these rules do not cover are dispatched as before.
     """
     aten = torch.ops.aten
     for packet in (aten._foreach_copy_, aten._fused_sgd_, aten._fused_adagrad_, aten.index_put_):
@@ -28,7 +28,7 @@ def add_rules() -> None:
 
 
 def _on_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An elementwise operation in place on the shards, where the tensors of each place in its lists are cut alike."""
+    """An elementwise in-place operation on the shards, if the tensors at each index of its lists are sharded alike."""
     if op._schema.name != "aten::index_put_":
         columns = list(zip(*[arg for arg in args if isinstance(arg, (list, tuple)) and arg]))
     elif is_masked_fill(op, args):
@@ -63,7 +63,7 @@ def is_masked_fill(op: Any, args: Sequence[Any]) -> bool:
 
 
 def are_cut_alike(tensors: Sequence[torch.Tensor | None]) -> bool:
-    """Whether the same rows of all tensors are here, none waiting for a sum. A number on every rank suits them all."""
+    """Whether all tensors have the same rows on this rank, and none is partial. Replicated scalars match all."""
     cut: list[Any] = [tensor for tensor in tensors if tensor is None or not _is_number_everywhere(tensor)]
     if not all(isinstance(tensor, DTensor) and is_cut_alike(cut[0], tensor) for tensor in cut):
         return False

@@ -29,7 +29,7 @@ _WITHOUT_LIMIT = "with finite timeout not implemented"
 class Ticket:
     """The end of an operation. A ticket without event and works is already done.
 
-    That of a collective knows which one: its number in its lane, kind, name and bytes.
+    The ticket of a collective has its number in the lane, kind, name and bytes.
     """
 
     __slots__ = (
@@ -68,22 +68,22 @@ class Ticket:
             then()
 
     def synchronize(self) -> None:
-        """Hold up the caller until the operation is over, on CUDA too."""
+        """Block the caller until the operation has ended, on CUDA too."""
         if self._event is not None and self._epoch == _epochs.now:
             self._event.synchronize()
         self.wait()
 
     def hold_up(self, stream: torch.cuda.Stream) -> None:
-        """Order what follows on another stream after the operation."""
+        """Order another stream after the operation."""
         if self._event is not None and self._epoch == _epochs.now:
             self._event.wait(stream)
 
     def done(self) -> bool:
-        """Whether the operation is over, without waiting."""
+        """Whether the operation has ended, without waiting."""
         return self._then is None and self.has_ended()
 
     def has_ended(self) -> bool:
-        """Whether the communication is over, and did not fail, whatever remains to be done. Any thread may ask."""
+        """Whether the communication has ended without an error, even if further work remains. Thread-safe."""
         if self._event is not None:
             return self._epoch != _epochs.now or bool(self._event.query())
         return not self._failed and all(work.is_completed() for work in self._works)
@@ -94,7 +94,7 @@ class Ticket:
 
 
 class Pending(Ticket):
-    """Of what has not been launched yet. Whoever waits for it, or asks how it stands, has it launched by ``launch``."""
+    """A ticket of a deferred launch. Waiting for it, or querying it, launches it by ``launch``."""
 
     __slots__ = ("_launch", "launched")
 
@@ -127,7 +127,7 @@ class Pending(Ticket):
 
 
 def _outwait(work: Work, what: Callable[[], str], error: RuntimeError) -> None:
-    """A wait for work has ended with an error. Goes on waiting if it was only impatient, else says why."""
+    """A wait for work has raised. Continues to wait if it was only the short timeout, else raises with the reason."""
     if _WITHOUT_LIMIT in str(error):
         work.wait()
         return
@@ -149,7 +149,7 @@ def _outwait(work: Work, what: Callable[[], str], error: RuntimeError) -> None:
 
 
 def _is_of_handler(error: RuntimeError, work: Any) -> bool:
-    """Whether it was not a wait that raised, but a handler of a signal that came meanwhile, as DataLoader's does."""
+    """Whether not the wait raised, but a signal handler that ran meanwhile, such as DataLoader's."""
     trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
     return trace is not None and trace.tb_frame.f_code is not getattr(type(work).wait, "__code__", None)
 

@@ -40,14 +40,14 @@ class Turns:
     """
 
     def __init__(self, order: Sequence[int], free: bool = False) -> None:
-        self.seen: dict[int, None] = {}  # in which order groups were complete, due or not
+        self.seen: dict[int, None] = {}  # groups in the order in which they were complete, due or not
         self.is_free = free
-        self._had: set[int] = set()  # their turn, where that is free
+        self._had: set[int] = set()  # groups that were due, if there is no order
         self._order = order
         self._place = {number: place for place, number in enumerate(order)}
         self._next = 0
-        self._last = -1  # the furthest place that is marked
-        self._marked: dict[int, bool] = {}  # and whether the backward has left their unit, too
+        self._last = -1  # the last marked place in the order
+        self._marked: dict[int, bool] = {}  # and whether the backward has left their unit
         self._again: set[int] = set()
 
     def see(self, number: int) -> None:
@@ -119,11 +119,11 @@ class Program:
         self._reduces: dict[int, Sequence[int]] = {}  # by the unit where the forward began
         self._recorded: set[tuple[Pass, int]] = set()
         self.running: Pass | None = None  # the pass that has begun and not ended
-        self.is_first = False  # it is the first of its kind: nothing has been recorded that it could be held to
+        self.is_first = False  # it is the first of its kind: no order has been recorded
         self.checks = False  # ranks compare every launch
         self.announces = False  # they compare those of the running pass
         self.has_launched = False  # the running pass has communicated
-        self.is_profiled = False  # a profiler looks on at it
+        self.is_profiled = False  # a profiler is active
         self._kind: tuple[Pass, int] = (Pass.FORWARD, 0)
         self.upcoming: list[int] = []  # units expected to be needed in the running pass, nearest first
         self._entry = self._entry_before = 0  # of the last forward with gradients, and of the one before it
@@ -198,7 +198,7 @@ class Program:
         A pass that has communicated nothing predicts nothing: this rank may have run it alone.
         """
         if is_held and not self.has_launched and self.running is Pass.FORWARD:
-            self._entry = self._entry_before  # nor does it say where the next backward ends
+            self._entry = self._entry_before  # nor does it determine where the next backward ends
         if self.running is not None and self._needed and self.has_launched:
             before = self._orders.get(self._kind, ())
             if self._needed.keys() != set(before):

@@ -1,12 +1,13 @@
 """AdamW with state in 8 bits, the same bits on any number of ranks and in any layout.
 
-Blocks of 256 elements share a scale. They begin anew with every row, a slice of dim 0, and shards are made of whole
-rows: a block is never cut, and what is in it does not depend on who holds it. A first moment is kept as the root of
-what it is to the largest of its block, in 127 steps to either side of zero; a second one as the fourth root, in 255.
-That resolves the largest to under one percent, and spans more than four and nine orders of magnitude.
+Blocks of 256 elements share a scale. Every row (a slice of dim 0) starts a new block, and shards consist of whole rows,
+so a block is never split, and its elements do not depend on the rank that holds it. A first moment is stored as the
+square root of its ratio to the largest of its block, in 127 steps to either side of zero; a second moment as the fourth
+root, in 255 steps. This resolves the largest to under one percent, and spans more than four and nine orders of
+magnitude.
 
-Every operation rounds once and by itself: no fused multiply and add, which some machines would do for some elements
-of a tensor and not for others.
+Every operation rounds once and separately. There are no fused multiply-adds, which some machines would use for some
+elements of a tensor and not for others.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _LEAST_ROW = 64  # elements: below it, scales would take more than they are wort
 
 
 class _Code(NamedTuple):
-    """How a moment is kept, as a part of the largest of its block: ``encode`` of it in so many ``steps``."""
+    """How a moment is stored, as a fraction of the largest of its block: ``encode`` of it in this many ``steps``."""
 
     dtype: torch.dtype
     steps: int

@@ -1,8 +1,8 @@
-"""Pieces of matrices on their way between the ranks that hold them and the ranks that own them.
+"""All-to-alls of pieces of matrices between the ranks that hold them and the ranks that own them.
 
-For each bucket of matrices the ranks that share them have one all-to-all in, of gradients and weights to the owners,
-and one out, of new weights to all who hold them. What goes from one rank to another is packed into one byte string, in
-the order of the matrices, so that both ends know where each piece is.
+For each bucket of matrices the ranks that share them run one all-to-all in, which sends gradients and weights to the
+owners, and one out, which sends new weights to all ranks that hold them. The pieces from one rank to another are packed
+into one run of bytes, in the order of the matrices, so that both ranks know the place of each piece.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ALIGN = 16  # bytes: a piece begins where vectorised copies can
 
 
 class OwnerGroup:
-    """The ranks that share matrices, each of which one of them owns: those along some axes of a mesh, or one alone.
+    """The ranks that share matrices, each of which one of them owns: ranks along some axes of a mesh, or one rank.
 
     ``mesh`` is None for matrices that are not sharded: every rank has them, and owns them.
     """
@@ -76,7 +76,7 @@ class OwnerGroup:
         return Holders(boxes, tuple(numbers[copy] for copy in copies))
 
     def messages(self, lane: Lane, message: bytes) -> list[bytes]:
-        """What each of its ranks says. All of them call it."""
+        """The messages of all its ranks. All of them call it."""
         if self.size == 1:
             return [message]
         length = torch.tensor([len(message)], dtype=torch.int64, device=self.device)
@@ -88,7 +88,7 @@ class OwnerGroup:
 
 
 def cut_axes(parameter: DTensor) -> tuple[int, ...]:
-    """The axes of its mesh that cut a tensor."""
+    """The axes of its mesh that shard a tensor."""
     mesh = parameter.device_mesh
     return tuple(
         axis for axis, p in enumerate(parameter.placements) if not isinstance(p, Replicate) and mesh.size(axis) > 1
@@ -136,7 +136,7 @@ Tensors: TypeAlias = Mapping[Role, Mapping[int, torch.Tensor | None]]
 
 
 class Packing:
-    """Pieces between this rank and each other one, and where they lie when packed."""
+    """The pieces between this rank and each other one, and their places in the packed bytes."""
 
     def __init__(self) -> None:
         self.splits: list[int] = []
@@ -202,7 +202,7 @@ class _Packed:
 
 
 class AllToAll:
-    """One all-to-all of a bucket, again and again. ``name`` tells it from others in records of what was launched."""
+    """An all-to-all of a bucket that can be launched many times. ``name`` identifies it in the flight record."""
 
     def __init__(self, owner_group: OwnerGroup, sent: Packing, received: Packing, name: str) -> None:
         self._owner_group, self._name = owner_group, name
@@ -268,7 +268,7 @@ class AllToAll:
 
 
 def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy tensors by few kernels: those that lie in the same way by one."""
+    """Copy tensors with few kernels: one for all pairs with equal strides."""
     alike = [number for number, (a, b) in enumerate(zip(targets, sources)) if a.stride() == b.stride()]
     if alike:
         torch._foreach_copy_([targets[number] for number in alike], [sources[number] for number in alike])

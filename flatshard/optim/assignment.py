@@ -1,6 +1,6 @@
-"""What is a matrix, and which rank steps which.
+"""Which tensors are matrices, and which rank steps which.
 
-Pure integers, from the same description on every rank: all ranks come to the same result, in every run.
+Integer arithmetic on the same description on every rank: all ranks get the same result, in every run.
 """
 
 from __future__ import annotations
@@ -128,12 +128,12 @@ def _rows(rows: int, split: Split) -> list[int]:
 def assign(
     costs: Sequence[float], holders: Sequence[int], world: int, before: Sequence[float] = ()
 ) -> tuple[list[int], list[int]]:
-    """The order in which matrices are given out, the dearest first, and the owner of each: whoever has least by then.
+    """The order in which matrices are assigned, the most expensive first, and the owner of each: the least loaded rank.
 
-    No rank has more than a third too much, and where there are several matrices of a kind for each rank, next to
-    nothing. Among matrices of equal cost, those that different ranks hold most of (``holders``) take turns: neighbours
-    are sent together, and then many ranks send. Equal loads go to the first rank. ``before``: what each rank
-    has to do besides.
+    No rank has more than a third too much, and with several matrices of a kind per rank, the balance is nearly even.
+    Among matrices of equal cost, those that different ranks mostly hold (``holders``) alternate: neighbours are sent
+    together, so that many ranks send. Among equal loads the first rank is taken. ``before``: the load that each rank
+    already has.
     """
     turns: dict[tuple[float, int], int] = {}
     keys = []

@@ -1,7 +1,7 @@
-"""Norms of sharded gradients and weights, clipping by them, and which gradients are not finite.
+"""Norms of sharded gradients and weights, clipping by them, and detection of gradients that are not finite.
 
-Every rank computes over what it holds. The results of all parameters on one mesh are combined by one collective over
-the axes that cut them; what several ranks hold alike is counted once.
+Every rank computes over its shards. The results of all parameters on one mesh are combined by one collective over the
+axes that shard them; replicated values are counted once.
 """
 
 from __future__ import annotations

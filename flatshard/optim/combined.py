@@ -1,4 +1,4 @@
-"""Several optimizers as one: for matrices one kind, for all else another."""
+"""Several optimizers as one: one kind for matrices, another for all other parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:
-    """The loss that a closure returns, which may run a backward; None where there is none."""
+    """The loss of a closure, which may run a backward; None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -18,11 +18,11 @@ def evaluated(closure: Callable[[], Any] | None) -> Any:
 
 
 class CombinedOptimizer(Optimizer):
-    """Optimizers, each with parameters of its own, that step, are saved and are scheduled as one.
+    """Optimizers with separate parameters that are stepped, saved and scheduled as one.
 
-    ``param_groups`` are theirs, one after another, and the same dicts, so that a scheduler, or whoever changes an
-    option there, changes it for them. ``state_dict`` is that of one optimizer with all these groups. A closure is
-    evaluated once, before the first step. What is to be added to one of them is added to that one.
+    ``param_groups`` is the concatenation of theirs, with the same dicts, so that a change of an option, for example by
+    a scheduler, applies to them. ``state_dict`` is that of one optimizer with all these groups. A closure is evaluated
+    once, before the first step. To add a parameter group, add it to one of the optimizers.
     """
 
     optimizers: list[Optimizer]
@@ -50,7 +50,7 @@ class CombinedOptimizer(Optimizer):
 
     @property
     def state(self) -> dict[Any, Any]:  # type: ignore[override]
-        """That of all of them, to look at."""
+        """The state of all of them, read-only."""
         return {key: value for each in self.optimizers for key, value in each.state.items()}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

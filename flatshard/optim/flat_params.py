@@ -57,7 +57,7 @@ class FlatParam:
         self._views: dict[Any, tuple[torch.Tensor, list[DTensor]]] = {}
 
     def attach_gradient(self, uncast: bool) -> bool:
-        """Give the tensor its gradient; False if the gradients are not what they were when this was made."""
+        """Set the gradient of the tensor; False if the gradients have changed since this was created."""
         group = self.group()
         if group is not None and group.main is not self.main:  # `.to` and its like have moved the parameters
             return False
@@ -76,7 +76,7 @@ class FlatParam:
         return True
 
     def _gradient_buffer(self, group: ParamGroup | None) -> DBuffer | None:
-        """The one buffer that the gradients of all parameters lie in, if there is one and it lies as main does."""
+        """The one buffer of all gradients, if there is one and it has the layout of main."""
         main_grads = None if group is None else group.gradients.main_grads
         if main_grads is not None and main_grads.buffer is not None:  # the group's own is the rule, and asked first
             with _torch.PlainAttributes():
@@ -105,7 +105,7 @@ class FlatParam:
         return taken, kinds
 
     def write_state(self, taken: State, elementwise: Mapping[Any, bool], state: dict[Any, State]) -> None:
-        """Bring the state of the parameters up to date with that of the flat tensor."""
+        """Update the state of the parameters from that of the flat tensor."""
         for place, parameter in enumerate(self.parameters):
             mine = state.setdefault(parameter, {})
             for key in [key for key in mine if key not in taken]:
@@ -114,7 +114,7 @@ class FlatParam:
                 mine[key] = self._view(key, value, place) if elementwise[key] else _copied(value)
 
     def matches_state(self, taken: State, elementwise: Mapping[Any, bool], state: Mapping[Any, State]) -> bool:
-        """Whether the state of the parameters is as `write_state` left it: nobody has replaced or changed an entry."""
+        """Whether the state of the parameters is as `write_state` left it, with no entry replaced or changed."""
         for place, parameter in enumerate(self.parameters):
             mine = state.get(parameter, {})
             if mine.keys() != taken.keys():
@@ -125,7 +125,7 @@ class FlatParam:
         return True
 
     def _view(self, key: Any, value: torch.Tensor, place: int) -> DTensor:
-        """One parameter's part of an elementwise entry; made once for as long as the optimizer keeps the entry."""
+        """One parameter's part of an elementwise entry; created once and kept as long as the entry."""
         known = self._views.get(key)
         if known is None or known[0] is not value:
             parts = [value]
@@ -138,7 +138,7 @@ class FlatParam:
         return known[1][place]
 
     def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One flat tensor with these parts. Where they lie in one already, nothing is copied."""
+        """One flat tensor with these parts. Nothing is copied if they are already parts of one."""
         assert self._extent is not None
         start, stop = self._extent
         filled = [(part, place) for part, place in zip(parts, self._windows) if part.numel()]
@@ -160,7 +160,7 @@ class FlatParam:
 
 
 def buffer_of(grad: torch.Tensor | None, main: DBuffer, index: int) -> DBuffer | None:
-    """The buffer of gradients in which one lies as tensor ``index`` does in main. Users may swap or share them."""
+    """The buffer in which a gradient has the place that tensor ``index`` has in main. Users may swap or share them."""
     buffer: DBuffer | None = getattr(grad, MAIN_GRAD, None)
     if buffer is None or buffer.local.numel() != main.local.numel() or buffer.placements != main.placements:
         return None
@@ -180,7 +180,7 @@ def set_grad(tensor: torch.Tensor, gradient: torch.Tensor, uncast: bool) -> None
 
 
 def sharding_of(tensor: torch.Tensor) -> Any:
-    """What says which rows of a tensor a rank holds; ragged ones have more to say than mesh and placements."""
+    """What determines the rows of a tensor on a rank; for ragged ones more than mesh and placements."""
     assert isinstance(tensor, DTensor)
     return tensor.device_mesh, tensor.placements, getattr(tensor, "_cut", None)
 
@@ -208,10 +208,10 @@ def is_elementwise(value: Any, parameter: torch.Tensor) -> bool:
 def make_flat_params(
     param_groups: Iterable[dict[str, Any]], state: Mapping[Any, State], flat: bool
 ) -> tuple[list[FlatParam], list[nn.Parameter], list[list[torch.Tensor]]]:
-    """Flat parameters over what has a gradient; sharded parameters that have none; per parameter group, all others.
+    """Flat parameters over those with a gradient; sharded parameters without one; per parameter group, all others.
 
-    With ``flat``, neighbours in the buffer are one as far as they are of one parameter group, have their gradients in
-    one buffer, and have equal state apart from what is elementwise. Without, each parameter is by itself.
+    With ``flat``, neighbours in the buffer are joined if they are in one parameter group, have their gradients in one
+    buffer, and have equal state where it is not elementwise. Without, each parameter is separate.
     """
     absent: list[nn.Parameter] = []
     others: list[list[torch.Tensor]] = []
@@ -272,7 +272,7 @@ def _flat_params_of(group: ParamGroup, members: dict[int, tuple[int, Any]], flat
 
 
 def _signature(state: State, parameter: torch.Tensor) -> Any:
-    """What must be equal for two parameters to be stepped together. Costs a wait where it is on the device."""
+    """What must be equal for two parameters to be stepped together. Waits for the device if it is there."""
     entries = []
     for key, value in state.items():
         if is_elementwise(value, parameter):

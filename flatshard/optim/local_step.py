@@ -1,4 +1,4 @@
-"""The step of an optimizer on the local shards of its parameters, and its state as others see it."""
+"""The step of an optimizer on the local shards of its parameters, and its state as DTensors."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ LOCAL = "_flatshard_local"  # on an optimizer, what steps it
 
 
 class LocalStep:
-    """Steps one optimizer on flat local tensors, and keeps the state that others see up to date.
+    """Steps one optimizer on flat local tensors, and keeps its public state up to date.
 
-    That state is the optimizer's own dict, by parameter. After a step it is outdated until somebody reads it. Changes
-    that somebody has made to it are found at the next step, which makes the state of the flat tensors anew from it.
+    The public state is the optimizer's own dict, by parameter. After a step it is outdated until it is read. The next
+    step detects changes that users have made to it, and rebuilds the state of the flat tensors from it.
     """
 
     def __init__(self, flat: bool, uncast: bool) -> None:
@@ -67,7 +67,7 @@ class LocalStep:
         return None if stepped and not (left or any(self._others)) else self._run(optimizer, left, self._others, base)
 
     def step_early(self, optimizer: Optimizer, group: ParamGroup) -> None:
-        """Step what is of one group, whose gradients are complete; or leave it to `step`, where something is new."""
+        """Step the parameters of one group, whose gradients are complete; or leave them to `step` if any is new."""
         assert self.early is not None
         mine = [each for each in self._flat_params or () if each.group() is group]
         if not self._stepped.isdisjoint(mine):
@@ -88,7 +88,7 @@ class LocalStep:
     def _run(
         self, optimizer: Optimizer, mine: Sequence[FlatParam], beside: Sequence[Sequence[Any]], base: Callable[[], Any]
     ) -> Any:
-        """Lend the optimizer flat parameters, and others as they are, for a step."""
+        """Replace the optimizer's parameters by flat ones for a step; other parameters stay."""
         groups = optimizer.param_groups
         tensors = [[each for each in others if not isinstance(each, DTensor)] for others in beside]
         for each in mine:
@@ -111,7 +111,7 @@ class LocalStep:
                 each.tensor.grad = None  # so that `zero_grad` frees the gradients at once
 
     def free_gradients(self, others: Iterable[ParamGroup | None] = ()) -> None:
-        """Free the memory of gradients that have been set to None, those of other groups too."""
+        """Free the memory of gradients that have been set to None, also those of other groups."""
         self.give_up_broken()
         self._stepped.clear()  # by a backward that was given up, if any
         self._again = None
@@ -129,7 +129,7 @@ class LocalStep:
                 unit.root.give_up_broken()
 
     def public_state(self, optimizer: Optimizer) -> Any:
-        """The state as others see it, up to date; during the step, ours."""
+        """The public state, up to date; during the step, the flat one."""
         if self.is_stepping:
             return self._state
         outer = optimizer.__dict__["state"]
@@ -159,13 +159,13 @@ class LocalStep:
         return [value for value in values if isinstance(value, torch.Tensor)]
 
     def settle(self) -> bool:
-        """See now what others have done to the state, since a step that is captured cannot. Whether it is nothing."""
+        """Detect changes of the state now, because a captured step cannot. Returns whether there are none."""
         if self._was_read and self._flat_params is not None and self._agrees():
             self._was_read = False
         return not self._was_read
 
     def _is_known(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer has the parameters and the state that the flat parameters were made of."""
+        """Whether the optimizer has the parameters and the state from which the flat parameters were created."""
         is_known = optimizer.__dict__["state"] is self._outer and self._generation == generation()
         if self._flat_params is None or not is_known:
             return False
@@ -175,7 +175,7 @@ class LocalStep:
         return all(each.attach_gradient(self.uncast) for each in flat_params)
 
     def _is_prepared(self, optimizer: Optimizer, stepped: set[FlatParam]) -> bool:
-        """Whether the flat parameters are still right; if so they have their gradients, if they are not ``stepped``."""
+        """Whether the flat parameters are valid; if so their gradients are set, unless they are ``stepped``."""
         if not self._is_known(optimizer) or any(parameter.grad is not None for parameter in self._absent):
             return False
         assert self._flat_params is not None
@@ -184,7 +184,7 @@ class LocalStep:
         return not self._was_read or self._agrees()
 
     def _agrees(self) -> bool:
-        """Whether those who have looked at the state have left it as it was."""
+        """Whether the public state that was read has not been changed."""
         assert self._flat_params is not None
         kinds = self._kinds()
         for each in self._flat_params:
@@ -205,7 +205,7 @@ class LocalStep:
         return kinds
 
     def _prepare(self, optimizer: Optimizer) -> None:
-        """Make flat parameters, and fill their state from the one that others see."""
+        """Create flat parameters, and fill their state from the public one."""
         outer = self.public_state(optimizer)
         groups = optimizer.param_groups
         _cut_as_parameters(groups, outer)
@@ -243,9 +243,9 @@ _PER_PARAMETER = {"step", "mu_product", "eta", "mu"}
 
 
 def _cut_as_parameters(groups: Sequence[dict[str, Any]], state: Any) -> None:
-    """Cut state anew that was loaded in another form, as torch's full state dicts give it.
+    """Shard state again that was loaded in another form, such as torch's full state dicts.
 
-    In the order of the parameters: flat parameters lie in another order on each rank, and gathering is collective.
+    In the order of the parameters: the order of flat parameters differs between ranks, and gathering is collective.
     """
     for parameter in (p for group in groups for p in group["params"] if isinstance(p, DTensor)):
         for key, value in list(state.get(parameter, {}).items()):
@@ -256,9 +256,9 @@ def _cut_as_parameters(groups: Sequence[dict[str, Any]], state: Any) -> None:
 
 
 def wrap_scalars(parameter: torch.Tensor, state: Any) -> None:
-    """Let loaded state of a parameter without dims be DTensors, as what an optimizer has made itself is.
+    """Convert loaded state of parameters without dims to DTensors, as an optimizer creates it.
 
-    torch's functions that distribute a whole state dict leave every number as it is.
+    torch's functions that distribute a full state dict leave scalars as plain tensors.
     """
     for key, value in state.get(parameter, {}).items() if parameter.dim() == 0 else ():
         if type(value) is torch.Tensor and value.dim() == 0 and key not in _PER_PARAMETER:

@@ -1,4 +1,4 @@
-"""Matrices as the optimizer of their owner sees them, and buckets of them that travel together."""
+"""Matrices as seen by the optimizer of their owner, and buckets of matrices that are sent together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flatshard.optim.flat_params import set_grad, sharding_of
 
 
 class MatrixParam:
-    """One matrix as this rank's optimizer sees it: a plain parameter, which has its values during the step only."""
+    """One matrix as this rank's optimizer sees it: a plain parameter, which has values only during the step."""
 
     def __init__(
         self, name: str, parameter: nn.Parameter, matrix: Matrix, number: int, owner_group: OwnerGroup
@@ -49,7 +49,7 @@ class MatrixParam:
         return sum(dtype.itemsize for dtype in self.dtypes)
 
     def set_values(self, gradient: torch.Tensor, weight: torch.Tensor, uncast: bool) -> None:
-        """Give the tensor its values. A parameter without a gradient on this rank has been used on none."""
+        """Set the values of the tensor. If a parameter has no gradient on this rank, no rank has used it."""
         self.tensor.data = weight.view(self.matrix.shape)
         if self.parameter.grad is not None:
             set_grad(self.tensor, gradient.view(self.matrix.shape), uncast)
@@ -60,10 +60,10 @@ class MatrixParam:
 
 
 def in_buckets(matrices: Sequence[MatrixParam], limit: int) -> list[list[MatrixParam]]:
-    """Cut a list of matrices into buckets, in its order.
+    """Split a list of matrices into buckets, in its order.
 
     With B the larger of ``limit`` and the largest matrix, an owner has at most B bytes of a bucket, and no rank holds
-    more than 2 B of it in pieces for each copy that there is: twice, because pieces are not all equal.
+    more than 2 B of it in pieces per copy: twice, because pieces are not all equal.
     """
     if not matrices:
         return []
@@ -84,7 +84,7 @@ def in_buckets(matrices: Sequence[MatrixParam], limit: int) -> list[list[MatrixP
 
 
 class Bucket:
-    """Matrices that travel together; the numbers of pieces are places in ``matrices``."""
+    """Matrices that are sent together; the numbers of pieces are indices in ``matrices``."""
 
     def __init__(self, matrices: Sequence[MatrixParam], lane: Lane, name: str) -> None:
         self.matrices, self.lane = matrices, lane
@@ -124,7 +124,7 @@ class Bucket:
         self.to_owners.launch(self.lane, {"gradient": gradients, "weight": self._held})
 
     def receive_in(self, uncast: bool) -> None:
-        """Let the matrices of this rank have the values that have come."""
+        """Set the received values of this rank's matrices."""
         gradients: dict[int, torch.Tensor] = {}
         for number in self.mine:
             each = self.matrices[number]
@@ -137,7 +137,7 @@ class Bucket:
             self.matrices[number].set_values(gradients.pop(number), self._weights[number], uncast)
 
     def send_out(self) -> None:
-        """Send the new weights to all who hold them."""
+        """Send the new weights to all ranks that hold them."""
         for number in self.mine:
             each = self.matrices[number]
             self._weights[number] = each.tensor.data.reshape(each.matrix.box.sizes)  # it may be another tensor
@@ -145,7 +145,7 @@ class Bucket:
         self.clear()
 
     def receive_out(self) -> None:
-        """Put the new weights into the shards."""
+        """Write the new weights into the shards."""
         self.from_owners.receive({"weight": self._held})
         self._held = {}
 
@@ -162,7 +162,7 @@ class Bucket:
 
 
 def _held_gradient(parameter: nn.Parameter, grad: torch.Tensor | None) -> torch.Tensor | None:
-    """This rank's part of a gradient, cut as the parameter is. Collective for one that lies in another way."""
+    """This rank's part of a gradient, sharded as the parameter. Collective if the gradient is sharded otherwise."""
     if grad is None or not isinstance(grad, DTensor):
         return grad
     assert isinstance(parameter, DTensor)

@@ -1,7 +1,7 @@
-"""The state of whole matrices as others see it: by parameter, alike on all ranks, each tensor at its owner.
+"""The public state of whole matrices: by parameter, with the same entries on all ranks, each tensor at its owner.
 
-One rank has a tensor of the state. In a state dict it is a DTensor of which that rank holds all rows and others
-none, so that it is saved, gathered and distributed like any other. The ranks learn from its owner what it is like.
+One rank has each tensor of the state. In a state dict it is a DTensor of which that rank holds all rows and the others
+none, so that it is saved, gathered and distributed like any other. The owner sends the other ranks its dtype and shape.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class OwnedCut(Cut):
 
 
 def _number(mesh: DeviceMesh, sharded: Iterable[bool], place: Iterable[int]) -> int:
-    """The number of a rank among those along the sharded axes, the last of which counts most."""
+    """The number of a rank among those along the sharded axes; the last axis counts most."""
     number = 0
     for size, cut, at in reversed(list(zip(mesh.shape, sharded, place))):
         number = number * size + at if cut else number
@@ -46,7 +46,7 @@ def _number(mesh: DeviceMesh, sharded: Iterable[bool], place: Iterable[int]) -> 
 
 
 def owner_dtensor(owner_group: OwnerGroup, owner: int, shape: torch.Size, local: torch.Tensor) -> torch.Tensor:
-    """A tensor of this shape, which rank ``owner`` of a group has. A plain tensor where every rank has its own."""
+    """A tensor of this shape, which rank ``owner`` of a group has. A plain tensor if every rank has its own."""
     if owner_group.size == 1:
         return local
     mesh = owner_group.mesh
@@ -63,7 +63,7 @@ def owner_dtensor(owner_group: OwnerGroup, owner: int, shape: torch.Size, local:
 
 @dataclass(frozen=True)
 class _Leaf:
-    """A tensor of the state, told to ranks that do not have it."""
+    """The description of a state tensor for ranks that do not have it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -71,14 +71,14 @@ class _Leaf:
 
 
 def _is_shared(tensor: torch.Tensor) -> bool:
-    """Whether all ranks can have a copy: a step counter, say."""
+    """Whether all ranks can have a copy: a step counter, for example."""
     return tensor.dim() == 0 or tensor.numel() == 0
 
 
 def state_on_all_ranks(
     owner_group: OwnerGroup, lane: Lane, mine: Mapping[int, Any], owners: Sequence[int]
 ) -> dict[int, Any]:
-    """The state of all numbered matrices, from that of those which this rank owns. All ranks of the group call it."""
+    """The state of all numbered matrices, from the matrices that this rank owns. All ranks of the group call it."""
 
     def told(value: Any) -> Any:
         if _is_shared(value):
@@ -107,7 +107,7 @@ def state_on_all_ranks(
 
 
 def state_of_owner(owner_group: OwnerGroup, owner: int, state: Any) -> Any:
-    """State of a matrix that was loaded, as its owner is to have it. Collective where it is cut in another way."""
+    """Loaded state of a matrix in the owner's form. Collective if it is sharded in another way."""
     is_owner = owner == owner_group.rank
 
     def take(value: torch.Tensor) -> torch.Tensor | None:

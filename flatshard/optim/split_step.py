@@ -1,4 +1,4 @@
-"""One step of an optimizer, made of several calls with some of the parameters each."""
+"""One optimizer step that consists of several calls, each with some of the parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NUMBERS = (int, float, bool)  # what optimizers count with, on themselves
 
 
 class SplitStep:
-    """The calls of one step. Each begins with the same options and numbers."""
+    """The calls of one step. Each starts with the same options and numbers."""
 
     def __init__(self, optimizer: Optimizer, base: Callable[[], Any]) -> None:
         self.groups, self.stepped = optimizer.param_groups, set[int]()
@@ -27,7 +27,7 @@ class SplitStep:
     def with_params(
         self, params: Sequence[Sequence[torch.Tensor]], empty: Sequence[int] = ()
     ) -> Iterator[Callable[[], Any]]:
-        """In it, the optimizer has these parameters. Groups without any are left out, but for those in ``empty``."""
+        """Within it, the optimizer has these parameters. Groups without any are left out, except those in ``empty``."""
         numbers = [number for number, mine in enumerate(params) if mine or number in empty]
         # Tensors are copied: some optimizers count in them, too.
         copies = {n: {k: v.clone() for k, v in self._options[n].items() if torch.is_tensor(v)} for n in numbers}
@@ -55,7 +55,7 @@ class SplitStep:
                 )
 
     def close(self) -> None:
-        """Let the groups have the options that the calls have made of theirs."""
+        """Set the options of the groups to those after the calls."""
         for number, options in self._after.items():
             for key, value in options.items():
                 known = self.groups[number].get(key)

@@ -1,4 +1,4 @@
-"""fully_shard_optimizer: the step of an optimizer on plain local tensors, while it looks as before from outside."""
+"""fully_shard_optimizer: the step of an optimizer on plain local tensors, with an unchanged public interface."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def _whole_options(whole: Any, split: Any, cost: Any, owners: Any, bucket_bytes:
 
 
 def _install(optimizer: Opt, side: LocalStep | WholeStep) -> Opt:
-    """Let an optimizer step by way of ``side``."""
+    """Make ``step`` of an optimizer use ``side``."""
     scheduled = _torch.take_scheduler_patch(optimizer)
     if "step" in optimizer.__dict__:
         raise ValueError(
@@ -216,7 +216,7 @@ def _install(optimizer: Opt, side: LocalStep | WholeStep) -> Opt:
 
 
 def _refuse(optimizer: Optimizer, on_shards: Literal["all", "rest", "none"]) -> None:
-    """Refuse what cannot work; ``on_shards`` says whether all parameters, some or none are stepped in parts."""
+    """Raise for what cannot work; ``on_shards`` says whether all parameters, some or none are stepped in parts."""
     names = [cls.__name__ for cls in type(optimizer).__mro__ if cls not in _CLASSES.values()]
     name = names[0]
     if "LBFGS" in names:
@@ -258,7 +258,7 @@ def _local_class(cls: type[Optimizer], whole: bool) -> type[Optimizer]:
 
 
 def _plain_step(cls: type[Optimizer]) -> Callable[..., Any]:
-    """The step of a class without hooks, which run around ours, not inside, where the optimizer is not itself."""
+    """The step of a class without hooks: hooks run around our step, not within it, where the optimizer is changed."""
     base = cls.step
     return base.__wrapped__ if getattr(base, "hooked", False) else base  # type: ignore[attr-defined]
 
@@ -373,7 +373,7 @@ def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
 
 
 def _refuse_foreign_blocks(optimizer: Optimizer) -> None:
-    """Raise if the state is in blocks of whatever a tensor holds, which would be what a rank holds."""
+    """Raise if the optimizer keeps state in blocks of each tensor, which would be blocks of a shard."""
     name = type(optimizer).__name__
     if "8bit" in name and any(cls.__module__.startswith("bitsandbytes.") for cls in type(optimizer).__mro__):
         raise ValueError(
@@ -383,7 +383,7 @@ def _refuse_foreign_blocks(optimizer: Optimizer) -> None:
 
 
 def _refuse_parts(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
-    """Raise if sharded matrices are to be factored, or multiplied in place, as they are: DTensor fails in that."""
+    """Raise if sharded matrices would be factored, or multiplied in place: DTensor fails in that."""
     names = [cls.__name__ for cls in type(optimizer).__mro__]
     found = next((name for name in names if name in ("Adafactor", "CAME")), None)
     found = "Muon" if isinstance(optimizer, torch.optim.Muon) else found
@@ -407,13 +407,13 @@ def _captured(optimizer: Optimizer) -> LocalStep | None:
 
 
 def is_settled(optimizer: Optimizer) -> bool:
-    """Before a step is captured: whether it can go without reading what others have done to its state."""
+    """Before a step is captured: whether it need not read changes of its state."""
     local = _captured(optimizer)
     return local is None or local.settle()
 
 
 def state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
-    """The tensors that a step of an optimizer reads and writes, local ones."""
+    """The local tensors that a step of an optimizer reads and writes."""
     local = _captured(optimizer)
     if local is not None:
         return local.state_tensors()
@@ -423,14 +423,14 @@ def state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def state_places(optimizer: Optimizer) -> list[object]:
-    """Where the state of an optimizer is, for those who must know if it is elsewhere later."""
+    """The addresses of an optimizer's state, to detect later changes."""
     return [id(optimizer.__dict__["state"]), *[tensor.data_ptr() for tensor in state_tensors(optimizer)]]
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Runs before every step of every optimizer: looks at parameters only when there can be something new.
+    """Runs before every step of every optimizer: reads parameters only if they may have changed.
 
-    In a compiled step it is traced, and does no more than to count.
+    In a compiled step it is traced, and only counts.
     """
     steps.note()
     if torch.compiler.is_compiling():
@@ -465,14 +465,14 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 @functools.cache
 def watch_steps() -> None:
-    """Look at every optimizer of this process before it steps, from now on."""
+    """From now on, check every optimizer of this process before it steps."""
     register_optimizer_step_pre_hook(_before_step)
 
 
 def repoint(optimizer: Optimizer) -> None:
-    """Put sharded parameters in the place of those that `fully_shard` has replaced, and shard their state.
+    """Replace parameters that `fully_shard` has sharded by the sharded ones, and shard their state.
 
-    Tensors of a parameter's shape are cut as the parameter is; all else in its state is kept as it is.
+    Tensors of a parameter's shape are sharded as the parameter; all other entries of its state are kept.
     """
     for group in optimizer.param_groups:
         for place, original in enumerate(group["params"]):

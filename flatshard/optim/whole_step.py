@@ -2,10 +2,11 @@
 
     gradient shards  --in-->  owner: gradient, weight, state  --step-->  new weight  --out-->  weight shards
 
-Matrices go in buckets (`flatshard.optim.all_to_all`). While the owners step one, the next comes in and the one before
-goes out. A rank has, beside its shards and the state of what it owns, the matrices of one bucket, and packed pieces of
-two: with B the larger of ``bucket_bytes`` and the largest matrix, weight and gradient together, at most 5.5 B in
-float32, and 3.5 B more for each further copy of the model among those who share the work.
+Matrices are sent in buckets (`flatshard.optim.all_to_all`). While the owners step one bucket, the next is sent in and
+the previous one is sent out. In addition to its shards and the state of its matrices, a rank has the matrices of one
+bucket, and packed pieces of two: with B the larger of ``bucket_bytes`` and the largest matrix, weight and gradient
+together, at most 5.5 B in float32, and 3.5 B more for each further copy of the model among the ranks that share the
+work.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ CAPTURED = "a step on whole matrices cannot be captured; leave the optimizer's s
 class WholeStep:
     """Steps those parameters of one optimizer that are whole; a `LocalStep` steps the others, on shards.
 
-    It has the members of `LocalStep` that optimizers ask for. The key to the state of a matrix is its `MatrixParam`'s
-    tensor here, and its parameter for others.
+    It has the members of `LocalStep` that optimizers use. Internally the key to the state of a matrix is the tensor of
+    its `MatrixParam`; in the public state it is the parameter.
     """
 
     def __init__(self, options: WholeOptions, local: LocalStep) -> None:
@@ -158,7 +159,7 @@ class WholeStep:
         return self._owner_groups[key]
 
     def plan(self, optimizer: Optimizer) -> None:
-        """Know all parameters of the optimizer, and the buckets in which they go."""
+        """Collect all parameters of the optimizer, and their buckets."""
         listed = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
         if listed != self._listed:
             self._list(listed)
@@ -212,9 +213,9 @@ class WholeStep:
         return self._lanes[owner_group.device]
 
     def _compare(self, optimizer: Optimizer, after: bool) -> None:
-        """Raise, on all ranks, if they do not have the same matrices; or, after a step, other options in their groups.
+        """Raise, on all ranks, if their matrices differ; or, after a step, the options of their groups.
 
-        Once for each batch: all ranks come to it.
+        Once for each batch; all ranks call it.
         """
         for batch in self.batches[self._compared :]:
             for owner_group in dict.fromkeys(each.owner_group for each in batch):
@@ -309,7 +310,7 @@ class WholeStep:
     # State
 
     def public_state(self, optimizer: Optimizer) -> Any:
-        """The state as others see it: of whole parameters, what this rank owns. The entries are ours."""
+        """The public state: for whole parameters, what this rank owns. The entries are the internal ones."""
         if self._stand_in is not None:
             return self._stand_in
         if self.local.is_stepping or not self._has_state:
@@ -323,7 +324,7 @@ class WholeStep:
         return self._shown
 
     def _take_changes(self, optimizer: Optimizer) -> None:
-        """Take over what others have done to the state that they were shown: set, or taken away."""
+        """Apply changes that users have made to the public state: entries set or removed."""
         shown, self._shown = self._shown, None
         if shown is None:
             return
@@ -365,7 +366,7 @@ class WholeStep:
 
     @contextmanager
     def with_state(self, state: Any) -> Iterator[None]:
-        """In it, this is `optimizer.state`."""
+        """Within it, this is `optimizer.state`."""
         before, self._stand_in = self._stand_in, state
         try:
             yield
@@ -440,6 +441,6 @@ class WholeStep:
 
 
 def name_in_unit(parameter: torch.Tensor) -> str:
-    """The name of a sharded parameter, from its unit down."""
+    """The name of a sharded parameter, starting at its unit."""
     known = parameter.__dict__.get(OWNER)
     return "" if known is None else str(known[0])

@@ -1,1 +1,1 @@
-"""What explains a job that fails: a record of launches, an alarm among ranks, and which rank is to blame."""
+"""Finds the cause of a failed job: a record of launches, an alarm among ranks, and a comparison of records."""

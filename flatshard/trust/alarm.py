@@ -1,13 +1,13 @@
-"""Ranks tell each other what ends them, so that no rank waits for one that will not come.
+"""Ranks notify each other of their end, so that no rank waits for one that has ended.
 
-A rank with an uncaught exception says so to all others (`watch`), and a rank whose process is gone is missed by those
-that are connected to it. A rank that was told raises `PeerError` at its next launch or wait. If its main thread does
-not come to one, because it sits in a call of CUDA, NCCL or the operating system, or if it has caught that error and
-is still there, the watch thread (`loop`) ends the process after a grace period, with the same words (`verdict`). If a
-process is gone without a word, only those are told who wait for it: it may have done all it had to.
+A rank with an uncaught exception notifies all others (`watch`), and the ranks that are connected to a process detect
+its end. A notified rank raises `PeerError` at its next launch or wait. If its main thread does not get there, because
+it is in a call of CUDA, NCCL or the operating system, or if it has caught the error and continues, the watch thread
+(`loop`) ends the process after a grace period, with the same message (`verdict`). If a process ends without a message,
+only ranks that wait for it are notified: it may have finished its work.
 
-The watch thread also ends a rank whose collective on a GPU has not ended after the time-out of its process group,
-and writes the flight record to disk and to stderr on SIGUSR1 (`exits`).
+The watch thread also ends a rank whose collective on a GPU has not ended after the timeout of its process group, and
+writes the flight record to disk and to stderr on SIGUSR1 (`exits`).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _STALLED = 3  # looks without a launch after which the record is settled
 
 
 class Alarm:
-    """The alarm of one process. `start` it once there is a process group; with another one it starts anew.
+    """The alarm of one process. Call `start` when there is a process group; with another group it starts again.
 
-    It ends with the process group, whose store it must not keep: ranks could not meet at that port again.
+    It ends with the process group, whose store it must not keep alive: ranks could not use that port again.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Alarm:
         self._terminate = TerminateHandler(self._torch_gives_up)
 
     def error(self, what: str) -> PeerError:
-        """For a rank that was told, and comes to a launch or a wait."""
+        """The error of a notified rank at a launch or a wait."""
         return self.verdict.error(what)
 
     def explain(self, what: str, error: BaseException) -> PeerError:
@@ -109,7 +109,7 @@ class Alarm:
             warnings.warn(f"the flight record is in memory only: {error}; {remedy}", stacklevel=3)
 
     def _group_is_gone(self, of: weakref.ref[Any]) -> None:
-        """The process group is no more. If it was an error that ended it, the others are told."""
+        """The process group was destroyed. If an error was the reason, notify the other ranks."""
         watch = self._watch
         if of is not self._of or self._pid != os.getpid() or watch is None:
             return
@@ -126,7 +126,7 @@ class Alarm:
         watch.close()
 
     def _forked(self) -> None:
-        """In a process that was forked: the watch is the parent's."""
+        """In a forked process: the watch belongs to the parent."""
         if self._watch is not None:
             self._watch.drop()
             self._watch = None
@@ -151,9 +151,10 @@ class Alarm:
             exits.end_stuck(self.verdict.reason)
 
     def _overdue(self, seconds: float) -> tuple[Entry, float] | None:
-        """A launch on a device that has been the oldest for longer than its time-out, and that time-out in seconds.
+        """A launch on a device that has been the oldest for longer than its timeout, and that timeout in seconds.
 
-        ``seconds``: since the last look. A launch that waits behind another is as old as its turn.
+        ``seconds``: since the last call. The time of a launch that waits behind another starts when it becomes the
+        oldest.
         """
         entry = record.oldest_open() if record.is_on_device else None
         if entry is None or entry.number != self._oldest:
@@ -169,7 +170,7 @@ class Alarm:
     # The process ends
 
     def _uncaught(self, error: BaseException) -> None:
-        """An exception that nobody catches is about to be printed: tell the other ranks, and log the last launches."""
+        """An uncaught exception is about to be printed: notify the other ranks, and log the last launches."""
         if self._pid != os.getpid():
             return
         if isinstance(error, PeerError):
@@ -185,18 +186,18 @@ class Alarm:
             _log.error("%s\nflatshard: written to %s", record.last_entries(), path)
 
     def _explain_lost_peer(self, error: BaseException) -> None:
-        """A call of torch's has raised because of another rank: find out why, for the last words of this one."""
+        """A call of torch has raised because of another rank: find out why, for the last message of this rank."""
         what = str(record.oldest_open() or record.last() or "a collective")
         self.verdict.explanation = str(self.explain(what, error))
 
     def _post(self, error: BaseException) -> None:
-        """Let the other ranks know what ends this one."""
+        """Notify the other ranks of the end of this one."""
         record.tell(error=_named(error))
         if self._watch is not None:
             self._watch.tell(_named(error))
 
     def _torch_gives_up(self, is_distributed: bool) -> None:
-        """A C++ exception is about to abort the process: one of torch's watchdog of NCCL, or of some other code."""
+        """A C++ exception is about to abort the process: of torch's NCCL watchdog, or of other code."""
         if self._pid != os.getpid():
             return
         until = time.monotonic() + (GRACE if is_distributed else TICK)

@@ -1,4 +1,4 @@
-"""Who stopped where, and what the others waited for: the ranks' flight records side by side."""
+"""Compares the flight records of all ranks: which rank stopped where, and what the others waited for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of a process: what is called then, its last words, and an end that waits for nothing."""
+"""The end of a process: functions to call, its last messages, and an exit that does not wait."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LINGER = 1.0
 
 
 def at_exit(action: Callable[[], None]) -> None:
-    """Call a function once, as the last thing that this process does in Python; not in processes forked from it."""
+    """Call a function once, at the very end of this process in Python; not in processes forked from it."""
     pid, todo = os.getpid(), [action]
 
     def once() -> None:
@@ -35,7 +35,7 @@ def at_exit(action: Callable[[], None]) -> None:
 
 
 def on_uncaught(action: Callable[[BaseException], None]) -> None:
-    """Call a function with an exception that nobody catches, before the ``sys.excepthook`` of now."""
+    """Call a function with an uncaught exception, before the current ``sys.excepthook``."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -46,7 +46,7 @@ def on_uncaught(action: Callable[[BaseException], None]) -> None:
 
 
 def error_in_flight() -> Exception | None:
-    """The error that ends this process, at its exit: multiprocessing catches it, and it is in flight then."""
+    """The error that ends this process, at its exit: multiprocessing catches it, so it is the current exception."""
     error = sys.exc_info()[1]
     if isinstance(error, SystemExit):
         error = error.__context__ if error.code else None
@@ -71,7 +71,7 @@ def dump() -> None:
 
 
 def end_stuck(reason: str | None) -> NoReturn:
-    """End this process on another thread: the main thread has not come to where it could raise."""
+    """End this process from another thread: the main thread has not reached a place where it could raise."""
     rank = record.header["rank"]
     entry, frame = record.oldest_open(), sys._current_frames().get(threading.main_thread().ident or 0)
     waited = f"Rank {rank} was waiting for {'no collective' if entry is None else entry}"
@@ -86,7 +86,7 @@ def end_stuck(reason: str | None) -> NoReturn:
 
 
 def end_failed(explanation: str) -> NoReturn:
-    """End this process, which has failed, at its exit: its process groups would wait until their time-out first."""
+    """End this process at its exit, after an error: its process groups would wait until their timeout first."""
     logging.shutdown()
     if record.is_on_device:
         time.sleep(_LINGER)
@@ -97,7 +97,7 @@ def end_failed(explanation: str) -> NoReturn:
 
 
 def remove_record() -> None:
-    """At the exit of a process that has not failed: nobody needs its flight record."""
+    """At the exit of a process without an error: remove its flight record."""
     folder = record.folder
     record.forget()
     if folder is not None and "FLATSHARD_RECORD" not in os.environ:
@@ -106,7 +106,7 @@ def remove_record() -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """End the process now: an orderly end would wait for process groups that wait for what will not come."""
+    """End the process now: a normal exit would wait for process groups whose collectives will not end."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -1,10 +1,10 @@
-"""A tree of connections among the ranks of a job, over which every rank hears what has ended another one.
+"""A tree of connections among the ranks of a job, over which every rank is notified of the end of another one.
 
-Rank r connects to rank (r - 1) // 8, which it finds by the store of the process group. A message goes to all ranks:
-whoever receives it passes it on to its other connections. Only a goodbye is for the neighbours alone, who remember it:
-all ranks end, and each would hear of each. A connection that closes without one is the end of a process, whatever ended
-it; a process that is merely stopped keeps its connections open. In the steady state nothing is sent, and the store is
-not asked.
+Rank r connects to rank (r - 1) // 8, whose address it reads from the store of the process group. A message goes to all
+ranks: a rank that receives it passes it on to its other connections. Only a goodbye goes to the neighbours alone, which
+remember it: every rank ends, and otherwise each would receive one from each. A connection that closes without a goodbye
+means that the process has ended, for whatever reason; a stopped process keeps its connections open. While all ranks
+run, nothing is sent, and the store is not read.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Links:
     """The connections of one rank. Only one thread may use them: the one that runs ``selector``.
 
     ``heard(message)`` is called for each message of another rank, and with ``{"lost": rank}`` for a rank whose process
-    has ended without saying ``{"left": ranks}``: itself, and those that have said so to it. Keys of the selector carry
-    a function of no arguments to be called.
+    has ended without sending ``{"left": ranks}``: itself, and the ranks that have said goodbye to it. Keys of the
+    selector carry a function without arguments, which is to be called.
     """
 
     def __init__(
         self, store: Any, rank: int, world: int, selector: selectors.BaseSelector, heard: Callable[[Message], None]
     ) -> None:
-        """``store``: of this rank alone; it is given up once it has served to find the others. Opens no connection."""
+        """``store``: of this rank alone; it is dropped once the addresses are known. Opens no connection."""
         self._store, self._rank, self._selector, self._heard = store, rank, selector, heard
         self._links: list[_Link] = []
         self._news: list[bytes] = []  # what those who connect later must hear
@@ -50,14 +50,14 @@ class Links:
         self.left: set[int] = set()  # ranks that have ended well, as far as the neighbours knew
 
     def are_complete(self) -> bool:
-        """Whether all ranks next to this one in the tree have connected."""
+        """Whether all neighbours in the tree have connected."""
         return not self._missing and not self._seeks and (self._above is None or self._above.rank is not None)
 
     def are_there(self) -> bool:
         return bool(self._links)
 
     def open(self) -> None:
-        """Let those below connect, and tell them where. OSError, RuntimeError: no address, or no store."""
+        """Listen for the children, and publish the address. OSError, RuntimeError: no address, or no store."""
         if self._missing:
             address, name = _own_address()
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -68,7 +68,7 @@ class Links:
             self._store.set(f"links/{self._rank}", json.dumps(said))
 
     def seek(self) -> None:
-        """Connect to the rank above, once that has said where it is. RuntimeError: the store is gone."""
+        """Connect to the parent, once its address is published. RuntimeError: the store is gone."""
         above = (self._rank - 1) // _FANOUT
         key = f"links/{above}"
         if not self._seeks or not self._store.check([key]):
@@ -82,14 +82,14 @@ class Links:
         self._above.send(_line({"hello": self._rank, "token": token}))
 
     def said(self, key: str) -> str | None:
-        """What the store holds under a key, for what was said before all were connected; None where it is gone."""
+        """The value of a key in the store, for messages from before all were connected; None without a store."""
         if self._store is None or not self._store.check([key]):
             return None
         found: str = self._store.get(key).decode(errors="replace")
         return found
 
     def forget_store(self) -> None:
-        """Without it ranks below that have not connected are not waited for, and the one above is not sought."""
+        """Drop the store: children that have not connected, and the parent, are then not waited for."""
         self._store, self._seeks = None, False
         self._missing.clear()
 
@@ -115,7 +115,7 @@ class Links:
             self._listener = None
 
     def drop(self) -> None:
-        """In a process that was forked: close what is the parent's, so that its end is seen as that."""
+        """In a forked process: close the parent's connections, so that its end can be detected."""
         for link in self._links:
             link.socket.close()
         if self._listener is not None:
@@ -140,7 +140,7 @@ class Links:
         return link
 
     def _ready(self, link: _Link) -> None:
-        """Something has come, or there is room for what waits to be sent."""
+        """Data have arrived, or more can be sent."""
         if link not in self._links:  # closed since the selector has seen it
             return
         link.send(b"")
@@ -156,7 +156,7 @@ class Links:
                 self._heard({"lost": link.rank})
 
     def _take(self, link: _Link, line: bytes) -> bool:
-        """Whether the other end speaks as a rank of this job does."""
+        """Whether the other end follows the protocol of a rank of this job."""
         try:
             message = json.loads(line)
             if link.rank is None:
@@ -172,7 +172,7 @@ class Links:
         return True
 
     def _greeted(self, link: _Link, message: Message) -> bool:
-        """The first message: who connects says who it is, and is welcomed. Then either hears what was said before."""
+        """The first message: the other end identifies itself, and both sides send earlier messages."""
         if link is self._above:
             link.rank = int(message["welcome"])
         elif message["hello"] in self._missing and hmac.compare_digest(str(message["token"]), self._token):
@@ -237,7 +237,7 @@ def _line(message: Message) -> bytes:
 
 
 def _own_address() -> tuple[str, str]:
-    """Where to listen, and the name by which other ranks reach this one: of the interface that faces the first node."""
+    """The address to listen on, and the name for other ranks: of the interface that faces the first node."""
     first = os.environ.get("MASTER_ADDR", "localhost")
     world, here = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
     if (world is not None and world == here) or _is_loopback(first):

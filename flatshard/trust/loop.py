@@ -1,4 +1,4 @@
-"""A thread that waits for sockets, for work that other threads give it, for SIGUSR1, and for a second to pass."""
+"""A thread that waits for sockets, for work from other threads, for SIGUSR1, and for one second to pass."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ CALL_LIMIT = 10.0  # seconds for one call of the thread to the store
 
 
 class Loop:
-    """The thread of one process. Keys of its ``selector`` carry a function of no arguments, which it calls.
+    """The thread of one process. Keys of its ``selector`` carry a function without arguments, which it calls.
 
-    ``tick(seconds)`` is called once in `TICK`, with how long ago that was the last time. ``pause()`` says how many
-    seconds it may sleep at most. ``dump()`` is called on SIGUSR1, also while the main thread sits in a call of C++,
-    where no handler of Python's would run; if the signal is somebody else's, it is left alone.
+    ``tick(seconds)`` is called once per `TICK`, with the time since the last call. ``pause()`` returns the longest time
+    to sleep, in seconds. ``dump()`` is called on SIGUSR1, also while the main thread is in a C++ call, where Python
+    runs no signal handlers; if other code handles the signal, it is not changed.
     """
 
     def __init__(self, tick: Callable[[float], None], pause: Callable[[], float], dump: Callable[[], None]) -> None:
@@ -46,7 +46,7 @@ class Loop:
         self._thread.start()
 
     def do(self, action: Callable[[], None], wait: float = 0.0) -> None:
-        """Let the thread do it; wait for so many seconds at most until it has."""
+        """Run a function on the thread, and wait for it for at most this many seconds."""
         if threading.current_thread() is self._thread:
             action()
             return
@@ -57,7 +57,7 @@ class Loop:
             done.wait(wait)
 
     def stop(self) -> None:
-        """Wait until the thread has ended: if it came back from C++ to an interpreter that is gone, it would abort."""
+        """Wait until the thread has ended: if it returned from C++ after the interpreter's end, it would abort."""
         self._stops = True
         self._knock()
         self._thread.join(CALL_LIMIT + TICK)
@@ -84,11 +84,11 @@ class Loop:
 
 
 def _leave_to_loop(number: int, frame: object) -> None:
-    """In the place of a handler: the loop has been woken already."""
+    """A signal handler that does nothing: the signal has already woken the loop."""
 
 
 def _is_free(number: int) -> bool:
-    """Whether nobody handles a signal: no function of Python's, and none of C's, as `faulthandler` has."""
+    """Whether a signal has no handler: no Python function, and none in C, such as that of `faulthandler`."""
     if signal.getsignal(number) is not signal.SIG_DFL:
         return False
     action = ctypes.create_string_buffer(256)  # a struct sigaction begins with its handler, and is smaller than this

@@ -1,11 +1,10 @@
-"""The flight record: the last collectives that this process has launched, in memory that outlives it.
+"""The flight record: the last collectives that this process has launched, in memory that survives it.
 
-One ring of fixed size per process. It is mapped from a file (`FlightRecord.keep_in`), so that it can be read after a
-crash, and appending writes into that mapping and nothing else. Whether a collective has ended is looked up when
-somebody wants to know: at a dump, and by the watch thread once nothing has been launched for a while
-(`FlightRecord.settle`).
+One ring buffer of fixed size per process. It is mapped from a file (`FlightRecord.keep_in`), so that it can be read
+after a crash; appending only writes to that mapping. Whether a collective has ended is checked only at a dump, and by
+the watch thread if nothing has been launched for a while (`FlightRecord.settle`).
 
-    page of a header (JSON: rank, world, pid, ... what the process died of) | a page of groups | CAPACITY entries
+    page of a header (JSON: rank, world, pid, ... the cause of death) | a page of groups | CAPACITY entries
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _SIZE = _HEADER + _GROUPS + CAPACITY * _ENTRY.size
 
 
 class Launched(Protocol):
-    """A collective that was launched, as far as the record asks."""
+    """A launched collective: the members that the record uses."""
 
     @property
     def is_on_device(self) -> bool: ...
@@ -47,7 +46,7 @@ class Launched(Protocol):
 
 @dataclass(slots=True)
 class GroupRecord:
-    """One process group of a lane, as the record counts launches on it. ``limit``: its time-out in seconds, or None."""
+    """One process group of a lane, with the number of its launches. ``limit``: its timeout in seconds, or None."""
 
     index: int
     limit: float | None
@@ -56,7 +55,7 @@ class GroupRecord:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One collective. ``of_group``: its number among those of its group. ``ended``: when, or 0 if nobody has looked."""
+    """One collective. ``of_group``: its number in its group. ``ended``: the time, or 0 if it has not been checked."""
 
     number: int
     launched: float
@@ -89,7 +88,7 @@ class ReadRecord:
         return int(self.header["rank"])
 
     def fate(self, entry: Entry) -> str:
-        """What became of a launch, in a word or two."""
+        """The state of a launch, in a word or two."""
         if entry.number == self.header.get("timed_out"):
             return "timed out"
         return "ended" if entry.ended else "pending"
@@ -101,7 +100,7 @@ def _encoded(name: str) -> bytes:
 
 
 class FlightRecord:
-    """The ring of this process. ``step`` and ``phase`` are those of what is launched next."""
+    """The ring buffer of this process. ``step`` and ``phase`` are those of the next launch."""
 
     def __init__(self) -> None:
         self.step, self.phase = 0, 0
@@ -118,7 +117,7 @@ class FlightRecord:
         self._groups: dict[str, GroupRecord] = {}
 
     def group(self, label: str, limit: float | None = None) -> GroupRecord:
-        """What is counted under this label. Beyond so many all others are one. ``limit``: its time-out, in seconds."""
+        """The group record with this label; beyond a limit, groups share one. ``limit``: timeout in seconds."""
         index = len(self._groups)
         if label not in self._groups and index >= _GROUPS // _LABEL - 1:
             label = "others"
@@ -149,13 +148,13 @@ class FlightRecord:
         self.number = number  # another thread reads up to here
 
     def settle(self) -> None:
-        """Write down of everything whether it has ended by now."""
+        """Record for every launch whether it has ended."""
         for slot in range(CAPACITY):
             self._has_ended(slot)
         self.tell(looked=time.time())
 
     def _has_ended(self, slot: int) -> bool:
-        """Whether what was launched has ended, or cannot be asked; if it has, that is written down."""
+        """Whether a launch has ended, or cannot be checked; if it has, record that."""
         ref = self._launched[slot]
         if ref is None:
             return True
@@ -184,7 +183,7 @@ class FlightRecord:
         return self._entry(self.number) if self.number else None
 
     def limit(self, entry: Entry) -> float | None:
-        """The time-out of the process group of a launch, in seconds, if it is known."""
+        """The timeout of the process group of a launch, in seconds, if it is known."""
         group = self._groups.get(entry.group)
         return None if group is None else group.limit
 
@@ -194,7 +193,7 @@ class FlightRecord:
         return found
 
     def tell(self, **told: Any) -> None:
-        """Put into the header what is to be known of this process."""
+        """Write facts about this process to the header."""
         self.header.update(told)
         self.header["number"] = self.number
         text = json.dumps(self.header).encode()
@@ -205,9 +204,9 @@ class FlightRecord:
         self._map[:_HEADER] = text.ljust(_HEADER, b"\0")
 
     def keep_in(self, folder: Path, rank: int, **told: Any) -> None:
-        """Be in a file of this folder from now on, which `forget` removes. What was launched so far comes along.
+        """Move the record to a file in this folder, which `forget` removes. Earlier launches are kept.
 
-        OSError: it cannot be there. What an earlier process of this rank has left there is gone.
+        OSError: the file cannot be created. The file of an earlier process of this rank is replaced.
         """
         self.tell(rank=rank, **told)
         path = folder / f"rank-{rank}.ring"
@@ -226,7 +225,7 @@ class FlightRecord:
         self._map, self.folder, self._path = mapped, folder, path
 
     def forget(self) -> None:
-        """Leave the file, and remove it: nothing went wrong."""
+        """Stop using the file, and remove it: there was no error."""
         if self._path is None:
             return
         copy = mmap.mmap(-1, _SIZE)
@@ -238,7 +237,7 @@ class FlightRecord:
         return decoded(self._map[:])
 
     def dump(self) -> Path | None:
-        """Write what is known as JSON beside the ring; where."""
+        """Write the record as JSON beside the ring buffer; returns the path."""
         self.settle()
         if self._path is None:
             return None
@@ -263,7 +262,7 @@ record = FlightRecord()  # the one of this process
 
 
 def decoded(data: bytes) -> ReadRecord:
-    """A ring as it lies in its file. ValueError if it is none."""
+    """The contents of a ring buffer's file. ValueError if it is none."""
     if len(data) != _SIZE:
         raise ValueError(f"a flight record has {_SIZE} bytes; this has {len(data)}")
     text = data[:_HEADER].rstrip(b"\0")
@@ -288,7 +287,7 @@ def _decoded(text: bytes) -> str:
 
 
 def ranges(ranks: Sequence[int]) -> str:
-    """Ranks in short: 0-3, or 0-6/2 for every other one; 0-3,5-7 for several runs."""
+    """Ranks in short form: 0-3, or 0-6/2 for every second one; 0-3,5-7 for several ranges."""
     said, at = [], 0
     while at < len(ranks):
         step = ranks[at + 1] - ranks[at] if at + 1 < len(ranks) else 1
@@ -304,7 +303,7 @@ def ranges(ranks: Sequence[int]) -> str:
 
 
 def in_range(text: str) -> list[int]:
-    """The ranks that `ranges` has put into words; none, if they are other words."""
+    """The ranks of a text from `ranges`; none for any other text."""
     found: list[int] = []
     for part in text.split(","):
         start, dash, rest = part.partition("-")
@@ -317,9 +316,9 @@ def in_range(text: str) -> list[int]:
 
 
 def records_folder() -> Path | None:
-    """Where the ranks of this job keep their records: FLATSHARD_RECORD, or a folder of this user's and this job's.
+    """The folder for the records of this job's ranks: FLATSHARD_RECORD, or a folder of this user and job.
 
-    None if that is ``off``: then they are in memory only.
+    None if that is ``off``: the records are then in memory only.
     """
     given = os.environ.get("FLATSHARD_RECORD")
     if given == "off":

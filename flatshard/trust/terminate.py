@@ -1,7 +1,7 @@
-"""What happens in place of an abort when a C++ exception of torch.distributed is caught by nobody.
+"""A handler for uncaught C++ exceptions of torch.distributed, called instead of an abort.
 
-ProcessGroupNCCL has a thread that throws when a peer is gone or a collective has timed out. C++ then aborts the process
-before any Python has run. Its terminate handler is the last place where something can still be said.
+A thread of ProcessGroupNCCL throws if a peer is gone or a collective has timed out. C++ then aborts the process before
+any Python code runs. The terminate handler is the last place where a message can be printed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _Handler = ctypes.CFUNCTYPE(None)
 class TerminateHandler:
     """Calls a function when a C++ exception is about to end the process, on the thread that threw it.
 
-    Its argument says whether the exception is one of torch.distributed's. Where NCCL fails twice at once, nobody can
-    tell. If the function returns, the process ends as it would without this.
+    Its argument says whether the exception is one of torch.distributed. If NCCL fails twice at once, this cannot be
+    determined. If the function returns, the process ends as it would without this handler.
     """
 
     def __init__(self, call: Callable[[bool], None]) -> None:
@@ -30,7 +30,7 @@ class TerminateHandler:
         self._handler = _Handler(self._terminate)  # C++ keeps no reference
 
     def install(self) -> None:
-        """Do nothing where C++ has another standard library than torch's builds for Linux."""
+        """Does nothing if the C++ standard library is not that of torch's Linux builds."""
         try:
             library = ctypes.CDLL("libstdc++.so.6")
             self._exchange = library["_ZSt13set_terminatePFvvE"]
@@ -42,7 +42,7 @@ class TerminateHandler:
         self._before = self._exchange(ctypes.cast(self._handler, ctypes.c_void_p))
 
     def remove(self) -> None:
-        """The interpreter is about to end, and could not be called any more."""
+        """The interpreter is about to end, and could not be called after that."""
         if self._before is not None:
             self._exchange(self._before)
             self._before = None

@@ -1,4 +1,4 @@
-"""Why this rank has to end, once it was told, and whether its time to end by itself is over."""
+"""The reason why this rank must end, after a notification, and whether its grace period is over."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from flatshard.trust.record import in_range, record
 
 
 class PeerError(RuntimeError):
-    """A collective did not end, because of another rank or of the network. Says which launch, and who, if known."""
+    """A collective did not end, because of another rank or of the network. Names the launch, and the rank if known."""
 
 
 def record_error(error: PeerError) -> PeerError:
-    """An error that is in the flight record from now on, whoever catches it: its process has not ended well."""
+    """Write an error to the flight record, even if it is caught later: the process has not ended without an error."""
     record.tell(error=f"PeerError: {error}")
     return error
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, on one line, and not at length."""
+    """The message of an error, shortened to one line."""
     text = " ".join(str(error).split()) or "(no message)"
     return text if len(text) <= 600 else f"{text[:600]}..."
 
 
 def grace_period() -> float:
-    """Seconds that a rank has, once it was told of another's end, to end by itself: ``FLATSHARD_GRACE``, or 5."""
+    """Seconds that a notified rank has to end by itself: ``FLATSHARD_GRACE``, or 5."""
     given = os.environ.get("FLATSHARD_GRACE", "")
     try:
         return float(given) if given else 5.0
@@ -35,7 +35,7 @@ def grace_period() -> float:
 
 
 class Verdict:
-    """What a rank knows of the end of its job. The first reason counts: others follow from it."""
+    """What a rank knows of the end of its job. The first reason counts; later ones follow from it."""
 
     def __init__(self, grace: float = 5.0) -> None:
         self.reason: str | None = None  # what has ended another rank, or is to end this one
@@ -45,18 +45,18 @@ class Verdict:
         self._grace, self._since = grace, 0.0
 
     def add(self, reason: str, is_failure: bool = True) -> None:
-        """The job cannot go on."""
+        """The job cannot continue."""
         if self.reason is None:
             self._since, self.reason = time.monotonic(), reason
         self.is_failure = self.is_failure or is_failure
 
     def add_lost(self, rank: int) -> None:
-        """A process is gone that has not said goodbye."""
+        """A process has ended without a goodbye."""
         self._lost = rank if self.reason is None else self._lost
         self.add(f"rank {rank} has ended without a word: it was killed, or has crashed", is_failure=False)
 
     def pause_grace(self) -> None:
-        """Let this rank go on for as long as it likes: its process group is gone, and the rest is up to the user."""
+        """Let this rank run without a time limit: its process group is gone, and the user decides what follows."""
         self._since = math.inf
 
     def resume_grace(self) -> None:

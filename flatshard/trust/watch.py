@@ -1,4 +1,4 @@
-"""One rank's watch over one process group: it tells the other ranks what ends this one, and hears what ends them."""
+"""One rank's watch over one process group: it notifies the other ranks of its end, and receives theirs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _FAREWELL = 5.0  # seconds that the rank which has the store waits for the other
 class Watched:
     """The process group that is watched.
 
-    ``store``: a connection of one's own to the store of the group, with a prefix. ``is_lost_peer``: whether an
-    exception says that another rank is gone. ``settle_in``: a thread that asks for CUDA events calls it once before.
+    ``store``: opens a separate connection to the store of the group, with a prefix. ``is_lost_peer``: whether an
+    exception means that another rank is gone. ``settle_in``: a thread that queries CUDA events calls it once before.
     """
 
     store: Callable[[str], Any]
@@ -37,10 +37,10 @@ class Watched:
 
 
 class Survey:
-    """The answers to the last question, whichever rank has asked it, and this rank's own answer.
+    """The answers to the last question, from whichever rank it came, and this rank's own answer.
 
-    Where one rank waits in vain, all do. Questions that come within seconds of each other are one, which each answers
-    once.
+    If one rank waits for a collective that does not end, all do. Questions within a few seconds count as one, which
+    each rank answers once.
     """
 
     def __init__(self, rank: int, world: int) -> None:
@@ -51,7 +51,7 @@ class Survey:
         self._asked = -GRACE  # when
 
     def begin(self) -> bool:
-        """Somebody asks. Whether that is a new question; then earlier answers no longer count."""
+        """A rank asks. Returns whether this is a new question, which drops earlier answers."""
         now = time.monotonic()
         if now - self._asked < GRACE:
             return False
@@ -60,7 +60,7 @@ class Survey:
         return True
 
     def hear(self, message: Message) -> None:
-        """An answer, or a goodbye."""
+        """An answer or a goodbye was received."""
         self._left.update(message.get("left", ()), message.get("gone", ()))
         if "state" in message:
             self._states[message["rank"]] = message["state"]
@@ -77,7 +77,7 @@ class Survey:
         return "has launched nothing yet" if last is None else f"has launched nothing since {last}"
 
     def summary(self) -> str:
-        """What the others have answered, who has ended, and who says nothing."""
+        """The answers of other ranks, and which ranks have ended or have not answered."""
         states, left = dict(self._states), self._others & self._left
         silent = sorted(self._others - states.keys() - left)
         said = [f"rank {rank} {state}" for rank, state in sorted(states.items())][:16]
@@ -94,9 +94,9 @@ def _listed(ranks: list[int]) -> str:
 
 
 class Watch:
-    """The watch over one process group. Without a ``loop`` there are no connections, and nothing is heard or said.
+    """The watch over one process group. Without a ``loop`` there are no connections and no messages.
 
-    ``name``: by which ranks that belong together find each other in the store.
+    ``name``: the key in the store by which the ranks find each other.
     """
 
     def __init__(self, group: Watched, name: str, loop: Loop | None, verdict: Verdict) -> None:
@@ -109,7 +109,7 @@ class Watch:
     # Connections
 
     def open(self) -> None:
-        """Find the other ranks, and connect to them, on the thread of the loop."""
+        """Connect to the neighbours, on the thread of the loop."""
 
         def connect() -> None:
             assert self._loop is not None
@@ -123,7 +123,7 @@ class Watch:
         self._do(connect)
 
     def close(self, wait: float = GRACE) -> None:
-        """Say goodbye, and wait for so many seconds at most until that is done."""
+        """Say goodbye, and wait for at most this many seconds until it is sent."""
 
         def disconnect() -> None:
             links, self._links = self._links, None
@@ -133,13 +133,13 @@ class Watch:
         self._do(disconnect, wait)
 
     def drop(self) -> None:
-        """In a process that was forked: the connections are the parent's."""
+        """In a forked process: the connections belong to the parent."""
         if self._links is not None:
             self._links.drop()
             self._links = None
 
     def await_others(self) -> None:
-        """The store ends with this rank, and threads of others that ask it complain: let them end first."""
+        """Wait for other ranks to end first: this rank hosts the store, and their threads log errors without it."""
         until = time.monotonic() + _FAREWELL
         while self.group.kept is not None and time.monotonic() < until:
             if self._links is None or not self._links.are_there() or self.verdict.reason is not None:
@@ -147,7 +147,7 @@ class Watch:
             time.sleep(0.02)
 
     def pause(self) -> float:
-        """Seconds until there is something to do again, at most. Looks for ranks that have not connected yet."""
+        """The longest time to sleep, in seconds. Looks for ranks that have not connected yet."""
         self._haste = _HASTE if self._find_others() else min(2 * self._haste, TICK)
         return TICK if self._haste == _HASTE else self._haste
 
@@ -177,7 +177,7 @@ class Watch:
     # Messages
 
     def tell(self, text: str) -> None:
-        """Let the other ranks know what ends this one."""
+        """Notify the other ranks of the end of this one."""
 
         def send() -> None:
             if self._links is not None:
@@ -204,7 +204,7 @@ class Watch:
             self._answer({})
 
     def _answer(self, question: Message) -> None:
-        """Tell what this rank waits for, and who has said goodbye to it; with a question of its own, if it has one."""
+        """Send what this rank waits for, which ranks have said goodbye to it, and its own question, if any."""
         if self._links is not None:
             gone = {"gone": sorted(self._links.left)} if self._links.left else {}
             said = {"state": self._survey.own_state(), "rank": self.group.rank}
@@ -226,14 +226,14 @@ class Watch:
         )
 
     def time_out(self, entry: Entry, limit: float) -> None:
-        """A collective has timed out. Not on the thread of the loop, to which the answers of others come."""
+        """A collective has timed out. Not called on the thread of the loop, which receives the answers."""
         record.tell(timed_out=entry.number)
         late = f"{entry} has not ended within {limit:g} s, the time-out of its process group"
         self.verdict.add(f"{late}. {self._ask()}")
         self.tell(f"PeerError: {self.verdict.reason}")
 
     def _ask(self) -> str:
-        """What the other ranks do. Returns early if the reason for a failure comes to be known."""
+        """Ask the other ranks what they do. Returns early if the reason for a failure becomes known."""
 
         def send() -> None:
             if self._survey.begin():

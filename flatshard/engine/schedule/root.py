@@ -35,16 +35,16 @@ class Root:
     def __init__(self, units: Sequence[Unit], device: torch.device, policy: SchedulePolicy) -> None:
         self.policy = policy
         self.device = device
-        self.joins = True  # a backward ends with all its reduces done
-        self.main_event: Any = None  # gathers of the next forward wait for it, and not for the current stream
+        self.joins = True  # a backward waits for all its reduces at its end
+        self.main_event: Any = None  # all-gathers of the next forward wait for it instead of the current stream
         self.gather_lane = Lane("gather", device)
-        # Look-ups, if there are any, do not queue behind gathers that run ahead: the host may be waiting for one.
+        # Look-ups must not queue behind prefetched all-gathers: the host may wait for a look-up.
         looks_up = any(unit.rows is not None for unit in units)
         own_rows = policy.separate_groups is not False
         self.rows_lane = Lane("rows", device, own_groups=own_rows) if looks_up else self.gather_lane
         self.gather_pool = Pool(self.gather_lane)
         if any(group.source.is_gathered_twice for unit in units for group in unit.groups):
-            # Gathers along the inner axis do not queue behind all that an optimizer's step has to send along the outer.
+            # All-gathers along the inner axis must not queue behind the refresh along the outer one after a step.
             self.gather_pool.refresh_lane = Lane("refresh", device)
         self.program = Program([len(unit.groups) for unit in units], [unit.place.parent for unit in units])
         self.forwards = self.backwards = 0
@@ -53,21 +53,21 @@ class Root:
         self.meshes = list(dict.fromkeys(of_units))  # in one order on all ranks
         checking = patience()
         self.program.checks = checking is not None
-        # What ranks compare, they compare over a lane of its own in check mode, whose groups do not wait for long.
+        # In check mode ranks compare over a separate lane, whose groups have a short timeout.
         talk = self.gather_lane if checking is None else Lane("check", torch.device("cpu"), patience=checking)
         has_optional = any(unit.is_optional for unit in units)
         self.announcer = Announcer(self.program, talk, has_optional, self._units[0])
-        self._has_agreed = False  # the ranks have compared their models as they are now
+        self._has_agreed = False  # the ranks have compared their current models
         pool = Pool(Lane("reduce", device))
         self.reduces = Reduces(self, units, pool, policy, self.program, self.announcer)
         self.entry: int | None = None  # the outermost unit whose forward is running
-        self._retained: int | None = None  # a unit gathered by a recompute, its backward to come
+        self._retained: int | None = None  # a unit gathered by a recompute, before its backward
         self._ahead: set[int] = set()  # gathered by prefetch and not needed yet
         self._apart = frozenset(_experts(units)) if len(self.meshes) > 1 else frozenset[int]()
         self._done: set[int] = set()  # units that the running backward has left
-        # Ranks compare steps in check mode. Those of the process are more where a rank trains something of its own.
+        # Ranks compare steps in check mode. The process may count more, if a rank also trains another model.
         self._step, self._taken = 1, steps.taken()
-        self.task = -1  # of autograd, of which the running backward is
+        self.task = -1  # the autograd graph task of the running backward
         self._end: weakref.ref[_End] | None = None  # what is to happen at the end of the running backward
         self.optional = OptionalUnits(self, self.reduce_lane.own_groups) if has_optional else None
         self.has_optional = has_optional
@@ -238,7 +238,7 @@ class Root:
                 other = None if owner is None else root_of(owner)
                 if other is None or other is self:
                     continue
-                if group.gradients.waiting:  # whoever asked is going to scale the gradients of this root's parameters
+                if group.gradients.waiting:  # the caller is going to scale the gradients of this root's parameters
                     group.gradients.reduce(self.reduces.pool, Goal.UNREDUCED, unit.name)
                 if group.gradients.has_partial and not self.reduces.is_awaited_elsewhere(group):
                     other.reduce_accumulated()
@@ -293,7 +293,7 @@ class Root:
 
     def arrive(self, unit: Unit, gather: bool) -> None:
         """The running pass has reached a unit: launch its all-gather, if it has one, and those of the next units."""
-        if not (unit.is_optional and self.program.has_needed(unit.index)):  # again is nobody else's affair
+        if not (unit.is_optional and self.program.has_needed(unit.index)):  # only the first use counts
             self.program.need(unit.index, self._comes_later)
         self._ahead.discard(unit.index)
         if self._retained == unit.index:
@@ -302,7 +302,7 @@ class Root:
             self.gather(unit)
         self._gather_next(unit, self.policy.max_gathered - 1)
         if self.reduces.in_flight and self.program.running is not Pass.BACKWARD and self.program.is_halfway:
-            self.reduces.land()  # of the last micro-batch, whose gradients should not lie beside all activations
+            self.reduces.land()  # of the last micro-batch: its gradients must not add to the peak of activations
 
     def gather_ahead(self, unit: Unit) -> None:
         """Prefetch the next units in place of ``unit``, which has been released."""
@@ -319,7 +319,7 @@ class Root:
         if self.program.announces and any(group.launches for group in unit.needs):
             self.announcer.announce("gather", unit)
         if torch.is_inference_mode_enabled() or self.program.is_profiled:
-            # What is made here outlives the pass; made under inference mode, training could never write it again.
+            # Tensors created here outlive the pass; training could not write tensors of inference mode.
             training = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
             with training, torch.profiler.record_function(f"flatshard::gather {unit.name}"):
                 self._launch_gather(unit)
@@ -425,7 +425,7 @@ class Root:
     def retain(self, unit: Unit) -> None:
         """Keep a recomputed unit gathered for its backward, which usually is next; only the last such unit is kept."""
         if self.optional is not None:
-            return  # which one is the last depends on what a rank uses: all of a recomputed segment stay
+            return  # the last unit depends on what a rank uses, so all units of a recomputed segment stay
         earlier, self._retained = self._retained, unit.index
         other = None if earlier is None or earlier == unit.index else self.unit_at(earlier)
         if other is not None and not other.in_backward and Lease.USER not in other.leases:
@@ -451,11 +451,11 @@ class Root:
             if other is None or other is unit or index in ahead:
                 continue
             if other.is_gathered:
-                return  # the next one is there; what comes after it is gathered when that is needed
+                return  # the next unit is gathered; the one after it is prefetched when the next is needed
             if not (other.unshard_in_backward if backward else other.unshard_in_forward):
                 continue
             if backward and index in self._done:
-                continue  # a recompute passed through it, or it needs none: nothing of this backward will need it
+                continue  # a recompute has used it, or it needs no gather: this backward does not need it
             if room <= 0 and self._bytes_with(unit, other) > bytes_ahead:
                 return
             ahead.add(index)
@@ -464,7 +464,7 @@ class Root:
             if room <= 0 and not bytes_ahead:
                 return
         if backward and self.policy.keep_for_next and self.optional is None:
-            # On the way to the next micro-batch, which begins with units that this backward does not gather.
+            # Prefetch for the next micro-batch, which starts with units that this backward does not gather.
             for other in self.units:
                 if other.is_kept_for_next and not other.unshard_in_backward and not other.is_gathered:
                     self.gather(other)
@@ -536,7 +536,7 @@ class Root:
         lane = self.announcer.lane
         if watch_over(lane.device):
             for unit in self.units:
-                absorb_moved(unit)  # what was put in the place of parameters counts as written
+                absorb_moved(unit)  # assigned parameters count as written
             check_model(self.units, self.policy, lane, [mesh for mesh in self.meshes if mesh.ndim])
         self._has_agreed = True
         if self.announcer.agreement is not None:
@@ -544,7 +544,7 @@ class Root:
         self.announcer.agreement = Agreement(lane, self.meshes)
         for mesh in self.meshes:
             if mesh.ndim:
-                destroy_unused_within(mesh)  # what models that are gone have left
+                destroy_unused_within(mesh)  # groups of models that have been freed
         for used, pool in ((self.gather_lane, self.gather_pool), (self.reduce_lane, self.reduce_pool)):
             self.policy.connect(used, pool, self.meshes)
 
@@ -563,7 +563,7 @@ def root_of(unit: Unit) -> Root | None:
     return unit.root
 
 
-_ran: set[Root] | None = None  # roots whose forwards somebody wants to know of
+_ran: set[Root] | None = None  # roots whose forwards have started in `roots_that_ran`
 
 
 @contextmanager

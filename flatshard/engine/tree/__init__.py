@@ -1,1 +1,1 @@
-"""From modules to units and roots, and what a sharded model looks like from outside."""
+"""From modules to units and roots, and a summary of a sharded model."""

@@ -89,7 +89,7 @@ def owned_parameters(roots: Sequence[nn.Module], ignored: AbstractSet[nn.Paramet
 def borrowed_parameters(
     roots: Sequence[nn.Module], ignored: AbstractSet[nn.Parameter], mesh: DeviceMesh
 ) -> list[tuple[ParamGroup, ShardedParam, Site]]:
-    """The parameters of a unit that are tied to those of another one, which keeps them, and where this one has them."""
+    """The parameters of a unit that are tied to those of another unit, which owns them, and their sites here."""
     found = []
     for prefix, module in owned_modules(roots):
         for name, parameter in module._parameters.items():
@@ -119,7 +119,7 @@ def _refuse(name: str, parameter: nn.Parameter) -> None:
 
 @dataclass(frozen=True)
 class Where:
-    """What says on which dim and over which mesh each parameter is sharded."""
+    """Determines on which dim and over which mesh each parameter is sharded."""
 
     choose: Callable[[nn.Parameter], Any] | None = None  # the user's ``shard_placement_fn``
     mesh: DeviceMesh | None = None  # of all parameters, if data parallelism has axes of it
@@ -179,7 +179,7 @@ Values: TypeAlias = Literal["same", "warn", "first", "own"]
 
 @dataclass(frozen=True)
 class Choices:
-    """What a call of `fully_shard` chose, checked."""
+    """The arguments of a `fully_shard` call, checked."""
 
     mesh: DeviceMesh
     device: torch.device
@@ -235,9 +235,9 @@ Sorted = tuple[
 
 
 def sort_parameters(modules: Sequence[nn.Module], choices: Choices) -> Sorted:
-    """The parameters of a unit: borrowed ones, those of each group, plain ones, and the dims they are cut on.
+    """The parameters of a unit: borrowed ones, those of each group, plain ones, and their sharded dims.
 
-    Raises where they cannot be sharded like this; nothing has changed then.
+    Raises if they cannot be sharded like this; nothing has changed then.
     """
     borrowed = borrowed_parameters(modules, choices.ignored, choices.mesh)
     by_kind: dict[Kind, list[Named]] = {}
@@ -287,7 +287,7 @@ def _check_extended(named: Named, dim: int, placements: Placements) -> None:
 def build_unit(
     modules: Sequence[nn.Module], choices: Choices, find_root: Callable[[Unit, nn.Module], RootProtocol]
 ) -> Unit:
-    """Shard the parameters below ``modules`` and hook them up. ``find_root``: as of a `Unit`."""
+    """Shard the parameters below ``modules`` and register hooks. ``find_root``: as of a `Unit`."""
     watch_over(choices.device)  # ranks that raise before the first forward leave the others waiting there
     borrowed, by_kind, plain, dims = sort_parameters(modules, choices)
     by_rows = _checked_rows(modules, borrowed, by_kind, dims, choices) if choices.rows else None
@@ -339,7 +339,7 @@ def _checked_rows(
     dims: dict[nn.Parameter, int],
     choices: Choices,
 ) -> nn.Embedding:
-    """The embedding that a unit by rows is made of. Raises if it cannot be one."""
+    """The embedding of a unit by rows. Raises if it cannot be one."""
     module = modules[0]
     if len(modules) > 1 or not isinstance(module, nn.Embedding):
         raise ValueError(f"rows=True is for a unit of one nn.Embedding, and this is of {type(module).__name__}")
@@ -387,7 +387,7 @@ def _park_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
 
 
 def _dim(name: str, parameter: nn.Parameter, given: int | None, mesh: DeviceMesh, choices: Choices) -> int:
-    """The dim that a parameter is cut on."""
+    """The sharded dim of a parameter."""
     any_dim = choices.layout != "flat"
     if given is None:
         placements = choices.placements_on(mesh).optimizer
@@ -401,7 +401,7 @@ def _dim(name: str, parameter: nn.Parameter, given: int | None, mesh: DeviceMesh
 
 
 def _build_group(params: list[Named], dims: list[int], kind: Kind, choices: Choices, owner: str) -> ParamGroup:
-    """Cut the parameters of one group; the full originals are freed when it returns."""
+    """Shard the parameters of one group; the full originals are freed when it returns."""
     mesh, placements = kind.mesh, kind.placements(choices)
     whole = [_torch.held_of(p) for _, p, _ in params]
     shapes = [tuple(tensor.shape) for tensor in whole]
@@ -475,7 +475,7 @@ def _build_extended(
     home: Home,
     axes: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> ParamGroup:
-    """Cut parameters of a tensor subclass."""
+    """Shard parameters of a tensor subclass."""
     whole = [_torch.held_of(p).detach() for _, p, _ in named]
     main = unfilled(layout, mesh, placements, whole[0].dtype)
     structures: list[tuple[Structure, list[bool]] | None] = []

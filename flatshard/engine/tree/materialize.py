@@ -1,4 +1,4 @@
-"""Giving values to a model that was built and sharded on the meta device, one unit at a time."""
+"""Initialises a model that was built and sharded on the meta device, one unit at a time."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _value(param: ShardedParam, device: torch.device) -> torch.Tensor:
 
 
 def _fill_plain(module: nn.Module, device: torch.device, made: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Meta buffers, and meta parameters that no group holds, get memory. ``made``: by what they were, for tied ones."""
+    """Allocate meta buffers, and meta parameters that are in no group. ``made``: by the original, for tied ones."""
     for name, parameter in module._parameters.items():
         if parameter is not None and parameter.is_meta:
             if parameter not in made:

@@ -1,4 +1,4 @@
-"""From a unit to its root: who is under it, at which place."""
+"""From a unit to its root: the units under it, and their places."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flatshard.policy import SchedulePolicy
 
 
 def find_root(unit: Unit, module: nn.Module) -> Root:
-    """The root of a unit. Where it has none, ``module`` is the root, and all units below it are under it."""
+    """The root of a unit. If it has none, ``module`` becomes the root of all units below it."""
     known = root_of(unit)
     if known is not None:
         return known
@@ -43,7 +43,7 @@ def find_root(unit: Unit, module: nn.Module) -> Root:
 
 
 def _places(module: nn.Module) -> dict[Unit, Place]:
-    """Of all units at and below a module, in the order of registration."""
+    """The places of all units at and below a module, in the order of registration."""
     places: dict[Unit, Place] = {}
     at: dict[str, Unit] = {}
     count = 0

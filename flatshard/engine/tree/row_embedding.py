@@ -1,4 +1,4 @@
-"""`nn.Embedding` whose forward looks rows up, and how a unit comes to be of it."""
+"""`nn.Embedding` whose forward looks up rows, and how it becomes a unit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flatshard.engine.units.unit import Unit, unit_of
 
 
 def look_up_rows(unit: Unit, module: nn.Embedding) -> None:
-    """Ask other ranks for the rows that a batch reads, and gather the table only when it is asked for by hand."""
+    """Request rows from other ranks in forward, and gather the table only if the user calls for it."""
     gradients = unit.groups[0].gradients
     assert isinstance(gradients, RowGradients)
     gradients.padding = module.padding_idx
@@ -21,12 +21,12 @@ def look_up_rows(unit: Unit, module: nn.Embedding) -> None:
 
 
 def class_before(cls: type) -> type:
-    """The class that a module was of before it became a unit."""
+    """The class of a module before it became a unit."""
     return next(base for base in cls.__mro__ if not issubclass(base, (FSDPModule, RowEmbedding)))
 
 
 class RowEmbedding(nn.Embedding):
-    """The class that stands before `nn.Embedding` in that of a unit by rows."""
+    """The class that precedes `nn.Embedding` in the bases of a unit by rows."""
 
     @_torch.uncompiled
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a sharded model looks like: a table for people, and a check of the buffers for doubts."""
+"""A table of a sharded model, and a check of its buffers."""
 
 from __future__ import annotations
 
@@ -105,10 +105,10 @@ class Summary:
 
 
 def summary(model: nn.Module, optimizer: Optimizer | None = None) -> Summary:
-    """The units at and below ``model`` and their groups: what is sharded how, and what it costs.
+    """The units at and below ``model`` and their groups: how they are sharded, and their memory.
 
-    ``optimizer``: count its state too, as far as it has come into being: its bytes on this rank, and how many that is
-    for each element of the parameters that the rank holds and that need gradients.
+    ``optimizer``: include its state, as far as it exists: its bytes on this rank, and the bytes per element of the
+    parameters that the rank holds and that need gradients.
     """
     _arguments.module("summary", model)
     _arguments.optimizer(optimizer)
@@ -169,7 +169,7 @@ def _kept(unit: Unit, group: ParamGroup, keeps: bool) -> str:
 
 
 def _plain_rows(name: str, unit: Unit) -> list[GroupRow]:
-    """What `no_shard` keeps whole and frozen, one row per child of the unit and dtype."""
+    """The frozen parameters that `no_shard` keeps whole, one row per child of the unit and dtype."""
     kept: dict[tuple[str, torch.dtype], list[nn.Parameter]] = {}
     for plain in unit.plain:
         kept.setdefault((plain.name.partition(".")[0], plain.parameter.dtype), []).append(plain.parameter)

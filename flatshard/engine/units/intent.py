@@ -19,11 +19,11 @@ class Intent:
     reshard_after_backward: bool = True
     unshard_in_backward: bool | None = None  # None: if its backward reads weights
     reduces: bool = True  # off: gradients stay unreduced
-    all_reduces: bool = True  # off: gradients go no further than they rest between micro-batches
-    reduces_unused: bool = False  # on: what a backward does not use takes part in the reduces with zeros
-    is_optional: bool = False  # a rank's batch may not use it; then it takes part in what the others launch for it
-    refuses_meta: bool = False  # on: a first use without values is refused, not begun with initial ones
-    max_reducing: int | None = None  # what the root's policy says otherwise
+    all_reduces: bool = True  # off: gradients are reduced only as far as between micro-batches
+    reduces_unused: bool = False  # on: unused parameters take part in reduces with zeros
+    is_optional: bool = False  # a rank's batch may not use it; the rank still takes part in its collectives
+    refuses_meta: bool = False  # on: a first use on the meta device raises, instead of initialising
+    max_reducing: int | None = None  # None: as in the root's policy
     separate_groups: bool | None = None
     prefetch_in_forward: Modules | None = None
     prefetch_in_backward: Modules | None = None
@@ -36,8 +36,8 @@ class Place:
     name: str
     index: int = 0  # in the order of registration
     numbers: range = range(0)  # of its groups in the program
-    parent: int | None = None  # the unit that it is in, by index
-    nests: bool = False  # there are units below
-    is_optional: bool = False  # it was said to be, or one around it; not of the root, which whoever calls it uses
-    stays_for_backward: bool = False  # of those whose `reshard_after_forward` is "auto"
+    parent: int | None = None  # the index of the unit around it
+    nests: bool = False  # it contains other units
+    is_optional: bool = False  # it, or a unit around it, is optional; never the root
+    stays_for_backward: bool = False  # only if `reshard_after_forward` is "auto"
     keeps_for_next: bool = False  # gathered between the micro-batches of a step

@@ -14,7 +14,7 @@ class Lease(Enum):
 
     __hash__ = object.__hash__  # Enum's own is a Python function
 
-    PASS = "a pass"  # has come to the unit, and has not left it
-    USER = "gathered()"  # a body of it is running
-    NEXT = "the next pass"  # uses them as they are, if they are still those of main by then
-    GRAPH = "a graph of gradients"  # a backward has made one, which another will go through, reading the weights
+    PASS = "a pass"  # is running through the unit
+    USER = "gathered()"  # its block is running
+    NEXT = "the next pass"  # uses them if main has not changed by then
+    GRAPH = "a graph of gradients"  # of a backward with create_graph=True; its own backward reads the weights

@@ -31,9 +31,9 @@ from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy
 
 
 class Phase(Enum):
-    __hash__ = object.__hash__  # Enum's own is a Python function, and this is asked for at every step
+    __hash__ = object.__hash__  # Enum's own is a Python function, and this is called at every step
 
-    RESTING = "resting"  # no pass is going through it; whether a backward is to come, living graphs say (`is_awaited`)
+    RESTING = "resting"  # no pass is running through it; `is_awaited`: existing graphs may still need a backward
     FORWARD = "forward"
     BACKWARD = "backward"  # a gradient has reached an output
 
@@ -50,9 +50,9 @@ class RootProtocol(Protocol):
 
     program: Program
     entry: int | None  # the outermost unit whose forward is running
-    forwards: int  # how many there have been
+    forwards: int  # their number so far
     backwards: int
-    joins: bool  # a backward ends with all its reduces done
+    joins: bool  # a backward waits for all its reduces at its end
     has_optional: bool  # some of its units are
 
     @property
@@ -107,35 +107,35 @@ class Unit:
     ) -> None:
         """``find_root``: creates the root of a unit that has none, with this module as the root module."""
         self.groups = list(groups)
-        self.needs = list(groups)  # and those of other units, whose parameters are tied to its own
-        self.borrowed: list[tuple[ParamGroup, ShardedParam, Site]] = []  # those parameters, and where it has them
+        self.needs = list(groups)  # and groups of other units with parameters that are tied to its own
+        self.borrowed: list[tuple[ParamGroup, ShardedParam, Site]] = []  # those parameters, and their sites
         self.mesh = mesh
         self.device = device
         self.policy = policy
         self.intent = intent
         self.is_first = self._is_last = True  # of the micro-batches of an optimizer step
-        # The backward of an embedding reads the tokens, not the weights: gathering those again would be in vain. A
-        # module that contains one may multiply with its weights, too.
+        # The backward of an embedding reads the tokens, not the weights, so it needs no all-gather. A module that
+        # contains an embedding may also multiply by its weights.
         self.tables = frozenset(id(module) for module in modules if type(module) is nn.Embedding)
         self._find_root = find_root
         self.schedule = schedule
-        self.choices: Any = None  # of the call, for copies
+        self.choices: Any = None  # the arguments of the call, for copies
         self.copier: Callable[[nn.Module, dict[int, Any]], nn.Module] | None = None  # makes those
         self.number = next(_numbers)  # of the call in this process
-        self.parks = False  # between forward and backward its weights stay, sharded over a smaller mesh
+        self.parks = False  # between forward and backward its weights are sharded over a smaller mesh
         self.phase = Phase.RESTING
         self.root: RootProtocol | None = None
         self.call: Call | None = None  # the forward that is running
-        # Why its full weights stay. Of `USER`, how many bodies.
+        # Why its full weights stay gathered. Of `USER`, the number of blocks.
         self.leases: dict[Lease, Any] = {}
-        self.is_written = False  # the modules hold whole copies, for somebody to write to
-        self.rows: Rows | None = None  # of an embedding that is looked up where its rows are
+        self.is_written = False  # the modules hold whole copies, for the user to write to
+        self.rows: Rows | None = None  # of an embedding by rows
         self.plain: list[Plain] = []  # frozen parameters that stay whole
         self._modules = [weakref.ref(module) for module in modules]
         self._ids = frozenset(map(id, modules))
         self._me = weakref.ref(self)
-        self._calls: list[weakref.ref[Call]] = []  # that await, or have had, their backward
-        self.is_unseen = False  # a forward within one with gradients has been without: a recompute may follow
+        self._calls: list[weakref.ref[Call]] = []  # that expect, or have had, their backward
+        self.is_unseen = False  # ran without gradients within a forward that has them: a recompute may follow
         self._left_behind = LeftBehind()
         for index, group in enumerate(self.groups):
             group.owner = self._me
@@ -164,7 +164,7 @@ class Unit:
         intent, place = self.intent, self.place
         asked = intent.reshard_after_forward
         self.reshard_after_forward = not place.stays_for_backward if asked == "auto" else asked
-        # Whether full weights may stay from one pass to another without a lease of somebody else.
+        # Whether full weights may stay from one pass to another without a lease of another kind.
         stays = self.reshard_after_forward is False or not intent.reshard_after_backward
         self.may_stay = stays or place.keeps_for_next
         self.unshard_in_forward = self.rows is None
@@ -297,7 +297,7 @@ class Unit:
             if not watched:
                 call.blind += 1
                 call.reading += which not in self.tables
-            if self.nests or not watched:  # then every parameter is asked as well
+            if self.nests or not watched:  # then every parameter has a hook too
                 for group in self.groups:
                     group.watch()
         return args, kwargs
@@ -345,7 +345,7 @@ class Unit:
             self._await(call)
         left = call.left
         if left and root.entry == self.index and self.index:
-            call.left.clear()  # a module of a list, called by itself: a loss by chunks, for example
+            call.left.clear()  # a module of a list, called alone: a loss by chunks, for example
         if call.left:
             return
         self.call = call.outer
@@ -368,7 +368,7 @@ class Unit:
         call.running.pop(id(module))
         root = self.root
         if self.phase is Phase.FORWARD and not _torch.in_backward() and root is not None and root.entry == self.index:
-            root.entry = None  # what comes next starts a pass of its own, and clears what is left of this one
+            root.entry = None  # the next forward starts a new pass, and clears the state of this one
 
     def call_as_forward(self, module: nn.Module, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method of one of the modules as its forward. Within a forward it is a plain call.
@@ -390,9 +390,9 @@ class Unit:
         outermost = root.entry == self.index
         keep = outermost if self.reshard_after_forward is None else not self.reshard_after_forward
         if not grads and not outermost and root.program.running is Pass.FORWARD:
-            grads = self.is_unseen = True  # under reentrant checkpointing gradients come in spite of no_grad
+            grads = self.is_unseen = True  # reentrant checkpointing computes gradients in spite of no_grad
         if not grads and self.reshard_after_forward is None:
-            keep = False  # no backward will need it, and nothing tells of weights that are written through `.data`
+            keep = False  # no backward needs it, and writes through `.data` could not be detected
         if self.is_optional and not (keep or outermost or self.nests or Lease.USER in self.leases):
             root.linger(self, grads)
         else:
@@ -403,11 +403,11 @@ class Unit:
     def leave(self, keep: bool, grads: bool) -> None:
         """The forward has left this unit. ``keep``: keep it gathered; ``grads``: a backward may follow."""
         if Lease.USER in self.leases:
-            return  # one rank may run it alone, and what the others know of leases is to stay true
+            return  # one rank may run it alone; its leases must stay as on the other ranks
         if keep:
             self.keep()
             if not grads:
-                self.hide()  # whoever asks for parameters now, to build an optimizer, wants the sharded ones
+                self.hide()  # an optimizer that is built now needs the sharded parameters
             return
         if grads and self.parks:
             for group in self.groups:
@@ -435,7 +435,7 @@ class Unit:
             self.rest()
         else:
             for group in self.groups:
-                group.heed_requires_grad()  # as the ranks do that use it
+                group.heed_requires_grad()  # as on ranks that use it
             self.leave(keep=self.reshard_after_forward is False, grads=root.program.running is Pass.FORWARD)
             self.hide()
 
@@ -563,8 +563,8 @@ class Unit:
                 root.gather_ahead(self)
             return
         if self.phase is Phase.BACKWARD:
-            # On the wire, what the next unit waits for goes before what nobody waits for; and it fits in once this
-            # unit's weights, which nothing reads any more, are released.
+            # The next unit's all-gather is launched before this unit's reduce, because only the former is waited for;
+            # and after this unit's weights are released, so that it can use their memory.
             if self._reshards_now:
                 self.release()
             root.gather_ahead(self)
@@ -587,7 +587,7 @@ class Unit:
             self.keep()
             self.hide()
         elif Lease.USER in self.leases:
-            if self.root is not None and self.root.program.has_launched:  # else one rank may be alone with it
+            if self.root is not None and self.root.program.has_launched:  # else one rank may run it alone
                 self.leases = {Lease.USER: self.leases[Lease.USER]}
         elif self.is_gathered:
             if self._reshards_now:
@@ -595,8 +595,8 @@ class Unit:
             else:
                 self.keep()
                 if self.intent.reshard_after_backward:
-                    self.hide()  # kept for the next micro-batch: whoever looks in between sees what he would without
-        self.call = None  # a recompute that stopped early, or of a part of a list
+                    self.hide()  # kept for the next micro-batch; in between, users see sharded parameters as usual
+        self.call = None  # a recompute that stopped early, or that ran only some modules of a list
         self.phase = Phase.RESTING
         self.is_unseen = False
         for group in self.groups if self.parks else ():

@@ -54,25 +54,25 @@ class Call:
         """``modules``: of the unit, by id. ``before``: the call that started last."""
         self.unit = unit
         self.forward = forward  # of the root, by number
-        self.outer = before if before is not None and before.running else None  # within which this one runs
+        self.outer = before if before is not None and before.running else None  # the call around this one
         self.left = set(modules)  # modules that have not ended
         self._all = modules
         self.running: dict[int, Run] = {}  # of modules that have begun and not ended, by id
-        self.inner: int | None = None  # of a method that runs as a forward: forwards of its module that run within it
+        self.inner: int | None = None  # for a method that runs as a forward: nested forwards of its module
         self.in_recompute = recompute  # it was made within a backward
-        self.watches = True  # its graph is the one that a backward will go through
-        self.backward = 0  # that has reached an output last, by number
-        # For each module that has inputs with gradients, where in the graph those are complete.
+        self.watches = True  # a backward will go through its graph
+        self.backward = 0  # the number of the last backward that has reached an output
+        # For each module with inputs that need gradients: the graph node where these are complete.
         self._nodes: list[weakref.ref[Run]] = []
-        self._over: set[int] = set()  # those that a backward has been through
-        self.blind = 0  # modules that have none: nothing tells when a backward has been through them
-        self.reading = 0  # of these, modules whose backward reads weights, which that of an embedding does not
-        self.passed = False  # a backward has been through all of it, or never will be
+        self._over: set[int] = set()  # those that a backward has passed
+        self.blind = 0  # modules without such inputs: the end of their backward cannot be detected
+        self.reading = 0  # of these, modules whose backward reads weights (not embeddings)
+        self.passed = False  # a backward has gone through all of it, or never will
 
     def goes_on_with(self, module: nn.Module) -> bool:
         """Whether a forward of a module of the unit that starts now is part of this call."""
         if self.left != self._all:
-            return True  # of a list of modules some have run, others have not
+            return True  # some modules of a list have run, others have not
         return bool(self.running) and id(module) not in self.running
 
     def await_again(self) -> None:
@@ -113,7 +113,7 @@ class Call:
         who = self.unit, weakref.ref(self), len(self._nodes)
         first = wanted[0]
         if len(wanted) == 1 and type(first) is torch.Tensor and first.layout is torch.strided:
-            # A view, for a gradient of its own: others may use the tensor too. Several times cheaper than a function.
+            # A view has a separate gradient: other code may use the tensor too. Several times cheaper than a function.
             passed = (first.view_as(first),)
             _torch.hook_first(passed[0], functools.partial(_inputs_passed, *who))
             run.node = passed[0].grad_fn
@@ -156,7 +156,7 @@ class Run:
 
     def __init__(self, is_recompute: bool, is_transformed: bool) -> None:
         self.is_recompute, self.is_transformed = is_recompute, is_transformed  # in a backward; by torch.func
-        self.node: Any = None  # where in the graph the gradients of its inputs are complete, if those are watched
+        self.node: Any = None  # the graph node where the gradients of its inputs are complete, if watched
 
 
 class LeftBehind:

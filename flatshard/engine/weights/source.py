@@ -42,11 +42,11 @@ class Source:
     returns the values of a param: the same tensors from the first `open` on, with or without storage.
     """
 
-    is_resident = False  # they rest on this rank: nothing is gathered for a pass, and nothing is released after it
-    opens = True  # there is something for `open` to do
-    is_gathered_twice = False  # along one axis after a step, to rest there, and along another for each pass
-    buffer: DBuffer | None = None  # of which full weights are views, except for those that lie there in another order
-    compute: Compute | None = None  # persistent compute weights, where their placement is not main's
+    is_resident = False  # always on this rank: nothing is gathered for a pass or released after it
+    opens = True  # `open` does something
+    is_gathered_twice = False  # along one axis once per step, and along another for each pass
+    buffer: DBuffer | None = None  # full weights are views of it, except those that it has in another order
+    compute: Compute | None = None  # persistent compute weights, if their placement differs from main's
 
     def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
         """Start. ``lasting``: they will stay for long. ``comm``: an `AllGather` object of torch's protocol to use."""
