@@ -396,8 +396,9 @@ class Gradients:
         for number, stage in enumerate(stages[:-1], start=1):
             reduced = self._buffer(stage.placements, self._result(number - 1, stages), pool.temporary)
             held.append(reduced.local)
+            runs = reduced.runs()  # whatever raises does so before the launch: nobody would wait for it
             ticket = stage.launch(inputs, reduced, reduction, after)
-            inputs, after, reduction.comm = reduced.runs(), (ticket,), None
+            inputs, after, reduction.comm = runs, (ticket,), None
             if number == self._rests_after and self._resting is not None:
                 resting, self._resting = self._resting, None
                 if lane.stream is None:  # else the lane keeps their order
