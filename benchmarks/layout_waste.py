@@ -30,7 +30,8 @@ LAYERS = {
 
 def main() -> None:
     print("# What padding costs\n")
-    print("Padding in percent of the payload, and the number of segments, for one transformer layer. Made by")
+    print("Padding of one transformer layer, in percent of its parameters, and the number of segments: a segment is")
+    print("cut into equal pieces, one per shard. Made by")
     print("`python -m benchmarks.layout_waste > docs/layout-waste.md`.\n")
     print("| model | layout | " + " | ".join(f"{n} shards" for n in SHARDS) + " |")
     print("|---|---|" + "---|" * len(SHARDS))
