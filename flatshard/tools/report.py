@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from flatshard.tools.presets import PEAK_FLOPS
 
 _LITTLE = 0.002  # of a step: a wait shorter than that is not worth a line
+_MAKES_ONE = "`flatshard rehearse --record FILE` or `flatshard train --record FILE` makes one"
 _PARTS = ("steps", "spans", "waits", "memory", "units")
 _FIXED = ("parameters", "optimizer state")  # memory that stays, and that comes and goes
 _MOVING = ("gradients", "gathered", "staging")
@@ -48,9 +49,11 @@ class Record:
         except OSError as error:
             raise ValueError(f"{error.filename}: {error.strerror}") from error
         except ValueError as error:
-            raise ValueError(f"{path if not losses else f'{path} or {losses}'}: is not a recording: {error}") from error
+            raise ValueError(
+                f"{path if not losses else f'{path} or {losses}'}: is not a recording; {_MAKES_ONE}"
+            ) from error
         if not isinstance(data, dict) or not all(isinstance(data.get(part), list) for part in _PARTS):
-            raise ValueError(f"{path}: is not a recording; `flatshard rehearse --record FILE` makes one")
+            raise ValueError(f"{path}: is not a recording; {_MAKES_ONE}")
         if not all(isinstance(line, dict) and {"step", "loss"} <= line.keys() for line in lines):
             raise ValueError(f"{losses}: is not the log of a run (`flatshard train --losses FILE`)")
         try:
