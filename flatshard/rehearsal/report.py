@@ -108,7 +108,7 @@ class Report:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f} ms"
+    return f"{seconds * 1e6:.1f} us" if 0 < seconds < 1e-4 else f"{seconds * 1e3:.2f} ms"
 
 
 def _size(size: float) -> str:

@@ -102,6 +102,14 @@ def test_other_files_are_refused(tmp_path, content, expected, capsys):
     assert expected in capsys.readouterr().err
 
 
+def test_a_wrong_log_is_not_said_to_be_a_wrong_recording(tmp_path, capsys):
+    record, log = tmp_path / "record.json", tmp_path / "losses.jsonl"
+    record.write_text('{"steps": [], "spans": [], "waits": [], "memory": [], "units": []}')
+    log.write_text("nonsense")
+    assert main(["report", str(record), "--losses", str(log)]) == 2
+    assert f"{log}: is not the log of a run" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 @pytest.mark.parametrize("width", [1366, 1920])
 def test_the_page_works_in_a_browser(files, tmp_path, width):
