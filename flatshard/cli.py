@@ -78,7 +78,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 def _add_script(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module's name")
-    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("script", metavar="SCRIPT", help="a Python file; with -m, a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="passed to SCRIPT")
 
 
@@ -97,9 +97,11 @@ def _run(options: argparse.Namespace) -> int:
 def _add_blame(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Say in one paragraph which rank stopped where, and what the others waited for. FOLDER has the flight "
-        "records of the ranks: FLATSHARD_RECORD, or the folder that the error names."
+        "records of the ranks."
     )
-    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="the one that the error names, or that FLATSHARD_RECORD named"
+    )
     parser.add_argument(
         "--last", type=int, default=0, metavar="N", help="also print the last N collectives of every rank"
     )
@@ -125,7 +127,9 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
         "shown side by side, with their differences."
     )
     parser.add_argument("record", type=Path, nargs="+", metavar="RECORD", help="one recording, or two to compare")
-    parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), metavar="HTML")
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("report.html"), metavar="HTML", help="the page (default report.html)"
+    )
     parser.add_argument(
         "--losses",
         type=Path,
@@ -193,12 +197,16 @@ def _add_rehearse(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{level}-latency", type=float, metavar="US", help=f"latency per launch {level} nodes")
     parser.add_argument("--segment-cost", type=float, metavar="US", help="cost of each further tensor of one launch")
     parser.add_argument("--sms", type=int, help="multiprocessors that a collective occupies (default 0)")
-    parser.add_argument("--warmup", type=int, default=2, metavar="STEPS", help="first steps, not measured (default 2)")
+    parser.add_argument(
+        "--warmup", type=int, default=2, metavar="STEPS", help="first steps, which are not measured (default 2)"
+    )
     parser.add_argument("--tokens", type=float, help="tokens per step and rank, for tokens/s")
     parser.add_argument("--flops", type=float, help="model FLOPs per step and rank, for FLOP/s")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the report here too")
     parser.add_argument("--record", type=Path, metavar="PATH", help="record a step here, for `flatshard report`")
-    parser.add_argument("--no-baseline", action="store_true", help="skip the second run, on a network that is free")
+    parser.add_argument(
+        "--no-baseline", action="store_true", help="skip the second run, over a network that takes no time"
+    )
     _add_script(parser)
 
 
@@ -252,7 +260,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
         "torch.distributed.checkpoint (as FSDP2 and Megatron-FSDP write it), safetensors, or a file of torch.save. "
         "It takes the memory of one tensor, and no process group."
     )
-    parser.add_argument("source", metavar="SRC")
+    parser.add_argument("source", metavar="SRC", help="a file or a folder in any of these formats")
     parser.add_argument("target", metavar="DST", help="must not exist; .pt, .pth, .bin and .safetensors say the format")
     parser.add_argument(
         "--to", choices=("flatshard", "dcp", "safetensors", "torch"), help="the format (default: by the name of DST)"

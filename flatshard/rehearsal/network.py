@@ -193,7 +193,7 @@ def get_network(
     """A preset by name, or ``network`` itself; with other numbers, or another algorithm, if they are given."""
     if isinstance(network, str):
         if network not in PRESETS:
-            raise ValueError(f"unknown network {network!r}; presets are {', '.join(PRESETS)}, or pass a Network")
+            raise ValueError(f"unknown network {network!r}; presets are {', '.join(PRESETS)}")
         network = PRESETS[network]
     return changed(network, ranks_per_node=ranks_per_node, ranks_per_pod=ranks_per_pod, algorithm=algorithm)
 

@@ -83,6 +83,8 @@ class Report:
             free = statistics.median(self.free_network_seconds)
             told = f"{_ms(self.exposed)} per step" if free < self.median else "not measurable: steps vary by more"
             lines.append(f"exposed              {told} (free network: {_ms(free)})")
+            if self.exposed > 1.1 * self.wire:
+                lines.append("                     more than the wire time: step times vary, or the host takes longer")
         if self.tokens_per_step:
             rate = self.tokens_per_step / self.median
             lines.append(f"tokens/s             {rate:,.0f} per rank, {rate * self.world:,.0f} in all")
@@ -106,7 +108,7 @@ class Report:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f} ms"
+    return f"{seconds * 1e6:.1f} us" if 0 < seconds < 1e-4 else f"{seconds * 1e3:.2f} ms"
 
 
 def _size(size: float) -> str:

@@ -63,13 +63,16 @@ def compare_strategies(model: ModelShape, machine: Machine, training: Training) 
         why += "nothing else fits on the device."
     else:
         others = [row for row in fitting if not row.offload]
+        these = f"of the {len(others)} that fit without offload"
         if best.step is not None:
-            why += f"of the {len(others)} that fit none is clearly faster: {1e3 * best.step.total:,.0f} ms per step."
+            why += f"{these} none is clearly faster: {1e3 * best.step.total:,.0f} ms per step."
         else:
-            why += f"of the {len(others)} that fit it sends least: {1e3 * best.wire:,.1f} ms per step on the network."
+            why += f"{these} it takes least time on the network: {1e3 * best.wire:,.1f} ms per step."
         leaner = min(others, key=lambda row: row.peak)
         why += (
-            "" if leaner is best else f" {leaner.name} takes least memory: {gigabytes(best.peak - leaner.peak)} less."
+            ""
+            if leaner is best
+            else f" Of these, {leaner.name} takes least memory: {gigabytes(best.peak - leaner.peak)} less."
         )
     if not best.offload:
         better = [row for row in _with_recompute(machine, training, rows) if _is_faster(row, best)]
@@ -233,7 +236,8 @@ def _instead(model: ModelShape, machine: Machine, training: Training, rows: Sequ
         if row.peak >= least:
             break
         least = row.peak
+    parts, batch = (" and activations", ", or a smaller batch") if activations else ("", "")
     return (
-        "More devices do not help: gathered weights, gradients on their way and activations take "
-        f"{gigabytes(least)} on any number of them. Smaller units, or a smaller batch, do."
+        f"More devices do not help: gathered weights and gradients that are being reduced{parts} take "
+        f"{gigabytes(least)} on any number of them. Try smaller units{batch}."
     )

@@ -6,6 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flatshard.rehearsal.network import PRESETS, get_network
+from flatshard.tools.presets import NAMED, OPTIMIZERS, check_source
+
 if TYPE_CHECKING:
     import torch
 
@@ -13,15 +16,15 @@ if TYPE_CHECKING:
 def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Print the memory and traffic of every sharding strategy for MODEL, whether it fits, and which one to take. "
-        "MODEL is a named shape (llama-8b, mixtral-8x7b, ...; an unknown name lists them), a Hugging Face config.json "
+        "MODEL is a named shape (llama-8b, mixtral-8x7b, ...), a Hugging Face config.json "
         "(or its folder), or module:callable that returns a module. No GPU is needed."
     )
-    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("model", metavar="MODEL", help=f"{', '.join(NAMED)}, a config.json or module:callable")
     parser.add_argument("--devices", type=int, required=True, metavar="W", help="number of devices, one rank each")
     parser.add_argument("--memory", required=True, help="memory of one device, in GB, or with a unit: 80GB, 80GiB")
     add_network(parser)
     parser.add_argument(
-        "--optimizer", default="adamw", help="for the size of its state (default adamw); unknown names list them"
+        "--optimizer", default="adamw", help=f"for the size of its state: {', '.join(OPTIMIZERS)} (default adamw)"
     )
     parser.add_argument("--main-dtype", default="float32", help="dtype of main weights and state (default float32)")
     parser.add_argument("--param-dtype", default="bfloat16", help="dtype of compute (default bfloat16)")
@@ -32,9 +35,11 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "--reduce-format",
         nargs="+",
         choices=("int8", "bf16_fp32"),
-        help="format of reduce-scatters; two: outer, inner axis",
+        help="format of reduce-scatters; two formats: of the outer and of the inner mesh axis",
     )
-    parser.add_argument("--layout", default="tensor", choices=("tensor", "flat", "auto"), help="layout of buffers")
+    parser.add_argument(
+        "--layout", default="tensor", choices=("tensor", "flat", "auto"), help="layout of parameters in buffers"
+    )
     parser.add_argument("--units", nargs="+", metavar="CLASS", help="import paths of unit classes (default: automatic)")
     parser.add_argument("--microbatches", type=int, default=1, metavar="N", help="micro-batches per step (default 1)")
     parser.add_argument("--activations", metavar="SIZE", help="activations of one rank, if you know them")
@@ -42,16 +47,21 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=int, metavar="TOKENS", help="tokens per row; for activations and attention")
     parser.add_argument("--recompute", action="store_true", help="blocks recompute their activations in backward")
     parser.add_argument(
-        "--ep", type=int, metavar="N", help="expert parallelism among N neighbouring ranks (default: tried)"
+        "--ep",
+        type=int,
+        metavar="N",
+        help="expert parallelism among N neighbouring ranks (default: plan tries several)",
     )
     parser.add_argument("--experts-per-token", type=int, metavar="N", help="if the model's configuration does not say")
     parser.add_argument("--picture", action="store_true", help="also draw what fits on which number of devices")
-    parser.add_argument("--spare", type=float, default=0.1, help="part of the memory to leave free (default 0.1)")
+    parser.add_argument("--spare", type=float, default=0.1, help="fraction of the memory to leave free (default 0.1)")
     parser.add_argument(
         "--tokens", type=float, help="tokens per micro-batch and rank, for the step time (default: batch x length)"
     )
     parser.add_argument(
-        "--tflops", metavar="N", help="TFLOP/s that matrix products reach, for the step time; or 'measured', here"
+        "--tflops",
+        metavar="N",
+        help="TFLOP/s that matrix products reach, for the step time; 'measured': measure them here",
     )
     parser.add_argument(
         "--memory-bandwidth",
@@ -61,7 +71,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         help="memory bandwidth of a device (default 3.35)",
     )
     parser.add_argument(
-        "--host-ms", type=float, default=2.7, help="host time per unit and micro-batch (default 2.7); 0: captured"
+        "--host-ms", type=float, default=2.7, help="host time per unit and micro-batch (default 2.7); 0: CUDA graphs"
     )
     parser.add_argument(
         "--peak-tflops", type=float, default=989.0, metavar="N", help="peak TFLOP/s of a device, for MFU (default 989)"
@@ -71,17 +81,14 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 def add_network(parser: argparse.ArgumentParser) -> None:
     """The arguments of `get_network`."""
-    parser.add_argument("--network", default="h100-nvlink", help="a preset; unknown names list them")
+    parser.add_argument("--network", default="h100-nvlink", help=f"{', '.join(PRESETS)} (default h100-nvlink)")
     parser.add_argument("--ranks-per-node", type=int, help="how many consecutive ranks share a node (default 8)")
-    parser.add_argument("--ranks-per-pod", type=int, help="how many share a pod, of a network with pods (default 1024)")
+    parser.add_argument("--ranks-per-pod", type=int, help="how many share a pod (h100-pods; default 1024)")
     parser.add_argument("--algorithm", help="how latency grows with ranks: constant, ring, tree or hierarchical")
 
 
 def plan(options: argparse.Namespace) -> int:
     """Print the plan; OSError, TypeError and ValueError say what is wrong with the arguments."""
-    from flatshard.rehearsal.network import get_network
-    from flatshard.tools.presets import OPTIMIZERS, check_source
-
     if options.optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer {options.optimizer!r} is not known; choose one of {', '.join(OPTIMIZERS)}")
     if (options.batch is not None and options.length is None) or min(options.batch or 1, options.length or 1) < 1:
@@ -98,7 +105,9 @@ def plan(options: argparse.Namespace) -> int:
     activations = None if options.activations is None else _size("activations", options.activations)
     recomputed: float | None = None
     if options.devices < 1:
-        raise ValueError(f"--devices {options.devices}: devices are at least 1")
+        raise ValueError(f"--devices {options.devices}: must be at least 1")
+    if not 0 <= options.spare < 1:
+        raise ValueError(f"--spare {options.spare:g}: must be a fraction, from 0 to below 1")
     check_source(options.model)
     check_writable("json", options.json)
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from flatshard.tools.presets import PEAK_FLOPS
 
 _LITTLE = 0.002  # of a step: a wait shorter than that is not worth a line
+_MAKES_ONE = "`flatshard rehearse --record FILE` or `flatshard train --record FILE` makes one"
 _PARTS = ("steps", "spans", "waits", "memory", "units")
 _FIXED = ("parameters", "optimizer state")  # memory that stays, and that comes and goes
 _MOVING = ("gradients", "gathered", "staging")
@@ -42,16 +43,11 @@ class Record:
     def read(cls, path: str | Path, losses: str | Path | None = None, peak_flops: float | None = None) -> Record:
         """ValueError where a file is something else."""
         path = Path(path)
-        try:
-            data = json.loads(path.read_text())
-            lines = [json.loads(line) for line in Path(losses).read_text().splitlines()] if losses else []
-        except OSError as error:
-            raise ValueError(f"{error.filename}: {error.strerror}") from error
-        except ValueError as error:
-            raise ValueError(f"{path if not losses else f'{path} or {losses}'}: is not a recording: {error}") from error
+        data = (_parsed(path, lines=False) or [None])[0]
         if not isinstance(data, dict) or not all(isinstance(data.get(part), list) for part in _PARTS):
-            raise ValueError(f"{path}: is not a recording; `flatshard rehearse --record FILE` makes one")
-        if not all(isinstance(line, dict) and {"step", "loss"} <= line.keys() for line in lines):
+            raise ValueError(f"{path}: is not a recording; {_MAKES_ONE}")
+        lines = _parsed(Path(losses), lines=True) if losses else []
+        if lines is None or not all(isinstance(line, dict) and {"step", "loss"} <= line.keys() for line in lines):
             raise ValueError(f"{losses}: is not the log of a run (`flatshard train --losses FILE`)")
         try:
             found = cls(str(data.get("title") or path.name), _with_root(data), lines, path.name, peak_flops)
@@ -213,6 +209,17 @@ def differences(records: Sequence[Record]) -> list[tuple[str, str, str, str]]:
             by = change if unit == " points" else 100 * change / before.value if before.value else 0.0
             rows.append((name, str(before), str(after), f"{by:+.1f}{unit}"))
     return rows
+
+
+def _parsed(path: Path, lines: bool) -> list[Any] | None:
+    """The file's JSON, or that of each of its lines; None if it is something else."""
+    try:
+        text = path.read_text()
+        return [json.loads(each) for each in (text.splitlines() if lines else [text])]
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
+    except ValueError:
+        return None
 
 
 def _with_root(data: dict[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         if self.devices < 1 or not self.memory > 0 or not 0 <= self.spare < 1:
-            raise ValueError("devices are at least 1, memory is more than 0, and spare is a part of it")
+            raise ValueError("devices must be at least 1, memory more than 0, and spare from 0 to below 1")
 
     @property
     def usable(self) -> float:
@@ -248,7 +248,8 @@ class StrategyPlan:
         with_ = f"with {gigabytes(training.activations or 0)} of activations" if known else "WITHOUT activations"
         notes = [
             f"Sizes are in {unit} (decimal) per rank. idle: between steps. peak: the most during a step, {with_};",
-            "the columns before it are its parts. gathers, reduces: sent per step. wire: their time on the network,",
+            "main to staging are its parts. main: what the optimizer steps. compute: weights in the dtype of compute.",
+            "staging: buffers of collectives. gathers, reduces: sent per step. wire: their time on the network,",
             f"hidden behind compute or not. fits: the peak leaves {100 * self.machine.spare:.0f}% of the memory free.",
             f"The optimizer's state takes {self.state_per_parameter:.2f} bytes per parameter.",
         ]

@@ -53,7 +53,7 @@ class TrainSettings:
     microbatches: int = 1  # gradient accumulation: micro-batches per step and process
     context: int = 128  # tokens per row
     # The model
-    model: Path | None = None  # a Hugging Face checkpoint, or a config.json (new weights); without it, a Llama:
+    model: Path | None = None  # a Hugging Face checkpoint, or a config.json (new weights); without it, a new Llama
     width: int = 128  # width of the model
     layers: int = 4  # blocks of the model
     heads: int = 4  # attention heads

@@ -139,10 +139,10 @@ def test_the_largest_model_is_planned_from_shapes(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("model", "devices", "memory", "advice", "why"),
     [
-        ("llama-1b", 8, 80e9, "ZeRO 0", "it sends least"),
-        ("llama-8b", 8, 40e9, "ZeRO 1", "it sends least"),
+        ("llama-1b", 8, 80e9, "ZeRO 0", "it takes least time on the network"),
+        ("llama-8b", 8, 40e9, "ZeRO 1", "it takes least time on the network"),
         ("llama-8b", 8, 21e9, "ZeRO 3", "nothing else fits"),
-        ("llama-8b", 64, 40e9, "HSDP", "it sends least"),
+        ("llama-8b", 64, 40e9, "HSDP", "it takes least time on the network"),
         ("llama-8b", 2, 40e9, "ZeRO 3 offload", "On 4 devices ZeRO 3 takes"),
         ("mixtral-8x7b", 64, 10e9, "ZeRO 3 offload ep 8", "On 256 devices ZeRO 3 ep 8 takes 6.47 GB and fits"),
         ("llama-1b", 8, 1e9, None, "More devices do not help"),
@@ -226,7 +226,8 @@ def test_a_module_is_planned_from_an_import_path(capsys):
         (["tests.tools.test_plan:not_a_model"], "returned int, not a module"),
         (["tests.tools.test_plan:needs_more"], "calling it raised TypeError"),
         (["llama-1b", "--json", "/no/such/folder/plan.json"], "No such file"),
-        (["llama-1b", "--devices", "0"], "devices are at least 1"),
+        (["llama-1b", "--devices", "0"], "--devices 0: must be at least 1"),
+        (["llama-1b", "--spare", "5"], "--spare 5: must be a fraction"),
         (["llama-1b", "--memory", "80XB"], "must be a number of GB"),
         (["llama-1b", "--memory", "nan"], "must be a number of GB"),
         (["llama-1b", "--network", "string"], "unknown network"),

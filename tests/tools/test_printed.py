@@ -31,3 +31,11 @@ def test_exposed_time_is_never_negative():
     assert "exposed              not measurable: steps vary by more (free network: 140.00 ms)" in report.table()
     report.free_network_seconds = [0.09, 0.09]
     assert "exposed              10.00 ms per step (free network: 90.00 ms)" in report.table()
+    assert "more than the wire time" in report.table(), "nothing has been sent"
+    report.traffic["all_gather"] = {"launches": 1.0, "bytes": 8.0, "wire_bytes": 7.0, "wire_seconds": 0.02}
+    assert "more than the wire time" not in report.table()
+
+
+def test_short_times_are_not_zero():
+    report = Report(8, 0, "h100-nvlink", 8, "cpu", "2", 2, [0.1, 0.1], waits={"reduce 0": 3e-6})
+    assert "3.0 us" in report.table()

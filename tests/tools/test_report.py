@@ -88,7 +88,7 @@ def test_waits_are_told_with_what_to_try(files):
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ("nonsense", "is not a recording"),
+        ("nonsense", "is not a recording; `flatshard rehearse"),
         ("{}", "is not a recording; `flatshard rehearse"),
         ('{"steps": [], "spans": [{}], "waits": [], "memory": [], "units": []}', "is damaged, or not a recording"),
         (None, "No such file"),
@@ -100,6 +100,14 @@ def test_other_files_are_refused(tmp_path, content, expected, capsys):
         path.write_text(content)
     assert main(["report", str(path)]) == 2
     assert expected in capsys.readouterr().err
+
+
+def test_a_wrong_log_is_not_said_to_be_a_wrong_recording(tmp_path, capsys):
+    record, log = tmp_path / "record.json", tmp_path / "losses.jsonl"
+    record.write_text('{"steps": [], "spans": [], "waits": [], "memory": [], "units": []}')
+    log.write_text("nonsense")
+    assert main(["report", str(record), "--losses", str(log)]) == 2
+    assert f"{log}: is not the log of a run" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
