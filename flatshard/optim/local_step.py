@@ -122,11 +122,11 @@ class LocalStep:
 
     def give_up_broken(self) -> None:
         """Wait for what a thread still steps of a backward that an exception has broken off."""
-        for each in self._flat_params or () if self.early is not None else ():
-            group = each.group()
-            unit = None if group is None else unit_with(group)
-            if unit is not None and unit.root is not None:
-                unit.root.give_up_broken()
+        groups = [each.group() for each in self._flat_params or ()] if self.early is not None else []
+        units = [unit_with(group) for group in groups if group is not None]
+        for root in dict.fromkeys(unit.root for unit in units if unit is not None):
+            if root is not None:
+                root.give_up_broken()
 
     def public_state(self, optimizer: Optimizer) -> Any:
         """The public state, up to date; during the step, the flat one."""

@@ -89,7 +89,8 @@ def test_weights_and_state_are_the_same(ranks, kind, case, micro):
     ranks(2, _equal, kind, case, micro)
 
 
-def _misused(rank, world):
+def _two_steps(rank, world):
+    """A model whose second backward has stepped it, its optimizer, and the tokens of this rank."""
     tokens = next(batches(1, ROWS)).chunk(world)[rank]
     model = shard_net(make_net())
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), in_backward=True)
@@ -97,6 +98,11 @@ def _misused(rank, world):
         loss_of(model, tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
+    return model, optimizer, tokens
+
+
+def _misused(rank, world):
+    model, optimizer, tokens = _two_steps(rank, world)
     with pytest.raises(RuntimeError, match="nothing left to clip"):
         clip_grad_norm_(model.parameters(), 1.0)
     for _ in range(2):
@@ -132,13 +138,7 @@ def test_gradient_scalers_are_refused_before_the_first_step(ranks, fused):
 
 def _another(rank, world):
     """An optimizer that is gone steps nothing, and what comes after it may clip."""
-    tokens = next(batches(1, ROWS)).chunk(world)[rank]
-    model = shard_net(make_net())
-    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), in_backward=True)
-    for _ in range(2):
-        loss_of(model, tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    model, optimizer, tokens = _two_steps(rank, world)
     del optimizer
     loss_of(model, tokens).backward()
     grads = torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])

@@ -210,3 +210,24 @@ def _sums(rank, world):
 
 def test_sums_are_divided_before_they_are_cast(ranks):
     ranks(2, _sums)
+
+
+def _casts(rank, world):
+    """Of a step of two micro-batches."""
+    with pytest.MonkeyPatch.context() as patch:
+        _keep_apart(patch)
+        model = shard(build(), CPUOffloadPolicy(), mp_policy=MixedPrecisionPolicy(**BF16))
+        cast, plain = [], Home.beside
+        patch.setattr(Home, "beside", lambda self, action, after: cast.append(action) or plain(self, action, after))
+        for number in range(2):
+            with flatshard.microbatch(model, is_first=number == 0, is_last=number == 1):
+                loss = model(torch.randn(2, 5)).square().mean()
+            casts = len(cast)
+            loss.backward()
+            cast[casts:] = []  # of gradients
+    return len(cast), sum(len(unit_of(module).groups) for module in (*model, model))
+
+
+def test_weights_are_cast_once_per_step(ranks):
+    for casts, groups in ranks(2, _casts):
+        assert casts == groups

@@ -217,7 +217,6 @@ class ParamGroup:
         """A pass starts that must use the current values of main."""
         if self._refreshed is None or self._refreshed != self.state:
             self.mark_stale()
-            self.source.prepare()
 
     def check_hold(self) -> None:
         """Raise if `hold` is not possible."""

@@ -129,6 +129,8 @@ class Root:
             if unit.is_first:
                 for group in unit.groups:
                     group.renew()
+                    if group.home.host:
+                        group.source.prepare()
         self._ahead.clear()
         if self.optional is not None:
             self.optional.begin_pass()
