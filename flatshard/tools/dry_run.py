@@ -22,6 +22,7 @@ from flatshard.engine.program import Pass
 from flatshard.engine.tree.roots import find_root
 from flatshard.engine.units.intent import Intent
 from flatshard.engine.units.unit import Unit, own
+from flatshard.engine.weights.offload import Home
 from flatshard.engine.weights.source import Source
 from flatshard.policy import MixedPrecisionPolicy
 from flatshard.tools.group_bytes import GroupBytes, TrainingSetup
@@ -173,6 +174,7 @@ class _Group(ParamGroup):
         parameters = [nn.Parameter(torch.zeros(1), requires_grad=sizes.trainable) for _ in sizes.tensors]
         self.params = [ShardedParam("", [], parameter, parameter) for parameter in parameters]
         self.placements, self.is_extended = sizes.placements, False
+        self.home = Home(_CPU)
         self.source, self.gathered_bytes = _Source(self), sizes.gathered
         self.gradients = _Gradients(self, setup)
         self.snapshot = self  # type: ignore[assignment]
