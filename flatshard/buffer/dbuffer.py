@@ -125,6 +125,12 @@ class DBuffer:
         offset, shape, stride = self.layout.windows(self.held.first, self.held.count)[index]
         return self.local.as_strided(shape, stride, offset + self.local.storage_offset())
 
+    def run_of(self, index: int) -> torch.Tensor:
+        """The run of the segment of tensor ``index``, a view of ``local``."""
+        number = self.layout.slots[index].segment
+        start, size = self.layout.run_starts(self.held.count)[number], self.layout.segments[number].piece
+        return self.local.narrow(0, start, size * self.held.count)
+
     def rows_of(self, index: int, whole: torch.Tensor) -> torch.Tensor:
         """The part of tensor ``index``, given whole, of which `local_view` is the place in this buffer."""
         slot = self.layout.slots[index]

@@ -167,6 +167,11 @@ class Layout:
         return self.slots[index].dim > 0 and pieces > 1
 
     @cached_property
+    def turned(self) -> frozenset[int]:
+        """The tensors that a buffer of all pieces holds in another order than their own."""
+        return frozenset(index for index in range(len(self.slots)) if self.is_turned(index, self.num_shards))
+
+    @cached_property
     def run_numel(self) -> int:
         """Elements of one piece of every segment, without what lies between them in a buffer."""
         return sum(segment.piece for segment in self.segments)

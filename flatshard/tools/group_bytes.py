@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from flatshard import _torch
+from flatshard.engine.gradients.staging import sole_owners
 from flatshard.engine.weights.formats import Formats
 from flatshard.layout import Layout, Placement, Replicate, is_sharded, least_padded_dim, plan
 from flatshard.layout.planner import LayoutName
@@ -134,7 +135,7 @@ class GroupBytes:
         self.piece = self.formats.gather_coder(self.wire).wire.piece if encoded else 0  # bytes of a shard on the wire
 
         full, held = self.layout.buffer_numel(shards), self.layout.shard_numel
-        turned = sum(slot.numel for index, slot in enumerate(self.layout.slots) if self.layout.is_turned(index, shards))
+        turned = sum(self.layout.slots[index].numel for index in self.layout.turned)
         everywhere = all(isinstance(p, Replicate) for p in self.placements.parameter)
         as_main = self.placements.parameter == self.placements.optimizer
         self.is_resident = everywhere and (encoded or not as_main or main == self.wire)
@@ -217,14 +218,8 @@ class GroupBytes:
         if several and self.ends and not is_sharded(self.placements.gradient[-1]):
             as_it_is = grad == self.reduce or self.formats.reduces[-1] is not None
             return 0 if as_it_is else self.layout.buffer_numel(shards)
-        sole = {
-            slot.segment
-            for index, slot in enumerate(self.layout.slots)
-            if self.wire == self.reduce
-            and slot.numel == self.layout.segments[slot.segment].piece * shards
-            and not self.layout.is_turned(index, shards)
-        }
-        return sum(shards * s.piece for number, s in enumerate(self.layout.segments) if number not in sole)
+        pairs = zip(self.layout.segments, sole_owners(self.layout))
+        return sum(shards * segment.piece for segment, sole in pairs if sole is None or self.wire != self.reduce)
 
     def arriving_after(self, position: int) -> int:
         """Bytes of the gradients that arrive when so many units inside are still to come in backward."""

@@ -260,7 +260,7 @@ class Gradients:
         self._used |= direct.written
         left = [None if index in direct.alone else gradient for index, gradient in enumerate(gradients)]
         if direct.staging is not None:  # else they were written into the unreduced buffer of earlier backwards
-            turned = {index for index in range(len(left)) if self.layout.is_turned(index, self.layout.num_shards)}
+            turned = self.layout.turned
             fill(direct.staging, left, turned, direct.written)
             self._unreduced = direct.staging
             left = [gradient if index in turned else None for index, gradient in enumerate(left)]
@@ -271,9 +271,9 @@ class Gradients:
         """A buffer for unreduced gradients; it is zero where none will be written."""
         numel = self.layout.buffer_numel(self.layout.num_shards)
         full = numel == sum(slot.numel for slot in self.layout.slots)
-        turned = any(self.layout.is_turned(index, self.layout.num_shards) for index in range(len(self.params)))
         local = self._empty(numel, self.reduce_dtype)
-        return DBuffer(self.layout, self.main.mesh, self._partial(), local if full and not turned else local.zero_())
+        local = local if full and not self.layout.turned else local.zero_()
+        return DBuffer(self.layout, self.main.mesh, self._partial(), local)
 
     # Stopping short
 
@@ -323,9 +323,9 @@ class Gradients:
             # What is done to the result, in the order of the lane.
             then: list[Callable[[], None]] = []
             noted: torch.Tensor | None = None
-            if asked:
+            if asked:  # a copy: the next reduce overwrites the counts
                 noted = self._empty(len(self.params), result)
-                then.append(lambda: _note(noted, reduction.uses))
+                then.append(functools.partial(reduction.note_uses, noted))
             if self.hook is not None:
                 then.append(functools.partial(_call_hook, *self.hook, target.local))
             if changed:
@@ -499,12 +499,6 @@ def _call_hook(hook: Callable[[torch.Tensor], None], stream: torch.Stream | None
         with streams.stream(stream):
             hook(reduced)
         lane.wait_stream(stream)
-
-
-def _note(noted: torch.Tensor, uses: torch.Tensor | None) -> None:
-    """Copy the use counts, because the next reduce overwrites them."""
-    assert uses is not None
-    noted.copy_(uses)
 
 
 def _add_or_write(main_grad: DBuffer, reduced: DBuffer, fresh: bool, factor: float) -> None:

@@ -50,6 +50,11 @@ class Reduction:
     parameters: int = 0  # how many they are
     asks: Action = None  # called when it is over, and the host may wait: this rank has not used all of them
 
+    def note_uses(self, noted: torch.Tensor) -> None:
+        """Copy the reduced use counts."""
+        assert self.uses is not None
+        noted.copy_(self.uses)
+
     def call_when_final(self, action: Callable[[], None], home: Home) -> None:
         """Call a function once the gradients are complete; on a host thread if they are in host memory.
 

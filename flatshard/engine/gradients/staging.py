@@ -14,9 +14,7 @@ def sole_owners(layout: Layout) -> tuple[int | None, ...]:
     """Per segment, the tensor that fills it completely and in its own order, if there is one."""
     owners: list[int | None] = [None] * len(layout.segments)
     for index, slot in enumerate(layout.slots):
-        if layout.is_turned(index, layout.num_shards):
-            continue
-        if slot.numel == layout.segments[slot.segment].piece * layout.num_shards:
+        if index not in layout.turned and slot.numel == layout.segments[slot.segment].piece * layout.num_shards:
             owners[slot.segment] = index
     return tuple(owners)
 
@@ -40,13 +38,13 @@ def fill_runs(
         if gradient is None or not staged[slot.segment]:
             continue
         filled += slot.numel
-        if layout.is_turned(index, layout.num_shards):
-            for place, part in turns(layout, index, run, gradient):
-                places.append(place)
-                sources.append(part)
-        else:
+        if index not in layout.turned:
             places.append(run[slot.offset : slot.stop].view(slot.shape))
             sources.append(gradient)
+            continue
+        for place, part in turns(layout, index, run, gradient):
+            places.append(place)
+            sources.append(part)
     if filled < end:
         staging.zero_()  # padding and missing gradients
     if places:
@@ -59,9 +57,8 @@ def add_to(unreduced: DBuffer, gradients: Sequence[torch.Tensor | None]) -> None
     for index, gradient in enumerate(gradients):
         if gradient is None:
             continue
-        if not layout.is_turned(index, layout.num_shards):
+        if index not in layout.turned:
             unreduced.local_view(index).add_(gradient)
             continue
-        start = layout.run_starts(layout.num_shards)[layout.slots[index].segment]
-        for place, part in turns(layout, index, unreduced.local[start:], gradient):
+        for place, part in turns(layout, index, unreduced.run_of(index), gradient):
             place.add_(part)

@@ -180,9 +180,9 @@ class ParamGroup:
         return self.source.is_resident
 
     def _full_bytes(self) -> int:
-        layout, shards = self.layout, self.layout.num_shards
-        turned = sum(slot.numel for index, slot in enumerate(layout.slots) if layout.is_turned(index, shards))
-        return (layout.buffer_numel(shards) + turned) * self.codec.dtype.itemsize
+        layout = self.layout
+        turned = sum(layout.slots[index].numel for index in layout.turned)
+        return (layout.buffer_numel(layout.num_shards) + turned) * self.codec.dtype.itemsize
 
     @property
     def arriving_bytes(self) -> int:
@@ -378,7 +378,7 @@ class ParamGroup:
     def _destine(self) -> None:
         for index, param in enumerate(self.params):
             # DTensors and other subclasses, and what lies in another order in the buffer, are left to autograd.
-            if type(param.full) is nn.Parameter and not self.layout.is_turned(index, self.layout.num_shards):
+            if type(param.full) is nn.Parameter and index not in self.layout.turned:
                 destine(param.full, self.gradients, index)
 
     def watch(self) -> None:

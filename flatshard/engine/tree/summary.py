@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
@@ -40,6 +41,23 @@ class GroupRow:
     formats: str = ""  # of gathers / reduces, and how many tensors are encoded
 
 
+_FORMATS = "gathers / reduces"
+_COLUMNS: dict[str, Callable[[GroupRow], str]] = {
+    "unit": lambda row: row.unit,
+    "tensors": lambda row: str(row.tensors),
+    "parameters": lambda row: f"{row.parameters:,}",
+    "main": lambda row: _short(row.main),
+    "compute": lambda row: _short(row.compute),
+    "grad": lambda row: "yes" if row.trainable else "no",
+    "mesh": lambda row: row.mesh,
+    "placement": lambda row: row.placements,
+    "bytes/rank": lambda row: _bytes(row.bytes_per_rank),
+    "padding": lambda row: f"{100 * row.waste:.2f}%",
+    "kept": lambda row: row.kept,
+    _FORMATS: lambda row: row.formats or "-",
+}
+
+
 @dataclass(frozen=True)
 class Summary:
     """A table of units and groups; ``str`` formats it."""
@@ -58,40 +76,9 @@ class Summary:
         return f"<pre>{escape(str(self))}</pre>"
 
     def __str__(self) -> str:
-        formats = any(row.formats for row in self.rows)
-        header = (
-            "unit",
-            "tensors",
-            "parameters",
-            "main",
-            "compute",
-            "grad",
-            "mesh",
-            "placement",
-            "bytes/rank",
-            "padding",
-            "kept",
-            *(("gathers / reduces",) if formats else ()),
-        )
-        table = [header]
-        for row in self.rows:
-            table.append(
-                (
-                    row.unit,
-                    str(row.tensors),
-                    f"{row.parameters:,}",
-                    _short(row.main),
-                    _short(row.compute),
-                    "yes" if row.trainable else "no",
-                    row.mesh,
-                    row.placements,
-                    _bytes(row.bytes_per_rank),
-                    f"{100 * row.waste:.2f}%",
-                    row.kept,
-                    *((row.formats or "-",) if formats else ()),
-                )
-            )
-        widths = [max(len(line[column]) for line in table) for column in range(len(header))]
+        columns = [title for title in _COLUMNS if title != _FORMATS or any(row.formats for row in self.rows)]
+        table = [columns, *([_COLUMNS[title](row) for title in columns] for row in self.rows)]
+        widths = [max(len(line[column]) for line in table) for column in range(len(columns))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in table]
         lines.insert(1, "  ".join("-" * width for width in widths))
         total = sum(row.parameters for row in self.rows)

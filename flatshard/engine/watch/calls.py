@@ -12,7 +12,7 @@ from torch import nn
 
 from flatshard import _torch
 from flatshard.engine.gradients.gradients import refuse_orphan
-from flatshard.engine.watch.trees import map_tensors, tensors_in, tensors_in_objects, tensors_with_grad
+from flatshard.engine.watch.trees import map_tensors, tensors_in, tensors_with_grad
 
 
 class Watcher(Protocol):
@@ -143,7 +143,7 @@ class Call:
         wanted = tensors_with_grad(output)
         if not wanted and not isinstance(output, torch.Tensor):
             # In an object, a distribution for example. Beside other outputs it may be a cache, of all units before.
-            wanted = [tensor for tensor in tensors_in_objects(output) if tensor.requires_grad]
+            wanted = [tensor for tensor in tensors_in(output, of_objects=True) if tensor.requires_grad]
         for tensor in wanted:
             _torch.hook_first(tensor, hook)
         return bool(wanted)

@@ -111,14 +111,13 @@ class _Turned:
 
     def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
         self._layout, self._dtype = layout, dtype
-        self.indices = [i for i in range(len(layout.slots)) if layout.is_turned(i, layout.num_shards)]
         self._flat: dict[int, torch.Tensor] = {}
         self._pool: Pool | None = None
 
     def allocate(self, pool: Pool, here: bool = False) -> None:
         """``here``: the current stream is to fill them, and not the lane."""
         self._pool = pool
-        for index in self.indices:
+        for index in self._layout.turned:
             if index not in self._flat:
                 self._flat[index] = pool.empty(self._layout.slots[index].numel, self._dtype)
             pool.allocate(self._flat[index], here=here)
@@ -128,38 +127,16 @@ class _Turned:
 
     def fill(self, gathered: DBuffer) -> None:
         """Bring what was gathered into its own order."""
-        layout, pairs = self._layout, []
-        for index in self.indices:
-            slot = layout.slots[index]
-            size = layout.segments[slot.segment].piece * layout.num_shards
-            run = gathered.local.narrow(0, layout.run_starts(layout.num_shards)[slot.segment], size)
-            pairs += turns(layout, index, run, self.view(index))
+        pairs = []
+        for index in self._layout.turned:
+            pairs += turns(self._layout, index, gathered.run_of(index), self.view(index))
         if pairs:
             torch._foreach_copy_([whole for _, whole in pairs], [part for part, _ in pairs])
-
-    def fill_after(self, ticket: Ticket, gathered: DBuffer) -> Ticket:
-        """The same in the order of the lane, after ``ticket``."""
-        assert self._pool is not None
-        return self._pool.lane.follow(ticket, functools.partial(self.fill, gathered))
 
     def release(self) -> None:
         for flat in self._flat.values():
             assert self._pool is not None
             self._pool.release(flat)
-
-
-class _Buffered(Source):
-    """Full weights are views of one buffer, or turned."""
-
-    def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
-        turned = _Turned(layout, dtype)
-        self._turned = turned if turned.indices else None
-
-    def full(self, index: int) -> torch.Tensor:
-        if self._turned is not None and index in self._turned.indices:
-            return self._turned.view(index).data
-        assert self.buffer is not None
-        return self.buffer.local_view(index).data
 
 
 class Compute:
@@ -176,9 +153,7 @@ class Compute:
         self._in_use: list[DBuffer] = []  # by the refresh on its way
         self.done = DONE  # when they are up to date
         self.has_read = DONE  # when main may be written again
-        layout, shards = main.layout, main.layout.num_shards
-        turned = [index for index in range(len(layout.slots)) if layout.is_turned(index, shards)]
-        self._turned = turned if _everywhere(self._placement) else []
+        self._turned = main.layout.turned if _everywhere(self._placement) else frozenset[int]()
 
     def refresh(self, pool: Pool, name: str) -> tuple[DBuffer, Ticket]:
         """The weights, and when they are up to date."""
@@ -220,18 +195,13 @@ class Compute:
         if index not in self._turned:
             return self.buffer.local_view(index)
         slot = self._main.layout.slots[index]
-        return self._run(index)[: slot.numel].view(slot.shape)
-
-    def _run(self, index: int) -> torch.Tensor:
-        """The segment of a weight that is cut on another dim than 0, which has one of its own."""
-        assert self.buffer is not None
-        layout, number = self._main.layout, self._main.layout.slots[index].segment
-        size = layout.segments[number].piece * layout.num_shards
-        return self.buffer.local.narrow(0, layout.run_starts(layout.num_shards)[number], size)
+        return self.buffer.run_of(index)[: slot.numel].view(slot.shape)
 
     def _turn(self) -> None:
+        assert self.buffer is not None
         for index in self._turned:
-            for part, whole in turns(self._main.layout, index, self._run(index).clone(), self.whole(index)):
+            run = self.buffer.run_of(index).clone()
+            for part, whole in turns(self._main.layout, index, run, self.whole(index)):
                 whole.copy_(part)
 
     @property
@@ -268,13 +238,13 @@ class OfCompute(Source):
         self._weights.is_stale = True
 
 
-class Gathered(_Buffered):
-    """``compute``: shards of these are gathered, instead of main."""
+class Gathered(Source):
+    """Full weights are views of one buffer, or turned. ``compute``: shards of these are gathered, instead of main."""
 
     opens = False
 
     def __init__(self, main: DBuffer, codec: Cast | Blocks, home: Home, compute: Compute | None) -> None:
-        super().__init__(main.layout, codec.dtype)
+        self._turned = _Turned(main.layout, codec.dtype) if main.layout.turned else None
         self.compute = compute
         self._main, self._home, self._dtype = main, home, codec.dtype
         self._cast = codec if isinstance(codec, Cast) else None
@@ -307,7 +277,15 @@ class Gathered(_Buffered):
                 ticket = buffer.gather_in_place(part.placements, lane=lane, own=part, name=name, comm=comm)
             else:
                 ticket = self._from_main(buffer, pool, name, comm)
-        return ticket if self._turned is None else self._turned.fill_after(ticket, buffer)
+        if self._turned is None:
+            return ticket
+        return lane.follow(ticket, functools.partial(self._turned.fill, buffer))
+
+    def full(self, index: int) -> torch.Tensor:
+        if self._turned is not None and index in self._main.layout.turned:
+            return self._turned.view(index).data
+        assert self.buffer is not None
+        return self.buffer.local_view(index).data
 
     @property
     def launches(self) -> bool:
@@ -334,7 +312,11 @@ class Gathered(_Buffered):
         if self._own is None:
             self._own = buffer.runs(main.held)
         if self._home.host:
-            for own, part in zip(self._own, self._cast_on_host(cast).runs()):
+            self.prepare()
+            self._cast_there.wait()
+            # In the dtype of compute, in host memory: it is sent in every pass, and changes once per step.
+            source = main if self._on_host is None else self._on_host
+            for own, part in zip(self._own, source.runs()):
                 own.copy_(part, non_blocking=True)
             self._sent = lane.mark()
         else:
@@ -342,12 +324,6 @@ class Gathered(_Buffered):
         if not self._is_sharded:
             return lane.mark()
         return buffer.gather_in_place(main.placements, lane=lane, name=name, comm=comm)
-
-    def _cast_on_host(self, cast: Cast) -> DBuffer:
-        """Main in the dtype of compute, both in host memory: it travels in every pass, and changes once per step."""
-        self.prepare()
-        self._cast_there.wait()
-        return self._main if self._on_host is None else self._on_host
 
     def prepare(self) -> None:
         main, cast = self._main, self._cast
