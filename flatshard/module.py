@@ -64,7 +64,7 @@ class FSDPModule(TorchFSDPModule):
         for below in _units(self, True):
             check_change(below, fn)
         own: Any = super(TorchFSDPModule, self)  # the module's own class
-        with applying(_unit(self), fn):
+        with applying(_unit(self)):
             return own._apply(fn, recurse)
 
     # Gathering and releasing

@@ -9,8 +9,8 @@ A function here translates and decides nothing: what flatshard makes of it is in
 
 from flatshard._torch.autograd import (
     PlainAttributes, Untransformed, allow_grad_of, at_end_of_backward, grad_of, grads_and_hooks, graph_task,
-    hook_first, in_backward, keeping_versions, on_grad_read, post_accumulate_hooks, profiling, tensor_hooks,
-    transforming, uncompiled, will_be_executed,
+    hook_first, hooks_of, in_backward, keeping_versions, on_grad_read, profiling, transforming, uncompiled,
+    will_be_executed,
 )
 from flatshard._torch.collectives import (
     ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, all_gather_coalesced, all_gather_one, all_to_all_one,

@@ -112,14 +112,10 @@ def hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Non
         hooks[number] = hooks.pop(number)
 
 
-def tensor_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
-    """What was given to ``register_hook``, in that order."""
-    return list((parameter._backward_hooks or {}).values())
-
-
-def post_accumulate_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
-    """What was given to ``register_post_accumulate_grad_hook``, in that order."""
-    return list((parameter._post_accumulate_grad_hooks or {}).values())
+def hooks_of(parameter: torch.Tensor, post_accumulate: bool) -> list[Callable[[torch.Tensor], Any]]:
+    """The functions given to ``register_hook``, or to ``register_post_accumulate_grad_hook``, in that order."""
+    hooks = parameter._post_accumulate_grad_hooks if post_accumulate else parameter._backward_hooks
+    return list((hooks or {}).values())
 
 
 # Transforms, compilers, the profiler

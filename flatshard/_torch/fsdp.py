@@ -14,12 +14,7 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
-from torch.distributed.fsdp._fully_shard._fsdp_common import (
-    DataParallelMeshInfo,
-    DDPMeshInfo,
-    FSDPMeshInfo,
-    HSDPMeshInfo,
-)
+from torch.distributed.fsdp._fully_shard import _fsdp_common as common
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as FSDPState
 
 # Where torch exports the names of its FSDP2, and by which modules it implements it.
@@ -64,11 +59,13 @@ def let_torch_find(state: Any, module: nn.Module) -> None:
     _module_state_mapping.setdefault(module, weakref.ref(state))
 
 
-def mesh_info(mesh: DeviceMesh, sharded: bool) -> DataParallelMeshInfo:
+def mesh_info(mesh: DeviceMesh, sharded: bool) -> common.DataParallelMeshInfo:
     """What FSDP2 says of a mesh (shard) or (replicate, shard); ``sharded``: off where all axes keep copies."""
     if mesh.ndim == 2:
-        return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
-    return FSDPMeshInfo(mesh, shard_mesh_dim=0) if sharded else DDPMeshInfo(mesh, replicate_mesh_dim=0)
+        return common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    if sharded:
+        return common.FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    return common.DDPMeshInfo(mesh, replicate_mesh_dim=0)
 
 
 def shipped_comms(kind: str, group: ProcessGroup) -> tuple[Any, Any] | None:

@@ -128,13 +128,9 @@ class Program:
         self.upcoming: list[int] = []  # units expected to be needed in the running pass, nearest first
         self._entry = self._entry_before = 0  # of the last forward with gradients, and of the one before it
         self.gathered: list[int] = []  # units whose gathers the running pass has launched
-        self._needed: dict[int, None] = {}
+        self.needed: dict[int, None] = {}  # units that the running pass has needed
         self._needs: list[int] = []  # the same in order, in a first pass
         self.turns = Turns(())
-
-    def order(self, kind: Pass, entry: int = 0) -> tuple[int, ...]:
-        """The predicted order of the next pass of this kind that enters at this unit."""
-        return tuple(self._orders.get((kind, entry), ()))
 
     def begin(self, kind: Pass, entry: int | None = None, free: bool = False) -> None:
         """Start a pass at unit ``entry``, or a backward of the last forward. An interrupted pass is dropped.
@@ -147,7 +143,7 @@ class Program:
         self.is_first = self._kind not in self._recorded
         self.announces = self.is_first or self.checks
         self.upcoming = list(self._orders.get(self._kind, ()))
-        self.gathered, self._needed, self._needs = [], {}, []
+        self.gathered, self.needed, self._needs = [], {}, []
         self.has_launched = False
         if kind is Pass.BACKWARD:
             self.turns = Turns(self._reduces.get(self._kind[1], self._reversed), free and self.is_first)
@@ -158,7 +154,7 @@ class Program:
         Units that were expected before it count as skipped, unless a backward will still reach them. A unit that is not
         expected at all (another branch, evaluation of a submodule) does not change the prediction.
         """
-        self._needed[unit] = None
+        self.needed[unit] = None
         if self.is_first:
             self._needs.append(unit)
         upcoming = self.upcoming
@@ -171,14 +167,10 @@ class Program:
             later = [other for other in upcoming[:place] if is_ahead(other)] if self.running is Pass.BACKWARD else []
             upcoming[: place + 1] = later
 
-    def has_needed(self, unit: int) -> bool:
-        """Whether the running pass has needed this unit."""
-        return unit in self._needed
-
     @property
     def is_halfway(self) -> bool:
         """Whether the running pass has needed more than half of all units."""
-        return 2 * len(self._needed) > len(self._parents)
+        return 2 * len(self.needed) > len(self._parents)
 
     def before(self, unit: int) -> list[int]:
         """Units that are expected before this one and that the running pass has not needed."""
@@ -199,19 +191,19 @@ class Program:
         """
         if is_held and not self.has_launched and self.running is Pass.FORWARD:
             self._entry = self._entry_before  # nor does it determine where the next backward ends
-        if self.running is not None and self._needed and self.has_launched:
+        if self.running is not None and self.needed and self.has_launched:
             before = self._orders.get(self._kind, ())
-            if self._needed.keys() != set(before):
+            if self.needed.keys() != set(before):
                 self._orders[self._kind] = self._changed(before)
             self._recorded.add(self._kind)
         self.abandon()
 
     def _changed(self, before: Sequence[int]) -> tuple[int, ...]:
         """An order without the units that this pass did not need, and with those that it gathered in addition."""
-        order = [unit for unit in before if unit in self._needed]
+        order = [unit for unit in before if unit in self.needed]
         last = None
         for unit in self.gathered:
-            if unit in self._needed and unit not in order:
+            if unit in self.needed and unit not in order:
                 order.insert(0 if last is None else order.index(last) + 1, unit)
             if unit in order:
                 last = unit

@@ -75,12 +75,12 @@ def fill(staging: DBuffer, gradients: Sequence[torch.Tensor | None], turned: Set
 class Destination(Protocol):
     """The gradients of a group, as kernels see them."""
 
+    # fmt: off
     @property
     def kernels(self) -> Direct: ...
-
     def place(self, index: int, clear: bool = False) -> torch.Tensor: ...
-
     def is_vacant(self, index: int) -> bool: ...
+    # fmt: on
 
 
 class Destined(nn.Parameter):

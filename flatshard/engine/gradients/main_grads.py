@@ -215,7 +215,7 @@ class MainGrads:
                     replaced.append(_torch.local_of(grad))
                     view.copy_(replaced[-1])
                     if self.kept is None:
-                        _show(param, self.shown[index])
+                        _replace(param, self.shown[index])
                     else:
                         self.kept[index] = self.shown[index]
         return replaced
@@ -224,13 +224,6 @@ class MainGrads:
 def has_gaps(buffer: DBuffer) -> bool:
     """Whether a buffer for reduced gradients must be zeroed, because reduces do not write between its runs."""
     return buffer.local.numel() != buffer.layout.run_numel * buffer.held.count
-
-
-def _show(param: ShardedParam, grad: DTensor) -> None:
-    sharded = param.sharded
-    if grad.dtype != sharded.dtype:
-        _torch.allow_grad_of(sharded, grad.dtype)
-    sharded.grad = grad
 
 
 def _replace(param: ShardedParam, grad: torch.Tensor | None) -> None:

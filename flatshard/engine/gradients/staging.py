@@ -23,8 +23,7 @@ def fill_runs(
     layout: Layout, staging: torch.Tensor, runs: list[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]
 ) -> None:
     """Copy the gradients of all segments that have no run yet into one buffer, and use its runs for those segments."""
-    end = 0
-    filled = 0
+    end = filled = 0
     places: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     staged = [run is None for run in runs]

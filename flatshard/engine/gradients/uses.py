@@ -31,7 +31,7 @@ class Uses:
             for index in used:
                 rows[:, index].fill_(1)
             found = rows.view(-1)
-            if not _capturing(found) and len(self._given) < _MOST:
+            if not capturing(found) and len(self._given) < _MOST:
                 self._given[key] = found
         return found
 
@@ -42,7 +42,7 @@ class Uses:
         before it.
         """
         key = tuple(asked)
-        if not _capturing(noted):
+        if not capturing(noted):
             counts = noted.tolist()
             self._answers[key] = [index for index in asked if counts[index] > 0]
             if len(self._answers) > _MOST:
@@ -52,5 +52,6 @@ class Uses:
         return self._answers[key]
 
 
-def _capturing(tensor: torch.Tensor) -> bool:
+def capturing(tensor: torch.Tensor) -> bool:
+    """Whether operations on this tensor are being captured into a CUDA graph."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

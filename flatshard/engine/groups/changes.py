@@ -85,8 +85,8 @@ def _put_attributes_back(param: ShardedParam) -> None:
 
 
 @contextmanager
-def applying(group: ParamGroup, change: Change) -> Iterator[None]:
-    """Around `module._apply(change)`: the state of the group is kept, or converted with the weights."""
+def applying(group: ParamGroup) -> Iterator[None]:
+    """Around `module._apply`: the state of the group is kept, or converted with the weights."""
     held = [(param.sharded, param.sharded.grad) for param in group.params]
     for param in group.params:
         param.attributes = dict(param.sharded.__dict__)
@@ -316,9 +316,8 @@ def _owns_storage(group: ParamGroup) -> bool:
 
 
 def _described(value: torch.Tensor) -> str:
-    if isinstance(value, DTensor):
-        return f"a {type(value).__name__} of shape {tuple(value.shape)} with placements {tuple(value.placements)}"
-    return f"a {type(value).__name__} of shape {tuple(value.shape)}"
+    cut = f" with placements {tuple(value.placements)}" if isinstance(value, DTensor) else ""
+    return f"a {type(value).__name__} of shape {tuple(value.shape)}{cut}"
 
 
 def check_given(group: ParamGroup, found: Sequence[nn.Parameter], names: Names) -> None:

@@ -220,14 +220,10 @@ class ParamGroup:
 
     def check_hold(self) -> None:
         """Raise if `hold` is not possible."""
-        if self.by_rows:
+        if self.by_rows or self.is_extended:
+            reason = "looked up by rows" if self.by_rows else "encoded anew in each gather"
             raise NotImplementedError(
-                f"parameter '{self.params[0].name}' is looked up by rows: nothing holds it; leave its unit out"
-            )
-        if self.is_extended:
-            raise NotImplementedError(
-                f"parameter '{self.params[0].name}' is encoded anew in each gather: nothing holds it; "
-                "leave its unit out"
+                f"parameter '{self.params[0].name}' is {reason}: nothing holds it; leave its unit out"
             )
 
     def hold(self, pool: Pool, name: str) -> None:

@@ -80,10 +80,9 @@ def is_replaced(parameter: torch.Tensor) -> bool:
     """Whether `fully_shard`, or a later assignment, has replaced this parameter."""
     if SUCCESSOR not in parameter.__dict__:
         return False
-    group, index = parameter.__dict__[SUCCESSOR]
-    known: ParamGroup | None = group()
+    found = _successor(parameter)
     # It may have been put back since, which the next forward will find out.
-    return known is None or not any(site.look() is parameter for site in known.params[index].sites)
+    return found is None or not any(site.look() is parameter for site in found[0].params[found[1]].sites)
 
 
 def owner_of(parameter: torch.Tensor) -> tuple[ParamGroup, int] | None:
@@ -91,15 +90,16 @@ def owner_of(parameter: torch.Tensor) -> tuple[ParamGroup, int] | None:
     found = group_of(parameter)
     if found is not None:
         return found, next(i for i, param in enumerate(found.params) if param.sharded is parameter)
-    group, index = parameter.__dict__.get(SUCCESSOR, (lambda: None, 0))
-    known: ParamGroup | None = group()
-    return None if known is None else (known, index)
+    return _successor(parameter)
 
 
 def successor_of(original: torch.Tensor) -> nn.Parameter | None:
     """The sharded parameter that replaced ``original``, while it exists."""
-    if SUCCESSOR not in original.__dict__:
-        return None
-    group, index = original.__dict__[SUCCESSOR]
-    found: ParamGroup | None = group()
-    return None if found is None else found.params[index].sharded
+    found = _successor(original)
+    return None if found is None else found[0].params[found[1]].sharded
+
+
+def _successor(parameter: torch.Tensor) -> tuple[ParamGroup, int] | None:
+    group, index = parameter.__dict__.get(SUCCESSOR, (lambda: None, 0))
+    known: ParamGroup | None = group()
+    return None if known is None else (known, index)

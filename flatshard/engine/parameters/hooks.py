@@ -28,7 +28,7 @@ def change_gradients(
         reduced.local.mul_(factor)
     for index in hooked():
         param, view = params[index], reduced.local_view(index)
-        for hook in _torch.tensor_hooks(param.sharded):
+        for hook in _torch.hooks_of(param.sharded, post_accumulate=False):
             given = _torch.like_dtensor(param.sharded, view)
             changed, known = hook(given), weakref.ref(given)
             changed = None if changed is given else changed
@@ -50,7 +50,7 @@ def call_finished(params: Sequence[ShardedParam], hooked: Callable[[], Sequence[
     def call() -> None:
         with torch.no_grad():
             for index in hooked():
-                for hook in _torch.post_accumulate_hooks(params[index].sharded):
+                for hook in _torch.hooks_of(params[index].sharded, post_accumulate=True):
                     hook(params[index].sharded)
 
     return call

@@ -30,6 +30,7 @@ from torch.distributed import ProcessGroup
 from flatshard import _torch
 from flatshard.buffer import Lane
 from flatshard.engine.gradients.gradients import refuse_orphan
+from flatshard.engine.gradients.uses import capturing
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.rows.gradients import LookUp
 
@@ -62,7 +63,8 @@ class Rows:
             )
         if tokens.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"unit '{name}': tokens must be int32 or int64, not {tokens.dtype}")
-        even = _is_even(tokens)
+        # Each rank requests as many rows from each rank as it could need: a capture cannot wait for counts.
+        even = capturing(tokens)
         if even and not self._least:
             raise ValueError(
                 f"unit '{name}' has {self._number} rows over {len(self._first)} ranks, some of which hold none: "
@@ -149,11 +151,6 @@ class Rows:
             stop = torch.tensor([*self._first[1:], self._number], device=device)
             self._tables[device] = first, stop
         return self._tables[device]
-
-
-def _is_even(tokens: torch.Tensor) -> bool:
-    """Whether each rank requests as many rows from each rank as it could need: a capture cannot wait for counts."""
-    return tokens.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class _LookUp(torch.autograd.Function):

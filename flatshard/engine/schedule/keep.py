@@ -20,16 +20,6 @@ def gathered_bytes(unit: Unit) -> int:
     return sum(group.gathered_bytes for group in unit.groups)
 
 
-def arriving_bytes(unit: Unit) -> int:
-    """The same, from the launch of its all-gather until it is used."""
-    return sum(group.arriving_bytes for group in unit.groups)
-
-
-def opening_bytes(unit: Unit) -> int:
-    """The additional memory when it is used."""
-    return sum(group.opening_bytes for group in unit.groups)
-
-
 def plan_kept(units: Sequence[Unit], policy: SchedulePolicy) -> tuple[set[Unit], set[Unit]]:
     """Choose from units in forward order: those that stay for backward, and for the next micro-batch."""
     in_backward = [unit for unit in units if unit.unshard_in_backward]

@@ -19,7 +19,6 @@ from flatshard.engine.gradients.reduction import Goal
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.program import Pass, Program
 from flatshard.engine.schedule.agreement import Agreement, Announcer, check_model, patience
-from flatshard.engine.schedule.keep import arriving_bytes, opening_bytes
 from flatshard.engine.schedule.optional import OptionalUnits, refuse_backward_of_two, refuse_forward_within
 from flatshard.engine.schedule.reduces import Reduces
 from flatshard.engine.units.changes import absorb_moved
@@ -295,7 +294,7 @@ class Root:
 
     def arrive(self, unit: Unit, gather: bool) -> None:
         """The running pass has reached a unit: launch its all-gather, if it has one, and those of the next units."""
-        if not (unit.is_optional and self.program.has_needed(unit.index)):  # only the first use counts
+        if not (unit.is_optional and unit.index in self.program.needed):  # only the first use counts
             self.program.need(unit.index, self._comes_later)
         self._ahead.discard(unit.index)
         if self._retained == unit.index:
@@ -480,12 +479,13 @@ class Root:
         ahead = [each for index in self._ahead if (each := self.unit_at(index)) is not None]
         staying = one = 0
         for each in (unit, *ahead, other):
-            opening = opening_bytes(each)
+            opening = sum(group.opening_bytes for group in each.groups)
             if each.nests or each.stays:
                 staying += opening
             else:
                 one = max(one, opening)
-        return self.gather_pool.live_bytes + arriving_bytes(other) + staying + one
+        arriving = sum(group.arriving_bytes for group in other.groups)
+        return self.gather_pool.live_bytes + arriving + staying + one
 
     def _release_ahead(self) -> None:
         """Release units that were prefetched but not needed."""

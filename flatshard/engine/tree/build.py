@@ -70,19 +70,23 @@ def _walk(name: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple[
             yield from _walk(f"{name}.{child_name}" if name else child_name, child, seen)
 
 
+def _registered(
+    roots: Sequence[nn.Module], ignored: AbstractSet[nn.Parameter]
+) -> Iterator[tuple[str, nn.Parameter, Site]]:
+    """Every place where the modules of a unit hold a parameter, with the name of the parameter."""
+    for prefix, module in owned_modules(roots):
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter not in ignored:
+                yield f"{prefix}.{name}" if prefix else name, parameter, Site.of(module, name)
+
+
 def owned_parameters(roots: Sequence[nn.Module], ignored: AbstractSet[nn.Parameter]) -> list[Named]:
     """The parameters of a unit, each once, with every place where it is registered."""
     found: dict[nn.Parameter, Named] = {}
-    for prefix, module in owned_modules(roots):
-        for name, parameter in module._parameters.items():
-            if parameter is None or parameter in ignored:
-                continue
-            full_name = f"{prefix}.{name}" if prefix else name
-            if OWNER in parameter.__dict__:
-                continue  # another unit's: `borrowed_parameters`
-            _refuse(full_name, parameter)
-            entry = found.setdefault(parameter, (full_name, parameter, []))
-            entry[2].append(Site.of(module, name))
+    for name, parameter, site in _registered(roots, ignored):
+        if OWNER not in parameter.__dict__:  # else another unit's: `borrowed_parameters`
+            _refuse(name, parameter)
+            found.setdefault(parameter, (name, parameter, []))[2].append(site)
     return list(found.values())
 
 
@@ -91,19 +95,18 @@ def borrowed_parameters(
 ) -> list[tuple[ParamGroup, ShardedParam, Site]]:
     """The parameters of a unit that are tied to those of another unit, which owns them, and their sites here."""
     found = []
-    for prefix, module in owned_modules(roots):
-        for name, parameter in module._parameters.items():
-            if parameter is None or parameter in ignored or OWNER not in parameter.__dict__:
-                continue
-            full_name, (known, unit) = f"{prefix}.{name}" if prefix else name, parameter.__dict__[OWNER]
-            tied = f"parameter '{full_name}' is tied to '{known}', which another unit ({unit}) already owns"
-            owner = owner_of(parameter)
-            if owner is None or owner[0].is_full:
-                raise RuntimeError(f"{tied} and shows in full; call reshard() on it first")
-            group, index = owner
-            if group.mesh != mesh:
-                raise ValueError(f"{tied}, over another mesh; shard both over one")
-            found.append((group, group.params[index], Site.of(module, name)))
+    for name, parameter, site in _registered(roots, ignored):
+        if OWNER not in parameter.__dict__:
+            continue
+        known, unit = parameter.__dict__[OWNER]
+        tied = f"parameter '{name}' is tied to '{known}', which another unit ({unit}) already owns"
+        owner = owner_of(parameter)
+        if owner is None or owner[0].is_full:
+            raise RuntimeError(f"{tied} and shows in full; call reshard() on it first")
+        group, index = owner
+        if group.mesh != mesh:
+            raise ValueError(f"{tied}, over another mesh; shard both over one")
+        found.append((group, group.params[index], site))
     return found
 
 
@@ -366,10 +369,9 @@ def _checked_rows(
 def _is_marked(named: Named) -> bool:
     """Whether `no_shard` was called on the parameter or on every module that holds it."""
     _, parameter, sites = named
-    if parameter.__dict__.get(NO_SHARD):
-        return True
     modules = [site.module() for site in sites]
-    return all(module is not None and module.__dict__.get(NO_SHARD) for module in modules)
+    on_modules = all(module is not None and module.__dict__.get(NO_SHARD) for module in modules)
+    return bool(parameter.__dict__.get(NO_SHARD)) or on_modules
 
 
 def _park_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
@@ -414,13 +416,11 @@ def _build_group(params: list[Named], dims: list[int], kind: Kind, choices: Choi
         precision.has_formats and chosen(name, p, [site.module() for site in sites], precision, owner)
         for name, p, sites in params
     ]
-    layout: LayoutName = "tensor" if chunked and choices.layout == "auto" else choices.layout
-    if kind.extended is not None:
-        layout = "tensor"
-    planned = plan(shapes, shards, layout=layout, dims=dims, apart=apart)
+    by_tensor = kind.extended is not None or (chunked and choices.layout == "auto")
+    planned = plan(shapes, shards, layout="tensor" if by_tensor else choices.layout, dims=dims, apart=apart)
     home = Home.of(choices.device, choices.offload)
     if kind.extended is not None:
-        group = _build_extended(params, planned, mesh, placements, precision, home, choices.where.axes)
+        group = _build_extended(params, planned, kind, choices, home)
     else:
         group = _build_plain(params, whole, planned, kind, choices, home, owner, apart)
     group.gradients.ask(scale=kind.scale)
@@ -466,18 +466,11 @@ def _build_plain(
     return group
 
 
-def _build_extended(
-    named: Sequence[Named],
-    layout: Layout,
-    mesh: DeviceMesh,
-    placements: Placements,
-    policy: MixedPrecisionPolicy,
-    home: Home,
-    axes: tuple[tuple[int, ...], tuple[int, ...]],
-) -> ParamGroup:
+def _build_extended(named: Sequence[Named], layout: Layout, kind: Kind, choices: Choices, home: Home) -> ParamGroup:
     """Shard parameters of a tensor subclass."""
+    placements = kind.placements(choices)
     whole = [_torch.held_of(p).detach() for _, p, _ in named]
-    main = unfilled(layout, mesh, placements, whole[0].dtype)
+    main = unfilled(layout, kind.mesh, placements, whole[0].dtype)
     structures: list[tuple[Structure, list[bool]] | None] = []
     locals_ = []
     with torch.no_grad():
@@ -493,10 +486,10 @@ def _build_extended(
                 local = main.rows_of(index, tensor).clone(memory_format=torch.contiguous_format)
             structures.append(made_of)
             locals_.append(local.cpu() if home.host and not local.is_meta else local)
-    params = make_params(main, named, axes, locals_)
+    params = make_params(main, named, choices.where.axes, locals_)
     for param, made_of in zip(params, structures):
         param.made_of = made_of
-    return ParamGroup(params, main, placements, policy, home, is_extended=True)
+    return ParamGroup(params, main, placements, choices.precision, home, is_extended=True)
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
@@ -45,18 +46,19 @@ def materialize(model: nn.Module, init_fn: InitFn | None = None, *, seed: int = 
             f"no way to initialise {', '.join(missing)}: give init_fn, or give the module a reset_parameters method "
             "that sets all its parameters and buffers"
         )
+    initialise = functools.partial(_initialise, inits=inits, names=names, seed=seed)
     owned: set[nn.Module] = set()
     for _, unit in units_below(model):
         modules = [module for _, module in owned_modules(unit.modules)]
         owned.update(modules)
         if any(module in inits for module in modules):
-            _materialize_unit(unit, modules, inits, names, seed, model)
+            _materialize_unit(unit, modules, model, initialise)
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in names:
         if module not in owned and module in inits and unit_of(module) is None:
             device = next((unit.device for _, unit in units_below(model)), torch.device("cpu"))
             _fill_plain(module, device, made)
-            _initialise([module], inits, names, seed)
+            initialise([module])
 
 
 def refuse_meta(model: nn.Module) -> None:
@@ -90,12 +92,7 @@ def _way_to_init(module: nn.Module, model: nn.Module, init_fn: InitFn | None) ->
 
 
 def _materialize_unit(
-    unit: Unit,
-    modules: list[nn.Module],
-    inits: dict[nn.Module, Callable[[], object] | None],
-    names: dict[nn.Module, str],
-    seed: int,
-    model: nn.Module,
+    unit: Unit, modules: list[nn.Module], model: nn.Module, initialise: Callable[[list[nn.Module]], None]
 ) -> None:
     unit.release()
     todo = []
@@ -120,7 +117,7 @@ def _materialize_unit(
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in modules:
         _fill_plain(module, unit.device, made)
-    _initialise(modules, inits, names, seed)
+    initialise(modules)
     for _, param, site in unit.borrowed:
         site.put(param.sharded)
     for plain in unit.plain:

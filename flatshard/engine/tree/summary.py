@@ -130,9 +130,7 @@ def _state_of(model: nn.Module, optimizer: Optimizer) -> tuple[int, int]:
     leaves = _torch.pytree_leaves([list(state.values()) for state in optimizer.state.values()])
     held = [_torch.held_of(each) for each in leaves]
     size = sum(each.nbytes for each in held if isinstance(each, torch.Tensor))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    elements = [_torch.held_of(each).numel() for each in trained]
-    return size, sum(elements)
+    return size, sum(_torch.held_of(each).numel() for each in model.parameters() if each.requires_grad)
 
 
 def _mesh(mesh: DeviceMesh) -> str:

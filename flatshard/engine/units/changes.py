@@ -53,13 +53,13 @@ def check_change(unit: Unit, change: Change) -> None:
 
 
 @contextmanager
-def applying(unit: Unit, change: Change) -> Iterator[None]:
-    """Around `module._apply(change)`."""
+def applying(unit: Unit) -> Iterator[None]:
+    """Around `module._apply`."""
     unit.reshard()
     absorb(unit)  # what was assigned before: it has gradients of its own
     with ExitStack() as stack:
         for group in unit.groups:
-            stack.enter_context(changes.applying(group, change))
+            stack.enter_context(changes.applying(group))
         yield
         absorb(unit)
 

@@ -24,7 +24,7 @@ from flatshard.engine.rows.lookup import Rows
 from flatshard.engine.units.intent import Intent, Place
 from flatshard.engine.units.leases import Lease
 from flatshard.engine.units.stray_use import explain
-from flatshard.engine.watch.calls import Call, LeftBehind, Run, anchored
+from flatshard.engine.watch.calls import Call, LeftBehind, Run, anchored, gradient_at_output
 from flatshard.engine.watch.transforms import watch_transformed
 from flatshard.engine.watch.trees import cast_floating, to_device
 from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy
@@ -55,39 +55,26 @@ class RootProtocol(Protocol):
     joins: bool  # a backward waits for all its reduces at its end
     has_optional: bool  # some of its units are
 
+    # fmt: off
     @property
     def units(self) -> list[Unit]: ...
-
     @property
     def is_nested(self) -> bool: ...
-
     def begin_forward(self, entry: Unit) -> None: ...
-
     def end_forward(self, grads: bool) -> None: ...
-
     def begin_backward(self) -> None: ...
-
     def need(self, unit: Unit, gather: bool = True) -> None: ...
-
     def arrive(self, unit: Unit, gather: bool) -> None: ...
-
     def linger(self, unit: Unit, grads: bool) -> None: ...
-
     def retain(self, unit: Unit) -> None: ...
-
     def gather_ahead(self, unit: Unit) -> None: ...
-
     def goes_through(self, forward: int) -> None: ...
-
     def unit_left(self, unit: Unit) -> None: ...
-
     def group_complete(self, number: int) -> None: ...
-
     def look_up(self, unit: Unit, tokens: torch.Tensor) -> torch.Tensor: ...
-
     def give_up_broken(self) -> None: ...
-
     def reset(self) -> None: ...
+    # fmt: on
 
 
 class Unit:
@@ -319,7 +306,7 @@ class Unit:
         which = id(module)
         run = call.running[which]
         if run.is_transformed:
-            output, grads = watch_transformed(call.hook(run), output)
+            output, grads = watch_transformed(functools.partial(gradient_at_output, call, run), output)
             with _torch.Untransformed():
                 self._end(which, call, grads)
             return output
@@ -470,11 +457,8 @@ class Unit:
         Otherwise checkpointing is reentrant, and creates a graph now. A unit that is used both ways counts as the first
         kind: the end of its backward cannot be detected, so it is reduced at the end of the whole backward.
         """
-        for ref in self._calls:
-            call = ref()
-            if call is not None and not call.in_recompute and not call.passed:
-                return True
-        return False
+        calls = [ref() for ref in self._calls]
+        return any(call is not None and not call.in_recompute and not call.passed for call in calls)
 
     @property
     def is_awaited(self) -> bool:

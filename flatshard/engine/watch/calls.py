@@ -129,10 +129,6 @@ class Call:
         args, kwargs = (map_tensors(lambda t: instead.get(id(t), t), given) for given in (args, kwargs))
         return args, kwargs, True
 
-    def hook(self, run: Run) -> functools.partial[None]:
-        """A hook for the outputs of a module."""
-        return functools.partial(gradient_at_output, self, run)
-
     def watch_outputs(self, run: Run, output: Any) -> bool:
         """Call `Unit.gradient_at_output` when a gradient reaches the output. Returns whether this can happen.
 

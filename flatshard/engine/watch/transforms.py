@@ -8,14 +8,12 @@ tangent), and only the hooks of the parameters show when all of them are complet
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from flatshard.engine.watch.trees import map_tensors, tensors_in
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class _OutputReached(torch.autograd.Function):
@@ -45,8 +43,6 @@ def watch_transformed(reached: Callable[[], None], output: Any) -> tuple[Any, bo
     """``output`` with every tensor that may get a gradient watched, and whether there is one."""
     if not torch.is_grad_enabled():
         return output, False
-    watched = map_tensors(
-        lambda t: _OutputReached.apply(reached, t) if t.is_floating_point() or t.is_complex() else t,  # type: ignore[no-untyped-call]
-        output,
-    )
-    return watched, any(t.is_floating_point() or t.is_complex() for t in tensors_in(output))
+    wanted = {id(t) for t in tensors_in(output) if t.is_floating_point() or t.is_complex()}
+    watched = map_tensors(lambda t: _OutputReached.apply(reached, t) if id(t) in wanted else t, output)  # type: ignore[no-untyped-call]
+    return watched, bool(wanted)

@@ -22,10 +22,6 @@ from flatshard.layout import Layout
 from flatshard.policy import MixedPrecisionPolicy, Placements
 
 
-class Codec(Protocol):
-    dtype: torch.dtype  # of full weights
-
-
 class Cast:
     """Full weights are views of the gathered buffer: main's own values, or each shard cast before the all-gather."""
 
@@ -59,8 +55,10 @@ class Blocks:
         self._coder.decode(wire.runs()[0].view(1, -1), full.held, full.local)
 
 
-class DecodingCodec(Codec, Protocol):
+class DecodingCodec(Protocol):
     """A codec whose full weights are not views of what was gathered."""
+
+    dtype: torch.dtype  # of full weights
 
     def encode(self) -> list[torch.Tensor]:
         """What this rank sends, inside the lane: plain tensors, of the same sizes on all ranks."""
@@ -114,10 +112,11 @@ class Extension:
     def _local(self) -> torch.Tensor:
         return _torch.local_of(self._member.sharded)
 
+    def _on_device(self) -> torch.Tensor:
+        return self._local if self._local.device == self._device else self._local.to(self._device, non_blocking=True)
+
     def encode(self) -> list[torch.Tensor]:
-        local = self._local
-        if local.device != self._device:
-            local = local.to(self._device, non_blocking=True)
+        local = self._on_device()
         stride, module = torch.empty(self._shape, device="meta").stride(), self._member.sites[0].module()
         context = (self._shard_mesh(), self._shape, stride, module, self._policy)
         before = self._methods(local)[0]
@@ -141,7 +140,7 @@ class Extension:
 
     def _filled_up(self, part: torch.Tensor) -> torch.Tensor:
         """Rows of this rank, and as many of no meaning as others have more."""
-        padded = part.new_empty(self._padded)
+        padded = part.new_zeros(self._padded[0], *part.shape[1:])
         padded[: part.shape[0]].copy_(part)
         return padded
 

@@ -26,12 +26,8 @@ class Composed(Extension):
         self._structure, self._cut = param.made_of
 
     def encode(self) -> list[torch.Tensor]:
-        local = self._local if self._local.device == self._device else self._local.to(self._device, non_blocking=True)
-        given = []
-        for leaf in (leaf for leaf, cut in zip(self._structure.leaves(local), self._cut) if cut):
-            padded = leaf.new_zeros(self._padded[0], *leaf.shape[1:])
-            padded[: leaf.shape[0]].copy_(leaf)
-            given.append(padded)
+        leaves = zip(self._structure.leaves(self._on_device()), self._cut)
+        given = [self._filled_up(leaf) for leaf, is_cut in leaves if is_cut]
         self._sizes = [each.size() for each in given]
         return given
 
