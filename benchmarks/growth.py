@@ -5,8 +5,9 @@
 Rank 0 of W on this device, over a network that takes no time: 8, 32 and 128 units at W=8, and W from 8 to 4096 with
 32 units.  The units are so small that the host's work is what a step takes.  Host time is the fastest of all steps: on
 a CPU the processor time of the thread that trains, on CUDA how long a step takes to return.  ``calls`` are the Python
-and C functions that this thread calls in a step: they do not depend on how busy the machine is (on CUDA, backward runs
-on another thread and is left out).  Bytes are measured and, beside them, by the formula of ``flatshard plan``.
+and C functions that this thread calls in a step, without those of the process group that stands in for NCCL: they do
+not depend on how busy the machine is (on CUDA, backward runs on another thread and is left out).  Bytes are measured
+and, beside them, by the formula of ``flatshard plan``.
 """
 
 from __future__ import annotations
@@ -127,12 +128,16 @@ def timed(step: Callable[[], None], on_gpu: bool) -> float:
 
 
 def calls(step: Callable[[], None]) -> int:
-    """How many functions, of Python and of C, this thread calls in a step; whether it has to wait is left out."""
+    """How many functions, of Python and of C, this thread calls in a step.
+
+    Calls of the rehearsal, which NCCL makes in C++, are left out, and so are those of a thread that has to wait.
+    """
     count = 0
+    left_out = threading.__file__, *map(str, Path(flatshard.rehearsal.__file__).parent.glob("*.py"))
 
     def note(frame: Any, event: str, argument: Any) -> None:
         nonlocal count
-        count += event in ("call", "c_call") and frame.f_code.co_filename != threading.__file__
+        count += event in ("call", "c_call") and frame.f_code.co_filename not in left_out
 
     sys.setprofile(note)
     step()

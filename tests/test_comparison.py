@@ -17,6 +17,7 @@ from torch import nn
 import flatshard
 from flatshard.rehearsal import rehearse
 from flatshard.rehearsal.traffic import difference
+from scripts import figures
 
 _ROOT = Path(__file__).parents[1]
 TEXT = (_ROOT / "README.md").read_text().partition("## Beside FSDP2")[2].partition("What works, line by line")[0]
@@ -45,20 +46,14 @@ def test_every_cell_names_a_note_and_every_note_a_test_or_a_measurement():
 
 
 def test_the_figures_are_those_of_the_results():
-    results = (_ROOT / "benchmarks" / "results" / "README.md").read_text().partition("## Beside Megatron-FSDP")[2]
-    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in results.splitlines() if line[:1] == "|"]
-    found, case = {}, ""
-    for row in table:
-        case = row[0] or case
-        found[case, row[1]] = row
-    lines = {line[2:5]: line for line in TEXT.splitlines() if line.startswith("| (") and "int8" not in line}
-    for case, line in lines.items():
-        told = re.findall(r"([\d.]+) \[1\]", line)
-        assert told == [found[case, system][3] for system in ("flatshard", "fsdp2", "megatron-fsdp")], case
-    peaks = next(line for line in TEXT.splitlines() if "at the peak" in line)
-    assert re.findall(r"([\d.]+) \[1\]", peaks) == [
-        found["(c)", system][6] for system in ("flatshard", "fsdp2", "megatron-fsdp")
-    ]
+    cases = figures.newest(figures.RESULTS)
+    assert sorted(cases) == ["a", "b", "c", "d"]
+    for path, write in ((_ROOT / "README.md", figures.readme), (figures.RESULTS / "README.md", figures.table)):
+        text = path.read_text()
+        assert write(text, cases) == text, "run scripts/figures.py"
+        cases["c"]["flatshard"]["peak"] += 1e9
+        assert write(text, cases) != text  # the figures are those of the runs
+        cases["c"]["flatshard"]["peak"] -= 1e9
 
 
 def test_fsdp2_has_one_strategy():
