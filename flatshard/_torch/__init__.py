@@ -1,6 +1,6 @@
-"""Every name of torch that is private or changes between versions, as a plain one. Checked on torch 2.11 and 2.13.
+"""Every private name of torch, and every name that changes between versions. Tested with torch 2.11 and 2.13.
 
-A function here translates and decides nothing: what flatshard makes of it is in the file that calls it.
+The functions only translate. They contain no logic of flatshard.
 """
 
 # mypy: implicit-reexport

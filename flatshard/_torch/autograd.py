@@ -1,4 +1,4 @@
-"""Autograd, transforms and compilers: may touch autograd's engine, hooks and gradients of tensors, and `torch._C`."""
+"""Autograd, transforms and compilers: uses autograd's engine, hooks and gradients of tensors, and `torch._C`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # Backwards
 
-graph_task: Callable[[], int] = torch._C._current_graph_task_id  # what autograd runs on this thread, by number
+graph_task: Callable[[], int] = torch._C._current_graph_task_id  # the number of the backward on this thread
 
 
 def in_backward() -> bool:
@@ -26,7 +26,7 @@ def in_backward() -> bool:
 
 
 def will_be_executed(node: Any) -> bool:
-    """Within a backward: whether it goes, or went, through a node of the graph."""
+    """Within a backward: whether it executes, or has executed, a node of the graph."""
     return bool(torch._C._will_engine_execute_node(node))
 
 
@@ -36,27 +36,27 @@ def at_end_of_backward(action: Callable[[], None]) -> None:
 
 
 def keeping_versions(tensors: Sequence[torch.Tensor]) -> Any:
-    """A context in which writing to the tensors does not count as a change that autograd must not overlook."""
+    """A context in which writes to the tensors do not increase their version counters."""
     return _unsafe_preserve_version_counter(tuple(tensors))
 
 
 # Gradients
 
-PlainAttributes = torch._C.DisableTorchFunctionSubclass  # within, those of DTensors cost no more than a tensor's
+PlainAttributes = torch._C.DisableTorchFunctionSubclass  # makes attributes of DTensors fast
 _GRAD: Any = torch.Tensor.grad
 
 
 def grad_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Its ``.grad`` as it is, whoever wants to know of reads."""
+    """The ``.grad`` of a parameter, without the action of `on_grad_read`."""
     with PlainAttributes():
         found: torch.Tensor | None = _GRAD.__get__(parameter)
     return found
 
 
 def on_grad_read(action: Callable[[], None] | None) -> None:
-    """Call ``action`` before somebody reads the ``.grad`` of a DTensor; not within `PlainAttributes`. None: no longer.
+    """Call ``action`` before the ``.grad`` of a DTensor is read outside of `PlainAttributes`; None removes the action.
 
-    Only while there is something to do: a property in Python, in the place of the one of C++, costs every read.
+    Set only while there is something to do: the property in Python that replaces the one of C++ slows every read.
     """
     if action is None:
         if "grad" in DTensor.__dict__:
@@ -72,7 +72,7 @@ def on_grad_read(action: Callable[[], None] | None) -> None:
 
 
 def allow_grad_of(tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """Let ``tensor`` have a gradient of another dtype than its own. Drops one of a third dtype."""
+    """Allow ``tensor`` to have a gradient of ``dtype``. Drops a gradient of another dtype."""
     if tensor.grad_dtype != dtype:
         if tensor.grad is not None and tensor.grad.dtype != dtype:
             tensor.grad = None  # autograd refuses the change while a gradient is there
@@ -83,7 +83,7 @@ def allow_grad_of(tensor: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 def grads_and_hooks(parameters: Iterable[torch.Tensor]) -> tuple[list[int], list[int], list[int]]:
-    """Which have a gradient; which have tensor hooks; which have post-accumulate hooks."""
+    """The indices of parameters with a gradient, with tensor hooks, and with post-accumulate hooks."""
     had_grad: list[int] = []
     changed: list[int] = []
     finished: list[int] = []
@@ -99,7 +99,7 @@ def grads_and_hooks(parameters: Iterable[torch.Tensor]) -> tuple[list[int], list
 
 
 def hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:
-    """``register_hook``, before all that there are, and without a handle to remove it by."""
+    """As ``register_hook``, but the hook is called before all existing ones and cannot be removed."""
     hooks: Any = tensor._backward_hooks
     if hooks is None:
         hooks = tensor._backward_hooks = OrderedDict()
@@ -108,7 +108,7 @@ def hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Non
     before = list(hooks)
     hooks[RemovableHandle.next_id] = hook
     RemovableHandle.next_id += 1
-    for number in before:  # torch calls them in the order in which they were put in
+    for number in before:  # torch calls them in the order of insertion
         hooks[number] = hooks.pop(number)
 
 
@@ -120,19 +120,19 @@ def hooks_of(parameter: torch.Tensor, post_accumulate: bool) -> list[Callable[[t
 
 # Transforms, compilers, the profiler
 
-Untransformed = torch._C._DisableFuncTorch  # within, operations are outside of the transforms of torch.func
+Untransformed = torch._C._DisableFuncTorch  # a context outside of the transforms of torch.func
 _SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
 
 def transforming() -> bool:
-    """Whether a transform of torch.func (jvp, vmap ...) or forward-mode differentiation is going on."""
+    """Whether a transform of torch.func (jvp, vmap ...) or forward-mode differentiation is active."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def uncompiled(function: F) -> F:
-    """Let torch.compile leave a function alone, with all that it calls: one graph ends before it, another begins after.
+    """Exclude a function, and all that it calls, from torch.compile: graphs break before and after it.
 
-    torch.compiler.disable does the same with a wrapper, which costs microseconds a call and imports the compiler.
+    torch.compiler.disable does the same with a wrapper, which costs microseconds per call and imports the compiler.
     """
     marks: Any = function
     marks._torchdynamo_disable, marks._torchdynamo_disable_msg = True, "hooks of flatshard are not compiled"

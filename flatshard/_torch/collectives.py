@@ -1,4 +1,4 @@
-"""The collectives of a process group: may touch methods of `ProcessGroup` and the classes of their options."""
+"""The collectives of a process group: uses methods of `ProcessGroup` and the classes of their options."""
 
 from __future__ import annotations
 

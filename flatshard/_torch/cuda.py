@@ -1,4 +1,4 @@
-"""Streams, events, memory pools and captures of CUDA: may touch `torch._C._cuda_*` and torch's symmetric memory."""
+"""Streams, events, memory pools and captures of CUDA: uses `torch._C._cuda_*` and torch's symmetric memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from flatshard._torch.groups import backend_of, exists
 
-# What torch.cuda.Event is a Python shell of; the shell costs as much again as the event. Not in builds without CUDA.
+# The base class of torch.cuda.Event, whose Python layer doubles the cost. It is missing in builds without CUDA.
 Event: Any = getattr(torch._C, "_CudaEventBase", None)
 
 _streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
@@ -35,7 +35,7 @@ def set_stream(stream: torch.cuda.Stream) -> None:
 
 
 class AllocatingFrom:
-    """Within, this thread's CUDA allocations come from a memory pool. Can be entered again and again."""
+    """A context, which can be entered repeatedly, in which this thread allocates CUDA memory from a memory pool."""
 
     def __init__(self, pool: torch.cuda.MemPool, index: int, owner: object) -> None:
         self._where = index, pool.id
@@ -49,17 +49,17 @@ class AllocatingFrom:
 
 
 class _Registered:
-    """A memory pool whose memory NCCL registers with the communicators of some process groups, as it comes.
+    """A memory pool whose allocations NCCL registers with the communicators of some process groups.
 
-    It goes with this object, unless a group has been destroyed by then: torch ends the process when registered memory
-    is freed after its communicator. Then it stays to the end.
+    It is freed with this object, unless a group has been destroyed by then: torch ends the process if registered memory
+    is freed after its communicator. In that case it stays until the process ends.
     """
 
     def __init__(self, groups: Sequence[ProcessGroup], device: torch.device) -> None:
         self._backends = [backend_of(group, device) for group in groups]
         self._groups = groups
         first = self._backends[0]
-        # What NCCL has allocated it can do most with; but ordinary memory can be registered, too.
+        # NCCL supports most features for memory from its own allocator, but can also register other memory.
         self.pool = torch.cuda.MemPool(first.mem_allocator if first.supports_tensor_alloc(device) else None)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.pool))
         for backend in self._backends:
@@ -74,43 +74,43 @@ class _Registered:
 
 
 def memory(device: torch.device, groups: Sequence[ProcessGroup] = ()) -> AllocatingFrom:
-    """CUDA memory apart from all other; with ``groups``, registered with their communicators, which must exist."""
+    """A separate memory pool; with ``groups``, registered with their communicators, which must exist."""
     owner = _Registered(groups, device) if groups else torch.cuda.MemPool()
     return AllocatingFrom(owner.pool if isinstance(owner, _Registered) else owner, device.index, owner)
 
 
 def clear_workspaces() -> None:
-    """Free what matrix products have as scratch: a small block keeps all of the cached segment that it lies in."""
+    """Free the workspaces of matrix products: a small block keeps the whole cached segment that contains it."""
     torch._C._cuda_clearCublasWorkspaces()
 
 
 def end_allocating(index: int, pool: Any) -> None:
-    """Let the allocator know that nothing more is allocated from a memory pool, or captured into it.
+    """Tell the allocator that nothing more is allocated from a memory pool, or captured into it.
 
-    torch leaves that out where the end of a capture raises, and ends the process when it frees memory later.
+    torch does not do this if the end of a capture raises, and ends the process when it frees memory later.
     """
     torch._C._cuda_endAllocateToPool(index, pool)
     torch._C._cuda_releasePool(index, pool)
 
 
 def allow_events_amid_captures() -> None:
-    """Let the calling thread ask for CUDA events, while another one captures a graph in the mode that forbids it."""
+    """Allow this thread to query CUDA events while another thread captures a graph in a mode that forbids it."""
     mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
     with suppress(OSError):  # not a GPU of NVIDIA's
         ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def assert_on_device(condition: torch.Tensor) -> None:
-    """Let the device fail where a condition does not hold, without waiting for it, also in a graph."""
+    """Raise a device-side assertion if a condition is false, without waiting for the device, also in a graph."""
     torch._assert_async(condition)
 
 
 def symmetric_memory(numbytes: int, device: torch.device) -> torch.Tensor:
-    """Memory that other ranks of the node can be shown. It goes back to the device with its tensor.
+    """Memory that other ranks of the node can access. It is freed with its tensor.
 
-    Waits for the device, which not every version of torch does by itself: the words by which ranks signal each other
-    are cleared on the default stream, and `rendezvous` writes their addresses there. A rank that signals too soon is
-    not heard, and a stream that is not ordered after that one reads addresses that are none.
+    Waits for the device, which not every version of torch does: the words by which ranks signal each other are cleared
+    on the default stream, and `rendezvous` writes their addresses there. A signal before that is lost, and another
+    stream, if it is not ordered after the default stream, reads invalid addresses.
     """
     import torch.distributed._symmetric_memory as symmetric
 
@@ -120,7 +120,7 @@ def symmetric_memory(numbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def rendezvous(tensor: torch.Tensor, group: ProcessGroup) -> Any:
-    """Let the ranks of a group know of each other's symmetric memory: ``get_buffer`` of what it gives shows it."""
+    """Exchange the symmetric memory of the ranks of a group: ``get_buffer`` of the result accesses it."""
     import torch.distributed._symmetric_memory as symmetric
 
     seen = symmetric.rendezvous(tensor, group=group.group_name)
@@ -129,7 +129,7 @@ def rendezvous(tensor: torch.Tensor, group: ProcessGroup) -> Any:
 
 
 def is_symmetric(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies in memory that other ranks can be shown, as far as this torch can say (2.12)."""
+    """Whether other ranks can access the memory of a tensor; False if this torch cannot tell (before 2.12)."""
     import torch.distributed._symmetric_memory as symmetric
 
     asked = getattr(symmetric, "is_symm_mem_tensor", None)

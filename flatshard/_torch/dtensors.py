@@ -1,7 +1,7 @@
-"""DTensors and meshes: may touch spec, local tensor and constructor of a DTensor, and how meshes are joined.
+"""DTensors and meshes: uses spec, local tensor and constructor of a DTensor, and methods that join meshes.
 
-A DTensor takes on the storage offset of the local tensor that it is made with, although it has no storage, and torch
-then takes it for a tensor that has one: deepcopy and data_ptr go wrong. So it is made with a twin at offset 0.
+A DTensor copies the storage offset of the local tensor that it is created with, although it has no storage. torch then
+treats it as a tensor with storage: deepcopy and data_ptr fail. So it is created with a view at offset 0.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 Spec: TypeAlias = DTensorSpec  # mesh, placements and global shape of a DTensor
-StridedShard = _StridedShard  # a cut that comes after those of axes that follow it in the mesh
+StridedShard = _StridedShard  # sharded after the axes that follow it in the mesh
 
-# On torch 2.11 every operation on a DTensor, of whatever class, goes to DTensor's own dispatch: a subclass cannot say
-# what its operations mean. On 2.13 it can.
+# On torch 2.11 every operation on a DTensor of any class uses DTensor's own dispatch: a subclass cannot override it. On
+# 2.13 it can.
 SUBCLASSES_DISPATCH = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
@@ -48,7 +48,7 @@ def make_dtensor(
 
 
 def dtensor_of(local: torch.Tensor, spec: Spec) -> DTensor:
-    """A DTensor of spec ``spec`` over another local tensor, whose dtype it takes."""
+    """A DTensor of spec ``spec`` over another local tensor, with the dtype of that tensor."""
     return _wrapped(local, spec_with_dtype(spec, local.dtype))
 
 
@@ -67,8 +67,8 @@ _bare: Callable[[torch.Tensor, Spec], DTensor] = functools.partial(DTensor.__new
 def dtensors_over(
     flat: torch.Tensor, specs: Sequence[Spec], shapes: Sequence[Any], strides: Sequence[Any], offsets: Sequence[int]
 ) -> list[DTensor]:
-    """DTensors of these specs, over parts of a tensor. Without anything that takes time: the loops run in C."""
-    # They claim the offset of their local part: compilers imitate them, and refuse them at another one.
+    """DTensors of these specs, over parts of a tensor. The loops run in C, because this is called in every step."""
+    # They have the offset of their local part: compilers copy them, and reject another offset.
     locals_ = list(map(flat.as_strided, shapes, strides, offsets))
     found = list(map(_bare, locals_, specs))
     for made, local in zip(found, locals_):
@@ -77,7 +77,7 @@ def dtensors_over(
 
 
 def _wrapped(local: torch.Tensor, spec: Spec) -> DTensor:
-    # Without __init__, which does nothing but to keep compilers out, and takes longer than all the rest.
+    # Without __init__, which only disables compilers and takes longer than all the rest.
     made: DTensor = DTensor.__new__(DTensor, _at_zero(local), spec, requires_grad=False)
     made._local_tensor = local
     return made
@@ -95,7 +95,7 @@ def bare_wrapper(cls: type[Any], local: torch.Tensor, spec: Spec) -> Any:
 
 
 def as_parameter(made: DTensor, requires_grad: bool) -> nn.Parameter:
-    """A DTensor that nobody else has, as a parameter. ``nn.Parameter`` would dispatch a ``detach``: 1 ms for each."""
+    """Make a new DTensor a parameter. ``nn.Parameter`` would dispatch a ``detach``, which takes 1 ms."""
     parameter: Any = made
     parameter.requires_grad_(requires_grad)
     parameter._is_param = True
@@ -108,9 +108,9 @@ def _at_zero(local: torch.Tensor) -> torch.Tensor:
 
 
 def rebased(local: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor at the start of a storage of its own, which keeps the whole one alive.
+    """The same memory as a tensor at the start of a separate storage, which keeps the original one alive.
 
-    What torch derives from a DTensor over it (detach, copies of state dicts) has no storage offset to mistake.
+    Tensors that torch derives from a DTensor over it (detach, copies of state dicts) have no storage offset.
     """
     if local.storage_offset() == 0 or local.is_meta or not local.numel():
         return _at_zero(local)
@@ -123,9 +123,9 @@ _SAME = ("dtype", "device", "shape", "requires_grad", "_spec")
 
 
 def lie_over(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Let a DTensor be over the local tensor of another one; False where the two differ in more than that.
+    """Give a DTensor the local tensor of another one. Returns False if the two differ in anything else.
 
-    The object, its hooks, its gradient and its attributes stay.
+    The object, its hooks, its gradient and its attributes stay the same.
     """
     assert isinstance(tensor, DTensor)
     assert isinstance(other, DTensor)
@@ -138,13 +138,13 @@ def lie_over(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def keep_values(known: weakref.ref[DTensor]) -> None:
-    """If somebody still holds a DTensor, let its values be in memory of its own: where they are is written next."""
+    """If a DTensor still exists, copy its values to separate memory, because its memory is overwritten next."""
     held = known()
     if held is not None:
         held._local_tensor = held._local_tensor.clone()
 
 
-# What a DTensor is made of
+# The parts of a DTensor
 
 
 def spec_of(tensor: torch.Tensor) -> Spec:
@@ -166,12 +166,12 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
-# The same for loops that run in C.
+# The same as a function for loops that run in C.
 local_part: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_local_tensor")
 
 
 def held_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor: the local one of a DTensor, all of any other."""
+    """The part of a tensor on this rank: the local tensor of a DTensor, or the whole of any other tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -184,24 +184,24 @@ def boxes_of(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], tuple[int, ...
     return [(tuple(found.offsets), tuple(found.sizes)) for found in tensor.__create_chunk_list__()]
 
 
-@functools.lru_cache(maxsize=1 << 16)  # a rank asks for all others, parameter after parameter
+@functools.lru_cache(maxsize=1 << 16)  # every rank computes the boxes of all others, for each parameter
 def box_at(
     shape: tuple[int, ...], mesh: tuple[int, ...], place: tuple[int, ...], placements: tuple[Placement, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offsets and sizes of what the rank at ``place`` of a mesh of this shape holds of a DTensor."""
+    """Offsets and sizes of the part of a DTensor on the rank at ``place`` in a mesh of this shape."""
     sizes, offsets = _compute_local_shape_and_global_offset(shape, mesh, list(place), placements)
     return tuple(offsets), tuple(sizes)
 
 
 def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a whole tensor, cut as the DTensor ``like`` is: a view of it. Nothing is communicated."""
+    """This rank's part of a whole tensor, sharded like the DTensor ``like``: a view of it. Does not communicate."""
     for box in boxes_of(like):
         return _in_box(whole, *box)
     return whole.new_empty(local_of(like).shape)
 
 
 def local_rows(whole: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """This rank's part of a whole tensor, as a DTensor of spec ``spec`` would hold it. Nothing is communicated."""
+    """This rank's part of a whole tensor, as in a DTensor of spec ``spec``. Does not communicate."""
     place = spec.mesh.get_coordinate()
     assert place is not None
     return _in_box(whole, *box_at(whole.shape, spec.mesh.shape, tuple(place), spec.placements)).contiguous()
@@ -215,16 +215,16 @@ def _in_box(whole: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -
 
 
 def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """A mesh of the axes of all of these, which are of one mesh."""
+    """A mesh with the axes of all of these, which are submeshes of one mesh."""
     return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(list(meshes))
 
 
 def flattened_names(mesh: DeviceMesh) -> list[str]:
-    """The names of axes that were made of several axes of a mesh, or of one that it is a part of."""
+    """The names of the flattened axes of a mesh, or of the mesh that it is a submesh of."""
     return list(mesh._get_root_mesh()._flatten_mapping)
 
 
 def data_parallel_mesh(mesh: DeviceMesh, shard: Sequence[str], replicate: Sequence[str]) -> DeviceMesh:
-    """The mesh (replicate, shard), or of one of them, made of these axes of ``mesh``; several of a kind become one."""
+    """The mesh (replicate, shard), or one of the two, from axes of ``mesh``; several axes of a kind are flattened."""
     kinds = [tuple(names) for names in (replicate, shard) if names]
     return join_meshes([mesh[k[0]] if len(k) == 1 else mesh[k]._flatten("_".join(k)) for k in kinds])

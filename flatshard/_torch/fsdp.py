@@ -1,4 +1,4 @@
-"""What torch's FSDP2, and those who look for it, find on modules: may touch `torch.distributed.fsdp` and registries."""
+"""State on modules that FSDP2, and code that detects FSDP2, expect: uses `torch.distributed.fsdp` and registries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_common as common
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as FSDPState
 
-# Where torch exports the names of its FSDP2, and by which modules it implements it.
+# The modules that export the names of FSDP2, and those that implement it.
 FSDP_HOMES = (
     "torch.distributed.fsdp",
     "torch.distributed.fsdp._fully_shard",
@@ -33,7 +33,7 @@ FSDP_NAMES: dict[str, Any] = {
 
 
 def mark_sharded(module: nn.Module) -> None:
-    """Let torch's `replicate` see that `fully_shard` was called on a module: it leaves the parameters alone."""
+    """Mark a module for torch's `replicate`, which then ignores its parameters."""
     registry: dict[str, Any] = module.__dict__.setdefault(REGISTRY_KEY, {})
     registry["fully_shard"] = RegistryItem()
 
@@ -44,23 +44,23 @@ def is_replicated(module: nn.Module) -> bool:
 
 
 def mark_managed(module: nn.Module) -> None:
-    """Say, as torch's `fully_shard` does, that a unit holds the parameters of a module.
+    """Mark a module as torch's `fully_shard` does.
 
-    By this, transformers knows that ranks must generate equally many tokens; compilers treat the parameters with care.
+    Transformers then generates the same number of tokens on all ranks, and compilers guard the parameters.
     """
     managed: Any = module
     managed._is_fsdp_managed_module = managed._fsdp_use_orig_params = True
 
 
 def let_torch_find(state: Any, module: nn.Module) -> None:
-    """Make ``state`` what torch's own `fully_shard.state(module)`, and those who look for units, find."""
+    """Register ``state`` for torch's own `fully_shard.state(module)` and for code that searches for units."""
     states: dict[Any, Any] = module.__dict__.setdefault(STATE_KEY, {})
     states[inspect.unwrap(fully_shard)] = state
     _module_state_mapping.setdefault(module, weakref.ref(state))
 
 
 def mesh_info(mesh: DeviceMesh, sharded: bool) -> common.DataParallelMeshInfo:
-    """What FSDP2 says of a mesh (shard) or (replicate, shard); ``sharded``: off where all axes keep copies."""
+    """FSDP2's description of a mesh (shard) or (replicate, shard); ``sharded=False``: all axes replicate."""
     if mesh.ndim == 2:
         return common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
     if sharded:
@@ -69,15 +69,15 @@ def mesh_info(mesh: DeviceMesh, sharded: bool) -> common.DataParallelMeshInfo:
 
 
 def shipped_comms(kind: str, group: ProcessGroup) -> tuple[Any, Any] | None:
-    """The ``AllGather`` and the ``ReduceScatter`` of a kind that torch ships; None where it does not.
+    """torch's ``AllGather`` and ``ReduceScatter`` of a kind; None if this version has none.
 
-    "ProcessGroupAlloc": with buffers from the process group's allocator, where it has one. "SymmMem": with buffers in
-    symmetric memory, a collective call.
+    "ProcessGroupAlloc": with buffers from the process group's allocator, if it has one. "SymmMem": with buffers in
+    symmetric memory; a collective call.
     """
     gather, reduce = (getattr(_fsdp_collectives, f"{kind}{part}", None) for part in ("AllGather", "ReduceScatter"))
     return None if gather is None or reduce is None else (gather(group), reduce(group))
 
 
 def is_shipped_comm(comm: Any) -> bool:
-    """Whether torch ships the implementation of this object."""
+    """Whether the class of this object is torch's."""
     return type(comm).__module__ == _fsdp_collectives.__name__

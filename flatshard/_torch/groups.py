@@ -1,4 +1,4 @@
-"""Process groups and stores: may touch `torch.distributed.distributed_c10d` and the backends of a process group."""
+"""Process groups and stores: uses `torch.distributed.distributed_c10d` and the backends of a process group."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ PrefixStore = c10d.PrefixStore  # public, but not to type checkers
 
 
 def default_store() -> Any:
-    """The store at which the ranks of the default process group met."""
+    """The store of the default process group."""
     return c10d._get_default_store()
 
 
 def exists(group: ProcessGroup) -> bool:
-    """Whether a process group of torch's has not been destroyed."""
+    """Whether a process group has not been destroyed."""
     return group in c10d._world.pg_map
 
 
 def backends_of(group: ProcessGroup) -> str | None:
-    """The backends that a process group was made with. None: torch did not make it."""
+    """The backends that a process group was created with; None if torch did not create it."""
     known = c10d._world.pg_map.get(group)
     return None if known is None else str(known[0])
 
 
 def backend_of(group: ProcessGroup, device: torch.device) -> Any:
-    """What serves tensors of this device in a process group. Calls of it pass by what counts collectives."""
+    """The backend of a process group for tensors of this device. Calls of it are not counted as collectives."""
     if device.type not in {served.type for served in group._device_types}:
-        return group  # a group written in Python is its own backend
+        return group  # a group written in Python has no separate backend
     return group._get_backend(device)
 
 
 def backend_name(group: ProcessGroup, device: torch.device) -> str:
-    """The name of the backend that serves tensors of this device in a process group."""
+    """The name of the backend of a process group for tensors of this device."""
     name: str = backend_of(group, device).name()
     return name
 
 
 def timeout_of(group: ProcessGroup) -> timedelta | None:
-    """The time-out that a process group was given: the longest of its backends'. None: their default, or unknown."""
-    # A group written in Python is its own backend. Some have options, and a C++ one without raises when asked for them.
+    """The longest timeout of the backends of a process group; None if it is their default, or unknown."""
+    # A group written in Python has no separate backend. Some have options; a C++ one without options raises.
     backends: list[Any] = [group._get_backend(device) for device in group._device_types] or [group]
     given = []
     for backend in backends:
@@ -61,15 +61,15 @@ def timeout_of(group: ProcessGroup) -> timedelta | None:
 
 
 def limit_of(group: ProcessGroup) -> timedelta:
-    """How long collectives of a process group may take: its own time-out, or the default of its backend."""
+    """How long collectives of a process group may take: its own timeout, or the default of its backend."""
     found, names = timeout_of(group), [group._get_backend(device).name() for device in group._device_types]
     return c10d._get_default_timeout(c10d.Backend((names or ["gloo"])[-1])) if found is None else found
 
 
 def lost_a_peer(error: BaseException) -> bool:
-    """Whether an exception tells that another rank is gone or does not answer.
+    """Whether an exception means that another rank has ended or does not respond.
 
-    NCCL and the store have classes for it. Gloo raises RuntimeError, which begins with the place in its own source.
+    NCCL and the store have classes for it. Gloo raises RuntimeError with a path in its source at the start.
     """
     return isinstance(error, torch.distributed.DistError) or (
         isinstance(error, RuntimeError) and "gloo/" in str(error).split("]")[0]
@@ -84,13 +84,13 @@ def new_group(
     patience: timedelta | None = None,
     backend: str | None = None,
 ) -> ProcessGroup:
-    """A process group of ``ranks``, with the backend and the time-out of ``like`` unless others are given.
+    """A process group of ``ranks``, with the backend and the timeout of ``like`` unless others are given.
 
-    Collective among the ranks alone. ``name`` must be the same on all of them, and no other group's. ``title`` is for
-    people.
+    Only these ranks call it, all of them. ``name`` must be the same on all of them, and unique. ``title`` is the
+    description of the group.
     """
     listed = list(ranks)
-    # torch 2.11 has sorted groups only, and not this argument.
+    # torch 2.11 has only sorted groups, and lacks this argument.
     order: dict[str, Any] = {} if listed == sorted(listed) else {"sort_ranks": False}
     with _named(listed, name), _unsplit():
         made = torch.distributed.new_group(
@@ -107,10 +107,10 @@ def new_group(
 
 @contextmanager
 def _named(ranks: list[int], name: str) -> Iterator[None]:
-    """Within, a process group of these ranks gets this name.
+    """A context in which a new process group of these ranks gets this name.
 
-    Ranks find each other by the name of the group. Those that torch makes up for a group that only its members know of
-    contain the number of groups which the rank is in, so that members wait for ever where one is in more than another.
+    Ranks find each other by the name of the group. torch's own name for a group that only its members create contains
+    the number of groups of the rank: members with different numbers would wait forever.
     """
     theirs, thread = c10d._process_group_name, threading.get_ident()
 
@@ -127,11 +127,11 @@ def _named(ranks: list[int], name: str) -> Iterator[None]:
 
 @contextmanager
 def _unsplit() -> Iterator[None]:
-    """Within, communicators of new process groups are not split off the default one's.
+    """A context in which communicators of new process groups are not split from the default one.
 
-    With ``init_process_group(device_id=...)`` torch makes them by ncclCommSplit, which waits for all ranks of the
-    default group, members or not. A group that is made when the first gradients of a pipeline stage arrive would wait
-    for stages that wait for this one. Without a device, NCCL makes a communicator of the members alone, at first use.
+    With ``init_process_group(device_id=...)`` torch uses ncclCommSplit, which waits for all ranks of the default group.
+    A group that is created when the first gradients of a pipeline stage arrive would wait for stages that wait for this
+    one. Without a device, NCCL creates a communicator of the members alone, at first use.
     """
     default = torch.distributed.group.WORLD
     device = getattr(default, "bound_device_id", None)

@@ -1,4 +1,4 @@
-"""Optimizers: may touch what learning-rate schedulers put around the step of an instance."""
+"""Optimizers: uses the wrapper that learning-rate schedulers put around the step of an instance."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 
 def take_scheduler_patch(optimizer: Optimizer) -> bool:
-    """Remove what a learning-rate scheduler has put around ``step`` of this instance; whether there was anything."""
+    """Remove the wrapper of a learning-rate scheduler around ``step`` of an instance. Returns whether there was one."""
     if not hasattr(optimizer.__dict__.get("step"), "_wrapped_by_lr_sched"):
         return False
     del optimizer.__dict__["step"]
@@ -18,7 +18,7 @@ def take_scheduler_patch(optimizer: Optimizer) -> bool:
 
 
 def put_scheduler_patch(optimizer: Optimizer) -> None:
-    """Let a scheduler that was made before the class of the optimizer was changed see that it steps."""
+    """Notify a scheduler of steps, if it was created before the class of the optimizer was changed."""
     known = weakref.ref(optimizer)
     step = type(optimizer).step
 

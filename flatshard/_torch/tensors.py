@@ -1,4 +1,4 @@
-"""Tensor subclasses, their dispatch, storages and trees: may touch `torch._C`, DTensor's dispatcher and pytrees."""
+"""Tensor subclasses, their dispatch, storages and trees: uses `torch._C`, DTensor's dispatcher and pytrees."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def map_leaves(kind: type[Any] | tuple[type[Any], ...], change: Callable[[Any], 
     return pytree.tree_map_only(kind, change, value)
 
 
-# A subclass of Tensor with this as its `__torch_function__` sees operations in `__torch_dispatch__` only.
+# As `__torch_function__` of a subclass of Tensor: operations reach only its `__torch_dispatch__`.
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
 def wrapper_like(cls: type[Any], tensor: torch.Tensor, device: torch.device) -> Any:
-    """An instance of a subclass of Tensor that has no memory, laid out as ``tensor`` is."""
+    """An instance of a subclass of Tensor without memory, with the strides of ``tensor``."""
     return torch.Tensor._make_wrapper_subclass(
         cls,
         tensor.shape,
@@ -38,30 +38,30 @@ def wrapper_like(cls: type[Any], tensor: torch.Tensor, device: torch.device) -> 
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of a class that holds its values in other tensors, or says itself how it is gathered."""
+    """Whether a tensor's class stores its values in other tensors, or has its own method for an all-gather."""
     return is_made_of_others(tensor) or hasattr(tensor, "fsdp_pre_all_gather")
 
 
 def is_made_of_others(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds its values in other tensors, and tells which (`__tensor_flatten__`)."""
-    asked: Any = tensor  # mypy takes the question for an answer
+    """Whether a tensor stores its values in other tensors and can list them (`__tensor_flatten__`)."""
+    asked: Any = tensor  # mypy would narrow the type of `tensor`
     return is_traceable_wrapper_subclass(asked)
 
 
 def writes(operation: Any) -> bool:
-    """Whether an operation writes to what it is given."""
+    """Whether an operation writes to its arguments."""
     infos = [each.alias_info for each in operation._schema.arguments]
     return any(info is not None and info.is_write for info in infos)
 
 
 def handle(operation: Any, handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-    """Let DTensor leave an operation, with arguments and keywords, to ``handler``, unless it has one for it."""
+    """Register ``handler`` for an operation on DTensors, unless there is one. It gets arguments and keywords."""
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     handlers.setdefault(operation, handler)
 
 
 def unhandled(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What DTensor does with an operation that has no handler, if only to raise."""
+    """Execute an operation on DTensors without its handler. It may raise."""
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     handler = handlers.pop(operation, None)  # another thread may be in here
     try:
@@ -71,12 +71,12 @@ def unhandled(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             handlers[operation] = handler
 
 
-# What stands for the storage of a tensor, as long as that exists. A DTensor has one of no memory. After
-# ``tensor.data = other`` it is another one, and nothing else need be: the local tensor stays, and so do the values.
+# Identifies the storage of a tensor while it exists. A DTensor has one without memory. After ``tensor.data = other`` a
+# DTensor has another storage, but the same local tensor and the same values.
 storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
 
 
 def storage_of(tensor: torch.Tensor) -> object:
-    """The storage of a tensor, of whatever class that is."""
+    """The storage of a tensor of any class."""
     with PlainAttributes():
         return tensor.untyped_storage()
