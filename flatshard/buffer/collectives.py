@@ -264,4 +264,4 @@ def as_bytes(tensors: Tensors) -> Tensors:
 
 def require_native(tensors: Tensors, kind: str) -> None:
     if tensors and tensors[0].dtype not in _NATIVE:
-        raise TypeError(f"{kind} of {tensors[0].dtype}: no backend can add it; cast to float32 or bfloat16 first")
+        raise TypeError(f"{kind} of {tensors[0].dtype}: this dtype cannot be summed; cast to float32 or bfloat16 first")

@@ -50,7 +50,7 @@ class DBuffer:
         self.held = held_by_this_rank(layout, mesh, self.placements) if held is None else held
         numel = layout.buffer_numel(self.held.count)
         if local.shape != (numel,):
-            raise ValueError(f"local tensor has shape {tuple(local.shape)}; {self.placements} hold {numel} elements")
+            raise ValueError(f"local has shape {tuple(local.shape)}; placements {self.placements} need ({numel},)")
         self._runs: dict[Holding, list[torch.Tensor]] = {}
         self._all_runs: list[torch.Tensor] | None = None  # those of `held`, without asking the dict
         self._parts: Parts | None = None  # how to split it into these
@@ -90,11 +90,11 @@ class DBuffer:
         shapes = tuple(slot.shape for slot in layout.slots)
         given = tuple(tuple(tensor.shape) for tensor in tensors)
         if given != shapes:
-            raise ValueError(f"tensors of shapes {given} do not fit a layout for {shapes}")
+            raise ValueError(f"tensors have shapes {given}, but the layout was planned for {shapes}")
         if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
-            raise ValueError(f"tensors differ in dtype or device: {[(t.dtype, t.device) for t in tensors]}")
+            raise ValueError(f"tensors must have one dtype and device: {[(t.dtype, t.device) for t in tensors]}")
         if not tensors:
-            raise ValueError("a buffer needs at least one tensor")
+            raise ValueError("tensors is empty: a buffer needs at least one tensor")
         made = cls.zeros(layout, mesh, placements, dtype=tensors[0].dtype, device=tensors[0].device)
         for index, tensor in enumerate(tensors):
             made.local_view(index).copy_(made.rows_of(index, tensor.detach()))
@@ -192,7 +192,7 @@ class DBuffer:
         target_layout = self.layout if layout is None else layout
         steps = _steps(self.placements, placements)
         if not steps and target_layout != self.layout:
-            raise ValueError("another layout was given, but no axis changes its placement")
+            raise ValueError("layout: another layout needs an axis that changes its placement; leave layout out")
         current, ticket = self, Ticket()
         for number, axis in enumerate(steps):
             last = number == len(steps) - 1
@@ -294,14 +294,14 @@ class DBuffer:
                     out.local.copy_(self.local)
             return out, lane.all_reduce(group, [out.local], op, name=name)
         if shared:
-            raise ValueError("a reduce-scatter cannot write into its own input; give `out` storage of its own")
+            raise ValueError("`out` shares storage with the input of a reduce-scatter; give it separate storage")
         return out, lane.reduce_scatter(group, out.runs(), self.runs(), op, after=after, name=name)
 
     def _check_target(self, placements: tuple[Placement, ...], layout: Layout | None, out: DBuffer | None) -> None:
         if len(placements) != self.mesh.ndim:
             raise ValueError(f"{len(placements)} placements were given for a mesh of {self.mesh.ndim} axes")
         if layout is not None and [s.shape for s in layout.slots] != [s.shape for s in self.layout.slots]:
-            raise ValueError("the layout given is for tensors of other shapes")
+            raise ValueError("layout was planned for tensors of other shapes")
         if out is None:
             return
         expected = {
@@ -381,7 +381,7 @@ def _all_to_all(
         raise ValueError(f"an all-to-all needs layouts over the {world} ranks of axis {axis} and no other sharded axis")
     if layout.placement != placements[axis]:
         raise ValueError(
-            f"going to {placements[axis]} needs a layout planned for it; the one given is for {layout.placement}"
+            f"placement {placements[axis]} needs a layout that was planned for it, not for {layout.placement}"
         )
     me = source.held.first
     mine_before, mine_after = source.ranges(), list(local_ranges(layout, Holding(me, 1)))

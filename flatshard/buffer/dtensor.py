@@ -71,13 +71,13 @@ def as_dtensor(
     sharded = tuple(isinstance(placement, Flat) for placement in buffer.placements)
     for placement in buffer.placements:
         if not isinstance(placement, (Replicate, Flat)):
-            raise ValueError(f"a buffer placed {placement} has no DTensor that says so")
+            raise ValueError(f"a buffer with placement {placement} has no DTensor; use Replicate or Flat")
     if any(sharded) and not slot.shape:
         raise ValueError("a tensor without dims cannot be sharded as a DTensor; replicate it")
     local = _torch.rebased(buffer.local_view(index)) if local is None else local
     if inner is not None:
         if not _is_canonical(buffer, index, sharded):
-            raise ValueError("a tensor-parallel parameter can be cut over one axis, with layout 'tensor', only")
+            raise ValueError("a tensor-parallel parameter needs layout='tensor' and one sharded axis of the mesh")
         return composed(local, buffer.mesh, sharded, slot.dim, inner)
     placements = [TorchShard(slot.dim) if cut else TorchReplicate() for cut in sharded]
     meta = torch.empty(slot.shape, device="meta")

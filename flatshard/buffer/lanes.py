@@ -365,7 +365,7 @@ def _own_store(known: weakref.ref[Any], prefix: str) -> Any:
     """A store with a separate connection: waiting for a key blocks all other requests of a connection."""
     store = known()
     if store is None:
-        raise RuntimeError("the process group is gone, and its store")
+        raise RuntimeError("the process group was destroyed; call torch.distributed.init_process_group() again")
     own = store.clone()
     if _without_prefixes(own) is not _without_prefixes(store):  # a HashStore is its own clone
         own.set_timeout(timedelta(seconds=CALL_LIMIT))

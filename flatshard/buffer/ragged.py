@@ -83,7 +83,7 @@ class RaggedShard(Shard):
         return (curr_local_size, 0) if self.rows is None else (self.rows[1], self.rows[0])
 
     def _split_tensor(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(_refusal("distributing a tensor by a ragged placement"))
+        raise NotImplementedError(_refusal("distribute_tensor"))
 
 
 class RaggedDTensor(DTensor):
@@ -248,7 +248,7 @@ def _require_same_rows(func: Any, args: Any, kwargs: Any) -> None:
         tensors = [value for value in place if isinstance(value, torch.Tensor)]
         if not are_cut_alike(tensors):
             first = next((tensor for tensor in tensors if isinstance(tensor, RaggedDTensor)), None)
-            raise NotImplementedError(_refusal(f"{func} of tensors that are cut differently", first))
+            raise NotImplementedError(_refusal(f"{func} of tensors that are sharded differently", first))
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> DTensor:
@@ -277,10 +277,10 @@ owner: Callable[[torch.Tensor], str | None] | None = None  # tells whose a tenso
 
 def _refusal(what: str, tensor: torch.Tensor | None = None) -> str:
     whose = None if owner is None or tensor is None else owner(tensor)
-    remedy = "take full_tensor() first, or shard with layout='tensor'"
+    remedy = "call full_tensor() first, or shard with layout='tensor'"
     if whose is not None:
-        remedy = f"this is {whose}: do it within `with flatshard.gathered(module):` of that unit's module, {remedy}"
-    return f"{what}: not defined for a ragged shard, whose rows are not those of torch.chunk; {remedy}"
+        remedy = f"use `with flatshard.gathered(module):`, {remedy}"
+    return f"{what}: not supported for {whose or 'a DTensor'}, whose shards are not those of torch.chunk; {remedy}"
 
 
 # Reductions: each rank reduces its rows, then the ranks of every sharded axis reduce the results.

@@ -67,7 +67,7 @@ class AdamW8bit(Optimizer):
             if not isinstance(value, torch.Tensor) and _arguments.real(name, value) < 0:
                 raise ValueError(f"{name}={value!r}: must not be negative")
         if len(betas) != 2 or not all(0 <= _arguments.real("betas", beta) < 1 for beta in betas):
-            raise ValueError(f"betas={betas!r}: must be two numbers from 0 to less than 1")
+            raise ValueError(f"betas={betas!r}: must be two numbers, each at least 0 and less than 1")
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -129,8 +129,8 @@ def _require_rows(parameter: torch.Tensor) -> None:
         dims = {getattr(p, "dim", 0) for p in parameter.placements if not isinstance(p, Replicate)}
         if dims - {0}:
             raise ValueError(
-                f"AdamW8bit: a parameter of shape {tuple(parameter.shape)} is cut on dim {max(dims)}, through blocks "
-                "that share a scale; step it whole (fully_shard_optimizer(..., whole=True)), or shard rows"
+                f"AdamW8bit: a parameter of shape {tuple(parameter.shape)} is sharded on dim {max(dims)}, which splits "
+                "the blocks that share a scale; shard it on dim 0, or call fully_shard_optimizer with whole=True"
             )
 
 

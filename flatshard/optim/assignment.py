@@ -100,7 +100,7 @@ def matrices_of(shape: Shape, split: Split, unbind: bool) -> list[Matrix]:
         return made
     if not shape:
         if split is not None:
-            raise ValueError("a parameter without dims has no rows to split")
+            raise ValueError("a 0-dim parameter has no rows to split")
         return [Matrix("", Box((), ()), ())]
     counts = _rows(shape[0], split)
     found, first = [], 0

@@ -65,8 +65,8 @@ def clip_grad_norm_(
     listed = _listed(parameters)
     if any(group is not None and group.gradients.on_final is not None for group in map(group_of, listed)):
         raise RuntimeError(
-            "the backward has stepped these parameters (fully_shard_optimizer with in_backward=True): there is nothing "
-            "left to clip; leave one of the two out"
+            "clip_grad_norm_ cannot be used with fully_shard_optimizer(..., in_backward=True): the backward has "
+            "already stepped these parameters and freed their gradients; leave one of the two out"
         )
     join_reduces()
     places = _gradients(listed)
@@ -75,8 +75,8 @@ def clip_grad_norm_(
     total = _total_norm(places, norm_type, any(parameter.dtype == torch.float64 for parameter in listed), stages)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
-            f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped by it; "
-            "find_nonfinite(model) names the parameters, error_if_nonfinite=False goes on"
+            f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped; "
+            "find_nonfinite(model) names the parameters, and error_if_nonfinite=False clips without this error"
         )
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for held in places.values():
@@ -95,7 +95,7 @@ def _listed(parameters: Any) -> list[torch.Tensor]:
     listed = list({id(parameter): parameter for parameter in found}.values())
     odd = next((each for each in listed if not isinstance(each, torch.Tensor)), None)
     if odd is not None:
-        raise TypeError(f"clip_grad_norm_ takes a module or parameters, and was given a {type(odd).__name__}")
+        raise TypeError(f"clip_grad_norm_ takes a module or parameters; one of them is a {type(odd).__name__}")
     return listed
 
 

@@ -32,12 +32,14 @@ class CombinedOptimizer(Optimizer):
         odd = next((each for each in listed if not isinstance(each, Optimizer)), None)
         if odd is not None or not listed:
             raise TypeError(
-                f"CombinedOptimizer takes optimizers, one or more; found {'none' if odd is None else repr(odd)}"
+                f"CombinedOptimizer takes one or more optimizers, not {'none' if odd is None else repr(odd)}"
             )
         taken: set[int] = set()
         for parameter in (p for each in listed for group in each.param_groups for p in group["params"]):
             if id(parameter) in taken:
-                raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is in two of the optimizers")
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} is in two of the optimizers; give it to one"
+                )
             taken.add(id(parameter))
         # What `Optimizer.__init__` would make of its own groups is theirs here; this makes the rest. Schedulers look
         # into ``defaults`` for what all groups have.
@@ -64,7 +66,7 @@ class CombinedOptimizer(Optimizer):
             each.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise ValueError("say which optimizer is to have the parameters: call add_param_group on that one")
+        raise ValueError("CombinedOptimizer has no add_param_group: call it on one of its `optimizers`")
 
     def state_dict(self) -> dict[str, Any]:
         joined: dict[str, Any] = {"state": {}, "param_groups": []}
@@ -80,7 +82,8 @@ class CombinedOptimizer(Optimizer):
         groups, count = state_dict["param_groups"], len(self.param_groups)
         if len(groups) != count:
             raise ValueError(
-                f"the state has {len(groups)} parameter groups; these optimizers have {count}: make them as they were"
+                f"the state dict has {len(groups)} parameter groups and these optimizers have {count}: build them as "
+                "they were when it was saved"
             )
         for each, theirs in self._shares(groups):
             numbers = {n for group in theirs for n in group["params"]}

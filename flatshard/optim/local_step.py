@@ -50,13 +50,13 @@ class LocalStep:
         """Run the step of the optimizer's class on the flat parameters that no backward has stepped."""
         if self.early is not None and hasattr(optimizer, "found_inf"):
             raise RuntimeError(
-                "a GradScaler came to this optimizer, whose parameters backwards step before gradients are unscaled "
-                "(fully_shard_optimizer with in_backward=True); leave one of the two out"
+                "GradScaler cannot be used with fully_shard_optimizer(..., in_backward=True), because the backward "
+                "steps parameters before gradients are unscaled; leave one of the two out"
             )
         if self._again is not None:
             raise RuntimeError(
-                f"parameter '{self._again}' had more gradients after a backward had stepped it: with in_backward=True "
-                "there is one backward per step; mark micro-batches by flatshard.microbatch"
+                f"parameter '{self._again}' got another gradient after a backward had stepped it: in_backward=True "
+                "needs one backward per step; mark micro-batches with flatshard.microbatch"
             )
         stepped, self._stepped = self._stepped, set()
         if not self._is_prepared(optimizer, stepped):
@@ -280,6 +280,6 @@ def refuse_replaced(optimizer: Optimizer) -> None:
             if sharded:
                 when, event = "before another parameter was assigned in its place", "that"
             raise RuntimeError(
-                f"parameter group {number} of this {type(optimizer).__name__} holds {known} as it was {when}; a step "
-                f"on it would not train the model. Build the optimizer after {event}, on model.parameters()"
+                f"parameter group {number} of this {type(optimizer).__name__} holds {known} as it was {when}, so a "
+                f"step would not train the model. Build the optimizer after {event}, on model.parameters()"
             )

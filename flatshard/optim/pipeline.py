@@ -23,7 +23,7 @@ def sum_shared_gradients(parameters: nn.Parameter | Iterable[nn.Parameter], stag
     that begin equal then stay equal. A missing gradient counts as zero.
     """
     if not isinstance(stages, DeviceMesh) or stages.ndim != 1:
-        raise ValueError(f"stages={stages!r}: must be a mesh of one axis, along which the stages of a pipeline are")
+        raise ValueError(f"stages={stages!r}: must be a DeviceMesh of one axis, the stages of the pipeline")
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     for each in listed:
         if not isinstance(each, torch.Tensor):

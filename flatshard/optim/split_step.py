@@ -49,9 +49,9 @@ class SplitStep:
             odd = next((k for k in {**before, **group} if k not in both or not _same(before[k], group[k])), None)
             if odd is not None:
                 raise RuntimeError(
-                    f"{type(self._optimizer).__name__} has other values of '{odd}' in its parameter group after some "
-                    "matrices than after others: it adds up over all parameters, which no rank has; "
-                    "use another optimizer"
+                    f"{type(self._optimizer).__name__} changes '{odd}' of its parameter group differently for "
+                    "different matrices: it accumulates over all parameters, and no rank has all of them; use another "
+                    "optimizer"
                 )
 
     def close(self) -> None:

@@ -47,14 +47,13 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 # compute something else without saying so.
 _WHOLE = {
     **dict.fromkeys(("Adafactor", "CAME"), "factors second moments over rows and columns"),
-    **dict.fromkeys(("Muon", "Shampoo", "DistributedShampoo", "SOAP"), "works on whole matrices"),
+    **dict.fromkeys(("Muon", "Shampoo", "DistributedShampoo", "SOAP"), "needs whole matrices"),
     **dict.fromkeys(("LAMB", "Lamb", "LARS", "Lars", "NovoGrad"), "scales by norms of whole parameters"),
 }
 _REMEDIES = {
-    "all": "which a rank has only parts of; give whole=True, which lets it have the whole, or use an elementwise "
+    "all": "but a rank has only shards; give whole=True, or use an elementwise optimizer such as AdamW",
+    "rest": "but of the parameters that `whole` leaves out a rank has only shards; give those to an elementwise "
     "optimizer such as AdamW",
-    "rest": "and `whole` leaves it parameters of which a rank has only parts; let it have those that are whole, and an "
-    "elementwise optimizer such as AdamW the others",
 }
 _OVER_ALL = {"Prodigy", "DAdaptAdam", "DAdaptSGD"}
 _CHECKED = "_flatshard_checked"
@@ -109,14 +108,14 @@ def fully_shard_optimizer(
     precision_aware = _arguments.flag("precision_aware", precision_aware)
     if _arguments.flag("in_backward", in_backward) and (whole is not False or type(optimizer) not in ELEMENTWISE):
         raise ValueError(
-            f"in_backward=True: is for torch's elementwise optimizers on shards, not for {type(optimizer).__name__}"
+            f"in_backward=True supports torch's elementwise optimizers on shards, not {type(optimizer).__name__}"
             f"{'' if whole is False else ' on whole parameters'}; leave it out"
         )
     options = _whole_options(whole, split, cost, owners, bucket_bytes)
     if LOCAL in optimizer.__dict__:
         if isinstance(optimizer.__dict__[LOCAL], WholeStep) != (options is not None):
             raise ValueError(
-                "fully_shard_optimizer was called on this optimizer before, with another `whole`; call it on a new one"
+                "fully_shard_optimizer was called on this optimizer before, with another `whole`; build a new optimizer"
             )
         known = optimizer.__dict__[LOCAL]
         (known.local if isinstance(known, WholeStep) else known).uncast = precision_aware
@@ -168,7 +167,7 @@ def whole_optimizer(
     side.model = weakref.ref(model)
     named = [(n, p, 0) for n, p in model.named_parameters() if p.requires_grad and options.wants(n, p)]
     if not named:
-        raise ValueError("whole_optimizer: no parameter of the model is to be whole")
+        raise ValueError("whole_optimizer: `whole` selects no parameter of the model that requires gradients")
     optimizer = factory([each.tensor for each in side.add(named)])
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"the factory must return a torch.optim.Optimizer, not {type(optimizer).__name__}")
@@ -179,13 +178,13 @@ def whole_optimizer(
 
 def _whole_options(whole: Any, split: Any, cost: Any, owners: Any, bucket_bytes: Any) -> WholeOptions | None:
     if not isinstance(whole, bool) and not callable(whole):
-        raise TypeError(f"whole={whole!r}: must be True, False, or a function of a name and a parameter")
+        raise TypeError(f"whole={whole!r}: must be a bool, or a function of a name and a parameter")
     if whole is False:
         if split is not None:
-            raise ValueError("split is for whole parameters; say which those are with `whole`")
+            raise ValueError("split applies to whole parameters only; select them with `whole`")
         return None
     if split is not None and not callable(split) and not isinstance(split, Mapping):
-        raise TypeError(f"split={split!r}: must be a dict of patterns of names, or a function of name and parameter")
+        raise TypeError(f"split={split!r}: must be a dict by name pattern, or a function of a name and a parameter")
     if not callable(cost):
         raise TypeError(f"cost={cost!r}: must be a function of the shape of a matrix")
     if owners not in ("shards", "all"):
@@ -198,8 +197,8 @@ def _install(optimizer: Opt, side: LocalStep | WholeStep) -> Opt:
     scheduled = _torch.take_scheduler_patch(optimizer)
     if "step" in optimizer.__dict__:
         raise ValueError(
-            f"`step` of this {type(optimizer).__name__} has been replaced on the instance, which would go past the "
-            "local step; call fully_shard_optimizer first and replace it then"
+            f"`step` of this {type(optimizer).__name__} was replaced on the instance, which would hide the step of "
+            "fully_shard_optimizer; call fully_shard_optimizer before you replace `step`"
         )
     state = optimizer.__dict__["state"]
     if isinstance(side, WholeStep):
@@ -225,16 +224,16 @@ def _refuse(optimizer: Optimizer, on_shards: Literal["all", "rest", "none"]) -> 
             "use an elementwise optimizer such as AdamW"
         )
     if "SparseAdam" in names:
-        raise ValueError(f"{name} takes sparse gradients; those of sharded parameters are dense: use Adam")
+        raise ValueError(f"{name} needs sparse gradients, and those of sharded parameters are dense; use Adam")
     if on_shards != "none":
         _refuse_foreign_blocks(optimizer)
     for found in names:
         if found in _OVER_ALL:
-            raise ValueError(f"{name} sums over all parameters, which no rank has; use another optimizer")
+            raise ValueError(f"{name} sums over all parameters, and no rank has all of them; use another optimizer")
         if found in _WHOLE and on_shards != "none":
             raise ValueError(f"{name} {_WHOLE[found]}, {_REMEDIES[on_shards]}")
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ValueError(f"{name}(differentiable=True): sharded main weights have no graph; leave it out")
+        raise ValueError(f"{name}(differentiable=True) is not supported for sharded parameters; leave it out")
 
 
 # Class
@@ -277,7 +276,8 @@ def _local(optimizer: Optimizer) -> LocalStep | WholeStep:
     if LOCAL not in optimizer.__dict__:  # a copy: it has its parameters and its state, not the rest
         if "__setstate__" in type(optimizer).__dict__:
             raise RuntimeError(
-                "this is a copy of an optimizer of whole matrices; call fully_shard_optimizer on a new one"
+                "a copy of an optimizer with whole=True cannot be used; build an optimizer and call "
+                "fully_shard_optimizer"
             )
         optimizer.__dict__[LOCAL] = LocalStep(type(optimizer).__mro__[1] in ELEMENTWISE, False)
     found = optimizer.__dict__[LOCAL]
@@ -295,8 +295,8 @@ def _state_dict(self: Optimizer) -> Any:
     """As `Optimizer.state_dict`; all ranks call it. Tensors of whole parameters are DTensors that their owners hold."""
     if not _torch.SUBCLASSES_DISPATCH and any(each.owner_group.size > 1 for each in _whole(self).matrices):
         raise NotImplementedError(
-            f"state_dict of whole matrices needs torch 2.13 or newer; this is {torch.__version__}. "
-            "flatshard.checkpoint.save takes the optimizer itself"
+            f"state_dict of whole matrices needs torch 2.13 or newer; this is {torch.__version__}. Pass the optimizer "
+            "itself to flatshard.checkpoint.save"
         )
     side = _whole(self)
     with side.with_state(side.saved_state(self)):
@@ -377,8 +377,8 @@ def _refuse_foreign_blocks(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     if "8bit" in name and any(cls.__module__.startswith("bitsandbytes.") for cls in type(optimizer).__mro__):
         raise ValueError(
-            f"{name} of bitsandbytes has scales for blocks of what a rank holds, which no checkpoint could put "
-            "together; use flatshard.optim.AdamW8bit, or let it have whole parameters (whole=True)"
+            f"{name} of bitsandbytes scales blocks of a rank's shard, so its state cannot be saved for another number "
+            "of ranks; use flatshard.optim.AdamW8bit, or fully_shard_optimizer with whole=True"
         )
 
 
@@ -394,8 +394,8 @@ def _refuse_parts(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> N
     ]
     if matrices and (found != "Muon" or any(cut_axes(p) for p in matrices)):  # one rank alone has whole ones
         raise ValueError(
-            f"{names[0]} {_WHOLE[found]}, and these matrices are sharded: step each as a whole, on one rank, by "
-            "fully_shard_optimizer(optimizer, whole=True), or use an elementwise optimizer such as AdamW"
+            f"{names[0]} {_WHOLE[found]}, but these are sharded: call fully_shard_optimizer(optimizer, whole=True), "
+            "which steps each on one rank, or use an elementwise optimizer such as AdamW"
         )
 
 
@@ -480,7 +480,7 @@ def repoint(optimizer: Optimizer) -> None:
                 continue
             sharded = successor_of(original)
             if sharded is None:
-                raise RuntimeError("the model that this optimizer was built for has been deleted; build another")
+                raise RuntimeError("the model of this optimizer was deleted; build an optimizer for the new model")
             group["params"][place] = sharded
             state = optimizer.state.pop(original, None)
             if state is None:

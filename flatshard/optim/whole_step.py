@@ -37,7 +37,7 @@ from flatshard.optim.matrices import Bucket, MatrixParam, in_buckets
 from flatshard.optim.owner_state import LABEL, entries_of, join_entries, state_of_owner, state_on_all_ranks
 from flatshard.optim.split_step import SplitStep
 
-CAPTURED = "a step on whole matrices cannot be captured; leave the optimizer's step outside"
+CAPTURED = "an optimizer step with whole=True cannot be captured; call optimizer.step() outside of the captured step"
 
 
 class WholeStep:
@@ -131,7 +131,7 @@ class WholeStep:
             group.pop("param_names", None)
         if left:
             name = next(iter(left.values())).name
-            raise ValueError(f"the factory has left out '{name}'; say with `whole` which parameters are to be whole")
+            raise ValueError(f"the optimizer of `factory` does not have '{name}'; leave it out of `whole`")
         made = optimizer.__dict__["state"]
         for each in self.matrices:
             state = made.pop(each.tensor, None)  # some optimizers make it at once
@@ -180,8 +180,8 @@ class WholeStep:
             before, now = self._listed.get(each.parameter), listed.get(each.parameter)
             if before != now and each.number != before:
                 raise RuntimeError(
-                    f"'{each.name}' is of another parameter group than other parts of its parameter, and groups have "
-                    "been changed since; build a new optimizer"
+                    f"'{each.name}' is in another parameter group than other parts of its parameter, and the groups "
+                    "were changed since; build a new optimizer"
                 )
             each.number = now if each.number == before else each.number
         self._listed, self._generation = listed, -1
@@ -220,7 +220,7 @@ class WholeStep:
         for batch in self.batches[self._compared :]:
             for owner_group in dict.fromkeys(each.owner_group for each in batch):
                 here = [each for each in batch if each.owner_group is owner_group]
-                what, then = "other matrices to step", "build the optimizer alike on all of them"
+                what, then = "different matrices to step", "build the same optimizer on all ranks"
                 lines = [f"{e.name} {e.matrix.shape} {e.dtypes}, owned by number {e.owner}" for e in here]
                 if after:
                     numbers = sorted({each.number for each in here if each.number is not None})
@@ -230,8 +230,8 @@ class WholeStep:
                         for key, value in sorted(optimizer.param_groups[number].items())
                         if isinstance(value, (int, float, str))
                     ]
-                    what = "other options after a step"
-                    then += "; one that adds up over all parameters cannot be used"
+                    what = "different options after a step"
+                    then += "; an optimizer that accumulates over all parameters cannot be used"
                 self._agree(owner_group, lines, what, then)
         self._compared = len(self.batches) if after else self._compared
 
@@ -244,8 +244,8 @@ class WholeStep:
             pairs = zip_longest(told[0], told[odd], fillvalue="nothing")
             one, other = next((pair for pair in pairs if pair[0] != pair[1]), ("other options", "others"))
             raise RuntimeError(
-                f"ranks have {what}: of those that share matrices the first has {one}, and number {odd} has {other}; "
-                f"{then}"
+                f"ranks have {what}: of the ranks that share matrices, number 0 has {one} and number {odd} has "
+                f"{other}; {then}"
             )
 
     # Step
@@ -427,8 +427,8 @@ class WholeStep:
             label = LABEL.search(str(key))
             if (label is not None or labels != [""]) and (label is None or label.group() not in labels):
                 raise ValueError(
-                    f"'{key}' is of a parameter that was split in another way; its parts in this optimizer: "
-                    f"{', '.join(labels[:4]) or 'one'}{', ...' if len(labels) > 4 else ''}"
+                    f"'{key}' is state of a parameter that was saved with another `split`; its parts in this "
+                    f"optimizer: {', '.join(labels[:4]) or 'one'}{', ...' if len(labels) > 4 else ''}"
                 )
 
     def has(self, parameter: torch.Tensor) -> bool:

@@ -106,7 +106,7 @@ class Alarm:
                 record.keep_in(folder, group.rank)
         except OSError as error:
             remedy = "set FLATSHARD_RECORD to a folder that can be written to"
-            warnings.warn(f"the flight record is in memory only: {error}; {remedy}", stacklevel=3)
+            warnings.warn(f"the flight record could not be written to a file: {error}; {remedy}", stacklevel=3)
 
     def _group_is_gone(self, of: weakref.ref[Any]) -> None:
         """The process group was destroyed. If an error was the reason, notify the other ranks."""
@@ -183,7 +183,7 @@ class Alarm:
                 _log.error("flatshard: %s", self.verdict.reason)
         path = record.dump() if record.number else None
         if path is not None:
-            _log.error("%s\nflatshard: written to %s", record.last_entries(), path)
+            _log.error("%s\nflatshard: the flight record was written to %s", record.last_entries(), path)
 
     def _explain_lost_peer(self, error: BaseException) -> None:
         """A call of torch has raised because of another rank: find out why, for the last message of this rank."""
@@ -205,7 +205,7 @@ class Alarm:
             time.sleep(0.05)  # a rank that has ended says why, or its connection closes
         if self.verdict.reason is None and not is_distributed:
             return
-        self.verdict.add("NCCL reports an error, which torch has logged above")
+        self.verdict.add("NCCL reported an error, which torch has logged above")
         self.verdict.resume_grace()
         while True:
             time.sleep(60)  # the main thread ends the process, or the watch does

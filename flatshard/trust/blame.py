@@ -18,7 +18,7 @@ def read_records(folder: Path) -> dict[int, ReadRecord]:
         try:
             record = _read(path)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{path} is no flight record: {error}") from error
+            raise ValueError(f"{path} is not a flight record: {error}") from error
         found[record.rank] = record
     if not found:
         raise ValueError(f"no flight records (rank-*.ring, rank-*.json) in {folder}")
@@ -34,7 +34,7 @@ def _read(path: Path) -> ReadRecord:
         record = decoded(path.read_bytes())
     rank, world = record.header["rank"], record.header.get("world", 1)
     if type(rank) is not int or type(world) is not int or not 0 <= rank < world <= MOST_RANKS:
-        raise ValueError(f"it is of rank {rank!r} of {world!r}")
+        raise ValueError(f"rank {rank!r} of {world!r} ranks is not possible")
     return ReadRecord(record.header, [entry for entry in record.entries if _is_sound(entry)])
 
 
@@ -50,7 +50,7 @@ def blame(records: dict[int, ReadRecord]) -> str:
     said = [f"Records of {len(records)} of {world} ranks."]
     absent = sorted(set(range(world)) - set(records))
     if absent:
-        said.append(f"None of rank {ranges(absent)}: it ended without an error, or kept its record elsewhere.")
+        said.append(f"No record of rank {ranges(absent)}: it ended without an error, or its record is elsewhere.")
     for rank, record in sorted(records.items()):
         if "error" in record.header and not str(record.header["error"]).startswith("PeerError"):
             last = f" after {record.entries[-1]}" if record.entries else ""
@@ -62,13 +62,13 @@ def blame(records: dict[int, ReadRecord]) -> str:
     if differences:
         said += [text for _, text in sorted(differences)][:2]
     elif len(said) == 1:
-        said.append("In every group all ranks have launched the same, as far as the records go back.")
+        said.append("In every group all ranks launched the same collectives, as far as the records go back.")
     pending = Counter(str(e) for r in records.values() for e in r.entries if not e.ended and "looked" in r.header)
     if not differences and pending:
         text, count = pending.most_common(1)[0]
         # A rank without a record may not have launched it.
-        remedy = "" if absent else ": look at the network"
-        said.append(f"{count} ranks have launched {text}, and it has not ended{remedy}.")
+        remedy = "" if absent else ": check the network"
+        said.append(f"{count} ranks launched {text}, which has not ended{remedy}.")
     return " ".join(said)
 
 

@@ -264,7 +264,7 @@ record = FlightRecord()  # the one of this process
 def decoded(data: bytes) -> ReadRecord:
     """The contents of a ring buffer's file. ValueError if it is none."""
     if len(data) != _SIZE:
-        raise ValueError(f"a flight record has {_SIZE} bytes; this has {len(data)}")
+        raise ValueError(f"it has {len(data)} bytes instead of {_SIZE}")
     text = data[:_HEADER].rstrip(b"\0")
     header = json.loads(text) if text else {"rank": 0, "world": 1}
     places = range(_HEADER + _GROUPS, _SIZE, _ENTRY.size)

@@ -53,7 +53,7 @@ class Verdict:
     def add_lost(self, rank: int) -> None:
         """A process has ended without a goodbye."""
         self._lost = rank if self.reason is None else self._lost
-        self.add(f"rank {rank} has ended without a word: it was killed, or has crashed", is_failure=False)
+        self.add(f"rank {rank} ended without a message: it was killed or crashed", is_failure=False)
 
     def pause_grace(self) -> None:
         """Let this rank run without a time limit: its process group is gone, and the user decides what follows."""

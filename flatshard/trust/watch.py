@@ -84,7 +84,7 @@ class Survey:
         if left:
             said.append(f"rank {_listed(sorted(left))} has ended")
         if silent:
-            said.append(f"no answer from rank {_listed(silent)}: stopped, or cut off")
+            said.append(f"no answer from rank {_listed(silent)}: it is stopped or cannot be reached")
         text = "; ".join(said)
         return text[:1].upper() + text[1:]
 
@@ -118,7 +118,9 @@ class Watch:
                 self._links = Links(store, self.group.rank, self.group.world, self._loop.selector, self._hear)
                 self._links.open()
             except (OSError, RuntimeError) as error:
-                _log.warning("flatshard: ranks cannot tell each other what ends them, but by time-outs: %s", error)
+                _log.warning(
+                    "flatshard: ranks could not be connected; a failed rank shows only by time-outs: %s", error
+                )
 
         self._do(connect)
 
@@ -188,7 +190,7 @@ class Watch:
                 self.group.store(self._name).compare_set("raised", "", f"{self.group.rank} {text}")
             except RuntimeError as error:
                 # The process is ending already, and its own error is what its user must see.
-                _log.error("flatshard: the other ranks could not be told: %s", one_line(error))
+                _log.error("flatshard: could not notify the other ranks: %s", one_line(error))
 
         self._do(send, wait=GRACE)
 

@@ -195,7 +195,7 @@ def dtensors_are_canonical(rank, world, device):
     torch.testing.assert_close(ragged.sum(), pair[1].sum())
     with pytest.raises(NotImplementedError, match="layout='tensor'"):
         ragged @ ragged.t()
-    with pytest.raises(NotImplementedError, match="cut differently"):
+    with pytest.raises(NotImplementedError, match="sharded differently"):
         ragged + as_dtensor(packed, 0)
     with pytest.raises(NotImplementedError, match="into a plain tensor"):
         pair[1].copy_(ragged)

@@ -255,7 +255,7 @@ def _tied_blocks(rank, world, layout):
         model.blocks[0].up.weight = model.blocks[1].up.weight
         model.blocks[2].norm.bias = model.blocks[2].norm.weight
     if layout == "flat":
-        with pytest.raises(ValueError, match=r"was replaced by '.*', which is sharded otherwise"):
+        with pytest.raises(ValueError, match=r"was replaced by '.*', which is sharded differently"):
             models[0](torch.zeros(1, 4, dtype=torch.long))
         return
     optimizers = [OPTIMIZERS[kind](model.parameters()) for kind, model in zip(("local", "sgd"), models)]
@@ -371,7 +371,7 @@ def _called(rank, world):
     models = [sharded(world, KIND), make_net()]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     held, tokens = list(models[0].parameters()), next(batches(1, ROWS))
-    with pytest.raises(ValueError, match=r"'norm\.weight' was replaced by a tensor that is no nn\.Parameter"):
+    with pytest.raises(ValueError, match=r"'norm\.weight' was replaced by a tensor that is not an nn\.Parameter"):
         torch.func.functional_call(models[0], {n: p.detach() * 2 for n, p in models[0].named_parameters()}, (tokens,))
     assert all(new is old for new, old in zip(models[0].parameters(), held))
     backward(models, rank, world, tokens)

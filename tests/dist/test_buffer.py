@@ -69,10 +69,10 @@ def _refusals(rank, world):
         "placements": lambda: buffer.redistribute([Replicate()], out=buffer),
         "planned for it": lambda: buffer.redistribute([Whole()]),
         "1 axes": lambda: buffer.redistribute([Flat(), Flat()]),
-        "its own input": lambda: partial.redistribute([Flat()], out=shared),
+        "shares storage with the input": lambda: partial.redistribute([Flat()], out=shared),
         "not a gather": lambda: buffer.gather_in_place([Partial()], lane=lane),
-        "do not fit": lambda: DBuffer.distribute([torch.ones(2, 2)], planned, mesh, [Flat()]),
-        "hold": lambda: DBuffer(planned, mesh, [Flat()], torch.ones(3)),
+        "was planned for": lambda: DBuffer.distribute([torch.ones(2, 2)], planned, mesh, [Flat()]),
+        "need (": lambda: DBuffer(planned, mesh, [Flat()], torch.ones(3)),
         "other shapes": lambda: buffer.redistribute([Whole()], layout=other),
     }
     said = {}

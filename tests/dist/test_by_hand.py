@@ -128,7 +128,7 @@ def _precision(rank, world, strategy):
     loss_of(model, tokens).backward()
     with pytest.raises(RuntimeError, match="zero_grad"):
         model.set_mp_policy(MixedPrecisionPolicy(grad_dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match="keep it"):
+    with pytest.raises(ValueError, match="give main_dtype to fully_shard"):
         model.set_mp_policy(MixedPrecisionPolicy(main_dtype=torch.bfloat16))
     model.zero_grad()
     model.set_mp_policy(MixedPrecisionPolicy(grad_dtype=torch.bfloat16))

@@ -100,7 +100,7 @@ def _frozen(rank, world, case, own_unit):
     assert held == sum(p.numel() for p in make().parameters() if p.requires_grad)
     # Unfrozen later, its gradients would stay each rank's own: that is refused.
     model.encoder[0].weight.requires_grad_(True)
-    with pytest.raises(RuntimeError, match=r"0\.weight' was marked with no_shard while it was frozen"):
+    with pytest.raises(RuntimeError, match=r"0\.weight' was frozen and marked with no_shard"):
         model(torch.ones(2, DIM)).sum().backward()
     model.encoder.requires_grad_(False)
     model.zero_grad()

@@ -135,7 +135,7 @@ def _part(rank, world):
     model.zero_grad()
     held = list(model.parameters())
     model.norm.double()
-    message = r"'norm\.weight' torch\.float64.*'output\.weight' torch\.float32.*as before; change all of them"
+    message = r"'norm\.weight' torch\.float64.*'output\.weight' torch\.float32.*unchanged; change all of them"
     with pytest.raises(ValueError, match=message):
         model(tokens_of(0))
     assert all(new is old for new, old in zip(model.parameters(), held))

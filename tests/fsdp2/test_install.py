@@ -119,7 +119,7 @@ def _meta(rank, world):
     model(torch.ones(2, 4)).sum().backward()
     with torch.device("meta"):
         own = nn.Linear(4, 4)
-    with pytest.warns(UserWarning, match="first use initialises"):
+    with pytest.warns(UserWarning, match="first forward initialises"):
         flatshard.fully_shard(own)(torch.ones(2, 4))
 
 

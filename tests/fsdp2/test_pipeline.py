@@ -216,7 +216,7 @@ def _split(rank, world):
     x = torch.randn(3, DIM, requires_grad=True)
     stage(x).sum().backward()  # an ordinary backward is none of that
     loss = stage(x).sum()
-    with pytest.raises(RuntimeError, match=r"unit '0' was released after its forward.*reshard_after_forward=False"):
+    with pytest.raises(RuntimeError, match=r"unit '0' was resharded after its forward.*reshard_after_forward=False"):
         torch.autograd.grad(loss, x)
 
 

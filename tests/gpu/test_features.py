@@ -153,7 +153,7 @@ def _away(rank, world):
         )
         moving.cpu()
         assert {p.to_local().device.type for p in moving.parameters()} == {"cpu"}
-        with pytest.raises(RuntimeError, match="move it back to cuda"):
+        with pytest.raises(RuntimeError, match="move the model back to cuda"):
             moving(next(batches(1, ROWS))[:, :-1].cuda())
         moving.cuda()
     return rounds

@@ -100,7 +100,7 @@ SHARDING = {
             "shard_placement_fn: a dim that flat has not",
             _sharded(shard_placement_fn=lambda p: Shard(p.dim() - 1), layout="flat"),
             ValueError,
-            "needs layout='tensor'",
+            "cannot be sharded on dim 1 with layout='flat'",
         ),
         Case("shard_placement_fn: raises", _sharded(shard_placement_fn=lambda p: 1 / 0), ZeroDivisionError),
         Case("mp_policy: a dtype", _sharded(mp_policy=torch.bfloat16), TypeError, "mp_policy=torch.bfloat16"),
@@ -244,7 +244,7 @@ SHARDING = {
         Case("init_fn: no function", lambda b: flatshard.materialize(b.plain, 3), TypeError, "init_fn=3"),
         Case("seed: text", lambda b: flatshard.materialize(b.plain, seed="x"), TypeError, "seed='x'"),
         Case("nothing to do", lambda b: flatshard.materialize(b.model), None),
-        Case("no way to", lambda b: flatshard.materialize(_meta()), ValueError, "no way to initialise.*init_fn"),
+        Case("no way to", lambda b: flatshard.materialize(_meta()), ValueError, "cannot initialise.*init_fn"),
     ],
     "gathered": [
         Case("no module", lambda b: _entered(flatshard.gathered("model")), TypeError, "not str"),
@@ -720,7 +720,7 @@ OPTIMIZERS = {
             RuntimeError,
             "Build the optimizer after fully_shard",
         ),
-        Case("a step that was replaced", _patched, ValueError, "call fully_shard_optimizer first"),
+        Case("a step that was replaced", _patched, ValueError, "call fully_shard_optimizer before"),
         Case(
             "precision_aware: text",
             lambda b: flatshard.fully_shard_optimizer(b.optimizer, precision_aware="no"),
@@ -737,7 +737,7 @@ OPTIMIZERS = {
             "split without whole",
             lambda b: flatshard.fully_shard_optimizer(b.optimizer, split={"*": 2}),
             ValueError,
-            "split is for whole",
+            "split applies to whole",
         ),
         Case(
             "split: a number",
@@ -776,7 +776,7 @@ OPTIMIZERS = {
             "a factory that leaves out some",
             lambda b: flatshard.whole_optimizer(lambda matrices: torch.optim.Muon(matrices[:1]), b.model),
             ValueError,
-            "has left out",
+            "does not have",
         ),
         Case(
             "whole: no function",
@@ -825,7 +825,7 @@ OPTIMIZERS = {
             "stages: no mesh",
             lambda b: flatshard.sum_shared_gradients(list(b.model.parameters()), None),
             ValueError,
-            "stages=None: must be a mesh of one axis",
+            "stages=None: must be a DeviceMesh of one axis",
         ),
         Case(
             "names for parameters",

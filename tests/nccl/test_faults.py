@@ -130,7 +130,7 @@ def test_a_rank_that_raises_ends_the_others(jobs, what):
 def test_a_rank_that_is_killed_ends_the_others(jobs, what):
     job = jobs[what]
     _check_ended(job, job.time_of("misbehaves", 1), _SOON)
-    assert "rank 1 has ended without a word" in _last_words(job)
+    assert "rank 1 ended without a message" in _last_words(job)
     assert "step 10" in _last_words(job)
     assert "rank 1 launched nothing more in this group" in blame(read_records(job.folder))
 

@@ -127,7 +127,9 @@ def _values(rank, world):
         kept = [p.detach().clone() for p in first.parameters()]
     told = [_told(shard(model(), mesh=mesh), rows(0)), _told(first, rows(0))]
     told.append(_told(shard(model(), values="own"), rows(0)))
-    with pytest.warns(UserWarning, match="a mixture now. Parameter 'output.weight' was sharded with other values"):
+    with pytest.warns(
+        UserWarning, match="training mixes their values. Parameter 'output.weight' was sharded with other values"
+    ):
         told.append(_told(shard(model(), values="warn"), rows(0)))
     loaded = shard(model(), offload_policy=CPUOffloadPolicy())
     with torch.no_grad():

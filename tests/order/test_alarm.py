@@ -175,7 +175,7 @@ def test_a_rank_that_is_killed_is_named_by_the_others_and_by_the_records(ranks, 
             process.kill()
             process.join()
     said = {rank: (tmp_path / f"said-{rank}").read_text() for rank in (0, 2)}
-    assert all("PeerError: rank 1 has ended without a word" in text for text in said.values()), said
+    assert all("PeerError: rank 1 ended without a message" in text for text in said.values()), said
     told = blame(read_records(tmp_path / "records"))
     assert "In group 'gather 0-2', launch" in told
     assert "rank 0,2 launched all_gather" in told
@@ -309,7 +309,7 @@ def _recorded(tmp_path, launches):
 @pytest.mark.parametrize(
     ("launches", "said"),
     [
-        (["abc", "abc", "abc"], ["3 ranks have launched all_gather", "has not ended"]),
+        (["abc", "abc", "abc"], ["3 ranks launched all_gather", "has not ended"]),
         (
             ["abc", "ab", "abc"],
             ["rank 0,2 launched all_gather c", "rank 1 launched nothing more", "after all_gather b"],
@@ -330,7 +330,7 @@ def test_blame_of_what_is_no_record(tmp_path, capsys):
     assert "no flight records" in capsys.readouterr().err
     (tmp_path / "rank-0.ring").write_bytes(b"nothing")
     assert main(["blame", str(tmp_path)]) == 2
-    assert "is no flight record" in capsys.readouterr().err
+    assert "is not a flight record" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("ranks", [[0], [0, 1], [0, 1, 2], [1, 3, 5], [0, 1, 5], [4, 3]])
@@ -416,7 +416,7 @@ def test_a_rank_that_is_gone_ends_only_those_who_wait_for_it(own_record, ranks, 
     record, alarm = own_record
     record.append(record.group(f"gather {ranks}", 30.0), 0, "a", 8, _Launched())
     alarm._watch._hear({"lost": 1})
-    assert alarm.verdict.reason == "rank 1 has ended without a word: it was killed, or has crashed"
+    assert alarm.verdict.reason == "rank 1 ended without a message: it was killed or crashed"
     alarm.verdict._since -= 60
     with mock.patch("flatshard.trust.exits.end_stuck") as end:
         alarm._tick(1.0)

@@ -217,7 +217,7 @@ def _written(rank, world, layout):
     with contextlib.suppress(KeyError), gathered(model, write=True), torch.no_grad():
         model.norm.bias.zero_()
         raise KeyError
-    with pytest.raises(RuntimeError, match=r"body of gathered\(write=True\)"), gathered(model, write=True):
+    with pytest.raises(RuntimeError, match=r"within gathered\(write=True\)"), gathered(model, write=True):
         model(rows(rank))
     compare(weights_of(model), wanted)
     model(rows(rank)).sum().backward()

@@ -21,7 +21,7 @@ def test_empty_records_are_not_said_to_agree(tmp_path, capsys, header, said):
     assert main(["blame", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert said in printed
-    assert "have launched the same" not in printed
+    assert "launched the same" not in printed
 
 
 def test_exposed_time_is_never_negative():

@@ -126,7 +126,7 @@ def destination(full: torch.Tensor) -> tuple[Destination, int]:
     found: Destination | None = ref()
     if found is None:
         raise RuntimeError(
-            "the gradient of a sharded parameter is written that has been moved, cast or deleted since its forward; "
-            "run the backward before that"
+            "a gradient is written for a sharded parameter that has been moved, cast or deleted since its forward; run "
+            "the backward before you change the model"
         )
     return found, index

@@ -483,7 +483,7 @@ def refuse_orphan() -> None:
     """Raise for a gradient of a parameter whose group has been freed."""
     raise RuntimeError(
         "a gradient arrived for a sharded parameter that has been moved, cast or deleted since its forward; run the "
-        "backward before that"
+        "backward before you change the model"
     )
 
 

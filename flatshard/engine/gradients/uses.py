@@ -48,7 +48,7 @@ class Uses:
             if len(self._answers) > _MOST:
                 self._answers = {key: self._answers[key]}
         elif key not in self._answers:
-            raise RuntimeError("this rank uses other parameters than in the steps before; run more of them first")
+            raise RuntimeError("the captured step uses parameters that no step before it used; raise `warmup`")
         return self._answers[key]
 
 

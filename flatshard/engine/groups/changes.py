@@ -116,19 +116,19 @@ def check_change(group: ParamGroup, change: Change, awaited: bool, root: nn.Modu
     _refuse_device(group, changed.device, names)
     _refuse_change(group, awaited, names)
     if changed.is_complex() and any(param.sharded.requires_grad for param in group.params):
-        raise ValueError(f"parameter '{names[0]}' would be {changed.dtype}, which cannot be reduced; keep real numbers")
+        raise ValueError(f"parameter '{names[0]}' cannot be cast to {changed.dtype}: use a real dtype, or freeze it")
 
 
 def _refuse_change(group: ParamGroup, awaited: bool, names: Names) -> None:
     if awaited:
         raise RuntimeError(
-            f"parameter '{names[0]}' was replaced or moved between a forward and its backward, which needs it as it "
-            "was; run the backward first, or give it up with reset() on the root"
+            f"parameter '{names[0]}' was replaced or moved between a forward and its backward, which needs the old "
+            "values; run the backward first, or discard it with reset() on the root module"
         )
     if group.gradients.has_partial:
         raise RuntimeError(
             f"parameter '{names[0]}' was replaced or moved while gradients of earlier micro-batches wait to be "
-            "reduced; finish the optimizer step first, or give them up with zero_grad() on the model"
+            "reduced; finish the optimizer step first, or discard them with zero_grad() on the model"
         )
 
 
@@ -136,8 +136,8 @@ def _refuse_device(group: ParamGroup, device: torch.device, names: Names) -> Non
     """Parameters may be on the mesh's device, and in host memory while they are not used."""
     if device.type not in (group.mesh.device_type, "cpu", _torch.local_of(group.params[0].sharded).device.type):
         raise ValueError(
-            f"parameter '{names[0]}' was moved to {device}, and the mesh it is sharded over is on "
-            f"{group.mesh.device_type}; shard a model that is already there, over a mesh of that device"
+            f"parameter '{names[0]}' was moved to {device}, but its mesh is on {group.mesh.device_type}; to train on "
+            f"{device.type}, call fully_shard with a mesh of that device type"
         )
 
 
@@ -151,8 +151,8 @@ def _refuse_data(group: ParamGroup, names: Names) -> None:
         group.snapshot.accept_data(index)
     if changed:
         raise ValueError(
-            f"`.data` of parameter '{names[changed[0]]}' was replaced, which does not change the values of a DTensor; "
-            "it is as before. Write into it, as by `.data.copy_(...)`, or put another parameter into its module"
+            f"`.data` of parameter '{names[changed[0]]}' was replaced, which does not change the values of a DTensor. "
+            "The parameter is unchanged; write into it with `.data.copy_(...)`, or assign a new nn.Parameter"
         )
 
 
@@ -193,8 +193,8 @@ def given(group: ParamGroup, names: Names) -> list[nn.Parameter]:
         if first is None or not all(same):
             _restore(group)
             raise ValueError(
-                f"parameter '{names[index]}' was removed, or replaced by different values in the modules that share "
-                "it; change sharded parameters in place"
+                f"parameter '{names[index]}' was removed, or the modules that share it now have parameters with "
+                "different values; change sharded parameters in place"
             )
         result.append(first)
     return result
@@ -218,8 +218,8 @@ def _as_main(group: ParamGroup, found: Sequence[nn.Parameter], names: Names) -> 
     if len(kinds) > 1:
         listed = ", ".join(f"'{names[i]}' {part.dtype} on {part.device}" for i, part in enumerate(locals_))
         raise ValueError(
-            f"parameters that are sharded together were given different dtypes or devices: {listed}. They are as "
-            "before; change all of them, or make a unit of those that are to differ"
+            f"parameters that are sharded together were given different dtypes or devices: {listed}. They are "
+            "unchanged; change all of them alike, or call fully_shard on the submodule that is to differ"
         )
     ((dtype, device),) = kinds
     _refuse_device(group, device, names)
@@ -235,19 +235,19 @@ def _refuse_others(group: ParamGroup, found: Sequence[nn.Parameter], names: Name
     for index in foreign:
         raise ValueError(
             f"parameter '{names[index]}' was replaced by '{found[index].__dict__[OWNER][0]}', which is sharded "
-            "otherwise or belongs to another model; let modules share parameters before fully_shard"
+            "differently or belongs to another model; tie parameters before fully_shard"
         )
     for index, (parameter, param) in enumerate(zip(found, group.params)):
         if isinstance(parameter, DTensor) and not isinstance(parameter, nn.Parameter):
             raise ValueError(
-                f"parameter '{names[index]}' was replaced by a tensor that is no nn.Parameter, as by "
-                "torch.func.functional_call; a sharded model takes parameters only, and keeps them"
+                f"parameter '{names[index]}' was replaced by a tensor that is not an nn.Parameter, for example by "
+                "torch.func.functional_call; a sharded module accepts only parameters, and its own must stay"
             )
         expected = param.sharded if group.is_extended else as_dtensor(group.main, index, param.inner)
         if not isinstance(parameter, DTensor) or not is_cut_alike(parameter, expected):
             raise ValueError(
                 f"parameter '{names[index]}' was replaced by {_described(parameter)}; a sharded parameter can be "
-                f"replaced only by {_described(expected)}, cut like it over the same mesh"
+                f"replaced only by {_described(expected)}, sharded in the same way over the same mesh"
             )
 
 
@@ -326,8 +326,8 @@ def check_given(group: ParamGroup, found: Sequence[nn.Parameter], names: Names) 
     for index, parameter in enumerate(found):
         if parameter.dtype != group.main.dtype:
             raise ValueError(
-                f"parameter '{names[index]}' was given values of {parameter.dtype}; others that are sharded together "
-                f"with it are {group.main.dtype} and have none yet. Give all of them values of one dtype"
+                f"parameter '{names[index]}' was given values of {parameter.dtype}; the parameters that are sharded "
+                f"with it are {group.main.dtype} and have no values yet. Give all of them values of one dtype"
             )
 
 
@@ -337,7 +337,7 @@ def fill(group: ParamGroup, full: Sequence[torch.Tensor], found: Sequence[nn.Par
     ``found`` is what the modules had before. Values that are already there are kept.
     """
     if group.is_extended:
-        raise ValueError(f"parameter '{names[0]}' is of a tensor subclass; give it values yourself, after to_empty()")
+        raise ValueError(f"parameter '{names[0]}' is a tensor subclass: call to_empty() and set its values yourself")
     parallel = [param.inner for param in group.params]
     mine = [whole if p is None else _torch.local_rows(whole, p.spec) for whole, p in zip(full, parallel)]
     main = group.home.take(DBuffer.distribute(mine, group.layout, group.mesh, group.main.placements))

@@ -120,17 +120,18 @@ class ParamGroup:
         name, main = self.params[0].name, self.main.dtype
         if policy.main_dtype not in (None, main) and main.is_floating_point and self.gradients.expected:
             raise ValueError(
-                f"main_dtype={policy.main_dtype}: the main weights of '{name}' and its group are {main}, and keep it"
+                f"main_dtype={policy.main_dtype}: the main weights of '{name}' are {main}, and set_mp_policy cannot "
+                "change that; give main_dtype to fully_shard"
             )
         if self.gradients.comm is not None and policy.reduce_format is not None:
             raise ValueError(
-                f"reduce_format={policy.reduce_format!r}: '{name}' has a custom reduce-scatter; leave one out"
+                f"reduce_format={policy.reduce_format!r}: '{name}' has a custom reduce-scatter; use one of the two"
             )
         dtype, known = policy.grad_of(main, policy.compute_of(self.own)), self.gradients.grad_dtype
         has_some = self.gradients.has_partial or any(param.sharded.grad is not None for param in self.params)
         if has_some and dtype != known:
             raise RuntimeError(
-                f"grad_dtype={dtype}: '{name}' and its group have gradients in {known}; change it after zero_grad()"
+                f"grad_dtype={dtype}: '{name}' has gradients in {known}; call zero_grad() before you change the policy"
             )
 
     def set_policy(self, policy: MixedPrecisionPolicy) -> None:
@@ -221,9 +222,13 @@ class ParamGroup:
     def check_hold(self) -> None:
         """Raise if `hold` is not possible."""
         if self.by_rows or self.is_extended:
-            reason = "looked up by rows" if self.by_rows else "encoded anew in each gather"
+            by_rows, extended = (
+                "sharded with rows=True and never gathered",
+                "a tensor subclass, encoded anew in each gather",
+            )
+            reason = by_rows if self.by_rows else extended
             raise NotImplementedError(
-                f"parameter '{self.params[0].name}' is {reason}: nothing holds it; leave its unit out"
+                f"hold_weights: parameter '{self.params[0].name}' is {reason}; leave its unit out"
             )
 
     def hold(self, pool: Pool, name: str) -> None:
@@ -262,8 +267,8 @@ class ParamGroup:
             return
         if self.is_away:
             raise RuntimeError(
-                f"parameter '{self.params[0].name}' is on {self.main.device}, where the model was moved; move it "
-                f"back to {self.home.device.type} before you use it"
+                f"parameter '{self.params[0].name}' was moved to {self.main.device}; move the model back to "
+                f"{self.home.device.type} before you use it"
             )
         self.made_of = None
         try:
@@ -356,8 +361,8 @@ class ParamGroup:
         for index, param in enumerate(self.params):
             if not self.is_extended and is_extended(param.sharded):
                 raise TypeError(
-                    f"the local part of parameter '{param.name}' became a tensor that says itself how it is gathered; "
-                    "shard a parameter that is of such a class from the start"
+                    f"the local tensor of parameter '{param.name}' became a tensor subclass, which is gathered in its "
+                    "own way; call fully_shard on a model whose parameter has that class already"
                 )
             param.make_full(self.source.full(index))
         self._watched = False

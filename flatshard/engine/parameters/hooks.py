@@ -38,8 +38,8 @@ def change_gradients(
                 continue
             if not isinstance(changed, DTensor) or not is_cut_alike(changed, param.sharded):
                 raise TypeError(
-                    f"a hook on parameter '{param.name}' returned {type(changed).__name__} instead of a gradient that "
-                    "is sharded as the parameter is; compute it from the gradient that the hook was given"
+                    f"a hook on parameter '{param.name}' returned a {type(changed).__name__} instead of a gradient "
+                    "sharded like the parameter; compute the result from the gradient that the hook receives"
                 )
             view.copy_(_torch.local_of(changed))
 

@@ -155,6 +155,6 @@ class Plain:
 def _refuse_gradient(name: str, parameter: torch.Tensor) -> None:
     parameter.grad = None
     raise RuntimeError(
-        f"parameter '{name}' was marked with no_shard while it was frozen, so nothing averages its gradient over the "
-        "ranks; let it need gradients before fully_shard, or keep it frozen"
+        f"parameter '{name}' was frozen and marked with no_shard when fully_shard was called, so its gradient is not "
+        "averaged over the ranks; set requires_grad=True before fully_shard, or keep it frozen"
     )

@@ -81,8 +81,8 @@ class RowGradients(Gradients):
     def reduce(self, pool: Pool, goal: Goal, name: str) -> Reduction:
         if super().waiting:
             raise RuntimeError(
-                f"parameter '{self.params[0].name}' is looked up by rows, and has a gradient from elsewhere: a tied "
-                "layer, or a use of the whole table. Call fully_shard without rows=True"
+                f"parameter '{self.params[0].name}' is sharded with rows=True but has a gradient from a tied layer or "
+                "from a use of the whole table. Call fully_shard without rows=True"
             )
         self._by_rows.is_encoded = not self.counts_unused
         return super().reduce(pool, goal, name)

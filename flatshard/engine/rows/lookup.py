@@ -58,16 +58,16 @@ class Rows:
         assert group is not None
         if _torch.transforming():
             raise RuntimeError(
-                f"unit '{name}' is an embedding by rows, which functional transforms do not know: "
+                f"unit '{name}' is sharded with rows=True, which torch.func transforms do not support: "
                 "call fully_shard on it without rows=True"
             )
         if tokens.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"unit '{name}': tokens must be int32 or int64, not {tokens.dtype}")
+            raise TypeError(f"embedding '{name}': token ids must be int32 or int64, not {tokens.dtype}")
         # Each rank requests as many rows from each rank as it could need: a capture cannot wait for counts.
         even = capturing(tokens)
         if even and not self._least:
             raise ValueError(
-                f"unit '{name}' has {self._number} rows over {len(self._first)} ranks, some of which hold none: "
+                f"embedding '{name}' has {self._number} rows over {len(self._first)} ranks, some of which hold none: "
                 "its look-ups cannot be captured; call fully_shard on it without rows=True"
             )
         announce(f"look up {tokens.numel()} rows of" if even else "look up rows of")
@@ -142,7 +142,7 @@ class Rows:
     def _check_ends(self, tokens: Sequence[int], name: str) -> None:
         for token in tokens:
             if not 0 <= token < self._number:
-                raise IndexError(f"token {token} in '{name}', an embedding of {self._number} rows")
+                raise IndexError(f"token id {token} is out of range for embedding '{name}' of {self._number} rows")
 
     def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """The first row of each rank, and the first row after those of each rank."""

@@ -44,7 +44,7 @@ def patience() -> timedelta | None:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < 1e6:
-        raise ValueError(f"FLATSHARD_CHECK={given!r}: must be 1, or how many seconds ranks wait for each other, or 0")
+        raise ValueError(f"FLATSHARD_CHECK={given!r}: must be 0 (off), 1 (on) or a time limit in seconds")
     return timedelta(seconds=max(seconds - GRACE, 1.0))  # then they are asked who is there
 
 
@@ -171,7 +171,7 @@ def check_model(units: Sequence[Unit], policy: SchedulePolicy, lane: Lane, meshe
     else:
         meshes = meshes[:1]
     if len(meshes) > 1 and Agreement(lane, meshes).differs(int(told is not None), "the comparison of models"):
-        told = told or "ranks of another mesh; they say in what"
+        told = told or "The difference is on ranks of another mesh; see their errors"
     if told is not None:
         raise RuntimeError(f"ranks differ in their models. {told}")
 
@@ -180,7 +180,7 @@ def _difference(units: Sequence[Unit], lane: Lane, mesh: DeviceMesh, said: Seque
     agreement, about = Agreement(lane, [mesh]), "the comparison of models, before the first launch"
     told = agreement.check([*said, *_described(units, mesh)], about)
     if told is not None:
-        return f"The first difference is, {told}"
+        return f"The first difference: {told}"
     groups = [(unit, group) for unit in units for group in unit.groups if group.mesh == mesh]
     names = [_full_name(unit, param) for unit, group in groups for param in group.params]
     warns = any(group.initial is not None and group.initial.warns for _, group in groups)
@@ -193,11 +193,11 @@ def _difference(units: Sequence[Unit], lane: Lane, mesh: DeviceMesh, said: Seque
     told = (
         f"Parameter '{names[at]}' was sharded with other values on rank {ranks[1]} than on rank {ranks[0]}"
         + (f", and so were {more} more" if more else "")
-        + ". Give all ranks the same (a seed, a checkpoint), keep those of the first rank with "
-        "fully_shard(..., values='first') or FLATSHARD_VALUES=first, or mix what they have with 'own'"
+        + ". Initialise all ranks alike (a seed, a checkpoint), or use the values of the first rank with "
+        "fully_shard(..., values='first') or FLATSHARD_VALUES=first, or each rank's own shard with values='own'"
     )
     if warns:
-        warnings.warn(f"ranks differ in their models, which are a mixture now. {told}", stacklevel=2)
+        warnings.warn(f"ranks differ in their models, and training mixes their values. {told}", stacklevel=2)
     return None if warns else told
 
 

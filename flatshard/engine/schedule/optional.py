@@ -75,9 +75,9 @@ class OptionalUnits:
             return
         if unit.index in self._passed_over or not root.program.is_first:
             raise RuntimeError(
-                f"optional unit '{unit.name}' is used after units that come after it: ranks that do not use it have "
-                "gathered it before them. Use units in the order in which they are registered, and an optional one in "
-                "one place"
+                f"optional unit '{unit.name}' is called after units that are registered after it: ranks that skip it "
+                "have gathered it before those. Call units in the order in which they are registered, and an optional "
+                "unit in one place only"
             )
 
     def pass_over(self, root: RootWithOptional, indices: Sequence[int], over: bool = False) -> None:
@@ -127,8 +127,8 @@ def refuse_forward_within(root: RootWithOptional) -> None:
     for other in _roots:
         if other is not root and other.entry is not None:
             raise RuntimeError(
-                "a sharded model is called within the forward of another that has optional units: ranks that use one "
-                "and ranks that do not would launch in different orders. Call it before or after that"
+                "a sharded model is called within the forward of another one that has optional units: ranks that skip "
+                "a unit would launch collectives in another order. Call it before or after that forward"
             )
 
 
@@ -137,9 +137,9 @@ def refuse_backward_of_two(root: RootWithOptional) -> None:
     for other in _roots:
         if other is not root and other.is_amid(root.task):
             raise RuntimeError(
-                "one backward goes through two sharded models, and the first that it comes to has optional units: "
-                "ranks that skip some of them would launch in another order. Make one model of both, or call backward "
-                "for each"
+                "one backward goes through two sharded models, and the first that it reaches has optional units: ranks "
+                "that skip a unit would launch collectives in another order. Make both submodules of one module and "
+                "call fully_shard on that, or call backward for each"
             )
 
 
@@ -151,13 +151,13 @@ def _check(root: RootWithOptional, own_groups: bool) -> None:
             if owner is not None and (unit.is_optional or owner.is_optional):
                 raise ValueError(
                     f"units '{unit.name}' and '{owner.name}' share parameter '{param.name}', and one of them is "
-                    "optional: ranks that use one and ranks that use both would gather it at other places. Make them "
-                    "one unit, or neither optional"
+                    "optional: ranks that skip a unit would gather it in another order. Call fully_shard on both "
+                    "modules as one list, or without optional=True"
                 )
     if any(unit.rows is not None for unit in root.units):
-        raise ValueError("rows=True is not for models with optional units: ranks that skip one ask for no rows")
+        raise ValueError("rows=True and optional=True cannot be used in one model; leave one of them out")
     if not own_groups:
         raise ValueError(
-            "optional units need reduces with process groups of their own, not SchedulePolicy(separate_groups=False): "
-            "ranks that use one and ranks that do not come to its reduce at different places among the gathers"
+            "optional=True needs separate process groups for reduces, because ranks that skip a unit launch its reduce "
+            "at another place among the gathers; leave out SchedulePolicy(separate_groups=False)"
         )

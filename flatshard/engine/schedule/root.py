@@ -97,9 +97,7 @@ class Root:
     def share(self, other: Root) -> None:
         """Use the lanes and pools of another root."""
         if self.program.running is not None or self.reduces.in_flight:
-            raise RuntimeError(
-                "a model cannot change its lanes during a forward or backward; call share_comm_ctx between steps"
-            )
+            raise RuntimeError("share_comm_ctx was called during a forward or backward; call it between steps")
         for unit in self.units:
             unit.release()
         self.gather_lane, self.rows_lane = other.gather_lane, other.rows_lane
@@ -419,8 +417,8 @@ class Root:
         self.give_up_broken()
         if self.program.running is not None:
             raise RuntimeError(
-                f"{method}: a {self.program.running.value} is running; call it between passes, or, if an exception "
-                "interrupted that one, after reset() on the root"
+                f"{method} was called during a {self.program.running.value}; call it between passes or, if an "
+                "exception interrupted that pass, after reset() on the root module"
             )
 
     def retain(self, unit: Unit) -> None:

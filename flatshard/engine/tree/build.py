@@ -102,21 +102,21 @@ def borrowed_parameters(
         tied = f"parameter '{name}' is tied to '{known}', which another unit ({unit}) already owns"
         owner = owner_of(parameter)
         if owner is None or owner[0].is_full:
-            raise RuntimeError(f"{tied} and shows in full; call reshard() on it first")
+            raise RuntimeError(f"{tied} and has unsharded; call reshard() on that module first")
         group, index = owner
         if group.mesh != mesh:
-            raise ValueError(f"{tied}, over another mesh; shard both over one")
+            raise ValueError(f"{tied}, over another mesh; shard both over the same mesh")
         found.append((group, group.params[index], site))
     return found
 
 
 def _refuse(name: str, parameter: nn.Parameter) -> None:
     if parameter.is_complex() and parameter.requires_grad:
-        raise ValueError(f"parameter '{name}' is {parameter.dtype}, which cannot be reduced; hold it as real numbers")
+        raise ValueError(f"parameter '{name}' is {parameter.dtype}: use a real dtype (view_as_real), or freeze it")
     if not parameter.is_contiguous():
         raise Unsupported(
-            f"FSDP does not support non-contiguous parameters, and '{name}' is one; make it contiguous before "
-            "fully_shard"
+            f"FSDP does not support non-contiguous parameters, and '{name}' is not contiguous; call contiguous() on it "
+            "before fully_shard"
         )
 
 
@@ -148,8 +148,8 @@ class Where:
         is_plain = not isinstance(parameter, DTensor) and not is_extended(parameter) and parameter.dim()
         if given.apart is not None and not is_plain:
             raise ValueError(
-                f"parameter '{name}' cannot be held apart: that is for plain tensors with dims, of which each rank has "
-                "its own. A DTensor says by itself which part of it a rank has"
+                f"Sharding(apart=...) is not supported for parameter '{name}': it needs a plain tensor with at least "
+                "one dim. A DTensor has its part of each rank in its placements; leave `apart` out"
             )
         if given.dim is None:
             return given, means_own
@@ -166,8 +166,9 @@ class Where:
             return
         if parameter.device_mesh != self.mesh:
             raise ValueError(
-                f"parameter '{name}' is a DTensor on another mesh than the one given; with dp_mesh_dims all that are "
-                "DTensors are on that, for example by torch.distributed.tensor.distribute_module"
+                f"parameter '{name}' is a DTensor on mesh {parameter.device_mesh}; with dp_mesh_dims, DTensor "
+                f"parameters must be on the mesh given to fully_shard, {self.mesh} "
+                "(torch.distributed.tensor.distribute_module)"
             )
         for axis in (*self.axes[0], *self.axes[1]):
             if not isinstance(parameter.placements[axis], Replicate):
@@ -255,7 +256,7 @@ def sort_parameters(modules: Sequence[nn.Module], choices: Choices) -> Sorted:
         mesh = given.mesh or choices.mesh
         dims[parameter] = _dim(named[0], parameter, given.dim, mesh, choices)
         if mesh.get_coordinate() is None:
-            raise ValueError(f"this rank is not in mesh {mesh}")
+            raise ValueError(f"this rank is not in mesh {mesh}; call fully_shard only on ranks of the mesh")
         if isinstance(parameter, DTensor) and parameter.device_mesh.device_type != mesh.device_type:
             raise ValueError(
                 f"parameter '{named[0]}': Requires DTensor to have mesh of the same type as the FSDP mesh but got "
@@ -282,8 +283,8 @@ def _check_extended(named: Named, dim: int, placements: Placements) -> None:
     name, parameter, _ = named
     if placements.parameter != placements.optimizer or not is_sharded(placements.optimizer[-1]) or dim:
         raise ValueError(
-            f"parameter '{name}' is a {type(parameter).__name__}, which is sharded on dim 0 and by strategy "
-            "'optim_grads_params' only"
+            f"parameter '{name}' is a {type(parameter).__name__}: a tensor subclass can be sharded only on dim 0 and "
+            "with strategy='optim_grads_params'"
         )
 
 
@@ -345,24 +346,24 @@ def _checked_rows(
     """The embedding of a unit by rows. Raises if it cannot be one."""
     module = modules[0]
     if len(modules) > 1 or not isinstance(module, nn.Embedding):
-        raise ValueError(f"rows=True is for a unit of one nn.Embedding, and this is of {type(module).__name__}")
+        raise ValueError(f"rows=True needs one nn.Embedding as the module, not {type(module).__name__}")
     for name in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(module, name):
-            raise ValueError(f"rows=True: an embedding with {name} changes or counts rows that other ranks hold")
+            raise ValueError(f"rows=True does not support an nn.Embedding with {name}; leave one of the two out")
     params = [named for group in by_kind.values() for named in group]
     if borrowed or len(params) != 1 or len(params[0][2]) > 1:
-        raise ValueError("rows=True: the table is tied to another layer, which needs all of it, or is not alone here")
+        raise ValueError("rows=True: the embedding's weight is tied to another layer, or is not its only parameter")
     if module._parameters.get("weight") is not params[0][1]:
-        raise ValueError("rows=True: the weight of the embedding is computed from a parameter (a parametrization?)")
+        raise ValueError("rows=True: the embedding's weight is not a parameter of its own (a parametrization?)")
     (kind,) = by_kind
     placements, cut = kind.placements(choices), dims[params[0][1]]
     *outer, inner = placements.optimizer
     if placements.parameter != placements.optimizer or not is_sharded(inner) or any(map(is_sharded, outer)):
-        raise ValueError(f"rows=True: the table must be sharded over the last axis of {kind.mesh}, and over no other")
+        raise ValueError(f"rows=True needs a `strategy` that shards over the last axis of {kind.mesh} and no other")
     if kind.parallel is not None or kind.apart is not None or kind.extended is not None or cut:
-        raise ValueError("rows=True: the table must be a plain tensor that is cut on dim 0")
+        raise ValueError("rows=True: the embedding's weight must be a plain tensor that is sharded on dim 0")
     if choices.optional or Home.of(choices.device, choices.offload).host:
-        raise ValueError("rows=True: the table must rest on the device, and every rank must look it up")
+        raise ValueError("rows=True cannot be used with optional=True or CPUOffloadPolicy")
     return module
 
 
@@ -397,7 +398,8 @@ def _dim(name: str, parameter: nn.Parameter, given: int | None, mesh: DeviceMesh
         return least_padded_dim(largest_part(parameter), shards) if any_dim and not is_extended(parameter) else 0
     if given and not any_dim:
         raise ValueError(
-            f"parameter '{name}' is to be cut on dim {given}, which needs layout='tensor'; cut it on dim 0"
+            f"shard_placement_fn: parameter '{name}' cannot be sharded on dim {given} with layout='flat'; use dim 0, "
+            "or layout='tensor'"
         )
     return given
 

@@ -37,14 +37,14 @@ def materialize(model: nn.Module, init_fn: InitFn | None = None, *, seed: int = 
     if init_fn is not None and not callable(init_fn):
         raise TypeError(f"init_fn={init_fn!r}: must be a function of a module")
     if not isinstance(seed, int):
-        raise TypeError(f"seed={seed!r}: must be a whole number")
+        raise TypeError(f"seed={seed!r}: must be an int")
     names = {module: name for name, module in model.named_modules()}
     inits = {module: _way_to_init(module, model, init_fn) for module in names if _has_meta(module)}
     missing = [names[module] or type(module).__name__ for module, way in inits.items() if way is None]
     if missing:
         raise ValueError(
-            f"no way to initialise {', '.join(missing)}: give init_fn, or give the module a reset_parameters method "
-            "that sets all its parameters and buffers"
+            f"materialize cannot initialise {', '.join(missing)}: give init_fn, or define a reset_parameters method "
+            "that sets all parameters and buffers of the module"
         )
     initialise = functools.partial(_initialise, inits=inits, names=names, seed=seed)
     owned: set[nn.Module] = set()
@@ -167,8 +167,8 @@ def _initialise(
             if tensor is not None and _is_marked(tensor):
                 place = f"{names[module]}.{name}" if names[module] else name
                 raise ValueError(
-                    f"'{place}' has no values: what initialises its module does not set it, and it holds what memory "
-                    "held; set it in reset_parameters or init_fn"
+                    f"'{place}' was not initialised: neither init_fn nor reset_parameters of its module sets it; set "
+                    "it in one of them"
                 )
 
 

@@ -24,8 +24,9 @@ def find_root(unit: Unit, module: nn.Module) -> Root:
         if unit.intent.refuses_meta:
             refuse_meta(module)
         warnings.warn(
-            f"{type(module).__name__} has parameters on the meta device, which its first use initialises; if a "
-            "checkpoint was to be loaded, it has not been. flatshard.materialize(model) does the same without a word",
+            f"{type(module).__name__} has parameters on the meta device; its first forward initialises them now. If "
+            "you meant to load a checkpoint, do that first; flatshard.materialize(model) initialises without this "
+            "warning",
             stacklevel=2,
         )
         materialize(module)
@@ -55,7 +56,7 @@ def _places(module: nn.Module) -> dict[Unit, Place]:
         if unit in places:
             continue
         if unit.root is not None and unit.root.program.running is not None:
-            raise RuntimeError(f"unit '{name}' is in a pass of its own; finish that before running its parent")
+            raise RuntimeError(f"unit '{name}' is in a forward or backward; finish that before you call its parent")
         above = [name[:end] for end in range(len(name) - 1, -1, -1) if name[end] == "."] + [""] * bool(name)
         around = [at[outer] for outer in above if outer in at]
         for outer in around:

@@ -35,7 +35,7 @@ class RowEmbedding(nn.Embedding):
         assert unit.rows is not None
         if unit.call is None or unit.root is None:
             raise RuntimeError(
-                f"unit '{unit.name}' is an embedding by rows, and its forward was called by itself, without the hooks "
-                "of the module: call the module"
+                f"forward of '{unit.name}' was called directly, without the module's hooks, which rows=True needs: "
+                "call the module"
             )
         return unit.root.look_up(unit, input)

@@ -39,7 +39,7 @@ def absorb_moved(unit: Unit) -> None:
     for group in list(unit.groups):
         if not group.is_full and group.snapshot.has_changed():
             if unit.is_written:
-                raise RuntimeError(f"unit '{unit.name}' is used in the body of gathered(write=True); leave that first")
+                raise RuntimeError(f"unit '{unit.name}' is called within gathered(write=True); leave that first")
             group.release()  # it may have been gathered ahead
             if not unit.is_awaited:
                 tie(unit, group, absorb_moved)
@@ -74,15 +74,15 @@ def written(unit: Unit) -> Iterator[None]:
         unit.root.give_up_broken()
     if unit.is_in_use or unit.is_awaited:
         raise RuntimeError(
-            f"unit '{unit.name}' cannot be written between a forward and its backward, which needs the weights as they "
-            "were; run the backward first, or run the forward under torch.no_grad()"
+            f"unit '{unit.name}' cannot be written to between a forward and its backward, which needs the old weights; "
+            "run the backward first, or run the forward under torch.no_grad()"
         )
     unit.reshard()
     absorb_moved(unit)
     params = [param for group in unit.groups for param in group.params]
     for group in unit.groups:
         if group.is_extended:
-            raise TypeError(f"parameter '{Names(group, _root(unit))[0]}' is of a tensor subclass; write its local part")
+            raise TypeError(f"parameter '{Names(group, _root(unit))[0]}' is a tensor subclass; write to its to_local()")
     with torch.no_grad():
         sharded: list[Any] = [param.sharded for param in params]
         copies = [nn.Parameter(each.full_tensor().detach().clone(), requires_grad=False) for each in sharded]

@@ -16,11 +16,11 @@ from flatshard.engine.groups.registry import groups
 # What DTensor says then; versions of torch differ.
 _REFUSALS = ("mixed torch.Tensor and DTensor", "different mesh", "Cross device mesh")
 _REMEDY = (
-    "Parameters are sharded outside of a forward of their unit. If one was used there: call the unit itself, run this "
-    "within `with flatshard.gathered(module):` of the unit's module, or make the method that does it a forward by "
-    "register_fsdp_forward_method(module, name)"
+    "Parameters are sharded outside of the forward of their unit (the module that fully_shard was called on). If one "
+    "was used there: call that module itself, use `with flatshard.gathered(module):`, or register the method that uses "
+    "it with register_fsdp_forward_method(module, name)"
 )
-_BY_ROWS = "The parameter is sharded by rows: only the forward of nn.Embedding reads it"
+_BY_ROWS = "The parameter is sharded with rows=True: only the forward of its nn.Embedding can read it"
 
 
 def explain(error: BaseException | None, by_rows: bool) -> None:
@@ -40,7 +40,7 @@ def _owner(tensor: torch.Tensor) -> str | None:
     exact = [pair for pair in known if pair[0].sharded is tensor]
     for param, unit in exact or [pair for pair in known if _shows(tensor, pair[0].sharded)]:
         if unit is not None:
-            reader = "" if unit.rows is None else " (by rows: only the forward of nn.Embedding reads it)"
+            reader = "" if unit.rows is None else " (rows=True: only the forward of its nn.Embedding can read it)"
             return f"parameter '{param.name}' of unit '{unit.name}'{reader}"
     return None
 

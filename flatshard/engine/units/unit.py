@@ -180,7 +180,7 @@ class Unit:
         """Use a parameter of another unit too, which is tied to this unit's parameter at ``site``."""
         if group.by_rows:
             raise ValueError(
-                f"parameter '{param.name}' is tied to another layer, which needs all of it: call fully_shard on that "
+                f"parameter '{param.name}' is tied to another layer, which needs all rows: call fully_shard on its "
                 "embedding without rows=True"
             )
         self.borrowed.append((group, param, site))
@@ -236,7 +236,7 @@ class Unit:
     def _refuse(self, phase: Phase) -> None:
         raise RuntimeError(
             f"unit '{self.name}' cannot go from {self.phase.value} to {phase.value}; if an exception interrupted the "
-            "last step, call reset() on the root"
+            "last step, call reset() on the root module"
         )
 
     # Forward
@@ -518,9 +518,9 @@ class Unit:
         nodes = [torch.autograd.graph.get_gradient_edge(full).node for full in wanted]
         if not all(map(_torch.will_be_executed, nodes)):
             raise RuntimeError(
-                f"unit '{self.name}' was released after its forward, and this pipeline schedule computes the gradients "
-                "of weights apart from those of inputs, which needs the weights to stay: call fully_shard with "
-                "reshard_after_forward=False in its stages"
+                f"unit '{self.name}' was resharded after its forward, but this pipeline schedule computes the "
+                "gradients of weights and of inputs in separate backwards, which needs unsharded weights: call "
+                "fully_shard with reshard_after_forward=False in the stages"
             )
 
     def _prepare_second_backward(self) -> None:
@@ -528,8 +528,8 @@ class Unit:
         assert self.root is not None
         if self.root.has_optional:
             raise RuntimeError(
-                "a backward with create_graph=True goes through a model with optional units: weights stay for the next "
-                "backward on ranks that have used them, and the others would gather them. Make no unit optional"
+                "backward with create_graph=True is not supported for a model with optional units: ranks that skip a "
+                "unit would launch other all-gathers. Call fully_shard without optional=True"
             )
         self.leases[Lease.GRAPH] = True
         for group in self.groups:
@@ -708,8 +708,8 @@ class Unit:
         """
         if self.in_backward and _torch.in_backward():
             raise RuntimeError(
-                f"unit '{self.name}' is in its backward, which reads its weights; reshard it, take its state dict or "
-                "save it when the backward has returned"
+                f"unit '{self.name}' is in its backward, which reads its weights; call reshard, state_dict or save "
+                "after the backward has returned"
             )
         has_graph = Lease.GRAPH in self.leases
         self.release()

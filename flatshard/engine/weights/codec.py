@@ -123,8 +123,8 @@ class Extension:
         count = len(inspect.signature(before).parameters)
         if count not in (1, len(context)):
             raise TypeError(
-                f"fsdp_pre_all_gather of parameter '{self._member.name}' takes {count} arguments; it is given a mesh, "
-                "or that and the whole size and stride, the module and the precision policy"
+                f"fsdp_pre_all_gather of parameter '{self._member.name}' takes {count} arguments; it must take 1 "
+                "(mesh) or 5 (mesh, outer_size, outer_stride, module, mp_policy)"
             )
         given, self._remembered = before(*context[:count])
         given = [given] if isinstance(given, torch.Tensor) else list(given)
@@ -133,8 +133,9 @@ class Extension:
         self._sizes = [each.size() for each in given]
         if local.shape != self._padded and any(size != self._padded for size in self._sizes):
             raise ValueError(
-                f"parameter '{self._member.name}' is cut unevenly, so fsdp_pre_all_gather must return tensors padded "
-                f"to shape {tuple(self._padded)} on every rank; it returned {[tuple(size) for size in self._sizes]}"
+                f"parameter '{self._member.name}' has shards of unequal size, so fsdp_pre_all_gather must return "
+                f"tensors padded to {tuple(self._padded)} on every rank; it returned "
+                f"{[tuple(size) for size in self._sizes]}"
             )
         return [as_plain(each) for each in given]
 
@@ -174,9 +175,9 @@ class Extension:
         before, after = (getattr(local, f"fsdp_{when}_all_gather", None) for when in ("pre", "post"))
         if before is None or after is None:
             raise TypeError(
-                f"parameter '{self._member.name}' is a {type(local).__name__}, which says not how it is gathered; "
-                "define fsdp_pre_all_gather and fsdp_post_all_gather in that class, freeze the parameter before it is "
-                "sharded, hold it as a plain tensor, or keep it whole on every rank with flatshard.no_shard"
+                f"parameter '{self._member.name}' is a {type(local).__name__}, which does not define how it is "
+                "gathered; define fsdp_pre_all_gather and fsdp_post_all_gather in that class, freeze the parameter "
+                "before fully_shard, use a plain tensor, or replicate it with flatshard.no_shard"
             )
         return before, after
 
@@ -185,7 +186,7 @@ class Extension:
             return self._mesh
         names = self._mesh.mesh_dim_names
         if names is None:
-            raise ValueError(f"parameter '{self._member.name}' needs a mesh whose axes have names; name them")
+            raise ValueError(f"parameter '{self._member.name}' is a tensor subclass: its mesh needs mesh_dim_names")
         return self._mesh[names[-1]]
 
 

@@ -40,10 +40,10 @@ class Home:
         except RuntimeError as error:
             size = f"{numel * dtype.itemsize / 1e9:.2f} GB of host memory"
             if not self.pinned:
-                raise RuntimeError(f"{size} could not be allocated: {error}") from error
+                raise RuntimeError(f"CPUOffloadPolicy: {size} could not be allocated: {error}") from error
             raise RuntimeError(
-                f"{size} could not be pinned ({error}): use CPUOffloadPolicy(pin_memory=False), raise the limit of "
-                "locked memory (`ulimit -l`), or run fewer ranks on this node"
+                f"CPUOffloadPolicy: {size} could not be pinned ({error}); use CPUOffloadPolicy(pin_memory=False), "
+                "raise the limit of locked memory (`ulimit -l`), or run fewer ranks on this node"
             ) from error
 
     def take(self, main: DBuffer) -> DBuffer:
