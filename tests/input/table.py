@@ -1189,7 +1189,7 @@ COMMANDS = {
     "flatshard report": [
         Case("nothing there", _command("report", "NEW"), SystemExit, "2: flatshard report: .*new-"),
         Case("no recording", _command("report"), SystemExit, "2: .*RECORD"),
-        Case("three", _command("report", "NEW", "NEW", "NEW"), SystemExit, "2: flatshard report: give one or two"),
+        Case("three", _command("report", "NEW", "NEW", "NEW"), SystemExit, "2: flatshard report: 3 recordings .* give one or two"),
     ],
     "flatshard convert": [
         Case("nothing there", _command("convert", "NEW", "NEW"), SystemExit, "2: flatshard convert: .*no checkpoint"),
