@@ -16,12 +16,12 @@ from flatshard.tools.plan_command import add_network, add_plan, check_writable, 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns the exit status."""
+    """Run one subcommand and return its exit status. ``arguments``: default ``sys.argv[1:]``."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         status = _main(given)
         sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has seen enough
+    except BrokenPipeError:  # the reader of a pipe, such as `| head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of all commands but ``train``, which has its own."""
+    """The parser of all commands except ``train``, which has its own parser."""
     parser = _Parser(prog="flatshard", description="Fully sharded data parallelism for PyTorch.")
     parser.add_argument("--version", action="version", version=f"flatshard {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -70,16 +70,16 @@ class _Parser(argparse.ArgumentParser):
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Run SCRIPT unchanged: what it imports from torch.distributed.fsdp is flatshard's. Under torchrun: "
+        "Run SCRIPT unchanged, with flatshard in place of torch.distributed.fsdp. With several processes: "
         "torchrun --nproc-per-node N -m flatshard run SCRIPT ..."
     )
     _add_script(parser)
 
 
 def _add_script(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module's name")
+    parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module, not a file")
     parser.add_argument("script", metavar="SCRIPT", help="a Python file; with -m, a module")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="passed to SCRIPT")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments for SCRIPT")
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -96,11 +96,11 @@ def _run(options: argparse.Namespace) -> int:
 
 def _add_blame(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Say in one paragraph which rank stopped where, and what the others waited for. FOLDER has the flight "
-        "records of the ranks."
+        "Compare the flight records of all ranks. Print which rank stopped in which collective, and what the other "
+        "ranks waited for."
     )
     parser.add_argument(
-        "folder", type=Path, metavar="FOLDER", help="the one that the error names, or that FLATSHARD_RECORD named"
+        "folder", type=Path, metavar="FOLDER", help="folder of the flight records: see the error, or FLATSHARD_RECORD"
     )
     parser.add_argument(
         "--last", type=int, default=0, metavar="N", help="also print the last N collectives of every rank"
@@ -114,7 +114,7 @@ def _blame(options: argparse.Namespace) -> int:
     if any(record.entries or "error" in record.header for record in records.values()):
         print(blame(records))
     else:
-        print(f"{len(records)} records, all empty: these ranks have launched no collective, and raised no error.")
+        print(f"{len(records)} records, all empty: these ranks have launched no collective and raised no error.")
     if options.last > 0:
         print("\n".join(last_launches(records, options.last)))
     return 0
@@ -122,13 +122,13 @@ def _blame(options: argparse.Namespace) -> int:
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Show what `flatshard rehearse --record FILE` or `flatshard train --record FILE` has recorded as one HTML "
-        "file that needs no network: lanes over time, exposed waits, memory, layout, loss curves. Two recordings are "
-        "shown side by side, with their differences."
+        "Draw a step that `flatshard rehearse --record FILE` or `flatshard train --record FILE` has recorded as one "
+        "HTML file that needs no network: lanes over time, exposed waits, memory, layout, loss curves. Two recordings "
+        "are drawn side by side, with their differences."
     )
     parser.add_argument("record", type=Path, nargs="+", metavar="RECORD", help="one recording, or two to compare")
     parser.add_argument(
-        "-o", "--output", type=Path, default=Path("report.html"), metavar="HTML", help="the page (default report.html)"
+        "-o", "--output", type=Path, default=Path("report.html"), metavar="HTML", help="page (default report.html)"
     )
     parser.add_argument(
         "--losses",
@@ -136,19 +136,20 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="loss logs of the runs (flatshard train --losses)",
+        help="loss logs, one per recording (from flatshard train --losses)",
     )
     parser.add_argument(
         "--trace", type=Path, metavar="JSON", help="also write the (first) recording as a trace for Perfetto"
     )
-    parser.add_argument("--peak-tflops", type=float, metavar="N", help="peak TFLOP/s of a device, for MFU")
+    parser.add_argument("--peak-tflops", type=float, metavar="N", help="peak TFLOP/s of the device, to show MFU")
 
 
 def _report(options: argparse.Namespace) -> int:
     from flatshard.tools.report import Record, html
 
     if len(options.record) > 2 or len(options.losses) > len(options.record):
-        raise ValueError("give one or two recordings, and at most one log for each")
+        given = f"{len(options.record)} recordings and {len(options.losses)} logs"
+        raise ValueError(f"{given} were given; give one or two recordings, and at most one --losses file for each")
     logs = [*options.losses, None, None]
     peak = None if options.peak_tflops is None else 1e12 * options.peak_tflops
     records = [Record.read(path, log, peak) for path, log in zip(options.record, logs)]
@@ -162,62 +163,62 @@ def _report(options: argparse.Namespace) -> int:
 
 
 class _NoScript(ValueError):
-    """There is no script of that name."""
+    """SCRIPT does not exist."""
 
 
 def _check_script(options: argparse.Namespace) -> None:
     script = options.script
     if not options.is_module:
         if not Path(script).exists():
-            raise _NoScript(f"there is no script {script}")
+            raise _NoScript(f"script {script} does not exist")
         return
     import importlib.util
 
     try:
         found = importlib.util.find_spec(script)
     except (ImportError, ValueError) as error:
-        raise _NoScript(f"there is no module {script}: {error}") from error
+        raise _NoScript(f"module {script} cannot be found: {error}") from error
     if found is None:
-        raise _NoScript(f"there is no module {script}")
+        raise _NoScript(f"module {script} cannot be found")
 
 
 def _add_rehearse(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Run SCRIPT unchanged as one rank of W, with all communication over a modelled network, and report step time, "
-        "wire time, exposed communication and memory. Steps end where the optimizer's step ends, or where the script "
+        "wire time, exposed communication and memory. A step ends when optimizer.step() returns, or when the script "
         "calls flatshard.rehearsal.current().mark_step()."
     )
     parser.add_argument("--world", type=int, required=True, metavar="W", help="number of ranks")
-    parser.add_argument("--rank", type=int, default=0, help="which rank to be (default 0)")
+    parser.add_argument("--rank", type=int, default=0, help="the rank that this process runs as (default 0)")
     add_network(parser)
     for level in ("inside", "between"):
         parser.add_argument(
             f"--{level}-bandwidth", type=float, metavar="GB/S", help=f"bandwidth per rank {level} nodes"
         )
         parser.add_argument(f"--{level}-latency", type=float, metavar="US", help=f"latency per launch {level} nodes")
-    parser.add_argument("--segment-cost", type=float, metavar="US", help="cost of each further tensor of one launch")
-    parser.add_argument("--sms", type=int, help="multiprocessors that a collective occupies (default 0)")
+    parser.add_argument("--segment-cost", type=float, metavar="US", help="time for each further tensor in a launch")
+    parser.add_argument("--sms", type=int, help="streaming multiprocessors that a collective occupies (default 0)")
     parser.add_argument(
-        "--warmup", type=int, default=2, metavar="STEPS", help="first steps, which are not measured (default 2)"
+        "--warmup", type=int, default=2, metavar="STEPS", help="number of first steps that are not measured (default 2)"
     )
-    parser.add_argument("--tokens", type=float, help="tokens per step and rank, for tokens/s")
-    parser.add_argument("--flops", type=float, help="model FLOPs per step and rank, for FLOP/s")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the report here too")
-    parser.add_argument("--record", type=Path, metavar="PATH", help="record a step here, for `flatshard report`")
+    parser.add_argument("--tokens", type=float, help="tokens per step and rank, to report tokens/s")
+    parser.add_argument("--flops", type=float, help="model FLOPs per step and rank, to report FLOP/s")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the report to this file")
+    parser.add_argument("--record", type=Path, metavar="PATH", help="record a step to this file for `flatshard report`")
     parser.add_argument(
-        "--no-baseline", action="store_true", help="skip the second run, over a network that takes no time"
+        "--no-baseline", action="store_true", help="skip the second run, in which communication takes no time"
     )
     _add_script(parser)
 
 
 def _rehearse(options: argparse.Namespace) -> int:
-    # torch takes seconds to import: not before the arguments are known to be good
+    # torch takes seconds to import, so the arguments are checked first
     from flatshard.rehearsal.network import changed, get_network
 
     if options.world < 1 or not 0 <= options.rank < options.world:
-        raise ValueError(f"--world {options.world} --rank {options.rank}: the rank must be from 0 to below the world")
+        raise ValueError(f"--world {options.world} --rank {options.rank}: --rank must be from 0 to W - 1")
     if options.warmup < 1:
-        raise ValueError(f"--warmup {options.warmup}: must be at least 1, since the first step has no beginning")
+        raise ValueError(f"--warmup {options.warmup}: must be at least 1, because the first step has no start time")
     check_writable("json", options.json)
     check_writable("record", options.record)
     network = get_network(options.network, options.ranks_per_node, options.ranks_per_pod, options.algorithm)
@@ -256,14 +257,16 @@ def _rehearse(options: argparse.Namespace) -> int:
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Write the checkpoint SRC to DST in another format: flatshard's own folder, a folder of "
+        "Write the checkpoint SRC to DST in another format: a folder of flatshard, a folder of "
         "torch.distributed.checkpoint (as FSDP2 and Megatron-FSDP write it), safetensors, or a file of torch.save. "
-        "It takes the memory of one tensor, and no process group."
+        "This needs memory for one tensor, and no process group."
     )
     parser.add_argument("source", metavar="SRC", help="a file or a folder in any of these formats")
-    parser.add_argument("target", metavar="DST", help="must not exist; .pt, .pth, .bin and .safetensors say the format")
+    parser.add_argument("target", metavar="DST", help="the file or folder to write; it must not exist")
     parser.add_argument(
-        "--to", choices=("flatshard", "dcp", "safetensors", "torch"), help="the format (default: by the name of DST)"
+        "--to",
+        choices=("flatshard", "dcp", "safetensors", "torch"),
+        help="format of DST (default: torch for .pt, .pth and .bin, safetensors for .safetensors, else flatshard)",
     )
     parser.add_argument(
         "--rename",
@@ -279,10 +282,10 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
 def _convert(options: argparse.Namespace) -> int:
     wrong = next((each for each in options.rename if "=" not in each), None)
     if wrong is not None:
-        raise ValueError(f"--rename {wrong!r}: must be PATTERN=NEW")
+        raise ValueError(f"--rename {wrong!r}: must be PATTERN=NEW, a regular expression and its replacement")
     rename = [(pattern, new) for pattern, _, new in (each.partition("=") for each in options.rename)]
     if options.names is None and not Path(options.source).exists():
-        raise ValueError(f"{options.source}: no checkpoint found")
+        raise ValueError(f"{options.source} does not exist, so there is no checkpoint to convert")
     from flatshard.checkpoint.convert import convert, names_from
 
     names = None if options.names is None else names_from(options.names)
@@ -294,7 +297,7 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 class _Command(NamedTuple):
-    """``mistakes``: what it raises for a mistake of the user, which is printed in one line."""
+    """``mistakes``: the exceptions that mean a mistake of the user; their text is printed in one line."""
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
@@ -304,17 +307,17 @@ class _Command(NamedTuple):
 
 _COMMANDS = {
     "rehearse": _Command("run a training script as one rank of W on one device", _add_rehearse, _rehearse),
-    # What the script itself raises is not ours to shorten.
+    # Errors of the script itself keep their tracebacks.
     "run": _Command("run a script that uses PyTorch's fully_shard on flatshard", _add_run, _run, (_NoScript,)),
     "plan": _Command(
-        "memory, traffic and fit of every sharding strategy for a model",
+        "estimate memory, traffic and step time of every sharding strategy for a model",
         add_plan,
         plan,
         (OSError, TypeError, ValueError),
     ),
     "convert": _Command("convert a checkpoint to another format", _add_convert, _convert),
-    "blame": _Command("say which rank stopped a job, from the ranks' flight records", _add_blame, _blame),
-    "report": _Command("show a recorded step as an HTML page", _add_report, _report),
+    "blame": _Command("find the rank that stopped a job in the flight records", _add_blame, _blame),
+    "report": _Command("draw a recorded step as an HTML page", _add_report, _report),
 }
 
 

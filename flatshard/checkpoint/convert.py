@@ -1,6 +1,6 @@
-"""Checkpoints from one form into another, on one process, without a model.
+"""`convert`: write a checkpoint in another format, in one process and without a model.
 
-Tensors go through files beside the result, one after another: memory is that of one of them.
+Tensors are memory-mapped files in a temporary folder beside the result, so that one tensor at a time is in memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Tensors = Callable[[torch.dtype, Sequence[int]], torch.Tensor]
 
 @dataclass
 class State:
-    """What a checkpoint holds. ``rest``: what else stood beside model and optimizer. ``nested``: they had names."""
+    """A checkpoint: a dict of model, optimizer and ``rest``; if not ``nested``, the model's state dict alone."""
 
     model: dict[str, Any]
     optimizer: dict[str, Any] | None
@@ -49,7 +49,7 @@ class State:
 
     @classmethod
     def of(cls, tree: dict[str, Any]) -> State:
-        """Model, optimizer and the rest, by the names that checkpoints usually have for them."""
+        """Find model and optimizer in the tree of a checkpoint by their usual names."""
         model = next((key for key in ("model", "state_dict") if isinstance(tree.get(key), dict)), None)
         if model is None:
             return cls(tree, None, {}, False)
@@ -73,30 +73,30 @@ def convert(
     names: dict[str, str] | None = None,
     model_only: bool = False,
 ) -> Form:
-    """Write what the checkpoint ``source`` holds to ``target``, which must not exist; returns the form of the result.
+    """Write the checkpoint ``source`` to ``target`` in another format; returns the format of ``target``.
 
-    Forms are ``"flatshard"`` (its own folders), ``"dcp"`` (torch.distributed.checkpoint, by FSDP2, Megatron-FSDP or
-    anybody), ``"safetensors"`` (a folder, or one file; weights only) and ``"torch"`` (a file of torch.save). That of
-    the source is found out; that of the target is told by its name (``.pt``, ``.pth``, ``.bin``, ``.safetensors``) or
-    by ``to``.
+    Formats are ``"flatshard"`` (a folder of `save`), ``"dcp"`` (a folder of torch.distributed.checkpoint, as FSDP2 and
+    Megatron-FSDP write it), ``"safetensors"`` (a folder or one file; weights only) and ``"torch"`` (a file of
+    torch.save). The format of ``source`` is detected. That of ``target``, which must not exist, is ``to``, or depends
+    on its suffix (``.pt``, ``.pth``, ``.bin``, ``.safetensors``; otherwise flatshard).
 
-    ``rename``: regular expressions and what to put in the place of what they match, in names of parameters, one after
-    another. ``names``: names in full, and what they become. The optimizer's state is renamed with them; where it is by
-    numbers, these become names if they fit the model's.
-    ``model_only``: leave out all but the weights.
+    ``rename``: pairs of a regular expression and its replacement, applied in this order to the names of parameters.
+    ``names``: a dict from full names to new names. Optimizer state is renamed too; if it has numbers in place of names,
+    the names are taken from the model where the shapes agree.
+    ``model_only``: write only the weights.
 
-    No process group is needed. No code of a file is run, and what a file has checksums of is verified. CheckpointError
-    says what is damaged, or in no form.
+    No process group is needed, no code from a file is run, and checksums in the files are verified. CheckpointError
+    says what is damaged, or that the format is unknown.
     """
     source, target = _arguments.path("source", source), _arguments.path("target", target)
     if names is not None and not isinstance(names, dict):
-        raise TypeError(f"names={names!r}: must be a dict of names and what they become")
+        raise TypeError(f"names={names!r}: must be a dict from names to new names")
     form = _SUFFIXES.get(target.suffix, "flatshard") if to is None else to
     if form not in FORMS:
         raise ValueError(f"to={form!r}: must be one of {', '.join(FORMS)}")
     change = _mapping(rename, names or {})
     if target.exists():
-        raise CheckpointError(f"{target} exists; nothing is overwritten: choose another name")
+        raise CheckpointError(f"{target} exists and is not overwritten: choose another target")
     target.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-")))
@@ -107,13 +107,13 @@ def convert(
                 state = State(state.model, None, {}, state.nested)
             _WRITERS[form](made, state)
         except (TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
-            # What a file holds can be anything: dicts where others have tensors, names that are numbers.
+            # A file may hold anything, for example dicts in place of tensors, or numbers in place of names.
             reason = f"{type(error).__name__}: {error}"
-            raise CheckpointError(f"{source} holds what cannot be written as {form}: {reason}") from error
+            raise CheckpointError(f"{source} has content that cannot be written as {form}: {reason}") from error
         if form == "safetensors" and target.suffix == ".safetensors":
             made = made / SINGLE
             if not made.is_file():
-                raise CheckpointError(f"{target}: more than one file is needed; name a folder")
+                raise CheckpointError(f"{target}: the weights need several files; give a folder, with to='safetensors'")
         shutil.move(made, target)
     return form
 
@@ -127,11 +127,11 @@ def form_of(path: Path) -> Form:
         return "safetensors"
     if path.is_file():
         return "torch"
-    raise CheckpointError(f"{path} is no checkpoint of {', '.join(FORMS)}")
+    raise CheckpointError(f"{path} does not exist, or is no checkpoint in a known format ({', '.join(FORMS)})")
 
 
 def _scratch(folder: Path) -> Tensors:
-    """Makes tensors whose memory is a file."""
+    """A function that makes tensors whose memory is a file in ``folder``."""
     numbers = itertools.count()
 
     def make(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
@@ -175,7 +175,7 @@ def _read_safetensors(path: Path, make: Tensors, stack: ExitStack) -> dict[str, 
 
 
 def _listed(tree: Any) -> Any:
-    """Dicts whose keys are the numbers of a list, made lists again."""
+    """The tree with dicts whose keys are integers turned into lists: DCP flattens lists to such dicts."""
     if not isinstance(tree, dict):
         return tree
     items = {key: _listed(value) for key, value in tree.items()}
@@ -190,7 +190,7 @@ def _read_torch(path: Path, make: Tensors, stack: ExitStack) -> dict[str, Any]:
         with open_file(path) as file:
             check_archive(file, size)
         found = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
-    except Exception as error:  # its kinds are many: a file that is none of torch.save, code in it, an end too soon
+    except Exception as error:  # of many types: the file has another format, or code in it, or is too short
         raise CheckpointError(f"{path} cannot be read as a file of torch.save: {error}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, not a state dict")
@@ -207,12 +207,12 @@ def _mapping(rename: Sequence[tuple[str, str]], names: dict[str, str]) -> Callab
     patterns = []
     for each in rename:
         if not isinstance(each, (tuple, list)) or len(each) != 2 or not all(isinstance(part, str) for part in each):
-            raise TypeError(f"rename has {each!r}, and must have pairs of a regular expression and what replaces it")
+            raise TypeError(f"rename contains {each!r}: must be pairs of a regular expression and its replacement")
         pattern, replacement = each
         try:
             patterns.append((re.compile(pattern), replacement))
         except re.error as error:
-            raise ValueError(f"rename: {pattern!r} is no regular expression: {error}") from error
+            raise ValueError(f"rename contains {pattern!r}, which is not a regular expression: {error}") from error
 
     def change(name: str) -> str:
         if name in names:
@@ -228,7 +228,7 @@ def _renamed(state: State, change: Callable[[str], str]) -> State:
     model: dict[str, Any] = {}
     for name, value in state.model.items():
         if change(name) in model:
-            raise CheckpointError(f"two tensors would be named '{change(name)}', one of them '{name}'")
+            raise CheckpointError(f"'{name}' would be renamed to '{change(name)}', a name that another tensor has too")
         model[change(name)] = value
     optimizer = state.optimizer
     if optimizer is not None and optimizer.keys() == {"state", "param_groups"}:
@@ -237,7 +237,7 @@ def _renamed(state: State, change: Callable[[str], str]) -> State:
 
 
 def _by_names(optimizer: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state by names, where it is by the numbers of parameters and these are told by their order."""
+    """Optimizer state with names in place of numbers. Parameters are in the order of the model's tensors."""
     numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
     if not all(isinstance(number, int) for number in numbers):
         return optimizer
@@ -251,8 +251,8 @@ def _by_names(optimizer: dict[str, Any], model: dict[str, Any]) -> dict[str, Any
         name = next(fits, None)
         if name is None:
             raise CheckpointError(
-                "the optimizer's state is by numbers, and these do not fit the model's tensors in their order; save it "
-                "with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, or leave it out (model_only)"
+                "the optimizer state has numbers in place of names, and their order does not fit the model's tensors; "
+                "save it with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, or set model_only"
             )
         names[number] = name
     return with_names({**optimizer, "state": state}, names.__getitem__)
@@ -277,7 +277,8 @@ def _write_safetensors(path: Path, state: State) -> None:
         if isinstance(value, torch.Tensor):
             tensors[name] = value
         elif not name.endswith("_extra_state"):
-            raise CheckpointError(f"'{name}' is a {type(value).__name__}, which safetensors files cannot hold")
+            kind = type(value).__name__
+            raise CheckpointError(f"'{name}' is a {kind}; safetensors files hold only tensors: choose another format")
     write_files(path, plan_files(tensors), iter(tensors.values()))
 
 
@@ -296,11 +297,11 @@ _WRITERS: dict[Form, Callable[[Path, State], None]] = {
 
 
 def names_from(path: str | Path) -> dict[str, str]:
-    """A map of names from a JSON file."""
+    """Read a dict from names to new names from a JSON file; ValueError if it is not one."""
     try:
         found = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as a map of names: {error}") from error
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
-        raise ValueError(f"{path} must hold an object of names, each with the name that it becomes")
+        raise ValueError(f"{path} must hold one JSON object that maps old names to new names")
     return found

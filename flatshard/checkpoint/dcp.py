@@ -1,9 +1,8 @@
-"""Reading folders of torch.distributed.checkpoint without running what is in them.
+"""Read folders of torch.distributed.checkpoint (DCP) without running code from them.
 
-Their index, ``.metadata``, is a pickle of torch's classes. Here it is read with stand-ins in the place of these: what
-the pickle calls makes data, whatever it asks for, and a name that is not in the table ends it. The tensors are files
-of `torch.save` one after another, which `torch.load` reads with ``weights_only``; that they have the shape and the
-dtype that the index says, and the checksums that are in them, is verified.
+The index of such a folder, ``.metadata``, is a pickle of torch's classes. It is unpickled with stand-in classes that
+only hold data; a name that is not in the table of stand-ins is an error. Tensors are files of `torch.save`, several in
+one file, which `torch.load` reads with ``weights_only``. Their shapes, dtypes and checksums are verified.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from flatshard.checkpoint.files import open_file
 METADATA = ".metadata"
 _CHUNK = 1 << 20
 _THEIRS = "torch.distributed.checkpoint.metadata"
-_EARLIER = "torch.distributed._shard.sharded_tensor.metadata"  # where versions up to 2.2 had what describes a tensor
+_EARLIER = "torch.distributed._shard.sharded_tensor.metadata"  # the module of TensorProperties up to torch 2.2
 _RECORDS = {
     *((_THEIRS, name) for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties")),
     *((_THEIRS, name) for name in ("ChunkStorageMetadata", "MetadataIndex", "StorageMeta")),
@@ -36,11 +35,11 @@ _RECORDS = {
 
 
 class _Unpickler(pickle._Unpickler):
-    """The pickle module's own in Python: that in C takes memory for any number that a pickle says."""
+    """The Python version of pickle's class: the one in C allocates memory for any size that a pickle names."""
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file)
-        # Made anew for each pickle, so that none can leave anything behind in them.
+        # New classes for each pickle, so that no pickle can change them for the next one.
         self._known: dict[tuple[str, str], Callable[..., Any]] = {
             **{key: type(key[1], (), {"__setstate__": _set_state}) for key in _RECORDS},
             ("torch", "Size"): lambda sizes=(): tuple(sizes),
@@ -61,7 +60,7 @@ class _Unpickler(pickle._Unpickler):
         dtype = getattr(torch, name, None) if module == "torch" and name.isidentifier() else None
         if isinstance(dtype, torch.dtype):
             return dtype
-        raise CheckpointError(f"it asks for {module}.{name}, which is no part of an index")
+        raise CheckpointError(f"it uses {module}.{name}, which is not allowed in an index")
 
 
 def _set_state(record: Any, state: Any) -> None:
@@ -72,7 +71,7 @@ def _set_state(record: Any, state: Any) -> None:
 
 
 class DcpFolder:
-    """A checkpoint of torch.distributed.checkpoint. CheckpointError names the file that cannot be right."""
+    """A checkpoint of torch.distributed.checkpoint. CheckpointError names a file that is damaged."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self._path, self._stack = path, stack
@@ -92,17 +91,17 @@ class DcpFolder:
             raise CheckpointError(f"{path / METADATA} cannot be read: {error.strerror}") from error
         except Exception as error:  # a pickle can fail in any way
             reason = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            raise CheckpointError(f"{path / METADATA} is damaged, or is no index of DCP: {reason}") from error
+            raise CheckpointError(f"{path / METADATA} is damaged, or is not an index of DCP: {reason}") from error
 
     def _check(self) -> None:
-        """Raise unless what the index says can be true: every byte of a file belongs to one value, and exists."""
+        """ValueError unless the index is consistent: every value has bytes of its own in an existing file."""
         if not all(isinstance(name, str) for name in self._described):
-            raise ValueError("a name is none")
+            raise ValueError("a name is not a string")
         taken: dict[str, list[tuple[int, int]]] = {}
         for (name, _), info in self._stored.items():
             file, begin, length = info.relative_path, info.offset, info.length
             if not isinstance(file, str) or Path(file).name != file or "\0" in file:
-                raise ValueError(f"'{name}' would be in {file!r}, which is not a file in this folder")
+                raise ValueError(f"'{name}' is in {file!r}, which is not a file in this folder")
             if info.__dict__.get("transform_descriptors"):
                 raise ValueError(f"'{name}' was transformed by {info.transform_descriptors}, which is not supported")
             manifest_checks.number(begin, f"the place of '{name}'")
@@ -111,7 +110,7 @@ class DcpFolder:
         for file, ranges in taken.items():
             size = (self._path / file).stat().st_size if (self._path / file).is_file() else 0
             if not manifest_checks.do_not_overlap(ranges) or max(end for _, end in ranges) > size:
-                raise ValueError(f"{file} does not hold what it says")
+                raise ValueError(f"{file} is missing or too short, or values overlap in it")
         outline: dict[Any, Any] = {}
         for name, entry in self._described.items():
             _put(outline, self._places[name], None)
@@ -124,18 +123,18 @@ class DcpFolder:
         entry.size = manifest_checks.shape(list(entry.size), f"the shape of '{name}'")
         entry.dtype = entry.properties.state[0]
         if not isinstance(entry.dtype, torch.dtype):
-            raise ValueError(f"'{name}' is of no dtype")
+            raise ValueError(f"'{name}' has no dtype")
         parts = manifest_checks.parts([(each.offsets, each.sizes) for each in entry.chunks], entry.size, name)
-        filled = [(offsets, sizes) for offsets, sizes in parts if 0 not in sizes]  # nothing is read of others
+        filled = [(offsets, sizes) for offsets, sizes in parts if 0 not in sizes]  # empty parts are not read
         if sum(math.prod(sizes) for _, sizes in filled) != math.prod(entry.size):
-            raise ValueError(f"the parts of '{name}' are not together the whole of it")
+            raise ValueError(f"parts of '{name}' are missing")
         entry.filled_chunks = filled
         room = sum(self._stored[name, offsets].length for offsets, _ in filled)
         if math.prod(entry.size) * entry.dtype.itemsize > room:
-            raise ValueError(f"'{name}' has more bytes than are stored of it")
+            raise ValueError(f"'{name}' is larger than its parts in the files")
 
     def read(self, make: Callable[[torch.dtype, Sequence[int]], torch.Tensor]) -> dict[str, Any]:
-        """All that is in it, as a tree. ``make`` makes the tensors, for which no other memory is taken than of one."""
+        """The contents as a tree of dicts. ``make`` creates the tensors; otherwise one part at a time is in memory."""
         tree: dict[str, Any] = {}
         for name, entry in self._described.items():
             value: Any
@@ -144,7 +143,7 @@ class DcpFolder:
                 for offsets, sizes in entry.filled_chunks:
                     part = self._load(name, offsets)
                     if not isinstance(part, torch.Tensor) or (tuple(part.shape), part.dtype) != (sizes, entry.dtype):
-                        self._refuse(name, offsets, "it is not what the index says")
+                        self._refuse(name, offsets, "its shape or dtype is not that of the index")
                     value[tuple(slice(o, o + n) for o, n in zip(offsets, sizes))].copy_(part)
             else:
                 value = self._load(name, None)
@@ -153,7 +152,7 @@ class DcpFolder:
 
     def _load(self, name: str, offsets: tuple[int, ...] | None) -> Any:
         if (name, offsets) not in self._stored:
-            self._refuse(name, offsets, "the index does not say where")
+            self._refuse(name, offsets, "the index does not name its file")
         info = self._stored[name, offsets]
         try:
             if info.relative_path not in self._open:
@@ -177,24 +176,24 @@ def _put(tree: Any, place: Sequence[Any], value: Any) -> None:
     for key in above:
         tree = tree.setdefault(key, {}) if isinstance(tree, dict) else None
     if not isinstance(tree, dict) or last in tree:
-        raise ValueError(f"two things would be at {place}")
+        raise ValueError(f"two values have the path {place}")
     tree[last] = value
 
 
 def check_archive(file: BinaryIO, size: int) -> None:
-    """Raise unless a file of torch.save is whole: all it holds is there as it is, once, and has its checksums.
+    """ValueError unless a file of torch.save is intact: no entry is compressed or duplicate, and checksums are right.
 
-    torch itself does not look at these.
+    torch.load itself does not verify the checksums.
     """
     file.seek(0)
     with zipfile.ZipFile(file) as archive:
         parts = archive.infolist()
         if len({part.filename for part in parts}) != len(parts):
-            raise ValueError("it holds two things of one name")
+            raise ValueError("it has two entries of one name")
         if any(part.compress_type != zipfile.ZIP_STORED for part in parts) or sum(p.file_size for p in parts) > size:
-            raise ValueError("it holds more than it has bytes")
+            raise ValueError("its entries are compressed, or larger than the file")
         for part in parts if torch.serialization.get_crc32_options() else ():
             with archive.open(part) as content:
-                while content.read(_CHUNK):  # raises at the end where the checksum is another
+                while content.read(_CHUNK):  # raises at the end if the checksum is wrong
                     pass
     file.seek(0)

@@ -1,7 +1,7 @@
-"""Tensors without values, for code that prepares whole state dicts for files: what it does is noted, and done later.
+"""Tensors without values, for code that prepares full state dicts for files: operations are recorded and run later.
 
-Such code renames, cuts and stacks tensors, and looks which of them share memory, all of a model at once. It can have
-all deferred tensors at once, and when a file is to be written, the values come a few tensors at a time.
+Such code renames, cuts and stacks all tensors of a model, and looks which of them share memory. With deferred tensors
+it needs no memory for the full model: values are gathered a few tensors at a time when a file is written.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch
 from flatshard import _torch
 from flatshard.checkpoint.files import TensorEntry, bytes_view, header_of
 
-_ADDRESSES = itertools.count(1 << 12, 1 << 50)  # no two memories overlap
+_ADDRESSES = itertools.count(1 << 12, 1 << 50)  # far enough from each other that no two storages overlap
 
 
 class DeferredStorage:
-    """What stands for the storage of deferred tensors: an address and a size, for those who compare them."""
+    """The storage of deferred tensors: an address and a size, for code that looks for shared memory."""
 
     def __init__(self, size: int) -> None:
         self._start, self._size = next(_ADDRESSES), size
@@ -37,7 +37,7 @@ class DeferredStorage:
 
 @dataclass(eq=False)
 class _Operation:
-    """An operation that is to be done, with deferred tensors among its arguments."""
+    """A recorded operation, with deferred tensors among its arguments."""
 
     operation: Callable[..., Any]
     args: tuple[Any, ...]
@@ -54,14 +54,14 @@ class _Operation:
 
 
 class DeferredTensor(torch.Tensor):
-    """A tensor of the CPU of which all is known but the values: shape, dtype, strides, whose memory it shares.
+    """A CPU tensor without values: it has a shape, a dtype, strides, and a storage that it may share with others.
 
-    Operations on it give deferred tensors. None of them may write to it.
+    Operations on it return deferred tensors. Operations that write to it raise NotImplementedError.
     """
 
-    _shown: torch.Tensor  # on the meta device
+    _shown: torch.Tensor  # a tensor of the same shape on the meta device
     _memory: DeferredStorage
-    _made: str | tuple[_Operation, int]  # the name of a tensor, or which result of a call it is
+    _made: str | tuple[_Operation, int]  # the name of a tensor, or an operation and the index of its result
 
     @staticmethod
     def __new__(
@@ -80,9 +80,9 @@ class DeferredTensor(torch.Tensor):
         kwargs = kwargs or {}
         moved = kwargs.get("device") is not None
         if moved and torch.device(kwargs["device"]).type != "cpu":
-            raise NotImplementedError(f"{func}: a deferred tensor has no values yet to move to {kwargs['device']}")
+            raise NotImplementedError(f"{func}: a deferred tensor has no values, and cannot move to {kwargs['device']}")
         if _torch.writes(func):
-            raise NotImplementedError(f"{func}: a deferred tensor has no values yet to write to")
+            raise NotImplementedError(f"{func}: a deferred tensor has no values, and cannot be written to")
         given = [each for each in _torch.pytree_leaves((args, kwargs)) if isinstance(each, DeferredTensor)]
         shown_args, shown_kwargs = _torch.map_leaves(
             torch.Tensor, lambda x: x._shown if isinstance(x, DeferredTensor) else x.to("meta"), (args, kwargs)
@@ -107,15 +107,15 @@ class DeferredTensor(torch.Tensor):
         return f"DeferredTensor({tuple(self.shape)}, {self.dtype})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("a deferred tensor has no values yet to pickle")
+        raise TypeError(f"{self!r} has no values, and cannot be pickled; write it to a safetensors file")
 
     @property
     def needs(self) -> frozenset[str]:
-        """The names of the tensors that it is made of."""
+        """The names of the tensors that its value is computed from."""
         return frozenset([self._made]) if isinstance(self._made, str) else self._made[0].needs
 
     def value(self, tensors: Mapping[str, torch.Tensor], known: dict[_Operation, list[Any]]) -> torch.Tensor:
-        """Make it of these tensors. ``known``: what has been done with them already, and now is."""
+        """Compute the value from ``tensors``. ``known``: results of operations so far; new results are added."""
         if isinstance(self._made, str):
             return tensors[self._made]
         call, number = self._made
@@ -124,7 +124,7 @@ class DeferredTensor(torch.Tensor):
 
 
 def defer(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict with deferred tensors in place of tensors. A tensor of several names needs the first of them."""
+    """A state dict with deferred tensors in place of tensors. A tied tensor needs the first of its names."""
     made: dict[int, DeferredTensor] = {}
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and id(value) not in made:
@@ -134,9 +134,9 @@ def defer(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class DeferredFile:
-    """A safetensors file of deferred tensors, laid out as `safetensors.torch.save_file` lays it out.
+    """A safetensors file of deferred tensors, in the layout of `safetensors.torch.save_file`.
 
-    It has its name when all are written.
+    It is written under a temporary name and renamed when it is complete.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, DeferredTensor], metadata: dict[str, str] | None) -> None:
@@ -146,11 +146,11 @@ class DeferredFile:
         self.needs = frozenset().union(*(tensor.needs for tensor in tensors.values()))
 
     def write(self, whole: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Write the file from (name, tensor) of all that it needs, in any order.
+        """Write the file from (name, tensor) pairs of all tensors in ``needs``, in any order.
 
-        A tensor is used until the next one comes; what is to be made of several, they are kept for.
+        A tensor need not stay valid after the next one is requested: those that are needed later are copied.
         """
-        todo: dict[str, list[str]] = {}  # by what they need
+        todo: dict[str, list[str]] = {}  # name of a needed tensor -> names of tensors in the file
         for name, tensor in self._tensors.items():
             for needed in tensor.needs:
                 todo.setdefault(needed, []).append(name)
@@ -173,16 +173,16 @@ class DeferredFile:
                 os.fsync(file.fileno())
             left = sorted({name for names in todo.values() for name in names})
             if left:
-                raise RuntimeError(f"what {left} are made of has not come")
+                raise RuntimeError(f"the values of {left} were not given to write()")
             self._part.rename(self._path)
         finally:
             self._part.unlink(missing_ok=True)
 
 
 def _layout(tensors: Mapping[str, DeferredTensor], metadata: dict[str, str] | None) -> tuple[bytes, dict[str, int]]:
-    """The header of the file, and where each tensor begins after it.
+    """The header of the file, and the place of each tensor after it.
 
-    The library is asked for that of a file of empty tensors: it decides on their order.
+    The safetensors library decides on the order of tensors: it is taken from the header of a file of empty tensors.
     """
     from safetensors.torch import save
 

@@ -1,4 +1,4 @@
-"""What goes wrong with checkpoints, on all ranks together."""
+"""The error of checkpoints, which is raised on all ranks together."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from flatshard.trust.alarm import PeerError
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is damaged, incomplete, or of another model; or a save that failed. Names file and tensor."""
+    """A checkpoint is damaged, incomplete or of another model, or a save failed. The text names file and tensor."""
 
 
 def on_all_ranks(ranks: Exchange, action: Callable[[], Any]) -> list[Any]:
-    """What ``action`` returns on each rank, as JSON carries it. If it raises on any, CheckpointError on all."""
+    """The results of ``action`` on all ranks, sent as JSON. If it raises on any rank, CheckpointError on all ranks."""
     own: Exception | None = None
     try:
         message = {"value": action()}
-    except PeerError:  # there is a rank that will not answer
+    except PeerError:  # a rank has failed, so the exchange below would not end
         raise
     except Exception as error:
         own = error

@@ -1,4 +1,4 @@
-"""Tensors in files: where each part of them is, and checksums of its blocks."""
+"""Tensors in files: places of their parts, and checksums of blocks."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ DTYPES = {code: dtype for dtype, code in CODES.items()}
 class Chunk:
     """A part of a tensor in a file: ``sizes`` elements from ``offsets``, row-major, from byte ``begin`` of the file.
 
-    ``sums`` are the checksums of its blocks, of ``block`` bytes each; none where the file has none. ``transposed``: the
-    file has the last two dims the other way round.
+    ``sums``: checksums of its blocks of ``block`` bytes; empty if the file has none. ``transposed``: the last two dims
+    are swapped in the file.
     """
 
     file: str
@@ -58,7 +58,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor that is in files, or is to be written to one: then without chunks."""
+    """A tensor in files; without chunks, a tensor that is to be written."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -69,15 +69,15 @@ class TensorEntry:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def chunks_within(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterable[Chunk]:
-        """At least the chunks that have elements of this box."""
+        """All chunks that have elements of this box, and possibly others."""
         return self.chunks
 
 
 @dataclass
 class TensorFiles:
-    """Files with tensors in them. ``model`` is a tree of names.
+    """Files with tensors. ``model``: the model's state dict as a tree of `encode_tree`.
 
-    ``files`` says of each its ``bytes``, how many of them are its ``header``, and the ``sha256`` of that.
+    ``files``: for each file its size in ``bytes``, the size of its ``header``, and the ``sha256`` of the header.
     """
 
     folder: Path
@@ -86,15 +86,15 @@ class TensorFiles:
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
 
     def take_header(self, name: str, header: bytes) -> None:
-        """Is called with the header of a file that has been opened, and is the one that ``files`` says."""
+        """Called with the verified header of each file when it is opened."""
 
     def located(self, entry: TensorEntry, chunk: Chunk) -> Chunk:
-        """A chunk of a file that has been opened: with its place in it, and its checksums."""
+        """The chunk with its place in the file and its checksums. Its file must have been opened."""
         return chunk
 
 
 def _weights(count: int) -> Any:
-    """Odd numbers of 64 bits without a pattern: the golden ratio's multiples, mixed."""
+    """Pseudo-random odd numbers of 64 bits: mixed multiples of the golden ratio."""
     mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
@@ -105,10 +105,10 @@ _WEIGHTS = _weights(BLOCK // 8)
 
 
 def block_checksum(block: memoryview) -> int:
-    """The checksum of at most ``BLOCK`` bytes: the sum of its words of 64 bits, each times a weight of its place.
+    """The checksum of at most ``BLOCK`` bytes: the sum of its 64-bit words, each times a weight of its position.
 
-    Weights are odd, so a change of one word always shows, whatever it is; other damage goes unseen once in 2**64. It
-    takes half the time of a CRC, and loading is as fast as this is.
+    Weights are odd, so any change of one word is detected; other damage is missed with probability 2**-64. It takes
+    half the time of a CRC, and this time bounds the speed of loading.
     """
     words = np.frombuffer(block, dtype=np.dtype("<u8"), count=len(block) // 8)
     rest = int.from_bytes(block[8 * len(words) :], "little")
@@ -122,13 +122,13 @@ def bytes_view(tensor: torch.Tensor) -> memoryview:
 
 
 def blocks_of(tensor: torch.Tensor, size: int) -> Iterator[memoryview]:
-    """The bytes of a tensor, wherever it is, ``size`` at a time."""
+    """The bytes of a tensor on any device, ``size`` at a time."""
     content = bytes_view(tensor.detach().cpu().contiguous())
     return (content[start : start + size] for start in range(0, len(content), size))
 
 
 def header_of(tensors: Mapping[str, TensorEntry], metadata: dict[str, str] | None) -> bytes:
-    """The beginning of a safetensors file with these tensors, one after another."""
+    """The header of a safetensors file with these tensors in this order, with its length before it."""
     described: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     place = 0
     for name, entry in tensors.items():
@@ -141,14 +141,14 @@ def header_of(tensors: Mapping[str, TensorEntry], metadata: dict[str, str] | Non
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file to read it. OSError also where it is none: pipes and devices need never end."""
+    """Open a file to read it. OSError also for pipes and devices, which may be endless."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is not a regular file")
     return open(path, "rb")
 
 
 def sync_folder(path: Path) -> None:
-    """Make sure that the names in a folder are on disk."""
+    """Flush the names in a folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

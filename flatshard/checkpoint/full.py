@@ -1,4 +1,4 @@
-"""Whole tensors of a sharded model, a bucket at a time."""
+"""`iter_full_tensors`: the full tensors of a sharded model, one bucket at a time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from flatshard import _arguments, _torch
 from flatshard.buffer import Lane
 from flatshard.checkpoint.state import held_part
 
-_ALIGN = 16  # bytes; a bucket is reduced as integers of 4
-_LARGE = 1 << 20  # bytes: the time of such a tensor is that of its bytes
+_ALIGN = 16  # bytes; a bucket is all-reduced as integers of 4 bytes
+_LARGE = 1 << 20  # bytes; the time to gather such a tensor depends on its size, not on the cost of a launch
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of a model's state, tied ones once, under the first of their names."""
+    """The tensors of a model's state dict. Tied tensors are included once, under their first name."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor):
@@ -33,12 +33,12 @@ def iter_full_tensors(
     dtype: torch.dtype | None = None,
     names: Container[str] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, whole tensor) of all that ``model.state_dict()`` holds, on every rank. All ranks iterate to the end.
+    """Yield (name, full tensor) for the tensors of ``model.state_dict()``. All ranks must iterate to the end.
 
-    Tensors are gathered into one buffer of at most ``bucket_bytes``, or of the largest tensor if that is more; nothing
-    else is allocated. A tensor is valid until the next one is asked for: clone what is to be kept. Tied tensors are
-    yielded once, under their first name. ``dtype``: floating-point tensors are cast to it, before they travel.
-    ``names``: of these only, the same on all ranks.
+    Tensors are gathered into one buffer of ``bucket_bytes``, or of the size of the largest tensor if that is more;
+    nothing else is allocated. A tensor is valid until the next one is requested: clone it to keep it. Tied tensors are
+    yielded once, under their first name. ``dtype``: floating-point tensors are cast to it before they are sent.
+    ``names``: yield only these tensors; must be the same on all ranks.
     """
     _arguments.module("iter_full_tensors", model)
     _arguments.whole_number("bucket_bytes", bucket_bytes, 1)
@@ -46,12 +46,13 @@ def iter_full_tensors(
     tensors = {name: value for name, value in named_tensors(model).items() if names is None or name in names}
     for name, value in tensors.items():
         if isinstance(value, DTensor) and _torch.is_wrapper(_torch.local_of(value)):
-            raise TypeError(f"'{name}' is a {type(_torch.local_of(value)).__name__}, which only its unit can gather")
+            kind = type(_torch.local_of(value)).__name__
+            raise TypeError(f"'{name}' is a {kind}, a tensor subclass; iter_full_tensors supports plain tensors only")
     return _iterate(tensors, bucket_bytes, dtype)
 
 
 def check_dtype(dtype: Any) -> None:
-    """TypeError unless tensors can be cast to it, or it is None."""
+    """TypeError unless ``dtype`` is None or a floating-point dtype."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype={dtype!r}: must be a floating-point torch.dtype or None")
 
@@ -75,7 +76,7 @@ def _iterate(
 
 
 def cast_dtype(tensor: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype:
-    """The dtype in which a tensor travels: ``wanted``, if it is one of floating-point numbers."""
+    """The dtype in which a tensor is sent: ``wanted`` for a floating-point tensor, if it is not None."""
     return tensor.dtype if wanted is None or not tensor.is_floating_point() else wanted
 
 
@@ -86,7 +87,7 @@ def _size(tensor: torch.Tensor, dtype: torch.dtype | None) -> int:
 def _buckets(
     tensors: dict[str, torch.Tensor], limit: int, dtype: torch.dtype | None
 ) -> list[tuple[list[str], tuple[int, ...]]]:
-    """Names of neighbours that are gathered together, with the sharded axes of their mesh."""
+    """Names of consecutive tensors that are gathered together, with the mesh axes that they are sharded over."""
     found: list[tuple[list[str], tuple[int, ...]]] = []
     kind: Any = None
     size = 0
@@ -109,10 +110,11 @@ def _gathered(
     storage: torch.Tensor,
     dtype: torch.dtype | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Large tensors of equal shards are gathered where they are to be. All others at once, by adding: every rank has
-    zeros where others have values, so that the sum of the bits is their union.
+    """Gather a bucket into ``storage`` and yield its tensors.
 
-    That takes twice the traffic of a gather, and no memory beyond the result, however ragged the shards are.
+    Large tensors with equal shards are all-gathered in place. All others are all-reduced in one launch: every rank has
+    zeros where other ranks have values, so the sum of the bits is the full tensor. This takes twice the traffic of an
+    all-gather, but no memory beyond the result, for shards of any size.
     """
     gathered = [name for name in names if _is_gathered(tensors[name], axes, dtype)]
     added = [name for name in names if name not in gathered]
@@ -143,8 +145,8 @@ def _gathered(
 
 
 def _is_gathered(tensor: torch.Tensor, axes: tuple[int, ...], dtype: torch.dtype | None) -> bool:
-    """Whether it is worth a gather of its own, and each rank has as many of its rows. The same on all ranks."""
+    """Whether a tensor is all-gathered: it is large and all ranks have equally many rows. The same on all ranks."""
     if not isinstance(tensor, DTensor) or len(axes) != 1 or _size(tensor, dtype) < _LARGE:
         return False
-    placement = tensor.placements[axes[0]]  # the flat layout's is another kind of `Shard`
+    placement = tensor.placements[axes[0]]  # the flat layout has a subclass of `Shard`, which does not count
     return type(placement) is Shard and placement.dim == 0 and tensor.shape[0] % tensor.device_mesh.size(axes[0]) == 0

@@ -1,4 +1,4 @@
-"""Nested values as JSON, with their tensors taken out. What is read back is data and nothing else: no code runs."""
+"""Nested values as JSON, with keys in place of tensors. Reading them back runs no code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PLAIN = (bool, int, str, type(None))
 
 
 def encode_tree(value: Any, put: Callable[[str, torch.Tensor], str], path: str) -> Any:
-    """A value as JSON. ``put(path, tensor)`` is given each tensor and says under which key it can be found."""
+    """A value as JSON. ``put(path, tensor)`` is called for each tensor and returns its key."""
     if isinstance(value, torch.Tensor):
         return {"tensor": put(path, value)}
     if type(value) in _PLAIN:
@@ -28,7 +28,7 @@ def encode_tree(value: Any, put: Callable[[str, torch.Tensor], str], path: str) 
     if isinstance(value, dict):
         wrong = next((key for key in value if not isinstance(key, (str, int))), None)
         if wrong is not None:
-            raise TypeError(f"{path} has a key of type {type(wrong).__name__}; a checkpoint takes strings and integers")
+            raise TypeError(f"{path} has the key {wrong!r}; keys in a checkpoint must be strings or integers")
         return {"dict": [[key, encode_tree(item, put, f"{path}/{key}")] for key, item in value.items()]}
     raise TypeError(
         f"{path} is a {type(value).__name__}; a checkpoint takes tensors, numbers, strings, bytes, None, and lists, "
@@ -37,7 +37,7 @@ def encode_tree(value: Any, put: Callable[[str, torch.Tensor], str], path: str) 
 
 
 def decode_tree(tree: Any, get: Callable[[str], Any]) -> Any:
-    """The value of a tree; ``get(key)`` gives each tensor."""
+    """The value of a tree of `encode_tree`; ``get(key)`` returns each tensor."""
     if isinstance(tree, list):
         return [decode_tree(item, get) for item in tree]
     if not isinstance(tree, dict):

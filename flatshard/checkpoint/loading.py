@@ -1,4 +1,4 @@
-"""Loading: everything is read and verified before anything changes."""
+"""`load`: read and verify a whole checkpoint, then change the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flatshard.checkpoint.reader import Reader, read_extra
 from flatshard.checkpoint.state import checked_name, held_part
 from flatshard.optim.step import owner_of_entries
 
-_SHOWN = 8  # names in one error
+_SHOWN = 8  # problems that one error lists
 
 
 def load(
@@ -34,15 +34,15 @@ def load(
     strict: bool = True,
     progress: bool = True,
 ) -> Any:
-    """Load a checkpoint that `save` wrote, on any number of ranks and however it was sharded. All ranks call it.
+    """Load a checkpoint that `save` wrote, with any number of ranks and any sharding. All ranks must call it.
 
-    Each rank reads what it needs and verifies it. Only when that has succeeded on all of them are the model and the
-    optimizer changed; CheckpointError says what is damaged, missing or of another shape, on every rank. No code from
-    the files is run. Optimizer state comes back as it was saved, in its dtype; weights are cast to the model's.
+    Each rank reads and verifies its shards. The model and the optimizer change only after this has succeeded on all
+    ranks; otherwise all ranks raise CheckpointError, which says what is damaged, missing or of another shape. No code
+    from the files is run. Optimizer state keeps the dtype that it was saved in; weights are cast to the model's dtype.
 
-    ``strict=False`` leaves alone what only the model has and ignores what only the checkpoint has. A ``module.`` that
-    a wrapper has put before all names, on one side only, makes no difference.
-    Returns the ``extra`` that this rank saved; on another number of ranks, rank 0's.
+    ``strict=False`` ignores tensors that only the model or only the checkpoint has. A prefix ``module.`` of all names,
+    which wrappers add, may be present in the model, in the checkpoint, in both or in neither.
+    Returns the ``extra`` that this rank saved or, if the number of ranks has changed, that of rank 0.
     """
     path = _arguments.path("path", path)
     _arguments.module("load", model)
@@ -66,7 +66,7 @@ def load(
 
     digests = on_all_ranks(ranks, open_manifest)
     if len(set(digests)) > 1:
-        raise CheckpointError(f"ranks find different checkpoints at {path}: it must be on storage that they share")
+        raise CheckpointError(f"{path} is not the same on all ranks: it must be on storage that all ranks share")
     on_all_ranks(ranks, stage)
     weights, state, extra = staged[0]
     put_weights(model, weights)
@@ -76,13 +76,13 @@ def load(
 
 
 def put_weights(model: nn.Module, weights: dict[str, Any]) -> None:
-    """Give a model what `stage_model` has staged."""
+    """Load the result of `stage_model` into a model."""
     meta = any(isinstance(value, torch.Tensor) and value.is_meta for value in model.state_dict().values())
-    model.load_state_dict(weights, strict=False, assign=meta)  # names have been compared
+    model.load_state_dict(weights, strict=False, assign=meta)  # `stage_model` has compared the names
 
 
 def stage_model(manifest: TensorFiles, reader: Reader, model: nn.Module, strict: bool) -> dict[str, Any]:
-    """This rank's parts of a model's state, read. CheckpointError names what does not fit."""
+    """Read this rank's shards of a model's state. CheckpointError names the tensors that do not fit the model."""
     here = model.state_dict(keep_vars=True)
     rename = renaming([name for name, _ in manifest.model["dict"]], here)
     saved: dict[str, Any] = {rename(name): tree for name, tree in manifest.model["dict"]}
@@ -90,19 +90,19 @@ def stage_model(manifest: TensorFiles, reader: Reader, model: nn.Module, strict:
     for name, value in here.items():
         tied[id(value)].append(name)
     problems, found = [], {}
-    read: dict[int, tuple[str, torch.Tensor, str]] = {}  # per tensor here: key, local part, name
+    read: dict[int, tuple[str, torch.Tensor, str]] = {}  # id of the model's tensor -> key, local shard, name
     for name, value in here.items():
         names = [name, *tied[id(value)]]  # a tied weight may have been saved under one of its names only
         source = next((other for other in names if other in saved), None)
         if source is None:
             if strict:
-                problems.append(f"'{name}' is not in it")
+                problems.append(f"'{name}' is not in the checkpoint")
             continue
         if not isinstance(value, torch.Tensor):
             found[name] = decode_tree(saved[source], reader.whole)
             continue
         key = saved[source].get("tensor") if isinstance(saved[source], dict) else None
-        problem = "is no tensor in the checkpoint" if key is None else _misfit(manifest, key, value)
+        problem = "is not a tensor in the checkpoint" if key is None else _misfit(manifest, key, value)
         if problem:
             problems.append(f"'{name}' {problem}")
         elif not problems:
@@ -110,7 +110,7 @@ def stage_model(manifest: TensorFiles, reader: Reader, model: nn.Module, strict:
             if known != key:
                 again = _read_part(manifest, reader, name, str(key), value)
                 if local is not None and not torch.equal(local, again):
-                    problem = f"is tied to '{first}' in the model and has other values in the checkpoint"
+                    problem = f"is tied to '{first}' in the model, but differs from it in the checkpoint"
                     problems.append(f"'{name}' {problem}")
                 local = again
             assert local is not None
@@ -121,7 +121,8 @@ def stage_model(manifest: TensorFiles, reader: Reader, model: nn.Module, strict:
         problems += [f"'{name}' is not in the model" for name in saved if name not in here]
     if problems:
         more = f", and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise CheckpointError(f"{manifest.folder} does not fit the model: {'; '.join(problems[:_SHOWN])}{more}")
+        advice = " (strict=False ignores missing names)" if any("' is not in the " in each for each in problems) else ""
+        raise CheckpointError(f"{manifest.folder} does not fit the model: {'; '.join(problems[:_SHOWN])}{more}{advice}")
     return found
 
 
@@ -135,7 +136,7 @@ def _misfit(manifest: TensorFiles, key: str, value: torch.Tensor) -> str | None:
 
 
 def _read_part(manifest: TensorFiles, reader: Reader, name: str, key: str, like: torch.Tensor) -> torch.Tensor:
-    """The rows of a saved tensor that this rank holds of ``like``."""
+    """Read the part of a saved tensor that this rank holds of ``like``."""
     entry, part = manifest.tensors[key], held_part(like)
     if part.offsets is None:
         return torch.empty(part.local.shape, dtype=entry.dtype)
@@ -143,17 +144,17 @@ def _read_part(manifest: TensorFiles, reader: Reader, name: str, key: str, like:
 
 
 def _stage_optimizer(manifest: Manifest, reader: Reader, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """What `Optimizer.__setstate__` takes."""
+    """Read this rank's optimizer state, in the form that `Optimizer.__setstate__` takes."""
     if manifest.optimizer is None:
-        raise CheckpointError(f"{manifest.folder} was saved without an optimizer; load it without one")
+        raise CheckpointError(f"{manifest.folder} was saved without an optimizer; load it with optimizer=None")
     saved = dict(manifest.optimizer["dict"])
     rename = renaming([name for name, _ in manifest.model["dict"]], model.state_dict(keep_vars=True))
     states = {rename(name): entries for name, entries in saved["state"]["dict"]}
     groups = [decode_tree(group, reader.whole) for group in saved["groups"]]
     if len(groups) != len(optimizer.param_groups):
         raise CheckpointError(
-            f"{manifest.folder} has {len(groups)} parameter groups; the optimizer has {len(optimizer.param_groups)}: "
-            "make it as it was"
+            f"{manifest.folder} has {len(groups)} param_groups and the optimizer has {len(optimizer.param_groups)}: "
+            "build the optimizer with the same param_groups as when it was saved"
         )
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     owned_of = owner_of_entries(optimizer)
@@ -165,7 +166,8 @@ def _stage_optimizer(manifest: Manifest, reader: Reader, model: nn.Module, optim
             sides = ["the optimizer", "the checkpoint"]
             has, lacks = sides if min(odd) in mine else reversed(sides)
             raise CheckpointError(
-                f"{manifest.folder}: '{min(odd)}' is in parameter group {number} of {has}, not of {lacks}"
+                f"{manifest.folder}: '{min(odd)}' is in param_groups[{number}] of {has}, not of {lacks}; build the "
+                "optimizer with the same param_groups as when it was saved"
             )
         steps_on_device = bool(theirs.get("fused") or theirs.get("capturable"))
         for name, parameter in zip(mine, ours["params"]):
@@ -175,7 +177,7 @@ def _stage_optimizer(manifest: Manifest, reader: Reader, model: nn.Module, optim
             try:
                 owned = owned_of(parameter, entries)
             except ValueError as error:
-                raise CheckpointError(f"{manifest.folder}: state of '{name}': {error}") from None
+                raise CheckpointError(f"{manifest.folder}: optimizer state of '{name}': {error}") from None
             taken = state[parameter]
             for key, tree in entries.items():
                 if owned is None or owned[key]:
@@ -189,7 +191,7 @@ def _stage_optimizer(manifest: Manifest, reader: Reader, model: nn.Module, optim
 def _entry(
     manifest: Manifest, reader: Reader, name: str, tree: Any, parameter: torch.Tensor, whole: bool, device: torch.device
 ) -> Any:
-    """One entry of the state of a parameter: ``whole``, or cut as that is if it has a number for each element of it."""
+    """Read one entry of a parameter's state: sharded like the parameter if it has its shape and not ``whole``."""
     if not (isinstance(tree, dict) and "tensor" in tree):
         return decode_tree(tree, reader.whole)
     key = tree["tensor"]

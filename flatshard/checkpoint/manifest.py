@@ -1,14 +1,14 @@
-"""The manifest of a checkpoint: which tensors there are, and which ranks' files have which parts of them.
+"""The manifest of a checkpoint: its tensors, and the files that have their parts.
 
-    manifest.json               every tensor: dtype, shape, and the number of the table that says how it is cut; the
-                                tables: which rank has which box; every file: its size, and the SHA-256 of its header
+    manifest.json               every tensor: dtype, shape, and number of its table; the tables: which rank has which
+                                box; every file: its size, and the SHA-256 of its header
     rank-00000.safetensors      the boxes that rank 0 wrote, in the order of the manifest's tensors, then the tensors of
-                                its extra; its header has what else is of this rank only: checksums, and extra itself
+                                its ``extra``; the header has the checksums, and ``extra`` itself
 
-Its size is that of the tensors, and of the ranks times the ways to cut a tensor: whoever loads reads it whole, and the
-headers of those files alone that have something for it. Every mebibyte of a box has a checksum, so that a part of a box
-can be verified by reading little more. The manifest carries its own SHA-256, and a checksum for what it says of each
-tensor, so that damage to it can be named too.
+A table is one way to cut a tensor into boxes. The manifest grows with the number of tensors, and with the number of
+ranks times the number of tables. A rank that loads reads the whole manifest, and the headers of the files that it
+needs. Every mebibyte of a box has a checksum, so that a part of a box can be verified by reading little more. The
+manifest has its own SHA-256, and a checksum of each tensor's entry, so that an error can name the damaged entry.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def rank_file(rank: int) -> str:
 
 
 def write_manifest(folder: Path, body: dict[str, Any]) -> None:
-    """Write the manifest of a checkpoint whose other files are on disk."""
+    """Write the manifest. All other files of the checkpoint must be on disk."""
     checks = _checks(body)
     for key, described in body["tensors"].items():
         described["check"] = checks[key]
@@ -59,7 +59,7 @@ def _encoded(body: Any) -> bytes:
 
 
 def _checks(body: dict[str, Any]) -> dict[str, int]:
-    """For each tensor a checksum of what the manifest says of it, and of how it is cut."""
+    """A checksum for each tensor, of its entry in the manifest and of its table."""
     tables = [zlib.crc32(_encoded(table)) for table in body["tables"]]
     found = {}
     for key, described in body["tensors"].items():
@@ -69,7 +69,7 @@ def _checks(body: dict[str, Any]) -> dict[str, int]:
 
 
 def _damaged_tensor(text: bytes) -> str:
-    """Which tensor a damaged manifest tells wrong things of, as words of an error; nothing where it cannot be told."""
+    """The part of an error that names the damaged entry of a manifest; empty if it cannot be found."""
     wrong: list[str] = []
     try:
         body = json.loads(text)["body"]
@@ -79,20 +79,20 @@ def _damaged_tensor(text: bytes) -> str:
     except json.JSONDecodeError as error:
         wrong = _KEY.findall(error.doc[: error.pos])[-1:]
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        pass  # not even the outline of a manifest
-    return f" in what it says of '{wrong[0]}'" if wrong else ""
+        pass  # not a manifest at all
+    return f" in the entry of '{wrong[0]}'" if wrong else ""
 
 
 class _Table:
-    """One way to cut a tensor: which rank has which box."""
+    """One way to cut a tensor into boxes, one per rank."""
 
     def __init__(self, boxes: list[Any], shape: tuple[int, ...], world: int, key: str) -> None:
         self.shape = shape
-        self._ranks = manifest_checks.numbers([rank for rank, _, _ in boxes], f"who has '{key}'", world - 1)
+        self._ranks = manifest_checks.numbers([rank for rank, _, _ in boxes], f"a rank of '{key}'", world - 1)
         parts = manifest_checks.parts([(offsets, sizes) for _, offsets, sizes in boxes], shape, key)
         self.numels = {rank: math.prod(sizes) for rank, (_, sizes) in zip(self._ranks, parts)}
         if len(self.numels) < len(parts):
-            raise ValueError(f"a rank has two parts of '{key}'")
+            raise ValueError(f"one rank has two parts of '{key}'")
         dims = (len(parts), len(shape))
         self._low = np.array([offsets for offsets, _ in parts], dtype=np.int64).reshape(dims)
         self._high = self._low + np.array([sizes for _, sizes in parts], dtype=np.int64).reshape(dims)
@@ -106,7 +106,7 @@ class _Table:
 
 @dataclass(frozen=True)
 class _SavedTensor(TensorEntry):
-    """A tensor of a checkpoint. The chunks know their places once their files have been opened."""
+    """A tensor of a checkpoint. `Manifest.located` adds places and checksums to its chunks."""
 
     number: int = 0
     table: _Table | None = None
@@ -118,17 +118,17 @@ class _SavedTensor(TensorEntry):
 
 @dataclass(frozen=True)
 class RankFile:
-    """What one rank has written, from the header of its file. In few bytes: there may be thousands."""
+    """The header of one rank's file, in arrays of numpy: there may be thousands of these objects."""
 
-    begins: Any  # of each tensor of the manifest: the place of its box in the file, and
-    blocks: Any  # the number of the first of its checksums; and where the last ends
+    begins: Any  # for each tensor of the manifest, the first byte of its box in the file
+    blocks: Any  # for each tensor of the manifest, the index of its first checksum; then the total
     sums: Any
     extra: Any
-    tensors: dict[str, TensorEntry]  # of the extra
+    tensors: dict[str, TensorEntry]  # those of ``extra``
 
 
 class Manifest(TensorFiles):
-    """What a checkpoint holds. CheckpointError where the manifest is missing or damaged."""
+    """The contents of a checkpoint. CheckpointError if its manifest is missing, damaged or inconsistent."""
 
     def __init__(self, folder: Path) -> None:
         path, text = folder / MANIFEST, b""
@@ -138,7 +138,7 @@ class Manifest(TensorFiles):
             outer = json.loads(text)
             body, digest = outer["body"], outer["sha256"]
         except FileNotFoundError:
-            reason = "does not exist" if not folder.exists() else "has no manifest: it is not a complete checkpoint"
+            reason = "does not exist" if not folder.exists() else f"has no {MANIFEST}: it is not a complete checkpoint"
             raise CheckpointError(f"{folder} {reason}") from None
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
@@ -147,11 +147,11 @@ class Manifest(TensorFiles):
             raise CheckpointError(f"{path} is damaged{where or ', or is not a manifest of flatshard'}") from error
         if not isinstance(body, dict) or hashlib.sha256(_encoded(body)).hexdigest() != digest:
             where = _damaged_tensor(text)
-            raise CheckpointError(f"{path} is damaged{where}: its checksum is not that of its content")
+            raise CheckpointError(f"{path} is damaged{where}: its content does not match its checksum")
         if body.get("format") != FORMAT:
             raise CheckpointError(
-                f"{path} is of format {body.get('format')!r}, and this version reads {FORMAT!r}: let the version that "
-                "wrote it convert it to DCP (flatshard convert --to dcp), and this one convert that"
+                f"{path} is of format {body.get('format')!r}, and this version reads {FORMAT!r}: convert it with the "
+                "version of flatshard that wrote it (flatshard convert --to dcp), and then the result with this one"
             )
         super().__init__(folder)
         self.digest: str = digest
@@ -159,12 +159,12 @@ class Manifest(TensorFiles):
         try:
             self._take_over(body)
         except (ValueError, TypeError, AttributeError, IndexError, RecursionError) as error:
-            raise CheckpointError(f"{path} cannot be true: {error}") from error
+            raise CheckpointError(f"{path} is inconsistent: {error}") from error
         except KeyError as error:
-            raise CheckpointError(f"{path} cannot be true: it does not say {error}") from error
+            raise CheckpointError(f"{path} is inconsistent: {error} is missing") from error
 
     def _take_over(self, body: dict[str, Any]) -> None:
-        """Take over what the manifest says, if it can be true."""
+        """Check the manifest for consistency and keep its contents."""
         self.saved = manifest_checks.number(body["saved"], "saved", 2**63)
         self.world = len(body["files"])
         self.files = {rank_file(rank): known for rank, known in enumerate(body["files"])}
@@ -173,9 +173,9 @@ class Manifest(TensorFiles):
             size = manifest_checks.number(known["bytes"], f"the size of {name}")
             manifest_checks.number(known["header"], f"the header of {name}", min(size, HEADER_LIMIT))
             if not isinstance(known["sha256"], str):
-                raise ValueError(f"the checksum of {name} is none")
+                raise ValueError(f"the checksum of {name} is not a string")
         self._tables: dict[int, _Table] = {}
-        self._kinds: list[tuple[_Table, int]] = []  # table and bytes of an element of each tensor
+        self._kinds: list[tuple[_Table, int]] = []  # table and bytes per element, for each tensor
         for key, described in body["tensors"].items():
             self.tensors[key] = self._entry(key, described, body["tables"])
         self.model = body["model"]
@@ -183,21 +183,21 @@ class Manifest(TensorFiles):
         for what in ("model", "optimizer"):
             manifest_checks.tree(body[what], self.tensors, what)
         if not all(isinstance(name, str) for name, _ in self.model["dict"]):
-            raise ValueError("the model has a name that is none")
+            raise ValueError("the model has a name that is not a string")
         _check_optimizer(self.optimizer)
 
     def _entry(self, key: str, described: dict[str, Any], tables: list[Any]) -> TensorEntry:
-        """What the manifest says of one tensor, if it can be true."""
+        """The entry of one tensor; ValueError if it is inconsistent."""
         shape = manifest_checks.shape(described["shape"], f"the shape of '{key}'")
         dtype = DTYPES.get(described["dtype"])
         if dtype is None:
-            raise ValueError(f"'{key}' is of dtype {described['dtype']!r}, which is none of safetensors")
-        number = manifest_checks.number(described["table"], f"how '{key}' is cut", len(tables) - 1)
+            raise ValueError(f"'{key}' has dtype {described['dtype']!r}, which is not a dtype of safetensors")
+        number = manifest_checks.number(described["table"], f"the table of '{key}'", len(tables) - 1)
         if number not in self._tables:
             self._tables[number] = _Table(tables[number], shape, self.world, key)
         table = self._tables[number]
         if table.shape != shape:
-            raise ValueError(f"'{key}' is cut like a tensor of shape {table.shape}")
+            raise ValueError(f"'{key}' has shape {shape}, and its table is for shape {table.shape}")
         self._kinds.append((table, dtype.itemsize))
         return _SavedTensor(dtype, shape, (), len(self.tensors), table)
 
@@ -214,10 +214,10 @@ class Manifest(TensorFiles):
             check_places(path, entries, begins[-1], self.files[name]["bytes"])
             sums = sums_in(metadata)
             if len(sums) != blocks[-1] + sum(-(-entry.nbytes // BLOCK) for entry in entries.values()):
-                raise CheckpointError(f"{path} cannot be true: it has {len(sums)} checksums")
+                raise CheckpointError(f"{path} is inconsistent: {len(sums)} checksums do not fit its tensors")
             entries = with_sums(entries, sums[blocks[-1] :], BLOCK)
             extra = json.loads(metadata[EXTRA])
-            manifest_checks.tree(extra, entries, "its extra")
+            manifest_checks.tree(extra, entries, "extra")
         self.opened[name] = RankFile(np.array(begins), np.array(blocks), sums, extra, entries)
 
     def located(self, entry: TensorEntry, chunk: Chunk) -> Chunk:

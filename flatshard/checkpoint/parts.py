@@ -1,8 +1,8 @@
-"""Which rank holds which part of each tensor, named once for all tensors that are cut in the same way.
+"""Tables of which rank holds which part of a tensor, shared by all tensors that are cut in the same way.
 
-A model has thousands of tensors and few ways to cut them: blocks repeat, and so do a weight and its moments. A *table*
-is one way, the boxes of all ranks. Every rank says what it holds as its distinct boxes and one number per tensor; these
-numbers repeat like the blocks do, and are compressed to next to nothing.
+A model has thousands of tensors and few ways to cut them: blocks repeat, and a weight and its moments are cut alike. A
+*table* is one way: the boxes of all ranks. Every rank sends its distinct boxes and one number per tensor. The numbers
+repeat from block to block, so they compress well.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Box = tuple[Sequence[int], Sequence[int]]  # offsets, sizes
 
 
 def pack_boxes(keys: Iterable[str], boxes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> dict[str, Any]:
-    """What one rank holds of the tensors ``keys``, as JSON."""
+    """The boxes that one rank holds of the tensors ``keys``, as JSON."""
     known: dict[Any, int] = {}
     numbers = np.array([known.setdefault(boxes.get(key), len(known)) for key in keys], dtype="<u4")
     return {"boxes": list(known), "numbers": base64.b64encode(zlib.compress(numbers.tobytes())).decode()}
@@ -27,9 +27,9 @@ def pack_boxes(keys: Iterable[str], boxes: Mapping[str, tuple[tuple[int, ...], t
 def merge_boxes(
     shapes: Sequence[tuple[int, ...]], packed: Iterable[dict[str, Any]]
 ) -> tuple[list[int], list[list[tuple[int, Sequence[int], Sequence[int]]]]]:
-    """The table of each tensor, by number, and the tables: rank, offsets and sizes of each part.
+    """The number of each tensor's table, and the tables: rank, offsets and sizes of each part.
 
-    ``packed``: what `pack_boxes` has made on each rank, of tensors of these shapes.
+    ``packed``: the results of `pack_boxes` on all ranks, for tensors of these shapes.
     """
     known: dict[Any, int] = {}
     tables = np.array([known.setdefault(shape, len(known)) for shape in shapes], dtype=np.int64)
@@ -39,7 +39,7 @@ def merge_boxes(
         text = each["numbers"]
         if text not in seen:
             numbers = seen[text] = np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype="<u4")
-            # Tensors stay in one table as long as every rank has the same box of them.
+            # Tensors share a table if every rank has the same box of each of them.
             pairs = tables * len(each["boxes"]) + numbers
             tables = np.unique(pairs, return_inverse=True)[1].reshape(-1)
         ranks.append((each["boxes"], seen[text]))

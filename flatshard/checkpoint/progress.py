@@ -1,4 +1,4 @@
-"""A bar for what takes long, on rank 0 and in a terminal."""
+"""A progress bar in a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def bar(title: str, total: int, wanted: bool) -> Iterator[Callable[[int], None]]:
-    """Within, call what is given with the number of bytes done. Shows nothing without rich or a terminal."""
+    """Yield a function to call with numbers of bytes done. Without rich or a terminal, nothing is shown."""
     if not wanted or not sys.stderr.isatty():
         yield lambda count: None
         return

@@ -1,4 +1,4 @@
-"""Reading parts of tensors out of a checkpoint, each byte verified."""
+"""Read parts of tensors from the files of a checkpoint, and verify their checksums."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from flatshard.checkpoint.files import Chunk, TensorEntry, TensorFiles, block_ch
 from flatshard.checkpoint.json_trees import decode_tree
 from flatshard.checkpoint.manifest import Manifest, rank_file
 
-_MOST_OPEN = 256  # files; a process may have 1,024 by default, and a checkpoint thousands
+_MOST_OPEN = 256  # files; the usual limit of a process is 1,024, and a checkpoint may have thousands
 
 
 class Reader(ExitStack):
-    """Reads tensors out of files, which are opened when they are needed. ``advance`` is told of bytes."""
+    """Reads tensors from files, which are opened when needed. ``advance`` is called with numbers of bytes read."""
 
     def __init__(self, source: TensorFiles, advance: Callable[[int], None] = lambda count: None) -> None:
         super().__init__()
@@ -41,7 +41,10 @@ class Reader(ExitStack):
     def read(
         self, name: str, entry: TensorEntry, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """A tensor, or a part of it, on the CPU. ``name`` is for errors. The files have what memory is taken for."""
+        """Read a tensor, or the part of ``sizes`` elements from ``offsets``, to the CPU.
+
+        ``name`` is used in errors. Memory is allocated only after the files were found to have all of the elements.
+        """
         offsets = (0,) * len(entry.shape) if offsets is None else offsets
         sizes = entry.shape if sizes is None else sizes
         missing, parts = math.prod(sizes), []
@@ -53,19 +56,19 @@ class Reader(ExitStack):
                 parts.append((self._source.located(entry, chunk), low, high))
                 missing -= math.prod(b - a for a, b in zip(low, high))
         if missing:
-            raise CheckpointError(f"{self._source.folder}: {missing} elements of '{name}' are in none of its files")
+            raise CheckpointError(f"{self._source.folder} is incomplete: {missing} elements of '{name}' are in no file")
         result = torch.empty(tuple(sizes), dtype=entry.dtype)
         for chunk, low, high in parts:
             self._fill(name, result, offsets, chunk, low, high)
         if entry.dtype == torch.bool and result.numel() and result.view(torch.uint8).max() > 1:
-            raise CheckpointError(f"{self._path(parts[0][0].file)} is damaged: '{name}' is neither true nor false")
+            raise CheckpointError(f"{self._path(parts[0][0].file)} is damaged: '{name}' has values other than 0 and 1")
         return result
 
     def _fill(
         self, name: str, result: torch.Tensor, offsets: Sequence[int], chunk: Chunk, low: list[int], high: list[int]
     ) -> None:
-        """Copy the elements from ``low`` to ``high`` of a tensor out of one chunk."""
-        if len(chunk.sizes) > 1 and chunk.sizes[0] == 1:  # rows of the next dim can be read for themselves
+        """Copy the elements from ``low`` to ``high`` of a tensor from one chunk."""
+        if len(chunk.sizes) > 1 and chunk.sizes[0] == 1:  # drop this dim: then single rows of the next can be read
             inside = replace(chunk, offsets=chunk.offsets[1:], sizes=chunk.sizes[1:])
             self._fill(name, result[low[0] - offsets[0]], offsets[1:], inside, low[1:], high[1:])
             return
@@ -81,7 +84,7 @@ class Reader(ExitStack):
         start, stop = first * row, last * row
         total = math.prod(chunk.sizes) * result.element_size()
         whole_rows = into.is_contiguous() and into.numel() * result.element_size() == stop - start
-        block = chunk.block if chunk.sums else 1  # what can be read and verified
+        block = chunk.block if chunk.sums else 1  # only whole blocks can be verified
         if whole_rows and start % block == 0 and (stop % block == 0 or stop == total):
             self._read(name, chunk, start, bytes_view(into))
             return
@@ -94,7 +97,7 @@ class Reader(ExitStack):
         into.copy_(part[index] if low else part[0])
 
     def _read(self, name: str, chunk: Chunk, start: int, into: memoryview) -> None:
-        """Fill ``into`` with the bytes of a chunk from ``start``, and verify them where there are checksums."""
+        """Fill ``into`` with the bytes of a chunk from ``start``, and verify them if the chunk has checksums."""
         file = self._file(chunk.file, name)
         file.seek(chunk.begin + start)
         for place in range(0, len(into), chunk.block):
@@ -102,7 +105,7 @@ class Reader(ExitStack):
             count = file.readinto(block)  # type: ignore[attr-defined]
             number = (start + place) // chunk.block
             if count != len(block) or (chunk.sums and block_checksum(block) != chunk.sums[number]):
-                reason = "ends too soon" if count != len(block) else "is damaged"
+                reason = "is too short" if count != len(block) else "is damaged"
                 raise CheckpointError(f"{self._path(chunk.file)} {reason}: '{name}' cannot be read from it")
             self._advance(count)
 
@@ -124,9 +127,9 @@ class Reader(ExitStack):
         except OSError as error:
             raise CheckpointError(f"{path}, which holds '{tensor}', cannot be read: {error.strerror}") from error
         if size != known["bytes"]:
-            raise CheckpointError(f"{path}, which holds '{tensor}', has {size} bytes; it was {known['bytes']}")
+            raise CheckpointError(f"{path}, which holds '{tensor}', has {size} bytes instead of {known['bytes']}")
         if hashlib.sha256(header).hexdigest() != known["sha256"]:
-            raise CheckpointError(f"{path}, which holds '{tensor}', is damaged: its header was changed")
+            raise CheckpointError(f"{path}, which holds '{tensor}', is damaged: its header does not match its checksum")
         self._source.take_header(name, header)
         self._verified.add(name)
         return file
@@ -135,7 +138,7 @@ class Reader(ExitStack):
 def read_extra(
     manifest: Manifest, reader: Reader, rank: int, keep: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
 ) -> Any:
-    """What a rank has saved beside model and optimizer; tensors as ``keep`` returns them."""
+    """The ``extra`` that a rank has saved, with each tensor replaced by what ``keep`` returns for it."""
     reader._file(rank_file(rank), f"extra/{rank}")
     file = manifest.opened[rank_file(rank)]
     return decode_tree(file.extra, lambda key: keep(reader.read(key, file.tensors[key])))

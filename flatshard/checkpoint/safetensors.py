@@ -1,4 +1,4 @@
-"""Whole weights in the files that Hugging Face libraries read and write."""
+"""`export_safetensors` and `load_safetensors`: full weights in the files that Hugging Face libraries use."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 @dataclass
 class FilePlan:
-    """A file, or a bucket, and what is to be in it."""
+    """The tensors that a file, or a bucket, is to hold."""
 
     name: str
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
@@ -50,13 +50,14 @@ def export_safetensors(
     bucket_bytes: int = 256 << 20,
     progress: bool = True,
 ) -> None:
-    """Write a model's whole weights as `from_pretrained` reads them. All ranks call it; rank 0 writes.
+    """Write the full weights of a model as `from_pretrained` reads them. All ranks must call it; rank 0 writes.
 
-    Files hold at most ``max_shard_size`` bytes (a number, or "5GB", "200MiB"), unless one tensor is larger; several
-    have an index. They take the place of earlier ones when all are complete. Beyond the shards, one bucket of memory is
-    used. Tied weights are written once. ``dtype`` casts floating-point tensors. ``names``: which tensors have other
-    names there, or are stacks of experts that have one for each: `StoredAs`, or a preset, `MIXTRAL` or `QWEN_MOE`.
-    The metadata of the files has checksums, which `load_safetensors` compares and other readers pass over.
+    A file holds at most ``max_shard_size`` bytes (a number, or "5GB", "200MiB"), unless one tensor is larger; several
+    files have an index. They replace earlier files after all are complete. Each rank needs memory for one bucket of
+    ``bucket_bytes`` beyond its shards. Tied weights are written once. ``dtype``: floating-point tensors are cast to it.
+    ``names``: rules for tensors that have other names in the files, and for stacked experts that are stored one by one:
+    a list of `StoredAs`, or a preset (`MIXTRAL`, `QWEN_MOE`).
+    The metadata of the files has checksums, which `load_safetensors` verifies and other readers ignore.
     """
     _arguments.module("export_safetensors", model)
     folder, limit = _arguments.path("folder", folder), _bytes(max_shard_size)
@@ -79,7 +80,7 @@ def export_safetensors(
 
 
 def check_names(names: Any) -> None:
-    """TypeError unless these are rules for names."""
+    """TypeError unless ``names`` is a sequence of `StoredAs`."""
     if isinstance(names, str) or not all(isinstance(rule, StoredAs) for rule in names):
         raise TypeError(
             f"names={names!r}: must be a list of StoredAs, or a preset such as flatshard.checkpoint.MIXTRAL"
@@ -91,14 +92,14 @@ def _bytes(size: int | str) -> int:
         return size
     match = re.fullmatch(r"\s*(\d+)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
     if match is None or match[2].upper() not in _UNITS or not int(match[1]):
-        raise ValueError(f"max_shard_size={size!r}: must be a number of bytes, or one with KB, MB, GB, KiB, MiB or GiB")
+        raise ValueError(f"max_shard_size={size!r}: must be a number of bytes, or a string such as '5GB' or '200MiB'")
     return int(match[1]) * _UNITS[match[2].upper()]
 
 
 def stored_tensors(
     model: nn.Module, bucket_bytes: int, dtype: torch.dtype | None, names: Sequence[StoredAs]
 ) -> Iterator[torch.Tensor]:
-    """Whole tensors of a model as files have them, in the order of `plan_files`. All ranks iterate to the end."""
+    """Full tensors of a model as files hold them, in the order of `plan_files`. All ranks must iterate to the end."""
     whole = iter_full_tensors(model, bucket_bytes, dtype=dtype)
     return (piece.of(tensor) for name, tensor in whole for piece in pieces_of(name, tensor.shape, names))
 
@@ -109,14 +110,14 @@ def plan_files(
     dtype: torch.dtype | None = None,
     names: Sequence[StoredAs] = (),
 ) -> list[FilePlan]:
-    """Which tensors go into which file of at most ``limit`` bytes."""
+    """Assign tensors to files of at most ``limit`` bytes, or of one larger tensor."""
     files, size = [FilePlan("")], 0
     for name, tensor in tensors.items():
         kind = cast_dtype(tensor, dtype)
         if kind not in CODES:
-            raise TypeError(f"'{name}' is {kind}, which safetensors files cannot hold")
+            raise TypeError(f"'{name}' has dtype {kind}, which safetensors files cannot hold")
         if tensor.is_meta:
-            raise ValueError(f"'{name}' is on the meta device and has no values; materialize the model first")
+            raise ValueError(f"'{name}' is on the meta device and has no values; call flatshard.materialize first")
         for piece in pieces_of(name, tensor.shape, names):
             entry = TensorEntry(kind, piece.shape)
             if size and size + entry.nbytes > limit:
@@ -135,7 +136,7 @@ def write_files(
     tensors: Iterator[torch.Tensor],
     advance: Callable[[int], None] = lambda count: None,
 ) -> None:
-    """Write tensors, in the order of the plan, under other names until all are complete; then let them be seen."""
+    """Write tensors, in the order of the plan, to temporary files, and rename these when all are complete."""
     names = [file.name for file in files]
     temporary = {name: folder / f".{name}.part" for name in (*names, INDEX)}
     try:
@@ -149,12 +150,12 @@ def write_files(
             names.append(INDEX)
         for name in names:
             temporary[name].rename(folder / name)
-        (folder / (INDEX if len(names) == 1 else SINGLE)).unlink(missing_ok=True)  # of an earlier export
+        (folder / (INDEX if len(names) == 1 else SINGLE)).unlink(missing_ok=True)  # left by an earlier export
         sync_folder(folder)
     finally:
-        deque(tensors, maxlen=0)  # other ranks wait for this one in the next gather, whatever happens here
+        deque(tensors, maxlen=0)  # take part in the remaining gathers also after an error: other ranks wait for them
         for path in temporary.values():
-            with suppress(OSError):  # mostly it is not there
+            with suppress(OSError):  # usually the file does not exist
                 path.unlink()
 
 
@@ -166,14 +167,14 @@ def load_safetensors(
     names: Sequence[StoredAs] = (),
     progress: bool = True,
 ) -> None:
-    """Load whole weights from the safetensors files in ``folder`` into a model, sharded or not. All ranks call it.
+    """Load full weights from the safetensors files in ``folder`` into a model, sharded or not. All ranks must call it.
 
-    Each rank reads the bytes of its own rows. Everything is read before anything changes; CheckpointError names what is
-    missing or of another shape, unless ``strict`` is off, and what is damaged: values too where the file is one of
-    `export_safetensors`. Others have no checksums. Weights are cast to the model's dtype. No code is run.
-    ``names`` is as `export_safetensors` has it.
-    Where a Transformers model holds weights otherwise than its files do (fused experts, other names), they are
-    converted as `from_pretrained` does.
+    Each rank reads the bytes of its own rows, and the model changes only after all ranks have read everything.
+    CheckpointError names tensors that are missing or unexpected (``strict=False`` ignores these), have another shape or
+    are damaged. Only files of `export_safetensors` have checksums; in others, damaged values are not detected. Weights
+    are cast to the model's dtype. No code from the files is run. ``names``: the same as in `export_safetensors`.
+    If a Transformers model has its weights under other names than its files, or fused, they are converted as
+    `from_pretrained` converts them.
     """
     _arguments.module("load_safetensors", model)
     folder = _arguments.path("folder", folder)

@@ -1,7 +1,7 @@
-"""Which tensors safetensors files hold, and where, whoever has written them: their headers, verified.
+"""Write safetensors files with checksums, and read the verified headers of any safetensors files.
 
-Files that flatshard exports carry checksums in their metadata, where other readers pass over them: of every block of
-every tensor, and of the header. In other files damage to the values of a tensor cannot be seen.
+Files that flatshard writes have checksums of every block of every tensor and of the header in their metadata, which
+other readers ignore. In files of other programs, damaged values of tensors cannot be detected.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from flatshard.checkpoint.files import (
 )
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-# Bytes of a tensor with one checksum: a rank reads the blocks around its rows, and a file has 16 digits for each.
+# Bytes with one checksum. Blocks are small, as a rank reads all blocks around its rows; each adds 16 digits to a file.
 SUMMED = 1 << 16
 _BLOCK, _SUMS, _CHECK = "flatshard.block", "flatshard.checksums", "flatshard.header"
 
@@ -44,7 +44,7 @@ _BLOCK, _SUMS, _CHECK = "flatshard.block", "flatshard.checksums", "flatshard.hea
 def checked_header(
     tensors: Mapping[str, TensorEntry], sums: Sequence[int] | None, block: int, metadata: dict[str, str]
 ) -> bytes:
-    """The beginning of a safetensors file with the checksums of its tensors. It is as long with None, for zeros."""
+    """The header of a safetensors file with checksums. ``sums`` None: zeros, for a header of the same length."""
     if sums is None:
         sums = [0] * sum(-(-entry.nbytes // block) for entry in tensors.values())
     own = {_BLOCK: str(block), _SUMS: "".join(f"{each:016x}" for each in sums)}
@@ -53,7 +53,7 @@ def checked_header(
 
 
 def _checked(crc: int) -> bytes:
-    """The checksum of a header, in it."""
+    """The entry of the header's metadata that holds the checksum of the header."""
     return b'"%s":"%08x"' % (_CHECK.encode(), crc)
 
 
@@ -65,14 +65,14 @@ def write_file(
     block: int | None = None,
     metadata: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Write tensors to a file, one after another, and make sure that they are on disk.
-
-    Returns what `TensorFiles` says of the file.
-    """
+    """Write tensors to a file and flush it to disk; returns the entry of `TensorFiles.files` for it."""
     block, metadata, sums = block or SUMMED, metadata or {"format": "pt"}, []
     header = checked_header(tensors, None, block, metadata)
     if len(header) > HEADER_LIMIT:
-        raise CheckpointError(f"{path} would have a header of {len(header)} bytes, which is too much: use more files")
+        raise CheckpointError(
+            f"{path} would have a header of {len(header)} bytes, which is more than safetensors files may have "
+            f"({HEADER_LIMIT}): write smaller files (max_shard_size), or save from more ranks"
+        )
     with open(path, "wb") as out:
         out.write(header)
         for entry in tensors.values():
@@ -94,12 +94,12 @@ def file_facts(size: int, header: bytes) -> dict[str, Any]:
 
 
 def sums_in(metadata: Mapping[str, str]) -> Any:
-    """The checksums of all blocks of a file, in their order: an array of numpy."""
+    """The checksums of all blocks of a file, as an array of numpy."""
     return np.frombuffer(bytes.fromhex(metadata[_SUMS]), dtype=">u8")
 
 
 def find_tensors(folder: Path) -> TensorFiles:
-    """The tensors in the files of a folder, or in one file. CheckpointError names the file that cannot be right."""
+    """The tensors in the safetensors files of a folder, or in one file. CheckpointError names a damaged file."""
     folder, single = (folder.parent, folder.name) if folder.is_file() else (folder, SINGLE)
     found = TensorFiles(folder)
     homes = _index(folder / INDEX) if single == SINGLE and (folder / INDEX).is_file() else {}
@@ -108,16 +108,16 @@ def find_tensors(folder: Path) -> TensorFiles:
         for key, entry in _tensors_of(found, name).items():
             if homes.get(key, name) != name or key in found.tensors:
                 where = homes.get(key, found.tensors[key].chunks[0].file if key in found.tensors else name)
-                raise CheckpointError(f"{folder / name} has '{key}', which is in {where}: files have been mixed up")
+                raise CheckpointError(f"{folder / name} has '{key}', which belongs to {where}: files are mixed up")
             found.tensors[key] = entry
     missing = next((key for key in homes if key not in found.tensors), None)
     if missing is not None:
-        raise CheckpointError(f"{folder / homes[missing]} does not have '{missing}', which {INDEX} says is in it")
+        raise CheckpointError(f"{folder / homes[missing]} does not have '{missing}', although {INDEX} lists it there")
     return found
 
 
 def _index(path: Path) -> dict[str, str]:
-    """In which file each tensor is."""
+    """The file of each tensor, from the index."""
     with reading(path, "an index of safetensors files"):
         with open_file(path) as file:
             homes = json.loads(file.read(), object_pairs_hook=_once)["weight_map"]
@@ -129,7 +129,7 @@ def _index(path: Path) -> dict[str, str]:
 
 @contextmanager
 def reading(path: Path, what: str) -> Iterator[None]:
-    """Within, whatever is wrong with a file is a CheckpointError."""
+    """A context in which errors of reading or parsing a file become CheckpointErrors."""
     try:
         yield
     except OSError as error:
@@ -141,7 +141,7 @@ def reading(path: Path, what: str) -> Iterator[None]:
 
 
 def _tensors_of(found: TensorFiles, name: str) -> dict[str, TensorEntry]:
-    """What the header of one file says is in it, if that can be true."""
+    """The tensors of one file, from its header; CheckpointError if the header is inconsistent."""
     path = found.folder / name
     with reading(path, "a safetensors file"):
         size = path.stat().st_size
@@ -149,7 +149,7 @@ def _tensors_of(found: TensorFiles, name: str) -> dict[str, TensorEntry]:
             start = file.read(8)
             length = int.from_bytes(start, "little")
             if len(start) < 8 or length > min(size - 8, HEADER_LIMIT):
-                raise ValueError("it ends too soon")
+                raise ValueError("it is too short")
             text = file.read(length)
         described = json.loads(text, object_pairs_hook=_once)
         metadata = described.pop("__metadata__", {})
@@ -163,7 +163,7 @@ def _tensors_of(found: TensorFiles, name: str) -> dict[str, TensorEntry]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object without duplicate keys: readers would take one of the two, or the other."""
+    """A JSON object as a dict; ValueError for duplicate keys, of which each reader may take another one."""
     made = dict(pairs)
     if len(made) != len(pairs):
         raise ValueError("a key occurs twice")
@@ -175,20 +175,20 @@ def described_entry(path: Path, key: str, described: dict[str, Any], name: str, 
     first, last = manifest_checks.numbers(described["data_offsets"], f"the place of '{key}'")
     dtype = DTYPES.get(described["dtype"])
     if dtype is None:
-        raise CheckpointError(f"{path}: '{key}' is of dtype {described['dtype']!r}, which is not supported")
+        raise CheckpointError(f"{path}: '{key}' has dtype {described['dtype']!r}, which is not supported")
     chunk = Chunk(name, begin + first, (0,) * len(shape), shape, ())
     entry = TensorEntry(dtype, shape, (chunk,))
     if last - first != entry.nbytes:
-        raise CheckpointError(f"{path} is damaged: '{key}' does not lie in it")
+        raise CheckpointError(f"{path} is damaged: '{key}' has {last - first} bytes instead of {entry.nbytes}")
     return entry
 
 
 def check_places(path: Path, entries: dict[str, TensorEntry], begin: int, size: int) -> None:
-    """Tensors lie one after another, from the end of the header to the end of the file."""
+    """CheckpointError unless the tensors fill the file from the end of the header to its end, without gaps."""
     place = begin
     for key, entry in entries.items():
         if entry.chunks[0].begin != place or place + entry.nbytes > size:
-            raise CheckpointError(f"{path} is damaged: '{key}' does not lie in it")
+            raise CheckpointError(f"{path} is damaged: the place of '{key}' is wrong, or the file is too short")
         place += entry.nbytes
     if place != size:
         raise CheckpointError(f"{path} is damaged: it has {size - place} bytes after its last tensor")
@@ -197,14 +197,14 @@ def check_places(path: Path, entries: dict[str, TensorEntry], begin: int, size: 
 def _verified_sums(
     path: Path, entries: dict[str, TensorEntry], metadata: dict[str, Any], header: bytes
 ) -> dict[str, TensorEntry]:
-    """The tensors of a file of flatshard's with the checksums of their blocks."""
+    """Verify the header of a file that flatshard wrote, and add the checksums of their blocks to the tensors."""
     check, sums = int(metadata[_CHECK], 16), sums_in(metadata)
     blank = header.replace(_checked(check), _checked(0), 1)
     block = manifest_checks.number(int(metadata[_BLOCK]), "the block", BLOCK)
     if check != zlib.crc32(blank) or len(sums) != sum(-(-entry.nbytes // block) for entry in entries.values()):
         raise CheckpointError(
-            f"{path} is damaged, or was changed by a program that has kept its checksums: its header is not the one "
-            f"that they are of. If it is right, remove {_CHECK} from its metadata"
+            f"{path} is damaged, or was changed by a program that kept its metadata: its header does not match its "
+            f"checksum. If the file is right, remove {_CHECK} from its metadata"
         )
     return with_sums(entries, sums, block)
 

@@ -1,4 +1,4 @@
-"""Saving: all or nothing, now or in the background."""
+"""`save`: write a checkpoint atomically, in the foreground or in a thread."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class PendingSave:
         self.path = path
         self._done = threading.Event()
         self._error: BaseException | None = None
-        self._told = False  # somebody has been given the error
+        self._told = False  # `wait` has raised the error, so the next save does not raise it again
 
     def done(self) -> bool:
-        """Whether it is over, well or not."""
+        """Whether the save has ended, with success or with an error."""
         return self._done.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is over, and raise what it raised. False if it is not over after ``timeout`` seconds."""
+        """Wait until the save has ended, and raise its error if it failed. Returns False after ``timeout`` seconds."""
         if not self._done.wait(timeout):
             return False
         if self._error is not None:
@@ -53,7 +53,7 @@ class PendingSave:
         return True
 
     def result(self) -> Path:
-        """The path of the complete checkpoint. Waits for it."""
+        """Wait for the save; returns the path of the complete checkpoint."""
         self.wait()
         return self.path
 
@@ -71,17 +71,17 @@ def save(
     asynchronous: bool = False,
     progress: bool = True,
 ) -> PendingSave:
-    """Write the state of a model, and of its optimizer, to a new folder ``path``. All ranks call it together.
+    """Write the state of a model and of its optimizer to a new folder ``path``. All ranks must call it.
 
-    The folder appears complete or not at all: everything is written beside it, brought to disk, and renamed. Each rank
-    writes what it holds; what several hold, one of them. ``path`` must be on storage that all ranks see.
+    The folder appears complete or not at all: files are written to another folder and flushed to disk, then the folder
+    is renamed. Each rank writes its shards; replicas are written once. All ranks must share the storage of ``path``.
 
-    ``extra``: what else to keep: tensors, numbers, strings, and lists, tuples and dicts of them. Each rank's is kept.
-    ``keep_last``: afterwards, delete all but so many of the newest checkpoints in the folder that ``path`` is in.
+    ``extra``: further state of this rank: tensors, numbers, strings, bytes, None, and lists, tuples and dicts of them.
+    ``keep_last``: after the save, keep only this many of the newest checkpoints in the parent folder of ``path``.
     ``asynchronous``: return when the state has been copied to host memory, and write in a thread. The next save waits
-    for it. Errors are raised by ``wait`` and ``result`` of what is returned, or else by the next save; call ``wait``
-    before the process group is destroyed.
-    ``progress``: show a bar, on rank 0, in a terminal.
+    for this one. ``wait`` and ``result`` of the returned object raise its error; if neither is called, the next save
+    does. Call ``wait`` before the process group is destroyed.
+    ``progress``: show a progress bar on rank 0 in a terminal.
     """
     global _last
     path = _arguments.path("path", path)
@@ -98,7 +98,7 @@ def save(
 
     def prepare() -> tuple[str, dict[str, Any], str]:
         if path.exists():
-            raise CheckpointError(f"{path} exists; a checkpoint is never overwritten: choose another name")
+            raise CheckpointError(f"{path} exists; a checkpoint is never overwritten: choose another path")
         taken.append(take_snapshot(model, optimizer, state, extra, ranks.rank, ranks.size))
         if asynchronous:
             taken[0].to_host()
@@ -108,7 +108,10 @@ def save(
     found = on_all_ranks(ranks, prepare)
     for rank, (described, _, _) in enumerate(found):
         if described != found[0][0]:
-            raise CheckpointError(f"rank {rank} has other weights or other optimizer state than rank 0; nothing saved")
+            raise CheckpointError(
+                f"rank {rank} has weights or optimizer state of other names, shapes or dtypes than rank 0; {path} was "
+                "not saved: build the same model and optimizer on all ranks"
+            )
     _, doubtful, samples = map(list, zip(*found))
     for problem in on_all_ranks(ranks, lambda: taken[0].leave_to_one(doubtful, samples)):
         if problem is not None:
@@ -141,7 +144,7 @@ def _write(path: Path, taken: Snapshot, ranks: Exchange, keep_last: int | None, 
 
     def start() -> None:
         if ranks.rank == 0:
-            if folder.exists():  # a save was killed
+            if folder.exists():  # left by a save that was killed
                 shutil.rmtree(folder)
             folder.mkdir(parents=True)
 
@@ -149,7 +152,7 @@ def _write(path: Path, taken: Snapshot, ranks: Exchange, keep_last: int | None, 
         on_all_ranks(ranks, start)
         own: list[Any] = []
         on_all_ranks(ranks, lambda: own.append(_write_own(folder, taken, progress)))
-        # What grows with the number of ranks goes to one of them, which reads one message after another.
+        # These messages are long, so only rank 0 receives them, one after another.
         written = map(json.loads, ranks.gather(json.dumps(own[0]).encode(), only_first=True))
         on_all_ranks(ranks, lambda: _publish(path, folder, taken, written, keep_last) if ranks.rank == 0 else None)
     except CheckpointError:
@@ -159,7 +162,7 @@ def _write(path: Path, taken: Snapshot, ranks: Exchange, keep_last: int | None, 
 
 
 def write_snapshot(path: Path, taken: Snapshot) -> None:
-    """Write a snapshot that one process has put together."""
+    """Write a checkpoint of one process from a snapshot."""
     _write(path, taken, Exchange("checkpoint_save"), None, False)
 
 
@@ -180,8 +183,8 @@ def _publish(path: Path, folder: Path, taken: Snapshot, written: Iterable[Any], 
         for rank, each in enumerate(written):
             seen = folder / rank_file(rank)
             if not seen.exists() or seen.stat().st_size != each["file"]["bytes"]:
-                reason = f"was written by another rank, and rank 0 does not see it: all ranks must share {path}"
-                raise CheckpointError(f"{seen} {reason}")
+                reason = f"rank 0 does not see what rank {rank} wrote: {path} must be on storage that all ranks share"
+                raise CheckpointError(f"{seen} is missing or incomplete: {reason}")
             files.append(each["file"])
             yield each
 
@@ -209,30 +212,30 @@ def _publish(path: Path, folder: Path, taken: Snapshot, written: Iterable[Any], 
 
 
 def _prune(parent: Path, others: list[tuple[int, Path]], keep: int) -> None:
-    """Delete all but the ``keep`` newest of the others, and what killed saves and deletions have left."""
+    """Delete all but the ``keep`` newest of ``others``, and folders that killed saves and deletions have left."""
     for _, old in others[: max(0, len(others) - keep)]:
-        old.rename(old.parent / f"{_DELETING}{old.name}")  # at once, so that nobody loads half of it
+        old.rename(old.parent / f"{_DELETING}{old.name}")  # one operation, so that nobody loads a partly deleted folder
     for left in parent.iterdir():
         if left.name.startswith((_SAVING, _DELETING)):
             shutil.rmtree(left, ignore_errors=True)
 
 
 def complete(folder: Path) -> list[tuple[int, Path]]:
-    """The complete checkpoints in a folder with their times, oldest first."""
+    """The complete checkpoints in a folder with the times of their saves, oldest first."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         if not path.name.startswith((_SAVING, _DELETING)) and (path / MANIFEST).is_file():
             try:
                 found.append((Manifest(path).saved, path))
             except CheckpointError as error:
-                _LOG.warning("%s; %s is passed over", error, path)
+                _LOG.warning("%s; checkpoint %s is ignored", error, path)
     return sorted(found)
 
 
 def latest(path: str | Path) -> Path | None:
-    """The newest complete checkpoint in the folder ``path``; None where there is none.
+    """The newest complete checkpoint in the folder ``path``, or None.
 
-    Every rank looks for itself: call it when no save is running.
+    Ranks do not communicate. Call it while no save is running, so that all ranks find the same one.
     """
     found = complete(_arguments.path("path", path))
     return found[-1][1] if found else None

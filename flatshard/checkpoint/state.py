@@ -1,4 +1,4 @@
-"""What of a model and its optimizer goes into a checkpoint, and which part of each tensor this rank has and writes."""
+"""The state of a model and its optimizer for a checkpoint, and the part of each tensor that this rank writes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from flatshard.checkpoint.parts import merge_boxes, pack_boxes
 
 @dataclass
 class Part:
-    """What this rank holds of a tensor: a box of it, or nothing (``offsets`` None)."""
+    """The part of a tensor that this rank holds: a box, or nothing (``offsets`` is None)."""
 
     offsets: tuple[int, ...] | None
     local: torch.Tensor
-    replica: int = 0  # the number of this rank among the `replicas` ranks that hold the same box
+    replica: int = 0  # the index of this rank among the `replicas` ranks that hold the same box
     replicas: int = 1
-    ranks: int = 0  # of the mesh; 0 for a plain tensor
+    ranks: int = 0  # size of the mesh; 0 for a plain tensor
 
     @property
     def slices(self) -> tuple[slice, ...]:
@@ -38,13 +38,13 @@ class Part:
 
 
 def held_part(tensor: torch.Tensor, rank: int = 0) -> Part:
-    """This rank's part. A plain tensor is taken to be the same on all ranks; rank 0 stands for them."""
+    """This rank's part of a tensor. A plain tensor counts as a replica on every rank, of which rank 0 writes."""
     if not isinstance(tensor, DTensor):
         return Part((0,) * tensor.dim(), tensor.detach(), rank)
     mesh, local = tensor.device_mesh, _torch.local_of(tensor).detach()
     coordinate = mesh.get_coordinate()
     if any(isinstance(placement, Partial) for placement in tensor.placements):
-        raise ValueError(f"a tensor placed {tensor.placements} has no value yet; reduce it first")
+        raise ValueError(f"a DTensor has placements {tensor.placements}; redistribute it, so that none is Partial")
     boxes = _torch.boxes_of(tensor) if coordinate is not None else []
     if coordinate is None or not boxes or 0 in boxes[0][1]:
         return Part(None, local)
@@ -57,7 +57,7 @@ def held_part(tensor: torch.Tensor, rank: int = 0) -> Part:
 
 @dataclass
 class Snapshot:
-    """State as trees of JSON, and this rank's parts of the tensors in them."""
+    """State as JSON trees, and this rank's parts of the tensors in them."""
 
     rank: int
     world: int = 1
@@ -66,43 +66,43 @@ class Snapshot:
     extra: Any = None
     tensors: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # key -> dtype code, shape
     writes: list[tuple[str, tuple[int, ...], torch.Tensor]] = field(default_factory=list)  # key, offsets, local
-    # what this rank would write and ranks outside its mesh may have too: a norm beside tensor parallelism, say
+    # what this rank would write, and ranks outside its mesh may hold too, for example a norm with tensor parallelism
     doubtful: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)  # key -> offsets, sizes
-    samples: dict[str, list[float]] = field(default_factory=dict)  # a few values of those
+    samples: dict[str, list[float]] = field(default_factory=dict)  # key -> a few values of a doubtful tensor
 
     def shared_tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The dtype and shape of all tensors but those of the extra, which each rank has for itself."""
+        """The dtype and shape of all tensors except those of ``extra``, which differ between ranks."""
         return {key: kind for key, kind in self.tensors.items() if not key.startswith("extra/")}
 
     def put(self, key: str, tensor: torch.Tensor, own: bool = False) -> str:
-        """Remember a tensor under a key. ``own``: this rank's, and of no other."""
+        """Add a tensor and return its key. ``own``: only this rank has it, so this rank writes it."""
         if tensor.dtype not in CODES:
-            raise TypeError(f"{key} is {tensor.dtype}, which a checkpoint cannot hold")
+            raise TypeError(f"{key} has dtype {tensor.dtype}, which a checkpoint cannot hold")
         if tensor.is_meta:
-            raise ValueError(f"{key} is on the meta device and has no values; materialize the model first")
+            raise ValueError(f"{key} is on the meta device and has no values; call flatshard.materialize first")
         part = held_part(tensor, 0 if own else self.rank)
         if _torch.is_wrapper(part.local):
-            raise TypeError(f"{key} is a {type(part.local).__name__}; a checkpoint holds plain tensors only")
+            raise TypeError(f"{key} is a {type(part.local).__name__}; a checkpoint cannot hold this tensor subclass")
         number = len(self.tensors)
         self.tensors[key] = (CODES[tensor.dtype], tuple(tensor.shape))
-        # replicas take turns, so that each writes its share
+        # replicas take turns, so that each writes the same number of tensors
         if part.offsets is not None and part.local.numel() and number % part.replicas == part.replica:
             self.writes.append((key, part.offsets, part.local))
             if 0 < part.ranks < self.world:
                 self.doubtful[key] = part.offsets, tuple(part.local.shape)
-                # Not of optimizer state: that of a weight without gradients is rounding, and copies may differ in it.
+                # Not for optimizer state: without gradients it consists of rounding errors, in which copies differ.
                 if key.startswith("model"):
                     self.samples[key] = _sample(part.local)
         return key
 
     def describe_doubtful(self) -> tuple[dict[str, Any], str]:
-        """What other ranks need for `leave_to_one`: short, since all hear it of all."""
+        """What other ranks need for `leave_to_one`. It is short, because every rank sends it to every other."""
         return pack_boxes(self.shared_tensors(), self.doubtful), json.dumps(self.samples)
 
     def leave_to_one(self, doubtful: list[dict[str, Any]], samples: list[str]) -> str | None:
-        """Leave to one rank what several would write, given what each rank says of it. They take turns.
+        """Leave tensors that several ranks would write to one of them. The arguments: `describe_doubtful` of all ranks.
 
-        Returns what is wrong where this rank has other values than one outside its mesh under one name.
+        Returns an error text if this rank and a rank outside its mesh have different values under one name.
         """
         kinds = self.shared_tensors()
         numbers, tables = merge_boxes([shape for _, shape in kinds.values()], doubtful)
@@ -116,8 +116,8 @@ class Snapshot:
                 ranks = holders[number, self.doubtful[key][0]]
                 if key in self.samples and not _are_copies(self.samples[key], read(ranks[0])[key]):
                     return (
-                        f"ranks {ranks[0]} and {self.rank} have other values of '{key}', and no mesh says so: one of "
-                        "them would be lost. Experts that ranks hold as plain tensors: shard them with apart="
+                        f"'{key}' differs between ranks {ranks[0]} and {self.rank}, but no mesh axis shards it, so one "
+                        "value would be lost. If these are different experts, shard them with flatshard.Experts(apart=)"
                     )
                 if ranks[turn % len(ranks)] != self.rank:
                     others.add(key)
@@ -125,7 +125,7 @@ class Snapshot:
         return None
 
     def to_host(self) -> None:
-        """Copy what is to be written, so that it may change afterwards."""
+        """Copy the tensors to write to host memory, so that training can go on."""
         pinned = torch.cuda.is_available()
         copies = []
         for key, offsets, local in self.writes:
@@ -137,13 +137,13 @@ class Snapshot:
 
 
 def _sample(local: torch.Tensor) -> list[float]:
-    """Some of the values of a tensor, by which copies of it can be told from another."""
+    """Some values of a tensor, by which `_are_copies` tells copies from different tensors."""
     flat = local.flatten()
     return [float(f"{value:.3g}") for value in flat[:: max(flat.numel() // 16, 1)].tolist()]
 
 
 def _are_copies(few: list[float], others: list[float]) -> bool:
-    """Whether these can be values of copies. Copies on several ranks may come to differ by rounding during training."""
+    """Whether two samples may be of copies. Copies on several ranks can differ by rounding after some training."""
     pairs = [(a, b) for a, b in zip(few, others) if math.isfinite(a) and math.isfinite(b)]
     return sum(abs(a - b) for a, b in pairs) <= 0.3 * sum(abs(a) + abs(b) for a, b in pairs)
 
@@ -151,9 +151,9 @@ def _are_copies(few: list[float], others: list[float]) -> bool:
 def take_snapshot(
     model: nn.Module, optimizer: Optimizer | None, state: Mapping[Any, Any], extra: Any, rank: int, world: int
 ) -> Snapshot:
-    """The state of a model, of its optimizer, and what this rank adds. Nothing is copied or communicated.
+    """The state of a model and its optimizer, and this rank's ``extra``. Nothing is copied or communicated.
 
-    ``state``: the optimizer's, by parameter, with the same entries on all ranks.
+    ``state``: the optimizer state by parameter, with the same entries on all ranks.
     """
     found = Snapshot(rank, world)
     known: dict[int, str] = {}
@@ -165,7 +165,7 @@ def take_snapshot(
 
     def put_extra(path: str, tensor: torch.Tensor) -> str:
         if isinstance(tensor, DTensor):
-            raise TypeError(f"{path} is a DTensor; extra takes plain tensors, each rank's own")
+            raise TypeError(f"{path} is a DTensor; extra takes plain tensors, for example those of to_local()")
         return found.put(path, tensor, own=True)
 
     found.model = encode_tree(dict(model.state_dict(keep_vars=True)), put_once, "model")
@@ -184,7 +184,7 @@ def take_snapshot(
 def checked_name(parameter: torch.Tensor, names: dict[torch.Tensor, str]) -> str:
     if parameter not in names:
         raise ValueError(
-            f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that the model does not; build it on "
-            "model.parameters() after fully_shard"
+            f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not in the model; build the "
+            "optimizer from model.parameters() after fully_shard"
         )
     return names[parameter]

@@ -1,4 +1,4 @@
-"""Tensors that files have under other names, in parts, or one for each expert of a stack."""
+"""`StoredAs`: tensors that files hold under other names, in parts, or as one tensor per expert."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _EXPERT = "{expert}"
 
 @dataclass(frozen=True)
 class StoredAs:
-    """How tensors of a model are called in files.
+    """A rule that says under which names files hold a tensor of a model.
 
-    ``name``: of the tensor in the model. ``*`` stands for a part without dots, a layer's number for example.
-    ``files``: its name there, with as many ``*``. With ``{expert}`` there is one tensor for each slice of dim 0 of a
-    stack ``(experts, ...)``. Where there are several names, each has an equal part of dim ``dim`` of the tensor.
-    ``transposed``: files have the last two dims the other way round.
+    ``name``: name of the tensor in the model. ``*`` matches one component of a name, for example the number of a layer.
+    ``files``: names in the files, with as many ``*``. With ``{expert}``, files have one tensor for each index of dim 0
+    of a stack ``(experts, ...)``. Of several names, each has an equal part of the tensor along ``dim``.
+    ``transposed``: the last two dims are swapped in the files.
 
-    For experts ``(experts, in, out)`` that files have as the weights of linear layers:
+    For experts ``(experts, in, out)`` that files hold as weights of linear layers:
 
         StoredAs("blocks.*.experts.up", ("model.layers.*.mlp.experts.{expert}.up_proj.weight",), transposed=True)
     """
@@ -42,38 +42,38 @@ class StoredAs:
             raise TypeError(f"StoredAs(files={self.files!r}): must be a tuple of names")
         for name in self.files:
             if name.count("*") != self.name.count("*"):
-                raise ValueError(f"StoredAs: {name!r} has another number of * than {self.name!r}")
+                raise ValueError(f"StoredAs(files=): {name!r} must have as many * as name={self.name!r}")
         if not self.files or len({_EXPERT in name for name in self.files}) > 1:
-            raise ValueError(f"StoredAs: {self.files!r} must be names that all have {_EXPERT}, or none")
+            raise ValueError(f"StoredAs(files={self.files!r}): must be names that all have {_EXPERT}, or none of them")
         if _EXPERT in self.files[0] and self.dim == 0 and len(self.files) > 1:
-            raise ValueError("StoredAs: dim 0 is that of the experts; the parts of each lie on another")
+            raise ValueError(f"StoredAs(dim=0): must be at least 1 for several names with {_EXPERT}, which use dim 0")
 
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """What one tensor in a file is of a tensor of a model: ``sizes`` elements from ``offsets``."""
+    """One tensor in a file: the part of a model's tensor with ``sizes`` elements from ``offsets``."""
 
     name: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    is_slice: bool = False  # dim 0, of one element, is not there
+    is_slice: bool = False  # the tensor in the file has no dim 0: the part has one index of it
     transposed: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """In the file."""
+        """The shape in the file."""
         sizes = self.sizes[self.is_slice :]
         return (*sizes[:-2], sizes[-1], sizes[-2]) if self.transposed else sizes
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """What is written of a whole tensor."""
+        """The tensor to write to the file, as a view of the full tensor."""
         part = whole[tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes))]
         part = part[0] if self.is_slice else part
         return part.transpose(-1, -2) if self.transposed else part
 
 
 def pieces_of(name: str, shape: Sequence[int], rules: Sequence[StoredAs]) -> list[StoredPiece]:
-    """The tensors in files that make up one of a model, by the first rule that knows its name."""
+    """The tensors in files that hold a tensor of a model, by the first rule that matches its name."""
     shape = tuple(shape)
     for rule in rules:
         match = re.fullmatch(re.escape(rule.name).replace(r"\*", r"([^.]+)"), name)
@@ -87,7 +87,10 @@ def _pieces(name: str, shape: tuple[int, ...], rule: StoredAs, found: tuple[str,
     if len(shape) < stacked + 2 * rule.transposed or (
         parts > 1 and (len(shape) <= rule.dim or shape[rule.dim] % parts)
     ):
-        raise ValueError(f"'{name}' of shape {shape} cannot be stored as {rule.files}")
+        raise ValueError(
+            f"'{name}' of shape {shape} cannot be stored by StoredAs(files={rule.files}, dim={rule.dim}, transposed="
+            f"{rule.transposed}): it needs more dims, or a size of dim {rule.dim} that {parts} divides"
+        )
     sizes = list(shape)
     if parts > 1:
         sizes[rule.dim] //= parts
@@ -111,9 +114,9 @@ def _pieces(name: str, shape: tuple[int, ...], rule: StoredAs, found: tuple[str,
 def assemble(
     tensors: Mapping[str, TensorEntry], shapes: Mapping[str, tuple[int, ...]], rules: Sequence[StoredAs], where: object
 ) -> dict[str, TensorEntry]:
-    """Tensors in files as those of a model, which has these shapes. What no rule knows stays as it is.
+    """Tensors of a model of these shapes, as parts of tensors in files. Those that match no rule are unchanged.
 
-    CheckpointError names what a file lacks, or has in another shape or dtype than the rest.
+    CheckpointError names parts that are missing, have another shape, or are of different dtypes.
     """
     found, misfit = dict(tensors), f"{where} does not fit the model"
     for name, shape in shapes.items():
@@ -124,21 +127,21 @@ def assemble(
         for piece in pieces:
             entry = found.pop(piece.name, None)
             if entry is None:
-                raise CheckpointError(f"{misfit}: '{piece.name}', a part of '{name}', is not in it")
+                raise CheckpointError(f"{misfit}: '{piece.name}', a part of '{name}', is missing")
             if entry.shape != piece.shape:
-                fits = f"as a part of '{name}' it must have {piece.shape}"
-                raise CheckpointError(f"{misfit}: '{piece.name}' has shape {entry.shape}; {fits}")
+                needed = f"as a part of '{name}' it must have shape {piece.shape}"
+                raise CheckpointError(f"{misfit}: '{piece.name}' has shape {entry.shape}; {needed}")
             dtypes.add(entry.dtype)
             (chunk,) = entry.chunks
             chunks.append(replace(chunk, offsets=piece.offsets, sizes=piece.sizes, transposed=piece.transposed))
         if len(dtypes) > 1:
-            raise CheckpointError(f"{where}: the parts of '{name}' are of several dtypes: {sorted(map(str, dtypes))}")
+            raise CheckpointError(f"{where}: the parts of '{name}' have different dtypes: {sorted(map(str, dtypes))}")
         found[name] = TensorEntry(dtypes.pop(), shape, tuple(chunks))
     return found
 
 
 _LAYER = "model.layers.*."
-# As Hugging Face's models have them stacked, and their files one by one.
+# Models of Hugging Face have stacked experts, and their files have one tensor per expert.
 MIXTRAL = (
     StoredAs(_LAYER + "mlp.gate.weight", (_LAYER + "block_sparse_moe.gate.weight",)),
     StoredAs(

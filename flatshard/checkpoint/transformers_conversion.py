@@ -1,8 +1,8 @@
-"""Files whose tensors have other names, or are cut otherwise, than a Transformers model has them.
+"""Read files whose tensors have other names than those of a Transformers model, or are its tensors in parts.
 
-Transformers (since version 5) stores experts one by one and holds them fused, for example, and says for each
-architecture how the one becomes the other. What only has another name is read as ever, each rank its own rows. What is
-made of several tensors is made whole, one at a time, and cut then.
+Transformers (since version 5) stores experts one by one, for example, and fuses them in the model. For each
+architecture it has a mapping from one to the other. Of tensors that are only renamed, each rank reads its own rows.
+Tensors that are made of several others are made in full, one at a time, and then sharded.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from flatshard.engine.tree.row_embedding import class_before
 
 @dataclass
 class _Recipe:
-    """Tensors of the model that are made together, of others in the files."""
+    """How one or more tensors of the model are made from tensors in the files."""
 
     target: str
     converter: Any
-    sources: list[tuple[str, TensorEntry, str]]  # name in the files, entry, and the pattern that it has matched
+    sources: list[tuple[str, TensorEntry, str]]  # name in the files, entry, and the pattern that the name matches
 
     def make(self, model: Any, read: Callable[[str, TensorEntry], torch.Tensor]) -> dict[str, torch.Tensor]:
         converter = copy.deepcopy(self.converter)
@@ -39,7 +39,7 @@ class _Recipe:
 
 
 class ConvertingReader(Reader):
-    """Reads what `convert_tensors` has found, and makes what it is made of."""
+    """Reads tensors from files, and makes those for which `convert_tensors` has returned a recipe."""
 
     def __init__(
         self, source: TensorFiles, advance: Callable[[int], None], model: nn.Module, recipes: dict[str, _Recipe]
@@ -64,9 +64,9 @@ class ConvertingReader(Reader):
 
 
 def convert_tensors(model: Any, found: TensorFiles) -> dict[str, _Recipe]:
-    """Let ``found`` say what the model calls its tensors; by name, how those are made that are made of several.
+    """Rename the tensors in ``found`` to those of the model; returns recipes for tensors that are made of several.
 
-    For a model that is not one of Transformers, or needs no conversion, everything stays as it is.
+    Changes nothing for a model that is not from Transformers or needs no conversion.
     """
     mapping = _mapping(model)
     if not mapping:
@@ -99,7 +99,7 @@ def convert_tensors(model: Any, found: TensorFiles) -> dict[str, _Recipe]:
 
 
 def _mapping(model: Any) -> list[Any]:
-    """How Transformers turns files into this model's weights."""
+    """The conversions from files to this model's weights that Transformers has."""
     if not any(cls.__name__ == "PreTrainedModel" for cls in type(model).__mro__):
         return []
     known: list[Any] | None = getattr(model, "_weight_conversions", None)
@@ -116,7 +116,7 @@ def _mapping(model: Any) -> list[Any]:
 
 @contextmanager
 def original_classes(model: nn.Module) -> Iterator[None]:
-    """Within, the units of a model are of the classes that they were of before: some go by the names of those."""
+    """A context in which units have their original classes, because Transformers looks up conversions by class name."""
     units: list[tuple[Any, type]] = [(each, type(each)) for each in model.modules() if isinstance(each, FSDPModule)]
     for module, cls in units:
         module.__class__ = class_before(cls)

@@ -1,7 +1,7 @@
-"""Weights of a model in training, streamed to the processes of an inference engine.
+"""`sync_weights` and `receive_weights`: stream the weights of a model in training to an inference engine.
 
-Tensors are gathered bucket by bucket (`iter_full_tensors`) and packed into one of two buffers: while one is on its way
-to the receivers the next is filled. Nothing is ever whole but a bucket.
+Tensors are gathered one bucket at a time (`iter_full_tensors`) and packed into one of two buffers: one is filled while
+the other is sent.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from flatshard.checkpoint.stored_as import StoredAs
 Bucket: TypeAlias = "list[tuple[str, torch.Tensor]]"
 Callback: TypeAlias = Callable[[Bucket], object]
 _ALIGN = 16  # bytes
-_NO_MEMBER = GroupMember.NON_GROUP_MEMBER  # what `new_group` returns where this rank is in none
-_LATEST = "latest"  # the file in a folder that says which version is complete
-_STAGES = 8  # buckets of a model, at least: one is gathered while another is sent and a third is put into place
-_LEAST = 8 << 20  # bytes of a bucket, where there are as many
-_PAUSE = 0.005  # seconds from one look at it to the next
+_NO_MEMBER = GroupMember.NON_GROUP_MEMBER  # what `new_group` returns on a rank that is not in the group
+_LATEST = "latest"  # the file that names the newest complete version in a folder
+_STAGES = 8  # least number of buckets: one is gathered while another is sent and a third is written to the receiver
+_LEAST = 8 << 20  # bytes; smaller models have fewer buckets
+_PAUSE = 0.005  # seconds between two reads of the file `_LATEST`
 
 
 @dataclass(frozen=True)
 class Synced:
-    """What went over. ``version``: of a folder, counted from 1; otherwise 0."""
+    """What was sent or received. ``version``: the version in a folder, counted from 1; 0 if there is no folder."""
 
     tensors: int
     bytes: int
@@ -63,19 +63,19 @@ def sync_weights(
     dtype: torch.dtype | None = None,
     bucket_bytes: int = 256 << 20,
 ) -> Synced:
-    """Stream the whole weights of ``model``, sharded or not, to ``target``. All ranks of the model call it.
+    """Stream the full weights of ``model``, sharded or not, to ``target``. All ranks of the model must call it.
 
     ``target`` is one of
 
-    - a function, called on every rank with the (name, tensor) pairs of one bucket after another. They are valid until
-      it returns. What loads weights piece by piece fits, for example ``engine.model.load_weights``.
+    - a function. Every rank calls it for each bucket with a list of (name, tensor) pairs, which are valid until it
+      returns. A function that loads weights in parts fits, for example ``engine.model.load_weights``.
     - a process group whose rank 0 is a rank of this model; its other ranks call `receive_weights` with it. Ranks of the
       model that are not in the group only take part in gathering.
-    - a folder, best in shared memory (``/dev/shm/...``): safetensors files, complete when `receive_weights` sees them.
-      The first rank of the model writes; the version before stays until the next one.
+    - a folder, preferably in shared memory (``/dev/shm/...``), for safetensors files. `receive_weights` sees only
+      complete versions. The first rank of the model writes. The previous version is kept until the next sync.
 
-    ``names`` says what tensors are called over there (`flatshard.checkpoint.StoredAs`, or a preset). ``dtype`` casts
-    floating-point tensors before they travel. Two buffers of at most ``bucket_bytes`` are used, and one to gather into.
+    ``names``: names at the receiver (a list of `flatshard.checkpoint.StoredAs`, or a preset). ``dtype``: floating-point
+    tensors are cast to it before they are sent. Memory: three buffers of at most ``bucket_bytes``.
     """
     _arguments.module("sync_weights", model)
     _arguments.whole_number("bucket_bytes", bucket_bytes, 1)
@@ -86,7 +86,7 @@ def sync_weights(
         raise TypeError(f"target={target!r}: must be a function, a process group or a folder")
     began, version = time.monotonic(), 0
     tensors, device = named_tensors(model), _device(model)
-    if not isinstance(target, (str, Path)):  # several buckets are on their way, one after another, to keep a wire busy
+    if not isinstance(target, (str, Path)):  # several buckets, so that gathers and sends overlap
         size = sum(tensor.numel() * cast_dtype(tensor, dtype).itemsize for tensor in tensors.values())
         bucket_bytes = min(bucket_bytes, max(size // _STAGES, _LEAST))
     buckets = plan_files(tensors, bucket_bytes, dtype, names)
@@ -98,7 +98,7 @@ def sync_weights(
     elif callable(given):
         for views, _ in _packed(buckets, pieces, device):
             given(views)
-    deque(pieces, maxlen=0)  # all ranks iterate to the end
+    deque(pieces, maxlen=0)  # every rank must take part in all gathers
     return _synced(buckets, began, version)
 
 
@@ -110,13 +110,14 @@ def receive_weights(
     timeout: float | None = None,
     device: torch.device | str | None = None,
 ) -> Synced:
-    """Take what `sync_weights` streams into ``source``.
+    """Receive the weights that `sync_weights` sends to ``source``.
 
-    ``target``: a model, whose tensors of the same names are written in place, each rank its own part of those that are
-    DTensors (whole weights come, whatever way they are sharded here); or a function, called as `sync_weights` calls
-    one. A name that the model does not have, one that did not come, or another shape is a ValueError, when all is read.
-    ``source``: the process group, or the folder: then the first version that is newer than ``after`` is waited for, at
-    most ``timeout`` seconds. ``device``: where a function wants the tensors (default: CPU).
+    ``target``: a model, or a function that is called as `sync_weights` calls one. The tensors of a model are written in
+    place; of a DTensor, each rank writes its own shard, with any sharding. After everything was read, ValueError names
+    tensors that are not in the model, were not received, or have another shape.
+    ``source``: the process group or the folder that was the ``target`` of `sync_weights`. For a folder, wait at most
+    ``timeout`` seconds for a version newer than ``after``; then TimeoutError.
+    ``device``: the device of the tensors that a function receives (default: CPU).
     """
     began = time.monotonic()
     if isinstance(target, nn.Module):
@@ -151,13 +152,13 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _storages(buckets: Sequence[FilePlan], device: torch.device) -> list[torch.Tensor]:
-    """Two buffers that each bucket fits into."""
+    """Two buffers, each large enough for every bucket."""
     most = max((bucket.nbytes + _ALIGN * len(bucket.tensors) for bucket in buckets), default=0)
     return [torch.empty(most, dtype=torch.uint8, device=device) for _ in buckets[:2]]
 
 
 def _views(bucket: FilePlan, storage: torch.Tensor) -> tuple[Bucket, torch.Tensor]:
-    """The tensors of a bucket, one after another in a buffer, and what they take of it."""
+    """The tensors of a bucket as views of a buffer, and the used part of that buffer."""
     views, place = [], 0
     for name, entry in bucket.tensors.items():
         views.append((name, storage[place : place + entry.nbytes].view(entry.dtype).view(entry.shape)))
@@ -179,13 +180,13 @@ def _packed(
 def _send(
     group: ProcessGroup, buckets: Sequence[FilePlan], pieces: Iterator[torch.Tensor], device: torch.device
 ) -> None:
-    """Rank 0 of the group tells what comes, and sends bucket after bucket; its other ranks give the places."""
+    """Broadcast names, dtypes and shapes, and then each bucket, from rank 0 of the group."""
     text = [[(name, CODES[x.dtype], x.shape) for name, x in bucket.tensors.items()] for bucket in buckets]
     message = torch.frombuffer(bytearray(json.dumps(text).encode()), dtype=torch.uint8).to(device)
     spread(group, torch.tensor([len(message)], device=device)).wait()
     work = spread(group, message)
     for _, used in _packed(buckets, pieces, device):
-        work.wait()  # then the buffer of the bucket before is free for the one after this
+        work.wait()  # the previous bucket was sent, so its buffer is free for the next one
         work = spread(group, used)
     work.wait()
 
@@ -214,7 +215,7 @@ def _receive(group: ProcessGroup, take: Callback, device: torch.device) -> list[
 
 
 class _ModelWriter:
-    """Writes what comes into a model."""
+    """Writes received tensors into a model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._tensors = {
@@ -224,14 +225,14 @@ class _ModelWriter:
         self._seen: set[int] = set()
 
     def part_of(self, name: str, shape: Sequence[int]) -> Part | None:
-        """This rank's part of a tensor that comes, if there is one."""
+        """This rank's part of a received tensor, or None if it has none or the tensor does not fit."""
         mine = self._tensors.get(name)
         if mine is None:
             self._wrong.append(f"'{name}' is not in the model")
             return None
         self._seen.add(id(mine))
         if tuple(mine.shape) != tuple(shape):
-            self._wrong.append(f"'{name}' came as {tuple(shape)}; the model has {tuple(mine.shape)}")
+            self._wrong.append(f"'{name}' was received with shape {tuple(shape)}; the model has {tuple(mine.shape)}")
             return None
         part = held_part(mine)
         return None if part.offsets is None else part
@@ -244,11 +245,12 @@ class _ModelWriter:
                 part.local.copy_(value[part.slices])
 
     def finish(self) -> None:
-        missing = [f"'{name}' did not come" for name, value in self._tensors.items() if id(value) not in self._seen]
-        wrong = [*self._wrong, *missing]
+        unseen = [name for name, value in self._tensors.items() if id(value) not in self._seen]
+        wrong = [*self._wrong, *(f"'{name}' was not received" for name in unseen)]
         if wrong:
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-            raise ValueError(f"weights do not fit: {'; '.join(wrong[:3])}{more}. names= of sync_weights maps names")
+            advice = "If only names differ, pass names= to sync_weights"
+            raise ValueError(f"received weights do not fit the model: {'; '.join(wrong[:3])}{more}. {advice}")
 
 
 # Folders
@@ -267,9 +269,9 @@ def _write(
     version = _version(folder) + 1
     coordinates = [x.device_mesh.get_coordinate() for x in tensors.values() if isinstance(x, DTensor)]
     if any(coordinate is None or any(coordinate) for coordinate in coordinates):
-        return version  # the first rank of those that hold the model writes
+        return version  # only the first rank of the model writes
     place = folder / str(version)
-    shutil.rmtree(place, ignore_errors=True)  # of a process that died
+    shutil.rmtree(place, ignore_errors=True)  # left by a process that was killed
     write_files(place, buckets, pieces)
     part = folder / f".{_LATEST}"
     part.write_text(str(version))
@@ -282,7 +284,8 @@ def _wait_for(folder: Path, after: int, timeout: float | None) -> int:
     began = time.monotonic()
     while (version := _version(folder)) <= after:
         if timeout is not None and time.monotonic() - began > timeout:
-            raise TimeoutError(f"{folder} has no weights newer than version {after} after {timeout} s")
+            advice = "check that sync_weights writes to it, or give a longer timeout"
+            raise TimeoutError(f"{folder} has no weights newer than version {after} after {timeout} s: {advice}")
         time.sleep(_PAUSE)
     return version
 
@@ -295,7 +298,7 @@ def _read(folder: Path, take: _ModelWriter | Callback, device: torch.device) -> 
             if not isinstance(take, _ModelWriter):
                 take([(name, reader.whole(name).to(device))])
                 continue
-            part = take.part_of(name, entry.shape)  # only its own rows are read
+            part = take.part_of(name, entry.shape)  # a rank reads only its own rows
             if part is not None:
                 part.local.copy_(reader.read(name, entry, part.offsets, part.local.shape))
     return [FilePlan("", source.tensors)]

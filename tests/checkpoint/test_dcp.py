@@ -256,7 +256,7 @@ def _with_megatron(rank, world, place, folder):
     by_name = renamed(get_optimizer_state_dict(model, fresh), add="module.")
     assert "module.blocks.0.up.weight" in by_name["state"]
     assert all(name.startswith("module.") for group in by_name["param_groups"] for name in group["params"])
-    with pytest.raises(ValueError, match="'coarse' does not begin with 'module"):
+    with pytest.raises(ValueError, match="'coarse' does not begin with remove='module"):
         renamed(get_model_state_dict(model), remove="module.")
 
     dcp.save(ours, checkpoint_id=f"{folder}/ours")

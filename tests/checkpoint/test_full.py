@@ -114,7 +114,7 @@ def test_export_and_load(ranks, tmp_path, place):
 def test_foreign_files_are_named(tmp_path):
     model = torch.nn.Linear(3, 2)
     save_file({"weight": torch.zeros(2, 3)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="'bias' is not in it"):
+    with pytest.raises(CheckpointError, match="'bias' is not in the checkpoint"):
         load_safetensors(model, tmp_path)
     load_safetensors(model, tmp_path, strict=False)
     assert not model.weight.any()

@@ -132,11 +132,11 @@ def test_a_file_of_a_rank_that_is_damaged_missing_or_anothers_is_named(saved):
 
     place = good.index(b'"flatshard.checksums":"') + 30
     file.write_bytes(good[:place] + (b"1" if good[place] != ord("1") else b"2") + good[place + 1 :])
-    refused(r"rank-00002.safetensors, which holds '.*', is damaged: its header was changed")
+    refused(r"rank-00002.safetensors, which holds '.*', is damaged: its header does not match")
     theirs = (saved / "b" / file.name).read_bytes()
     assert len(theirs) == len(good)
     file.write_bytes(theirs)  # with checksums that are right for what it holds
-    refused(r"rank-00002.safetensors, which holds '.*', is damaged: its header was changed")
+    refused(r"rank-00002.safetensors, which holds '.*', is damaged: its header does not match")
     file.unlink()
     refused(r"rank-00002.safetensors, which holds '.*', cannot be read: No such file")
     file.write_bytes(good)

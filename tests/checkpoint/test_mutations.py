@@ -188,7 +188,7 @@ def _is_named(harm, text, where):
         assert file in text, (where, text)
         assert "'" in text, (where, text)  # the tensor
     elif kind in ("missing", "renamed"):
-        assert "has no manifest" in text, (where, text)
+        assert "has no manifest.json" in text, (where, text)
     else:
         assert "bad-own/manifest.json" in text, (where, text)
 

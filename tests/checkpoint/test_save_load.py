@@ -203,7 +203,7 @@ def test_the_newest_are_kept(tmp_path):
         save(tmp_path / "x", model, keep_last=0)
     with pytest.raises(CheckpointError, match="extra/0/a is a set; a checkpoint takes tensors"):
         save(tmp_path / "x", model, extra={"a": set()})
-    with pytest.raises(CheckpointError, match=r"extra/0/a is torch.complex128, which a checkpoint cannot hold"):
+    with pytest.raises(CheckpointError, match=r"extra/0/a has dtype torch.complex128, which a checkpoint cannot hold"):
         save(tmp_path / "x", model, extra={"a": torch.zeros(2, dtype=torch.complex128)})
 
 

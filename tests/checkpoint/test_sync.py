@@ -99,7 +99,9 @@ def _alone(rank, world, folder):
     other = nn.Module()
     other.blocks = nn.ModuleList([nn.Linear(5, 5), nn.Linear(4, 5)])
     other.extra = nn.Parameter(torch.zeros(2))
-    with pytest.raises(ValueError, match=r"'blocks.1.weight' came as \(5, 5\); the model has \(5, 4\).*and 2 more"):
+    with pytest.raises(
+        ValueError, match=r"'blocks.1.weight' was received with shape \(5, 5\); the model has \(5, 4\).*and 2 more"
+    ):
         receive_weights(other, folder)
     with pytest.raises(TimeoutError, match="no weights newer than version 1"):
         receive_weights(other, folder, after=1, timeout=0.02)

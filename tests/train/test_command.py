@@ -213,9 +213,9 @@ finally:
         ("plan llama-9b --devices 8 --memory 80", 2, "must be one of llama-1b"),
         ("plan llama-8b --devices 8 --memory lots", 2, "--memory 'lots'"),
         ("rehearse --world 0 x.py", 2, "--world 0"),
-        ("rehearse --world 2 no.py", 2, "there is no script no.py"),
-        ("run no.py", 2, "there is no script no.py"),
-        ("convert nothing there", 2, "nothing: no checkpoint found"),
+        ("rehearse --world 2 no.py", 2, "script no.py does not exist"),
+        ("run no.py", 2, "script no.py does not exist"),
+        ("convert nothing there", 2, "nothing does not exist"),
         ("blame nowhere", 2, "nowhere"),
     ],
 )
