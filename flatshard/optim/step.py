@@ -415,11 +415,9 @@ def is_settled(optimizer: Optimizer) -> bool:
 def state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
     """The local tensors that a step of an optimizer reads and writes."""
     local = _captured(optimizer)
-    if local is not None:
-        return local.state_tensors()
-    tensors = [value for state in optimizer.state.values() for value in state.values()]
-    locals_ = [_torch.held_of(value) for value in tensors]
-    return [value for value in locals_ if isinstance(value, torch.Tensor)]
+    states = optimizer.state if local is None else local.flat_state  # which does not count as reading the state
+    values = [_torch.held_of(value) for state in states.values() for value in state.values()]
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def state_places(optimizer: Optimizer) -> list[object]:
