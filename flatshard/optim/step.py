@@ -343,7 +343,7 @@ def owner_of_entries(optimizer: Optimizer) -> Callable[[torch.Tensor, Iterable[s
 
     def owned(parameter: torch.Tensor, keys: Iterable[str]) -> dict[str, bool] | None:
         for _, side in sides:
-            if side.has(parameter):
+            if parameter in side.parts:
                 side.check(parameter, keys)
                 return {key: side.owns(parameter, key) for key in keys}
         return None
