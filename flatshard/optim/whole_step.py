@@ -114,25 +114,22 @@ class WholeStep:
     def adopt(self, optimizer: Optimizer) -> None:
         """Let an optimizer that was made of stand-ins have the parameters in its groups, each once; take its state."""
         left = {id(each.tensor): each for each in self.matrices}
-        listed: set[int] = set()
         for number, group in enumerate(optimizer.param_groups):
             params: list[torch.Tensor] = []
             for tensor in group["params"]:
-                each = left.get(id(tensor))
+                each = left.pop(id(tensor), None)
                 if each is not None:
                     each.number = number
-                    left.pop(id(tensor))
                 found = tensor if each is None else each.parameter
-                if id(found) not in listed:
+                if found not in self._listed:
                     params.append(found)
-                    listed.add(id(found))
-                self._known.add(found)
-                self._listed.setdefault(found, number)
+                    self._listed[found] = number
             group["params"] = params
             group.pop("param_names", None)
         if left:
             name = next(iter(left.values())).name
             raise ValueError(f"the factory has left out '{name}'; say with `whole` which parameters are to be whole")
+        self._known.update(self._listed)
         made = optimizer.__dict__["state"]
         for each in self.matrices:
             state = made.pop(each.tensor, None)  # some optimizers make it at once
@@ -265,7 +262,7 @@ class WholeStep:
                 bucket.receive_in(self.local.uncast)
                 if number + 1 < len(self.buckets):
                     self.buckets[number + 1].send_in()
-                self._step_on(split, [bucket.matrices[place] for place in bucket.mine])
+                self._step_on(split, list(bucket.mine.values()))
                 if number > 0:
                     self.buckets[number - 1].receive_out()
                 bucket.send_out()
