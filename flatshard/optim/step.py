@@ -30,19 +30,8 @@ from flatshard.optim.whole_step import CAPTURED, WholeStep
 Opt = TypeVar("Opt", bound=Optimizer)
 
 # Optimizers of torch whose update of an element reads nothing but that element and numbers that all elements share.
-ELEMENTWISE: tuple[type[Optimizer], ...] = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.Adamax,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.ASGD,
-)
+_NAMES = "SGD Adam AdamW NAdam RAdam Adagrad Adadelta Adamax RMSprop Rprop ASGD"
+ELEMENTWISE: tuple[type[Optimizer], ...] = tuple(getattr(torch.optim, name) for name in _NAMES.split())
 # Class names of optimizers, torch's and well-known others, that read a whole parameter: on a part of one they would
 # compute something else without saying so.
 _WHOLE = {
@@ -113,12 +102,12 @@ def fully_shard_optimizer(
             f"{'' if whole is False else ' on whole parameters'}; leave it out"
         )
     options = _whole_options(whole, split, cost, owners, bucket_bytes)
-    if LOCAL in optimizer.__dict__:
-        if isinstance(optimizer.__dict__[LOCAL], WholeStep) != (options is not None):
+    known = optimizer.__dict__.get(LOCAL)
+    if known is not None:
+        if isinstance(known, WholeStep) != (options is not None):
             raise ValueError(
                 "fully_shard_optimizer was called on this optimizer before, with another `whole`; call it on a new one"
             )
-        known = optimizer.__dict__[LOCAL]
         (known.local if isinstance(known, WholeStep) else known).uncast = precision_aware
         return optimizer
     side = LocalStep(type(optimizer) in ELEMENTWISE, precision_aware)
