@@ -181,9 +181,8 @@ class Alarm:
             self._post(error)
             if self.verdict.reason is not None:
                 _log.error("flatshard: %s", self.verdict.reason)
-        path = record.dump() if record.number else None
-        if path is not None:
-            _log.error("%s\nflatshard: written to %s", record.last_entries(), path)
+        if record.number and record.folder is not None:
+            _log.error("%s", record.dump())
 
     def _explain_lost_peer(self, error: BaseException) -> None:
         """A call of torch has raised because of another rank: find out why, for the last message of this rank."""
@@ -221,7 +220,7 @@ class Alarm:
         if self._loop is not None:
             self._loop.stop()
         self._of = None  # a process group that nobody has destroyed goes with the modules
-        if has_failed and (self.gave_up or record.is_on_device or record.is_pending()):
+        if has_failed and (self.gave_up or record.is_on_device or record.oldest_open() is not None):
             exits.end_failed(self.verdict.explanation)
         self._terminate.remove()
         if not has_failed:

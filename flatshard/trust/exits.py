@@ -56,11 +56,7 @@ def error_in_flight() -> Exception | None:
 def print_record() -> None:
     """Write the flight record to its file, and its last entries to stderr."""
     if record.number:
-        path = record.dump()
-        print(record.last_entries(), file=sys.stderr)
-        if path is not None:
-            print(f"flatshard: written to {path}", file=sys.stderr)
-        sys.stderr.flush()
+        print(record.dump(), file=sys.stderr, flush=True)
 
 
 def dump() -> None:
