@@ -27,6 +27,7 @@ from flatshard.buffer import Ticket
 from flatshard.cli import main
 from flatshard.trust.alarm import Alarm, Watched
 from flatshard.trust.blame import blame, read_records
+from flatshard.trust.loop import Loop
 from flatshard.trust.record import CAPACITY, FlightRecord, decoded, in_range, ranges, records_folder
 from flatshard.trust.watch import Watch
 from tests.bench.script import as_interpreter, free_port
@@ -367,7 +368,7 @@ def own_record(monkeypatch):
     for module in ("alarm", "verdict", "watch"):
         monkeypatch.setattr(f"flatshard.trust.{module}.record", record)
     group = Watched(store=lambda prefix: dist.HashStore(), kept=None, rank=0, world=2)
-    alarm._watch = Watch(group, "alarm", None, alarm.verdict)
+    alarm._watch = Watch(group, "alarm", mock.Mock(spec=Loop), alarm.verdict)
     return record, alarm
 
 
