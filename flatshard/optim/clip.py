@@ -1,4 +1,4 @@
-"""Norms of sharded gradients and weights, clipping by them, and detection of gradients that are not finite.
+"""Gradients over all ranks: norms (also of weights), clipping, detection of those not finite, sums over stages.
 
 Every rank computes over its shards. The results of all parameters on one mesh are combined by one collective over the
 axes that shard them; replicated values are counted once.
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from flatshard import _arguments, _torch
 from flatshard.buffer import DBuffer, Lane, Op
-from flatshard.buffer.groups import joint_group
+from flatshard.buffer.groups import group_among, joint_group
 from flatshard.engine.gradients.main_grads import MAIN_GRAD
 from flatshard.engine.groups.registry import group_of
 from flatshard.engine.schedule.reduces import join_reduces
@@ -320,3 +320,29 @@ def gathered_rows(lane: Lane, group: ProcessGroup, values: torch.Tensor, name: s
     if rows.numel():
         lane.all_gather(group, [rows.view(-1)], [values.reshape(-1)], after=(lane.mark(),), name=name).wait()
     return rows
+
+
+@torch.no_grad()
+def sum_shared_gradients(parameters: nn.Parameter | Iterable[nn.Parameter], stages: DeviceMesh) -> None:
+    """Add up the gradients of weights of which the first and the last stage of a pipeline have a copy each.
+
+    ``stages``: the mesh of one axis along which the stages are. Call it on the ranks of both ends, or on all, after the
+    schedule's step and before the optimizer's, with the same weights in the same order; they are sharded alike. Copies
+    that begin equal then stay equal. A missing gradient counts as zero.
+    """
+    if not isinstance(stages, DeviceMesh) or stages.ndim != 1:
+        raise ValueError(f"stages={stages!r}: must be a mesh of one axis, along which the stages of a pipeline are")
+    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    for each in listed:
+        if not isinstance(each, torch.Tensor):
+            raise TypeError(f"sum_shared_gradients takes parameters, not {each!r}")
+    ends = [int(stages.mesh[0]), int(stages.mesh[-1])]
+    if ends[0] == ends[1] or dist.get_rank() not in ends:
+        return
+    parts = []
+    for parameter in listed:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        parts.append(_torch.held_of(parameter.grad))
+    lane, group = Lane("shared", torch.device(stages.device_type)), group_among(ends, [stages.get_group()])
+    lane.all_reduce(group, parts, after=(lane.mark(),), name="shared gradients").wait()
