@@ -138,12 +138,10 @@ class Packing:
     def __init__(self) -> None:
         self.splits: list[int] = []
         self.bytes = 0
-        self._boxes: dict[tuple[int, Role], list[tuple[Box, int]]] = {}
-        self._tensors: dict[tuple[int, Role], tuple[Box, torch.dtype]] = {}
+        self._boxes: dict[tuple[int, Role, Box, torch.dtype], list[tuple[Box, int]]] = {}
 
     def add(self, number: int, role: Role, box: Box, within: Box, dtype: torch.dtype) -> None:
-        self._boxes.setdefault((number, role), []).append((box, self.bytes // dtype.itemsize))
-        self._tensors[number, role] = within, dtype
+        self._boxes.setdefault((number, role, within, dtype), []).append((box, self.bytes // dtype.itemsize))
         self.bytes += -(-box.numel * dtype.itemsize // _ALIGN) * _ALIGN
 
     def close(self) -> None:
@@ -152,8 +150,7 @@ class Packing:
 
     def pieces(self) -> list[Piece]:
         found = []
-        for (number, role), boxes in self._boxes.items():
-            within, dtype = self._tensors[number, role]
+        for (number, role, within, dtype), boxes in self._boxes.items():
             for stack in _stacks(boxes, within):
                 (box, start), times = stack[0], len(stack)
                 sizes, strides = box.sizes, tuple(math.prod(box.sizes[dim + 1 :]) for dim in range(len(box.sizes)))
@@ -216,15 +213,14 @@ class AllToAll:
             self._packed = sent, _Packed(self._packings[1], sent.bytes if is_alone else nothing)
         sent, received = self._packed
         sent.allocate()
-        targets, sources = [], []
-        for piece, target in zip(sent.pieces, sent.places):
+        pairs = []
+        for piece, place in zip(sent.pieces, sent.places):
             found = tensors[piece.role][piece.number]
             if found is None:
-                target.zero_()
+                place.zero_()
             else:
-                targets.append(target)
-                sources.append(piece.within(found))
-        _copy(targets, sources)
+                pairs.append((place, piece.within(found)))
+        _copy(pairs)
         if is_alone:
             self._ticket = DONE
             return
@@ -240,7 +236,8 @@ class AllToAll:
         assert self._ticket is not None
         self._ticket.wait()
         sent, received = self._packed
-        _copy([piece.within(tensors[piece.role][piece.number]) for piece in received.pieces], received.places)
+        targets = [piece.within(tensors[piece.role][piece.number]) for piece in received.pieces]
+        _copy(list(zip(targets, received.places)))
         self._ticket = None
         sent.free()
         received.free()
@@ -254,10 +251,11 @@ class AllToAll:
         self._packed = self._ticket = None
 
 
-def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy tensors with few kernels: one for all pairs with equal strides."""
-    alike = [number for number, (a, b) in enumerate(zip(targets, sources)) if a.stride() == b.stride()]
+def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy to the first of each pair from the second, with few kernels: one for all pairs with equal strides."""
+    alike = [(target, source) for target, source in pairs if target.stride() == source.stride()]
     if alike:
-        torch._foreach_copy_([targets[number] for number in alike], [sources[number] for number in alike])
-    for number in sorted(set(range(len(targets))).difference(alike)):
-        targets[number].copy_(sources[number])
+        torch._foreach_copy_([target for target, _ in alike], [source for _, source in alike])
+    for target, source in pairs:
+        if target.stride() != source.stride():
+            target.copy_(source)

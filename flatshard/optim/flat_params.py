@@ -104,8 +104,7 @@ class FlatParam:
         """Update the state of the parameters from that of the flat tensor."""
         for place, parameter in enumerate(self.parameters):
             mine = state.setdefault(parameter, {})
-            for key in [key for key in mine if key not in taken]:
-                del mine[key]
+            mine.clear()
             for key, value in taken.items():
                 mine[key] = self._view(key, value, place) if elementwise[key] else _copied(value)
 
