@@ -26,7 +26,6 @@ from flatshard.trust import exits
 from flatshard.trust.exits import leave
 from flatshard.trust.loop import TICK, Loop
 from flatshard.trust.record import Entry, record, records_folder
-from flatshard.trust.terminate import TerminateHandler
 from flatshard.trust.verdict import PeerError, Verdict, grace_period, one_line
 from flatshard.trust.watch import GRACE, Watch, Watched
 
@@ -52,7 +51,7 @@ class Alarm:
         self._oldest, self._age = 0, 0.0  # the oldest launch that has not ended, and for how long it has been that
         self._seen, self._idle = 0, 0  # launches, and looks without a new one
         self._may_ask_events = False
-        self._terminate = TerminateHandler(self._torch_gives_up)
+        self._terminate = exits.TerminateHandler(self._torch_gives_up)
 
     def explain(self, what: str, error: BaseException) -> PeerError:
         """Why a wait for a collective ended early. Asks the other ranks, for a few seconds."""

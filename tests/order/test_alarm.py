@@ -442,7 +442,7 @@ def test_a_device_that_is_in_error_is_asked_in_vain(own_record):
 # Throws an exception of torch.distributed, or of somebody else, on a thread that catches nothing.
 _THROW = """
 import ctypes, os, sys, threading, torch
-from flatshard.trust.terminate import TerminateHandler
+from flatshard.trust.exits import TerminateHandler
 
 def ends(is_distributed):
     print("told on", threading.current_thread().name, flush=True)
