@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from flatshard.installing import install, uninstall
     from flatshard.model import shard_model
     from flatshard.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
-    from flatshard.optim.clip import clip_grad_norm_, find_nonfinite, grad_norms, weight_norms
-    from flatshard.optim.pipeline import sum_shared_gradients
+    from flatshard.optim.clip import clip_grad_norm_, find_nonfinite, grad_norms, sum_shared_gradients, weight_norms
     from flatshard.optim.step import fully_shard_optimizer, whole_optimizer
     from flatshard.policy import (
         CPUOffloadPolicy,
@@ -50,8 +49,7 @@ _HOMES = {
     "installing": ("install", "uninstall"),
     "model": ("shard_model",),
     "module": ("FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"),
-    "optim.clip": ("clip_grad_norm_", "find_nonfinite", "grad_norms", "weight_norms"),
-    "optim.pipeline": ("sum_shared_gradients",),
+    "optim.clip": ("clip_grad_norm_", "find_nonfinite", "grad_norms", "sum_shared_gradients", "weight_norms"),
     "optim": (),
     "optim.step": ("fully_shard_optimizer", "whole_optimizer"),
     "policy": (

@@ -139,7 +139,7 @@ def _outwait(work: Work, what: Callable[[], str], error: RuntimeError) -> None:
             raise alarm.explain(what(), error) from error
         if alarm.verdict.is_failure:
             alarm.gave_up = True
-            raise alarm.error(what())
+            raise alarm.verdict.error(what())
         has_ended = work.is_completed()  # asked first: what ends while it is waited for may have ended well
         try:
             work.wait(_PATIENCE)

@@ -132,21 +132,16 @@ class Piece:
         return part if self.times == 1 else part.unflatten(0, (self.times, -1))
 
 
-Tensors: TypeAlias = Mapping[Role, Mapping[int, torch.Tensor | None]]
-
-
 class Packing:
     """The pieces between this rank and each other one, and their places in the packed bytes."""
 
     def __init__(self) -> None:
         self.splits: list[int] = []
         self.bytes = 0
-        self._boxes: dict[tuple[int, Role], list[tuple[Box, int]]] = {}
-        self._tensors: dict[tuple[int, Role], tuple[Box, torch.dtype]] = {}
+        self._boxes: dict[tuple[int, Role, Box, torch.dtype], list[tuple[Box, int]]] = {}
 
     def add(self, number: int, role: Role, box: Box, within: Box, dtype: torch.dtype) -> None:
-        self._boxes.setdefault((number, role), []).append((box, self.bytes // dtype.itemsize))
-        self._tensors[number, role] = within, dtype
+        self._boxes.setdefault((number, role, within, dtype), []).append((box, self.bytes // dtype.itemsize))
         self.bytes += -(-box.numel * dtype.itemsize // _ALIGN) * _ALIGN
 
     def close(self) -> None:
@@ -155,31 +150,30 @@ class Packing:
 
     def pieces(self) -> list[Piece]:
         found = []
-        for (number, role), boxes in self._boxes.items():
-            within, dtype = self._tensors[number, role]
-            for times, every in _stacks(boxes, within):
-                box, start = boxes[0]
-                boxes = boxes[times:]
-                rows = Box(box.offsets, (times * box.sizes[0], *box.sizes[1:])) if times > 1 else box
+        for (number, role, within, dtype), boxes in self._boxes.items():
+            for stack in _stacks(boxes, within):
+                (box, start), times = stack[0], len(stack)
+                sizes, strides = box.sizes, tuple(math.prod(box.sizes[dim + 1 :]) for dim in range(len(box.sizes)))
+                rows = box
+                if times > 1:
+                    rows = Box(box.offsets, (times * box.sizes[0], *box.sizes[1:]))
+                    sizes, strides = (times, *sizes), (stack[1][1] - start, *strides)
                 where = None if rows == within else rows.inside(within)
-                strides = tuple(math.prod(box.sizes[dim + 1 :]) for dim in range(len(box.sizes)))
-                stack = ((times,), (every,)) if times > 1 else ((), ())
-                strided = (*stack[0], *box.sizes), (*stack[1], *strides), start
-                found.append(Piece(number, role, where, dtype, times, strided))
+                found.append(Piece(number, role, where, dtype, times, (sizes, strides, start)))
         return found
 
 
-def _stacks(boxes: Sequence[tuple[Box, int]], within: Box) -> list[tuple[int, int]]:
-    """How many boxes, from the first, are one piece, and at which distance; then the same for the others."""
-    found: list[tuple[int, int]] = []
-    for number, (box, start) in enumerate(boxes):
-        before, at = boxes[number - 1] if number else (None, 0)
-        if before is not None and box.sizes and box.sizes == before.sizes and box.sizes[1:] == within.sizes[1:]:
-            times, every = found[-1]
-            if box.offsets[0] == before.offsets[0] + box.sizes[0] and every in (0, start - at):
-                found[-1] = times + 1, start - at
+def _stacks(boxes: Sequence[tuple[Box, int]], within: Box) -> list[list[tuple[Box, int]]]:
+    """Boxes and where they start, in the same order, with those in one list that are one piece."""
+    found: list[list[tuple[Box, int]]] = []
+    for box, start in boxes:
+        if found and box.sizes and box.sizes[1:] == within.sizes[1:]:
+            before, at = found[-1][-1]
+            follows = box.sizes == before.sizes and box.offsets[0] == before.offsets[0] + box.sizes[0]
+            if follows and (len(found[-1]) == 1 or start - at == at - found[-1][-2][1]):
+                found[-1].append((box, start))
                 continue
-        found.append((1, 0))
+        found.append([(box, start)])
     return found
 
 
@@ -210,7 +204,7 @@ class AllToAll:
         self._packed: tuple[_Packed, _Packed] | None = None
         self._ticket: Ticket | None = None
 
-    def launch(self, lane: Lane, tensors: Tensors) -> None:
+    def launch(self, lane: Lane, tensors: Mapping[Role, Mapping[int, torch.Tensor | None]]) -> None:
         """Pack and send pieces of tensors, by role and number; None counts as zeros."""
         is_alone = self._owner_group.size == 1
         if self._packed is None:
@@ -219,41 +213,31 @@ class AllToAll:
             self._packed = sent, _Packed(self._packings[1], sent.bytes if is_alone else nothing)
         sent, received = self._packed
         sent.allocate()
-        targets, sources = [], []
-        for piece, target in zip(sent.pieces, sent.places):
+        pairs = []
+        for piece, place in zip(sent.pieces, sent.places):
             found = tensors[piece.role][piece.number]
             if found is None:
-                target.zero_()
+                place.zero_()
             else:
-                targets.append(target)
-                sources.append(piece.within(found))
-        _copy(targets, sources)
+                pairs.append((place, piece.within(found)))
+        _copy(pairs)
         if is_alone:
             self._ticket = DONE
             return
         received.allocate()
+        group, after = self._owner_group.group, (lane.mark(),)
         self._ticket = lane.all_to_all(
-            self._owner_group.group,
-            received.bytes,
-            sent.bytes,
-            received.splits,
-            sent.splits,
-            after=(lane.mark(),),
-            name=self._name,
+            group, received.bytes, sent.bytes, received.splits, sent.splits, after=after, name=self._name
         )
 
-    def receive(self, tensors: Tensors) -> None:
+    def receive(self, tensors: Mapping[Role, Mapping[int, torch.Tensor]]) -> None:
         """Put what has come into tensors, by role and number, and free the bytes."""
         assert self._packed is not None
         assert self._ticket is not None
         self._ticket.wait()
         sent, received = self._packed
-        targets = []
-        for piece in received.pieces:
-            target = tensors[piece.role][piece.number]
-            assert target is not None
-            targets.append(piece.within(target))
-        _copy(targets, received.places)
+        targets = [piece.within(tensors[piece.role][piece.number]) for piece in received.pieces]
+        _copy(list(zip(targets, received.places)))
         self._ticket = None
         sent.free()
         received.free()
@@ -267,10 +251,11 @@ class AllToAll:
         self._packed = self._ticket = None
 
 
-def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy tensors with few kernels: one for all pairs with equal strides."""
-    alike = [number for number, (a, b) in enumerate(zip(targets, sources)) if a.stride() == b.stride()]
+def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy to the first of each pair from the second, with few kernels: one for all pairs with equal strides."""
+    alike = [(target, source) for target, source in pairs if target.stride() == source.stride()]
     if alike:
-        torch._foreach_copy_([targets[number] for number in alike], [sources[number] for number in alike])
-    for number in sorted(set(range(len(targets))).difference(alike)):
-        targets[number].copy_(sources[number])
+        torch._foreach_copy_([target for target, _ in alike], [source for _, source in alike])
+    for target, source in pairs:
+        if target.stride() != source.stride():
+            target.copy_(source)

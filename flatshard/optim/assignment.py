@@ -90,18 +90,16 @@ def matrices_of(shape: Shape, split: Split, unbind: bool) -> list[Matrix]:
     With ``unbind``, a tensor of three dims is a matrix for each index of the first, and one of more is a matrix of so
     many rows as its first dim has. Without, and without ``split``, a parameter is one tensor, as it is.
     """
-    if not unbind and split is None:
+    if split is None and not (unbind and shape):
         return [Matrix("", Box((0,) * len(shape), shape), shape)]
+    if not shape:
+        raise ValueError("a 0-dim parameter has no rows to split")
     if unbind and len(shape) == 3:
         made = []
         for index, each in itertools.product(range(shape[0]), matrices_of(shape[1:], split, True)):
             label = f"[{index}, {each.label[1:]}" if each.label else f"[{index}]"
             made.append(Matrix(label, Box((index, *each.box.offsets), (1, *each.box.sizes)), each.shape))
         return made
-    if not shape:
-        if split is not None:
-            raise ValueError("a 0-dim parameter has no rows to split")
-        return [Matrix("", Box((), ()), ())]
     counts = _rows(shape[0], split)
     found, first = [], 0
     for count in counts:

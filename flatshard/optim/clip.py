@@ -1,4 +1,4 @@
-"""Norms of sharded gradients and weights, clipping by them, and detection of gradients that are not finite.
+"""Gradients over all ranks: norms (also of weights), clipping, detection of those not finite, sums over stages.
 
 Every rank computes over its shards. The results of all parameters on one mesh are combined by one collective over the
 axes that shard them; replicated values are counted once.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,21 +19,15 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from flatshard import _arguments, _torch
 from flatshard.buffer import DBuffer, Lane, Op
-from flatshard.buffer.groups import joint_group
+from flatshard.buffer.groups import group_among, joint_group
 from flatshard.engine.gradients.main_grads import MAIN_GRAD
 from flatshard.engine.groups.registry import group_of
 from flatshard.engine.schedule.reduces import join_reduces
 
 # Where a tensor is: its mesh, and the axes of it that cut the tensor. Plain tensors: (None, ()).
 _Where = tuple[DeviceMesh | None, tuple[int, ...]]
-
-
-@dataclass
-class _Held:
-    """What this rank holds of the gradients at one place."""
-
-    read: list[torch.Tensor] = field(default_factory=list)  # what the norm is computed of
-    scaled: list[torch.Tensor] = field(default_factory=list)
+# A local gradient: what the norm is computed of, and what is scaled.
+_Gradient = tuple[torch.Tensor, torch.Tensor]
 
 
 @torch.no_grad()
@@ -79,10 +72,9 @@ def clip_grad_norm_(
             "find_nonfinite(model) names the parameters, and error_if_nonfinite=False clips without this error"
         )
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for held in places.values():
-        for device in {tensor.device for tensor in held.scaled}:
-            same = [tensor for tensor in held.scaled if tensor.device == device]
-            torch._foreach_mul_(same, factor.to(device))
+    for found in places.values():
+        for device in {held.device for _, held in found}:
+            torch._foreach_mul_([held for _, held in found if held.device == device], factor.to(device))
     return total
 
 
@@ -106,13 +98,13 @@ def _norm_type(given: Any) -> float:
     return found
 
 
-def _gradients(parameters: Sequence[torch.Tensor]) -> dict[_Where, _Held]:
+def _gradients(parameters: Sequence[torch.Tensor]) -> dict[_Where, list[_Gradient]]:
     """The local gradients by place; a buffer itself in the place of its parts, where all of them are there.
 
     Every place of a parameter is listed, even without gradients here: the other ranks will wait for this one.
     """
-    places: dict[_Where, _Held] = {}
-    buffers: dict[Any, tuple[DBuffer, _Held, list[torch.Tensor]]] = {}
+    places: dict[_Where, list[_Gradient]] = {}
+    buffers: dict[Any, tuple[DBuffer, list[_Gradient], list[torch.Tensor]]] = {}
     for parameter in parameters:
         grad = parameter.grad
         buffer = getattr(grad, MAIN_GRAD, None)
@@ -123,18 +115,16 @@ def _gradients(parameters: Sequence[torch.Tensor]) -> dict[_Where, _Held]:
         if known is not None and grad is not None:
             known[2].append(grad)
             continue
-        held = places.setdefault(_where(parameter), _Held())
+        here = places.setdefault(_where(parameter), [])
         if buffer is not None and grad is not None:
-            buffers[key] = (buffer, held, [grad])
+            buffers[key] = (buffer, here, [grad])
         elif grad is not None:
-            held.read.append(_summed(grad))
-            held.scaled.append(_torch.held_of(grad))
-    for buffer, held, grads in buffers.values():
+            here.append((_summed(grad), _torch.held_of(grad)))
+    for buffer, here, grads in buffers.values():
         # What lies between the parts of a buffer of gradients is zero.
         all_there = len(grads) == len(buffer.layout.slots) == len(set(map(id, grads)))
         tensors = [buffer.local] if all_there else [_torch.local_of(grad) for grad in grads]
-        held.read.extend(tensors)
-        held.scaled.extend(tensors)
+        here += zip(tensors, tensors)
     return places
 
 
@@ -156,14 +146,14 @@ def _summed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _total_norm(
-    places: dict[_Where, _Held], norm_type: float, precise: bool, stages: DeviceMesh | None
+    places: dict[_Where, list[_Gradient]], norm_type: float, precise: bool, stages: DeviceMesh | None
 ) -> torch.Tensor:
     # Not by the gradients alone: a rank may have none of those that are precise.
-    precise = precise or any(tensor.dtype == torch.float64 for held in places.values() for tensor in held.read)
+    precise = precise or any(summed.dtype == torch.float64 for found in places.values() for summed, _ in found)
     dtype = torch.float64 if precise else torch.float32
     shares = {}
-    for where, held in places.items():
-        powers = _powers(held.read, norm_type, dtype, _device(where, held.read))
+    for where, gradients in places.items():
+        powers = _powers(where, [summed for summed, _ in gradients], norm_type, dtype)
         shares[where] = _join(powers, norm_type).reshape(1)
     found = list(_over_ranks(shares, norm_type).values())
     together = torch.cat([value.to(found[0].device) for value in found]) if found else torch.zeros(1, dtype=dtype)
@@ -178,10 +168,9 @@ def _total_norm(
 # A norm is the root of a sum of powers. The infinite one is a maximum, in which collectives may lose a NaN.
 
 
-def _powers(
-    tensors: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+def _powers(where: _Where, tensors: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype) -> torch.Tensor:
     """Per tensor, the norm to the power of ``norm_type``, or the norm if it is infinite; 0 for a tensor of nothing."""
+    device = tensors[0].device if where[0] is None and tensors else mesh_device(where[0])
     if not tensors:
         return torch.zeros(0, dtype=dtype, device=device)
     filled = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
@@ -230,17 +219,11 @@ def _over_ranks(shares: dict[_Where, torch.Tensor], norm_type: float) -> dict[_W
     return result
 
 
-def mesh_device(mesh: DeviceMesh) -> torch.device:
-    """This rank's device of those of a mesh."""
-    if mesh.device_type == "cpu":
+def mesh_device(mesh: DeviceMesh | None) -> torch.device:
+    """This rank's device of those of a mesh; the CPU without one."""
+    if mesh is None or mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
-
-
-def _device(where: _Where, tensors: Sequence[torch.Tensor]) -> torch.device:
-    if where[0] is not None:
-        return mesh_device(where[0])
-    return tensors[0].device if tensors else torch.device("cpu")
 
 
 # Per parameter: all ranks list those of the model, which they have in common; the gradients may not be the same.
@@ -257,9 +240,7 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:
     norm_type = _norm_type(norm_type)  # before anything is communicated
     named = list(model.named_parameters())
     join_reduces()
-    having = _ranks_where(
-        named, lambda grads, device: torch.tensor([int(g is not None) for g in grads], dtype=torch.int32, device=device)
-    )
+    having = _ranks_where(named, lambda grad: True)
     return _norms([(name, parameter, _placed(parameter)) for name, parameter in named if having[name]], norm_type)
 
 
@@ -267,23 +248,27 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:
 def weight_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:
     """The norm of each parameter, over all ranks, by its name. Waits for the device; for logging."""
     _arguments.module("weight_norms", model)
-    return _norms([(name, parameter, parameter.detach()) for name, parameter in model.named_parameters()], norm_type)
+    named = [(name, parameter, parameter.detach()) for name, parameter in model.named_parameters()]
+    return _norms(named, _norm_type(norm_type))
 
 
 def _ranks_where(
-    named: Sequence[tuple[str, torch.Tensor]],
-    flags_of: Callable[[list[torch.Tensor | None], torch.device], torch.Tensor],
+    named: Sequence[tuple[str, torch.Tensor]], is_flagged: Callable[[torch.Tensor], torch.Tensor | bool]
 ) -> dict[str, list[int]]:
-    """By name, the ranks on which gradients are flagged. Of plain parameters each rank knows its own."""
+    """By name, the ranks that have a gradient for which this holds. Of plain parameters each rank knows its own."""
     found = {}
     meshes = [parameter.device_mesh if isinstance(parameter, DTensor) else None for _, parameter in named]
     for mesh in dict.fromkeys(meshes):
         here = [each for each, its_mesh in zip(named, meshes) if its_mesh == mesh]
-        device = torch.device("cpu") if mesh is None else mesh_device(mesh)
-        flags = flags_of([parameter.grad for _, parameter in here], device)
+        flags = torch.zeros(len(here), dtype=torch.int32, device=mesh_device(mesh))
+        for number, (_, parameter) in enumerate(here):
+            if parameter.grad is not None:
+                flags[number] = is_flagged(parameter.grad)
         ranks = [dist.get_rank() if dist.is_initialized() else 0]
         if mesh is not None:
-            flags, ranks = _gathered(flags, mesh), mesh.mesh.flatten().tolist()
+            lane, ranks = Lane("nonfinite", flags.device), mesh.mesh.flatten().tolist()
+            for axis in reversed(range(mesh.ndim)):
+                flags = gathered_rows(lane, lane.group(mesh, axis), flags, "nonfinite")
         for (name, _), column in zip(here, flags.view(len(ranks), -1).T.tolist()):
             found[name] = sorted(rank for rank, flag in zip(ranks, column) if flag)
     return found
@@ -301,15 +286,13 @@ def _placed(parameter: torch.Tensor) -> torch.Tensor | None:
 
 def _norms(named: Sequence[tuple[str, torch.Tensor, torch.Tensor | None]], norm_type: float) -> dict[str, float]:
     """The norms of tensors that are sharded as the parameter beside them, or that this rank does not have."""
-    norm_type = _norm_type(norm_type)
     places: dict[_Where, list[tuple[str, torch.Tensor]]] = {}
     for name, parameter, tensor in named:
         local = torch.empty(0) if tensor is None else _summed(tensor.detach())
         places.setdefault(_where(parameter), []).append((name, local))
     shares = {}
     for where, found in places.items():
-        tensors = [tensor for _, tensor in found]
-        shares[where] = _powers(tensors, norm_type, torch.float64, _device(where, tensors))
+        shares[where] = _powers(where, [tensor for _, tensor in found], norm_type, torch.float64)
     norms: dict[str, float] = {}
     for where, powers in _over_ranks(shares, norm_type).items():
         norms.update(zip((name for name, _ in places[where]), _root(powers, norm_type).tolist()))
@@ -325,27 +308,10 @@ def find_nonfinite(model: nn.Module) -> list[tuple[str, int]]:
     """
     _arguments.module("find_nonfinite", model)
     join_reduces()
-    where = _ranks_where(list(model.named_parameters()), _nonfinite)
+    where = _ranks_where(
+        list(model.named_parameters()), lambda grad: torch.isfinite(_torch.held_of(grad)).all().logical_not()
+    )
     return [(name, rank) for name, _ in model.named_parameters() for rank in where[name]]
-
-
-def _nonfinite(gradients: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-    """Per gradient, 1 where this rank's part is not finite; 0 where this rank has no part."""
-    flags = torch.zeros(len(gradients), dtype=torch.int32, device=device)
-    found = {number: gradient for number, gradient in enumerate(gradients) if gradient is not None}
-    if found:
-        locals_ = [_torch.held_of(g) for g in found.values()]
-        here = [torch.isfinite(local).all().logical_not().to(device) for local in locals_]
-        flags[torch.tensor(list(found), device=device)] = torch.stack(here).to(torch.int32)
-    return flags
-
-
-def _gathered(values: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """One row per rank of a mesh, in the mesh's order."""
-    lane, width = Lane("nonfinite", values.device), values.numel()
-    for axis in reversed(range(mesh.ndim)):
-        values = gathered_rows(lane, lane.group(mesh, axis), values, "nonfinite")
-    return values.view(-1, width)
 
 
 def gathered_rows(lane: Lane, group: ProcessGroup, values: torch.Tensor, name: str) -> torch.Tensor:
@@ -354,3 +320,29 @@ def gathered_rows(lane: Lane, group: ProcessGroup, values: torch.Tensor, name: s
     if rows.numel():
         lane.all_gather(group, [rows.view(-1)], [values.reshape(-1)], after=(lane.mark(),), name=name).wait()
     return rows
+
+
+@torch.no_grad()
+def sum_shared_gradients(parameters: nn.Parameter | Iterable[nn.Parameter], stages: DeviceMesh) -> None:
+    """Add up the gradients of weights of which the first and the last stage of a pipeline have a copy each.
+
+    ``stages``: the mesh of one axis along which the stages are. Call it on the ranks of both ends, or on all, after the
+    schedule's step and before the optimizer's, with the same weights in the same order; they are sharded alike. Copies
+    that begin equal then stay equal. A missing gradient counts as zero.
+    """
+    if not isinstance(stages, DeviceMesh) or stages.ndim != 1:
+        raise ValueError(f"stages={stages!r}: must be a DeviceMesh of one axis, the stages of the pipeline")
+    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    for each in listed:
+        if not isinstance(each, torch.Tensor):
+            raise TypeError(f"sum_shared_gradients takes parameters, not {each!r}")
+    ends = [int(stages.mesh[0]), int(stages.mesh[-1])]
+    if ends[0] == ends[1] or dist.get_rank() not in ends:
+        return
+    parts = []
+    for parameter in listed:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        parts.append(_torch.held_of(parameter.grad))
+    lane, group = Lane("shared", torch.device(stages.device_type)), group_among(ends, [stages.get_group()])
+    lane.all_reduce(group, parts, after=(lane.mark(),), name="shared gradients").wait()

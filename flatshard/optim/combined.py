@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -79,24 +80,22 @@ class CombinedOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave, or what one optimizer with the same groups gives."""
-        groups, count = state_dict["param_groups"], len(self.param_groups)
-        if len(groups) != count:
+        given, count = len(state_dict["param_groups"]), len(self.param_groups)
+        if given != count:
             raise ValueError(
-                f"the state dict has {len(groups)} parameter groups and these optimizers have {count}: build them as "
+                f"the state dict has {given} parameter groups and these optimizers have {count}: build them as "
                 "they were when it was saved"
             )
-        for each, theirs in self._shares(groups):
-            numbers = {n for group in theirs for n in group["params"]}
-            each.load_state_dict({"state": _only(state_dict["state"], numbers), "param_groups": theirs})
+        for each, share in self._shares(state_dict):
+            each.load_state_dict(share)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take parameter groups and state by parameter, as `flatshard.checkpoint.load` gives them."""
         if "param_groups" not in state:
             super().__setstate__(state)
             return
-        for each, theirs in self._shares(state["param_groups"]):
-            held = {p for group in theirs for p in group["params"]}
-            each.__setstate__({"state": _only(state["state"], held), "param_groups": theirs})
+        for each, share in self._shares(state):
+            each.__setstate__(share)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"optimizers": self.optimizers, "defaults": self.defaults}
@@ -104,13 +103,11 @@ class CombinedOptimizer(Optimizer):
     def __repr__(self) -> str:
         return f"CombinedOptimizer({self.optimizers!r})"
 
-    def _shares(self, groups: list[dict[str, Any]]) -> Iterable[tuple[Optimizer, list[dict[str, Any]]]]:
-        """Each optimizer, and its part of a list of parameter groups."""
-        first = 0
+    def _shares(self, both: dict[str, Any]) -> Iterable[tuple[Optimizer, dict[str, Any]]]:
+        """Each optimizer, and its share of parameter groups and of the state of what they list."""
+        groups = iter(both["param_groups"])
         for each in self.optimizers:
-            yield each, groups[first : first + len(each.param_groups)]
-            first += len(each.param_groups)
-
-
-def _only(state: Any, keys: Any) -> dict[Any, Any]:
-    return {key: value for key, value in state.items() if key in keys}
+            theirs = list(itertools.islice(groups, len(each.param_groups)))
+            listed = {key for group in theirs for key in group["params"]}
+            state = {key: value for key, value in both["state"].items() if key in listed}
+            yield each, {"state": state, "param_groups": theirs}

@@ -10,6 +10,7 @@ Each is stepped as one flat tensor. Its optimizer state has the same extent, so 
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,12 +36,7 @@ class FlatParam:
     """
 
     def __init__(
-        self,
-        group: ParamGroup,
-        number: int,
-        indices: Sequence[int],
-        extent: tuple[int, int] | None,
-        flat: bool,
+        self, group: ParamGroup, number: int, indices: Sequence[int], extent: tuple[int, int] | None, flat: bool
     ) -> None:
         self.parameters: list[nn.Parameter] = [group.params[index].sharded for index in indices]
         self.number = number  # of the parameter group that it belongs to
@@ -108,8 +104,7 @@ class FlatParam:
         """Update the state of the parameters from that of the flat tensor."""
         for place, parameter in enumerate(self.parameters):
             mine = state.setdefault(parameter, {})
-            for key in [key for key in mine if key not in taken]:
-                del mine[key]
+            mine.clear()
             for key, value in taken.items():
                 mine[key] = self._view(key, value, place) if elementwise[key] else _copied(value)
 
@@ -120,7 +115,9 @@ class FlatParam:
             if mine.keys() != taken.keys():
                 return False
             for key, value in taken.items():
-                if not (mine[key] is self._view(key, value, place) if elementwise[key] else _equal(mine[key], value)):
+                if not (
+                    mine[key] is self._view(key, value, place) if elementwise[key] else are_equal(mine[key], value)
+                ):
                     return False
         return True
 
@@ -215,8 +212,7 @@ def make_flat_params(
     """
     absent: list[nn.Parameter] = []
     others: list[list[torch.Tensor]] = []
-    found: dict[ParamGroup, dict[int, tuple[int, Any]]] = {}
-    places: dict[ParamGroup, dict[int, int]] = {}
+    found: dict[ParamGroup, dict[int, int]] = {}  # by the id of a parameter, the number of its parameter group
     for number, param_group in enumerate(param_groups):
         others.append([])
         for parameter in param_group["params"]:
@@ -226,48 +222,44 @@ def make_flat_params(
             elif parameter.grad is None:
                 absent.append(parameter)
             else:
-                if group not in places:
-                    places[group] = {id(member.sharded): index for index, member in enumerate(group.params)}
-                index = places[group][id(parameter)]
-                buffer = buffer_of(parameter.grad, group.main, index) if flat else None
-                joins = buffer is not None
-                mark = (number, id(buffer), _signature(state.get(parameter, {}), parameter)) if joins else None
-                found.setdefault(group, {})[index] = (number, mark)
-    made = [each for group, members in found.items() for each in _flat_params_of(group, members, flat)]
+                found.setdefault(group, {})[id(parameter)] = number
+    made = [each for group, numbers in found.items() for each in _flat_params_of(group, numbers, state, flat)]
     return made, absent, others
 
 
-def _flat_params_of(group: ParamGroup, members: dict[int, tuple[int, Any]], flat: bool) -> list[FlatParam]:
+def _flat_params_of(
+    group: ParamGroup, numbers: Mapping[int, int], state: Mapping[Any, State], flat: bool
+) -> list[FlatParam]:
     main = group.main
     windows = main.layout.windows(main.held.first, main.held.count)
-    made = []
-    pieces: list[tuple[Any, list[int]]] = []
-    lying = sorted((i for i in range(len(group.params)) if 0 not in windows[i].shape), key=lambda i: windows[i].offset)
-    for index in lying:
-        mark = members.get(index, (0, None))[1]
-        if mark is not None and pieces and pieces[-1][0] == mark:
-            pieces[-1][1].append(index)
-        else:
-            pieces.append((mark, [index]))
-    for index in (i for i in members if 0 in windows[i].shape):
+    # Those with the same mark can be one: number of the parameter group, buffer of the gradient, what else must be
+    # equal. Without such a buffer a parameter stays alone.
+    marks: dict[int, tuple[int, int | None, Any]] = {}
+    for index, parameter in enumerate(param.sharded for param in group.params):
+        if id(parameter) in numbers:
+            buffer = buffer_of(parameter.grad, main, index) if flat else None
+            alike = index if buffer is None else _signature(state.get(parameter, {}), parameter)
+            marks[index] = numbers[id(parameter)], None if buffer is None else id(buffer), alike
+    lying = sorted((i for i in range(len(windows)) if 0 not in windows[i].shape), key=lambda i: windows[i].offset)
+    runs = [(mark, list(neighbours)) for mark, neighbours in itertools.groupby(lying, marks.get)]
+    for index in (i for i in marks if 0 in windows[i].shape):
         # This rank holds nothing of it, but its state must have the keys that it has on other ranks.
-        mark = members[index][1]
-        with_it = next((indices for known, indices in pieces if mark is not None and known == mark), None)
+        with_it = next((indices for mark, indices in runs if mark == marks[index]), None)
         if with_it is None:
-            pieces.append((mark, [index]))
+            runs.append((marks[index], [index]))
         else:
             with_it.append(index)
-    for mark, indices in pieces:
-        if indices[0] not in members:
+    made = []
+    for mark, indices in runs:
+        if mark is None:
             continue
         extent = None
-        if mark is not None:
+        if mark[1] is not None:
             there = [windows[i] for i in indices if 0 not in windows[i].shape]
-            last = max(there, key=lambda w: w.offset) if there else None
-            extent = (there[0].offset, last.offset + math.prod(last.shape)) if last is not None else (0, 0)
+            extent = (there[0].offset, there[-1].offset + math.prod(there[-1].shape)) if there else (0, 0)
             if len(there) == len(lying):
                 extent = (0, main.local.numel())  # padding included, so that no step has to cut the gradients
-        made.append(FlatParam(group, members[indices[0]][0], indices, extent, flat))
+        made.append(FlatParam(group, mark[0], indices, extent, flat))
     return made
 
 
@@ -286,7 +278,10 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+def are_equal(one: Any, other: Any) -> bool:
+    """Whether two entries of a state, or options, have the same value; for tensors on any device."""
+    if one is other or isinstance(one, torch.Tensor) != isinstance(other, torch.Tensor):
+        return one is other
+    if isinstance(one, torch.Tensor):
         return one.shape == other.shape and one.dtype == other.dtype and bool((one == other.to(one.device)).all())
-    return type(one) is type(other) and bool(one == other)
+    return bool(one == other)

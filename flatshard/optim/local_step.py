@@ -31,13 +31,13 @@ class LocalStep:
     def __init__(self, flat: bool, uncast: bool) -> None:
         self.flat = flat
         self.uncast = uncast
-        self._flat_params: list[FlatParam] | None = None
-        self._generation = 0  # when the flat parameters were made
+        self._flat_params: list[FlatParam] = []
+        self._generation = -1  # when the flat parameters were made, if they have been
         self._absent: Sequence[torch.Tensor] = []
         self._others: list[list[torch.Tensor]] = []
         self._sharded: set[int] = set()  # ids of sharded parameters, and of the flat tensors that are stepped for them
         self._ids: list[list[int]] = []
-        self._state: defaultdict[Any, State] = defaultdict(dict)
+        self.flat_state: defaultdict[Any, State] = defaultdict(dict)  # by flat tensor
         self._outer: Any = None  # the optimizer's dict as we know it
         self._outdated = False
         self._was_read = True
@@ -62,14 +62,13 @@ class LocalStep:
         if not self._is_prepared(optimizer, stepped):
             self._prepare(optimizer)  # those that were stepped have no gradients any more
             stepped = set()
-        assert self._flat_params is not None
         left = [each for each in self._flat_params if each not in stepped]
         return None if stepped and not (left or any(self._others)) else self._run(optimizer, left, self._others, base)
 
     def step_early(self, optimizer: Optimizer, group: ParamGroup) -> None:
         """Step the parameters of one group, whose gradients are complete; or leave them to `step` if any is new."""
         assert self.early is not None
-        mine = [each for each in self._flat_params or () if each.group() is group]
+        mine = [each for each in self._flat_params if each.group() is group]
         if not self._stepped.isdisjoint(mine):
             self._again = group.params[0].name
             return
@@ -96,8 +95,9 @@ class LocalStep:
         # Parameters of tensor subclasses are stepped as they are, and fused kernels take no DTensors beside others.
         dtensors = [[each for each in others if isinstance(each, DTensor)] for others in beside]
         lent = [{**group, "params": plain or others} for group, plain, others in zip(groups, tensors, dtensors)]
-        both = [(group, others) for group, plain, others in zip(groups, tensors, dtensors) if plain and others]
-        more = [{**group, "params": others} for group, others in both]
+        more = [
+            {**group, "params": others} for group, plain, others in zip(groups, tensors, dtensors) if plain and others
+        ]
         optimizer.param_groups, self.is_stepping = [*lent, *more], True
         self._outdated, self._was_read = True, False
         try:
@@ -116,13 +116,13 @@ class LocalStep:
         self._stepped.clear()  # by a backward that was given up, if any
         self._again = None
         with _torch.PlainAttributes():
-            for group in dict.fromkeys([*(each.group() for each in self._flat_params or ()), *others]):
+            for group in dict.fromkeys([*(each.group() for each in self._flat_params), *others]):
                 if group is not None:
                     group.gradients.main_grads.rest()
 
     def give_up_broken(self) -> None:
         """Wait for what a thread still steps of a backward that an exception has broken off."""
-        groups = [each.group() for each in self._flat_params or ()] if self.early is not None else []
+        groups = [each.group() for each in self._flat_params] if self.early is not None else []
         units = [unit_with(group) for group in groups if group is not None]
         for root in dict.fromkeys(unit.root for unit in units if unit is not None):
             if root is not None:
@@ -131,43 +131,37 @@ class LocalStep:
     def public_state(self, optimizer: Optimizer) -> Any:
         """The public state, up to date; during the step, the flat one."""
         if self.is_stepping:
-            return self._state
+            return self.flat_state
         outer = optimizer.__dict__["state"]
         if outer is not self._outer:
-            self._flat_params, self._outdated, self._state = None, False, defaultdict(dict)
-            self._outer = outer
+            self._flat_params, self._generation, self.flat_state = [], -1, defaultdict(dict)
+            self._outer, self._outdated = outer, False
         self._was_read = True
-        if self._outdated and self._flat_params is not None:
+        if self._outdated:
             kinds, known = self._kinds(), len(outer)
             for each in self._flat_params:
-                if each.tensor in self._state:
-                    each.write_state(self._state[each.tensor], kinds, outer)
-            for key, value in self._state.items():  # parameters that are not sharded, and what is of none
+                if each.tensor in self.flat_state:
+                    each.write_state(self.flat_state[each.tensor], kinds, outer)
+            for key, value in self.flat_state.items():  # parameters that are not sharded, and what is of none
                 if id(key) not in self._sharded:
                     outer[key] = value
             if len(outer) != known:
                 # Flat parameters lie in another order on each rank, and the state is gathered in the order of its keys.
                 order = [p for group in optimizer.param_groups for p in group["params"] if p in outer]
-                entries = {key: outer.pop(key) for key in [*order, *(key for key in outer if key not in set(order))]}
-                outer.update(entries)
+                for key in dict.fromkeys([*order, *outer]):
+                    outer[key] = outer.pop(key)
             self._outdated = False
         return outer
 
-    def state_tensors(self) -> list[torch.Tensor]:
-        """The tensors of the state. Does not count as reading it."""
-        values = [value for state in self._state.values() for value in state.values()]
-        return [value for value in values if isinstance(value, torch.Tensor)]
-
     def settle(self) -> bool:
         """Detect changes of the state now, because a captured step cannot. Returns whether there are none."""
-        if self._was_read and self._flat_params is not None and self._agrees():
+        if self._was_read and self._generation >= 0 and self._agrees():
             self._was_read = False
         return not self._was_read
 
     def _is_known(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer has the parameters and the state from which the flat parameters were created."""
-        is_known = optimizer.__dict__["state"] is self._outer and self._generation == generation()
-        if self._flat_params is None or not is_known:
+        if optimizer.__dict__["state"] is not self._outer or self._generation != generation():
             return False
         return [list(map(id, group["params"])) for group in optimizer.param_groups] == self._ids
 
@@ -178,28 +172,24 @@ class LocalStep:
         """Whether the flat parameters are valid; if so their gradients are set, unless they are ``stepped``."""
         if not self._is_known(optimizer) or any(parameter.grad is not None for parameter in self._absent):
             return False
-        assert self._flat_params is not None
         if not self._attach(each for each in self._flat_params if each not in stepped):
             return False
         return not self._was_read or self._agrees()
 
     def _agrees(self) -> bool:
         """Whether the public state that was read has not been changed."""
-        assert self._flat_params is not None
         kinds = self._kinds()
-        for each in self._flat_params:
-            if not each.matches_state(self._state.get(each.tensor, {}), kinds, self._outer):
-                return False
+        if not all(e.matches_state(self.flat_state.get(e.tensor, {}), kinds, self._outer) for e in self._flat_params):
+            return False
         rest = {id(key): key for key in self._outer if id(key) not in self._sharded}
-        mine = {id(key) for key in self._state if id(key) not in self._sharded}
-        return rest.keys() == mine and all(self._outer[key] is self._state[key] for key in rest.values())
+        mine = {id(key) for key in self.flat_state if id(key) not in self._sharded}
+        return rest.keys() == mine and all(self._outer[key] is self.flat_state[key] for key in rest.values())
 
     def _kinds(self) -> dict[Any, bool]:
         """Per name in the state, whether it has a number for each element. One parameter alone cannot always tell."""
-        assert self._flat_params is not None
         kinds: dict[Any, bool] = {}
         for each in self._flat_params:
-            for key, value in self._state.get(each.tensor, {}).items():
+            for key, value in self.flat_state.get(each.tensor, {}).items():
                 same = isinstance(value, torch.Tensor) and value.shape == each.tensor.shape and key != "step"
                 kinds[key] = kinds.get(key, True) and same
         return kinds
@@ -213,17 +203,17 @@ class LocalStep:
         self._flat_params, self._absent, self._others = make_flat_params(groups, outer, self.flat)
         self._generation = generation()
         self._ids = [list(map(id, group["params"])) for group in groups]
-        self._state = defaultdict(dict)
+        self.flat_state = defaultdict(dict)
         self._sharded = set(map(id, self._absent))
         for each in self._flat_params:
             self._sharded.update(map(id, (each.tensor, *each.parameters)))
             taken, kinds = each.join_state(outer)
             if taken:
-                self._state[each.tensor] = taken
+                self.flat_state[each.tensor] = taken
                 each.write_state(taken, kinds, outer)  # views take the place of what was joined, which is freed
             if not each.attach_gradient(self.uncast):
                 raise AssertionError("a flat parameter was made that does not fit its gradients")
-        self._state.update({key: value for key, value in outer.items() if id(key) not in self._sharded})
+        self.flat_state.update({key: value for key, value in outer.items() if id(key) not in self._sharded})
         for group in {each.group() for each in self._flat_params} if self.early is not None else ():
             if group is not None and not group.borrowers:  # else a unit elsewhere may add to its gradients
                 group.gradients.on_final = functools.partial(_step_early, weakref.ref(optimizer), weakref.ref(group))

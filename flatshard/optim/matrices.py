@@ -65,8 +65,6 @@ def in_buckets(matrices: Sequence[MatrixParam], limit: int) -> list[list[MatrixP
     With B the larger of ``limit`` and the largest matrix, an owner has at most B bytes of a bucket, and no rank holds
     more than 2 B of it in pieces per copy: twice, because pieces are not all equal.
     """
-    if not matrices:
-        return []
     buckets: list[list[MatrixParam]] = []
     world = len(matrices[0].holders.boxes)
     owned, held = torch.zeros(world, dtype=torch.int64), torch.zeros(world, dtype=torch.int64)
@@ -88,7 +86,7 @@ class Bucket:
 
     def __init__(self, matrices: Sequence[MatrixParam], lane: Lane, name: str) -> None:
         self.matrices, self.lane = matrices, lane
-        self.mine = [number for number, each in enumerate(matrices) if each.is_mine]
+        self.mine = {number: each for number, each in enumerate(matrices) if each.is_mine}
         self._weights: dict[int, torch.Tensor] = {}
         self._held: dict[int, torch.Tensor] = {}  # what this rank holds of the weights, from `send_in` to `receive_out`
         owner_group = matrices[0].owner_group
@@ -126,20 +124,18 @@ class Bucket:
     def receive_in(self, uncast: bool) -> None:
         """Set the received values of this rank's matrices."""
         gradients: dict[int, torch.Tensor] = {}
-        for number in self.mine:
-            each = self.matrices[number]
+        for number, each in self.mine.items():
             sizes, device = each.matrix.box.sizes, _torch.held_of(each.parameter).device
             gradient, weight = each.dtypes
             gradients[number] = torch.empty(sizes, dtype=gradient, device=device)
             self._weights[number] = torch.empty(sizes, dtype=weight, device=device)
         self.to_owners.receive({"gradient": gradients, "weight": self._weights})
-        for number in self.mine:
-            self.matrices[number].set_values(gradients.pop(number), self._weights[number], uncast)
+        for number, each in self.mine.items():
+            each.set_values(gradients.pop(number), self._weights[number], uncast)
 
     def send_out(self) -> None:
         """Send the new weights to all ranks that hold them."""
-        for number in self.mine:
-            each = self.matrices[number]
+        for number, each in self.mine.items():
             self._weights[number] = each.tensor.data.reshape(each.matrix.box.sizes)  # it may be another tensor
         self.from_owners.launch(self.lane, {"weight": self._weights})
         self.clear()
@@ -150,8 +146,8 @@ class Bucket:
         self._held = {}
 
     def clear(self) -> None:
-        for number in self.mine:
-            self.matrices[number].clear()
+        for each in self.mine.values():
+            each.clear()
         self._weights.clear()
 
     def drop(self) -> None:

@@ -11,6 +11,7 @@ import pickle
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,20 +91,20 @@ def state_on_all_ranks(
     for found in owner_group.messages(lane, pickle.dumps(message)):
         everything.update(pickle.loads(found))
 
-    def shown(number: int) -> Any:
-        def show(value: torch.Tensor | _Leaf) -> torch.Tensor:
-            if isinstance(value, torch.Tensor):
-                local = value
-                if _is_shared(value):
-                    return value
-            else:
-                device = torch.device("cpu") if value.on_host else owner_group.device
-                local = torch.empty((0, *value.shape[1:]), dtype=value.dtype, device=device)
-            return owner_dtensor(owner_group, owners[number], torch.Size(value.shape), local)
+    def show(owner: int, value: torch.Tensor | _Leaf) -> torch.Tensor:
+        if isinstance(value, _Leaf):
+            device = torch.device("cpu") if value.on_host else owner_group.device
+            local = torch.empty((0, *value.shape[1:]), dtype=value.dtype, device=device)
+        elif _is_shared(value):
+            return value
+        else:
+            local = value
+        return owner_dtensor(owner_group, owner, torch.Size(value.shape), local)
 
-        return _torch.map_leaves((torch.Tensor, _Leaf), show, mine.get(number, everything[number]))
-
-    return {number: shown(number) for number in everything}
+    return {
+        number: _torch.map_leaves((torch.Tensor, _Leaf), partial(show, owners[number]), mine.get(number, state))
+        for number, state in everything.items()
+    }
 
 
 def state_of_owner(owner_group: OwnerGroup, owner: int, state: Any) -> Any:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from flatshard.optim.flat_params import are_equal
+
 _NUMBERS = (int, float, bool)  # what optimizers count with, on themselves
 
 
@@ -46,7 +48,7 @@ class SplitStep:
             self.stepped.add(number)
             before = self._after.setdefault(number, group)
             both = before.keys() & group.keys()
-            odd = next((k for k in {**before, **group} if k not in both or not _same(before[k], group[k])), None)
+            odd = next((k for k in {**before, **group} if k not in both or not are_equal(before[k], group[k])), None)
             if odd is not None:
                 raise RuntimeError(
                     f"{type(self._optimizer).__name__} changes '{odd}' of its parameter group differently for "
@@ -63,9 +65,3 @@ class SplitStep:
                     known.copy_(value)
                 else:
                     self.groups[number][key] = value
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return one is other or (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.equal(other))
-    return one is other or bool(one == other)

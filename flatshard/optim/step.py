@@ -30,19 +30,8 @@ from flatshard.optim.whole_step import CAPTURED, WholeStep
 Opt = TypeVar("Opt", bound=Optimizer)
 
 # Optimizers of torch whose update of an element reads nothing but that element and numbers that all elements share.
-ELEMENTWISE: tuple[type[Optimizer], ...] = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.Adamax,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.ASGD,
-)
+_NAMES = "SGD Adam AdamW NAdam RAdam Adagrad Adadelta Adamax RMSprop Rprop ASGD"
+ELEMENTWISE: tuple[type[Optimizer], ...] = tuple(getattr(torch.optim, name) for name in _NAMES.split())
 # Class names of optimizers, torch's and well-known others, that read a whole parameter: on a part of one they would
 # compute something else without saying so.
 _WHOLE = {
@@ -112,12 +101,12 @@ def fully_shard_optimizer(
             f"{'' if whole is False else ' on whole parameters'}; leave it out"
         )
     options = _whole_options(whole, split, cost, owners, bucket_bytes)
-    if LOCAL in optimizer.__dict__:
-        if isinstance(optimizer.__dict__[LOCAL], WholeStep) != (options is not None):
+    known = optimizer.__dict__.get(LOCAL)
+    if known is not None:
+        if isinstance(known, WholeStep) != (options is not None):
             raise ValueError(
                 "fully_shard_optimizer was called on this optimizer before, with another `whole`; build a new optimizer"
             )
-        known = optimizer.__dict__[LOCAL]
         (known.local if isinstance(known, WholeStep) else known).uncast = precision_aware
         return optimizer
     side = LocalStep(type(optimizer) in ELEMENTWISE, precision_aware)
@@ -343,7 +332,7 @@ def owner_of_entries(optimizer: Optimizer) -> Callable[[torch.Tensor, Iterable[s
 
     def owned(parameter: torch.Tensor, keys: Iterable[str]) -> dict[str, bool] | None:
         for _, side in sides:
-            if side.has(parameter):
+            if parameter in side.parts:
                 side.check(parameter, keys)
                 return {key: side.owns(parameter, key) for key in keys}
         return None
@@ -415,11 +404,9 @@ def is_settled(optimizer: Optimizer) -> bool:
 def state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
     """The local tensors that a step of an optimizer reads and writes."""
     local = _captured(optimizer)
-    if local is not None:
-        return local.state_tensors()
-    tensors = [value for state in optimizer.state.values() for value in state.values()]
-    locals_ = [_torch.held_of(value) for value in tensors]
-    return [value for value in locals_ if isinstance(value, torch.Tensor)]
+    states = optimizer.state if local is None else local.flat_state  # which does not count as reading the state
+    values = [_torch.held_of(value) for state in states.values() for value in state.values()]
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def state_places(optimizer: Optimizer) -> list[object]:

@@ -11,6 +11,7 @@ work.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import weakref
@@ -53,13 +54,13 @@ class WholeStep:
         self.batches: list[list[MatrixParam]] = []  # parameters that came together; their owners do not change
         self.buckets: list[Bucket] = []
         self.model: weakref.ref[nn.Module] | None = None  # whose names parameters have, if it is known
-        self._known: dict[torch.Tensor, bool] = {}  # all parameters that there have been, and whether they are whole
+        self.parts: dict[torch.Tensor, list[MatrixParam]] = {}  # of whole parameters
+        self._known: set[torch.Tensor] = set()  # all parameters that there have been
         self._listed: dict[torch.Tensor, int] = {}  # the numbers of the groups that they are in
-        self._owner_groups: dict[Any, OwnerGroup] = {}
-        self._parts: dict[torch.Tensor, list[MatrixParam]] = {}
+        self._owner_group = functools.cache(OwnerGroup)
+        self._lane = functools.cache(functools.partial(Lane, "whole"))  # one per device
         self._generation = -1
         self._compared = 0  # batches of which the ranks have the same
-        self._lanes: dict[torch.device, Lane] = {}
         self._stand_in: Any = None  # what `optimizer.state` is meanwhile
         self._shown: dict[Any, State] | None = None  # what it was when somebody looked, since the last step
         self.loaded: defaultdict[Any, State] | None = None  # what is being loaded, by parameter
@@ -87,8 +88,7 @@ class WholeStep:
             except ValueError as error:
                 raise ValueError(f"split of '{name}': {error}") from None
             batch += [MatrixParam(name, parameter, matrix, number, owner_group) for matrix in matrices]
-        for owner_group in dict.fromkeys(each.owner_group for each in batch):
-            here = [each for each in batch if each.owner_group is owner_group]
+        for owner_group, here in _by_owner_group(batch):
             loads = [0.0] * owner_group.size  # what ranks own already stays theirs
             for each in self.matrices:
                 if each.owner_group is owner_group:
@@ -96,8 +96,9 @@ class WholeStep:
             for each, owner in zip(here, self._assign(owner_group, here, loads)[1]):
                 each.owner = owner
         self.batches.append(batch)
-        self._parts.clear()
-        self._known.update({parameter: True for _, parameter, _ in named})
+        for each in batch:
+            self.parts.setdefault(each.parameter, []).append(each)
+        self._known.update(self.parts)
         self._generation = -1
         return batch
 
@@ -113,25 +114,22 @@ class WholeStep:
     def adopt(self, optimizer: Optimizer) -> None:
         """Let an optimizer that was made of stand-ins have the parameters in its groups, each once; take its state."""
         left = {id(each.tensor): each for each in self.matrices}
-        listed: set[int] = set()
         for number, group in enumerate(optimizer.param_groups):
             params: list[torch.Tensor] = []
             for tensor in group["params"]:
-                each = left.get(id(tensor))
+                each = left.pop(id(tensor), None)
                 if each is not None:
                     each.number = number
-                    left.pop(id(tensor))
                 found = tensor if each is None else each.parameter
-                if id(found) not in listed:
+                if found not in self._listed:
                     params.append(found)
-                    listed.add(id(found))
-                self._known.setdefault(found, False)
-                self._listed.setdefault(found, number)
+                    self._listed[found] = number
             group["params"] = params
             group.pop("param_names", None)
         if left:
             name = next(iter(left.values())).name
             raise ValueError(f"the optimizer of `factory` does not have '{name}'; leave it out of `whole`")
+        self._known.update(self._listed)
         made = optimizer.__dict__["state"]
         for each in self.matrices:
             state = made.pop(each.tensor, None)  # some optimizers make it at once
@@ -141,7 +139,7 @@ class WholeStep:
     @property
     def leaves_any(self) -> bool:
         """Whether some of the optimizer's parameters are not whole."""
-        return not all(self._known[parameter] for parameter in self._listed)
+        return not all(parameter in self.parts for parameter in self._listed)
 
     def _owner_group_of(self, parameter: nn.Parameter) -> OwnerGroup:
         mesh: DeviceMesh | None = None
@@ -153,22 +151,19 @@ class WholeStep:
                 axes = tuple(axis for axis in range(mesh.ndim) if mesh.size(axis) > 1)
             if axes and mesh.device_type != device.type:  # weights on the host, which communicate on the device
                 device = torch.empty(0, device=mesh.device_type).device
-        key = (mesh, axes, device)
-        if key not in self._owner_groups:
-            self._owner_groups[key] = OwnerGroup(mesh, axes, device)
-        return self._owner_groups[key]
+        return self._owner_group(mesh, axes, device)
 
     def plan(self, optimizer: Optimizer) -> None:
         """Collect all parameters of the optimizer, and their buckets."""
         listed = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
         if listed != self._listed:
             self._list(listed)
-        if any(parameter not in self._known for parameter in listed):
+        if new := [parameter for parameter in listed if parameter not in self._known]:
             names = self._names(optimizer)
-            wanted = {p: self.options.wants(names[p], p) for p in listed if p not in self._known}
-            self._known.update(wanted)
-            if any(wanted.values()):
-                self.add([(names[p], p, listed[p]) for p, is_whole in wanted.items() if is_whole])
+            wanted = [(names[p], p, listed[p]) for p in new if self.options.wants(names[p], p)]
+            if wanted:
+                self.add(wanted)
+            self._known.update(new)
         if self._generation != generation():
             refuse_replaced(optimizer)
             self.buckets = [bucket for batch in self.batches for bucket in self._buckets(batch)]
@@ -187,30 +182,25 @@ class WholeStep:
         self._listed, self._generation = listed, -1
 
     def _names(self, optimizer: Optimizer) -> dict[torch.Tensor, str]:
-        """The names of all parameters: those in the model, where it is known, or those that the optimizer was given."""
+        """The names of all parameters: in the model, where it is known, or else as given, or from their units down."""
         model = None if self.model is None else self.model()
+        names: dict[torch.Tensor, str] = {}
         if model is not None:
-            known = {parameter: name for name, parameter in model.named_parameters()}
-            return {p: known.get(p, name_in_unit(p)) for group in optimizer.param_groups for p in group["params"]}
-        return {
-            parameter: name
-            for group in optimizer.param_groups
-            for name, parameter in zip(group.get("param_names") or map(name_in_unit, group["params"]), group["params"])
-        }
+            names.update((parameter, name) for name, parameter in model.named_parameters())
+        for group in optimizer.param_groups:
+            if model is None:
+                names.update(zip(group["params"], group.get("param_names") or ()))
+            for parameter in group["params"]:
+                names.setdefault(parameter, parameter.__dict__.get(OWNER, ("",))[0])
+        return names
 
     def _buckets(self, batch: Sequence[MatrixParam]) -> list[Bucket]:
         found: list[Bucket] = []
-        for owner_group in dict.fromkeys(each.owner_group for each in batch):
-            here = [each for each in batch if each.owner_group is owner_group and each.number is not None]
-            here = [here[number] for number in self._assign(owner_group, here)[0]]
-            for bucket in in_buckets(here, self.options.bucket_bytes):
-                found.append(Bucket(bucket, self.lane(owner_group), f"whole {len(found)}"))
+        for owner_group, here in _by_owner_group(each for each in batch if each.number is not None):
+            ordered = [here[number] for number in self._assign(owner_group, here)[0]]
+            for bucket in in_buckets(ordered, self.options.bucket_bytes):
+                found.append(Bucket(bucket, self._lane(owner_group.device), f"whole {len(found)}"))
         return found
-
-    def lane(self, owner_group: OwnerGroup) -> Lane:
-        if owner_group.device not in self._lanes:
-            self._lanes[owner_group.device] = Lane("whole", owner_group.device)
-        return self._lanes[owner_group.device]
 
     def _compare(self, optimizer: Optimizer, after: bool) -> None:
         """Raise, on all ranks, if their matrices differ; or, after a step, the options of their groups.
@@ -218,8 +208,7 @@ class WholeStep:
         Once for each batch; all ranks call it.
         """
         for batch in self.batches[self._compared :]:
-            for owner_group in dict.fromkeys(each.owner_group for each in batch):
-                here = [each for each in batch if each.owner_group is owner_group]
+            for owner_group, here in _by_owner_group(batch):
                 what, then = "different matrices to step", "build the same optimizer on all ranks"
                 lines = [f"{e.name} {e.matrix.shape} {e.dtypes}, owned by number {e.owner}" for e in here]
                 if after:
@@ -236,7 +225,7 @@ class WholeStep:
         self._compared = len(self.batches) if after else self._compared
 
     def _agree(self, owner_group: OwnerGroup, lines: list[str], what: str, then: str) -> None:
-        lane = self.lane(owner_group)
+        lane = self._lane(owner_group.device)
         said = owner_group.messages(lane, hashlib.sha256(repr((lines, self.options.bucket_bytes)).encode()).digest())
         if len(set(said)) > 1:
             odd = next(rank for rank, each in enumerate(said) if each != said[0])
@@ -261,7 +250,7 @@ class WholeStep:
         if is_new:
             self._compare(optimizer, after=False)
         split = SplitStep(optimizer, base)
-        rest = [[p for p in group["params"] if not self._known[p]] for group in optimizer.param_groups]
+        rest = [[p for p in group["params"] if p not in self.parts] for group in optimizer.param_groups]
         self._has_state = True
         try:
             if any(rest):
@@ -273,7 +262,7 @@ class WholeStep:
                 bucket.receive_in(self.local.uncast)
                 if number + 1 < len(self.buckets):
                     self.buckets[number + 1].send_in()
-                self._step_on(split, [bucket.matrices[place] for place in bucket.mine])
+                self._step_on(split, list(bucket.mine.values()))
                 if number > 0:
                     self.buckets[number - 1].receive_out()
                 bucket.send_out()
@@ -318,7 +307,7 @@ class WholeStep:
         if self._shown is None:
             whole = {
                 parameter: join_entries([(each.matrix.label, self.state.get(each.tensor, {})) for each in parts])
-                for parameter, parts in self._by_parameter().items()
+                for parameter, parts in self.parts.items()
             }
             self._shown = defaultdict(dict, {**self.local.public_state(optimizer), **whole})
         return self._shown
@@ -331,7 +320,7 @@ class WholeStep:
         outer = optimizer.__dict__["state"]
         for key in [key for key in outer if key not in shown]:
             del outer[key]
-        outer.update({key: value for key, value in shown.items() if not self.has(key)})
+        outer.update({key: value for key, value in shown.items() if key not in self.parts})
         for each in self.matrices:
             mine = entries_of(shown.get(each.parameter, {}), each.matrix.label) if each.is_mine else {}
             if mine:
@@ -339,28 +328,21 @@ class WholeStep:
             else:
                 self.state.pop(each.tensor, None)
 
-    def _by_parameter(self) -> dict[torch.Tensor, list[MatrixParam]]:
-        if not self._parts:
-            for each in self.matrices:
-                self._parts.setdefault(each.parameter, []).append(each)
-        return self._parts
-
     def saved_state(self, optimizer: Optimizer) -> dict[Any, State]:
         """The state by parameter, with the same entries on all ranks: whole parameters have DTensors. All call it."""
         self.plan(optimizer)
         self._take_changes(optimizer)
-        outer = {key: value for key, value in self.public_state(optimizer).items() if not self.has(key)}
-        matrices = list(self.matrices)
-        owners = [each.owner for each in matrices]
-        found: dict[int, Any] = {}
-        for owner_group in dict.fromkeys(each.owner_group for each in matrices):
-            here = [(number, each.tensor) for number, each in enumerate(matrices) if each.owner_group is owner_group]
-            mine = {number: self.state[tensor] for number, tensor in here if tensor in self.state}
-            found.update(state_on_all_ranks(owner_group, self.lane(owner_group), mine, owners))
-        parts: dict[nn.Parameter, list[tuple[str, State]]] = {}
-        for number, state in sorted(found.items()):
-            parts.setdefault(matrices[number].parameter, []).append((matrices[number].matrix.label, state))
-        outer.update({parameter: join_entries(entries) for parameter, entries in parts.items()})
+        outer = {key: value for key, value in self.public_state(optimizer).items() if key not in self.parts}
+        found: dict[torch.Tensor, State] = {}  # by the tensors of matrices
+        for owner_group, here in _by_owner_group(self.matrices):
+            mine = {number: self.state[each.tensor] for number, each in enumerate(here) if each.tensor in self.state}
+            owners = [each.owner for each in here]
+            states = state_on_all_ranks(owner_group, self._lane(owner_group.device), mine, owners)
+            found.update({here[number].tensor: state for number, state in states.items()})
+        for parameter, parts in self.parts.items():
+            entries = [(each.matrix.label, found[each.tensor]) for each in parts if each.tensor in found]
+            if entries:
+                outer[parameter] = join_entries(entries)
         order = [p for group in optimizer.param_groups for p in group["params"] if p in outer]
         return {key: outer[key] for key in dict.fromkeys([*order, *outer])}
 
@@ -387,7 +369,7 @@ class WholeStep:
     def split_entries(self, state: Mapping[Any, State]) -> Iterator[dict[Any, State]]:
         """State that is being loaded, in which parts of parameters have entries by the names that optimizers know."""
         assert self.loaded is not None
-        split = {p: parts for p, parts in self._by_parameter().items() if p in state and parts[0].matrix.label}
+        split = {p: parts for p, parts in self.parts.items() if p in state and parts[0].matrix.label}
         found: dict[Any, State] = defaultdict(dict, {key: value for key, value in state.items() if key not in split})
         for parameter, parts in split.items():
             self.check(parameter, state[parameter])
@@ -409,8 +391,8 @@ class WholeStep:
         self._shown = None
         self.state.clear()
         self._has_state = bool(state)
-        rest = {key: value for key, value in state.items() if not self.has(key)}
-        for parameter, parts in self._by_parameter().items():
+        rest = {key: value for key, value in state.items() if key not in self.parts}
+        for parameter, parts in self.parts.items():
             entries = state.get(parameter, {})
             self.check(parameter, entries)
             for each in parts:
@@ -422,7 +404,7 @@ class WholeStep:
 
     def check(self, parameter: torch.Tensor, keys: Iterable[Any]) -> None:
         """ValueError unless these are keys of the state of a whole parameter that is split as this one is."""
-        labels = [each.matrix.label for each in self._by_parameter()[parameter]]
+        labels = [each.matrix.label for each in self.parts[parameter]]
         for key in keys:
             label = LABEL.search(str(key))
             if (label is not None or labels != [""]) and (label is None or label.group() not in labels):
@@ -431,16 +413,14 @@ class WholeStep:
                     f"optimizer: {', '.join(labels[:4]) or 'one'}{', ...' if len(labels) > 4 else ''}"
                 )
 
-    def has(self, parameter: torch.Tensor) -> bool:
-        return self._known.get(parameter, False)
-
     def owns(self, parameter: torch.Tensor, key: str) -> bool:
         """Whether this rank has an entry of the state of a whole parameter."""
-        parts = self._by_parameter()[parameter]
+        parts = self.parts[parameter]
         return any(each.is_mine and (len(parts) == 1 or key.endswith(each.matrix.label)) for each in parts)
 
 
-def name_in_unit(parameter: torch.Tensor) -> str:
-    """The name of a sharded parameter, starting at its unit."""
-    known = parameter.__dict__.get(OWNER)
-    return "" if known is None else str(known[0])
+def _by_owner_group(matrices: Iterable[MatrixParam]) -> Iterable[tuple[OwnerGroup, list[MatrixParam]]]:
+    found: dict[OwnerGroup, list[MatrixParam]] = {}
+    for each in matrices:
+        found.setdefault(each.owner_group, []).append(each)
+    return found.items()

@@ -26,7 +26,6 @@ from flatshard.trust import exits
 from flatshard.trust.exits import leave
 from flatshard.trust.loop import TICK, Loop
 from flatshard.trust.record import Entry, record, records_folder
-from flatshard.trust.terminate import TerminateHandler
 from flatshard.trust.verdict import PeerError, Verdict, grace_period, one_line
 from flatshard.trust.watch import GRACE, Watch, Watched
 
@@ -52,11 +51,7 @@ class Alarm:
         self._oldest, self._age = 0, 0.0  # the oldest launch that has not ended, and for how long it has been that
         self._seen, self._idle = 0, 0  # launches, and looks without a new one
         self._may_ask_events = False
-        self._terminate = TerminateHandler(self._torch_gives_up)
-
-    def error(self, what: str) -> PeerError:
-        """The error of a notified rank at a launch or a wait."""
-        return self.verdict.error(what)
+        self._terminate = exits.TerminateHandler(self._torch_gives_up)
 
     def explain(self, what: str, error: BaseException) -> PeerError:
         """Why a wait for a collective ended early. Asks the other ranks, for a few seconds."""
@@ -75,20 +70,24 @@ class Alarm:
         self.verdict, self.gave_up = Verdict(grace_period()), False
         self._of = weakref.ref(of, self._group_is_gone if is_on else None)
         self._starts += 1
-        if is_on and (self._loop is None or self._pid != os.getpid()):  # the first time in this process
-            self._install()
+        loop = self._loop_of_process() if is_on else None
         self._pid = os.getpid()
         self._begin_record(group)
         if self._watch is not None:
             self._watch.close(wait=0.0)
-        # torchrun keeps the store when it starts ranks again, so the prefix has the number of restarts: earlier ranks'
-        # messages are not for these. Each node counts its own. Where the counts differ, ranks are not connected, and
-        # learn of a failure by their waits.
-        name = f"flatshard/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{self._starts}"
-        self._watch = Watch(group, name, self._loop if is_on else None, self.verdict)
-        self._watch.open()
+            self._watch = None
+        if loop is not None:
+            # torchrun keeps the store when it starts ranks again, so the prefix has the number of restarts: earlier
+            # ranks' messages are not for these. Each node counts its own. Where the counts differ, ranks are not
+            # connected, and learn of a failure by their waits.
+            name = f"flatshard/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{self._starts}"
+            self._watch = Watch(group, name, loop, self.verdict)
+            self._watch.open()
 
-    def _install(self) -> None:
+    def _loop_of_process(self) -> Loop:
+        """The loop, which is made the first time in this process."""
+        if self._loop is not None and self._pid == os.getpid():
+            return self._loop
         if self._loop is None:  # a process that was forked has these already
             os.register_at_fork(after_in_child=self._forked)
             exits.on_uncaught(self._uncaught)
@@ -96,6 +95,7 @@ class Alarm:
         self._loop = Loop(self._tick, lambda: TICK if self._watch is None else self._watch.pause(), exits.dump)
         self._loop.start()
         exits.at_exit(self._exit)
+        return self._loop
 
     def _begin_record(self, group: Watched) -> None:
         record.header.pop("error", None)
@@ -181,9 +181,8 @@ class Alarm:
             self._post(error)
             if self.verdict.reason is not None:
                 _log.error("flatshard: %s", self.verdict.reason)
-        path = record.dump() if record.number else None
-        if path is not None:
-            _log.error("%s\nflatshard: the flight record was written to %s", record.last_entries(), path)
+        if record.number and record.folder is not None:
+            _log.error("%s", record.dump())
 
     def _explain_lost_peer(self, error: BaseException) -> None:
         """A call of torch has raised because of another rank: find out why, for the last message of this rank."""
@@ -221,7 +220,7 @@ class Alarm:
         if self._loop is not None:
             self._loop.stop()
         self._of = None  # a process group that nobody has destroyed goes with the modules
-        if has_failed and (self.gave_up or record.is_on_device or record.is_pending()):
+        if has_failed and (self.gave_up or record.is_on_device or record.oldest_open() is not None):
             exits.end_failed(self.verdict.explanation)
         self._terminate.remove()
         if not has_failed:

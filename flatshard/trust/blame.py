@@ -19,7 +19,7 @@ def read_records(folder: Path) -> dict[int, ReadRecord]:
             record = _read(path)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path} is not a flight record: {error}") from error
-        found[record.rank] = record
+        found[record.header["rank"]] = record
     if not found:
         raise ValueError(f"no flight records (rank-*.ring, rank-*.json) in {folder}")
     return found

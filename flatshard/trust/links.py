@@ -43,7 +43,6 @@ class Links:
         self._links: list[_Link] = []
         self._news: list[bytes] = []  # what those who connect later must hear
         self._missing = set(range(_FANOUT * rank + 1, min(_FANOUT * (rank + 1) + 1, world)))  # ranks to connect here
-        self._seeks = rank > 0
         self._above: _Link | None = None
         self._listener: socket.socket | None = None
         self._token = secrets.token_hex(16)
@@ -51,7 +50,11 @@ class Links:
 
     def are_complete(self) -> bool:
         """Whether all neighbours in the tree have connected."""
-        return not self._missing and not self._seeks and (self._above is None or self._above.rank is not None)
+        return not self._missing and not self._seeks() and (self._above is None or self._above.rank is not None)
+
+    def _seeks(self) -> bool:
+        """Whether the parent is still to be found."""
+        return self._rank > 0 and self._above is None and self._store is not None
 
     def are_there(self) -> bool:
         return bool(self._links)
@@ -71,14 +74,14 @@ class Links:
         """Connect to the parent, once its address is published. RuntimeError: the store is gone."""
         above = (self._rank - 1) // _FANOUT
         key = f"links/{above}"
-        if not self._seeks or not self._store.check([key]):
+        if not self._seeks() or not self._store.check([key]):
             return
         name, port, token = json.loads(self._store.get(key))
         try:
             connected = socket.create_connection((name, port), _PATIENCE)
         except OSError:
             return  # and again with the next call
-        self._seeks, self._above = False, self._add(connected)
+        self._above = self._add(connected)
         self._above.send(_line({"hello": self._rank, "token": token}))
 
     def said(self, key: str) -> str | None:
@@ -90,7 +93,7 @@ class Links:
 
     def forget_store(self) -> None:
         """Drop the store: children that have not connected, and the parent, are then not waited for."""
-        self._store, self._seeks = None, False
+        self._store = None
         self._missing.clear()
 
     def tell(self, message: Message, by: _Link | None = None) -> None:
@@ -151,7 +154,7 @@ class Links:
                 return
         if not is_open:
             self._remove(link)
-            if link.rank is not None and not link.has_left:
+            if link.rank is not None and link.rank not in self.left:
                 self.tell({"lost": link.rank})
                 self._heard({"lost": link.rank})
 
@@ -163,7 +166,6 @@ class Links:
                 return self._greeted(link, message)
             if "left" in message:
                 self.left.update(map(int, message["left"]))
-                link.has_left = link.rank in self.left
             else:
                 self.tell(message, by=link)
             self._heard(message)
@@ -187,7 +189,7 @@ class Links:
 
     def _remove(self, link: _Link) -> None:
         if link is self._above and link.rank is None:  # it was an address of before, which somebody else has now
-            self._seeks, self._above = self._store is not None, None
+            self._above = None
         self._links.remove(link)
         self._selector.unregister(link.socket)
         link.socket.close()
@@ -197,9 +199,8 @@ class _Link:
     """One connection. ``rank``: of its other end, once that is known to be a rank of this job."""
 
     def __init__(self, connected: socket.socket, selector: selectors.BaseSelector) -> None:
-        self.socket, self.has_left = connected, False
+        self.socket, self._selector = connected, selector
         self.rank: int | None = None
-        self._selector = selector
         self._incoming, self._outgoing = b"", b""
 
     def send(self, line: bytes) -> None:

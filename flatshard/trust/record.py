@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 CAPACITY = 1024
 MOST_RANKS = 1 << 20  # in a job; a file that says more is no record
@@ -33,15 +33,6 @@ _ENTRY = struct.Struct("<QddQIIBBH84s")
 _ENDED = struct.Struct("<d")
 _ENDED_AT = 16
 _SIZE = _HEADER + _GROUPS + CAPACITY * _ENTRY.size
-
-
-class Launched(Protocol):
-    """A launched collective: the members that the record uses."""
-
-    @property
-    def is_on_device(self) -> bool: ...
-
-    def has_ended(self) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -83,10 +74,6 @@ class ReadRecord:
     header: dict[str, Any]
     entries: list[Entry]  # the oldest first
 
-    @property
-    def rank(self) -> int:
-        return int(self.header["rank"])
-
     def fate(self, entry: Entry) -> str:
         """The state of a launch, in a word or two."""
         if entry.number == self.header.get("timed_out"):
@@ -112,7 +99,7 @@ class FlightRecord:
         self._map: mmap.mmap = mmap.mmap(-1, _SIZE)
         self._path: Path | None = None
         # What ends on the CPU keeps tensors alive, and is known weakly.
-        self._launched: list[Callable[[], Launched | None] | None] = [None] * CAPACITY
+        self._launched: list[Callable[[], Any] | None] = [None] * CAPACITY
         self._oldest = 1  # all before this have ended
         self._groups: dict[str, GroupRecord] = {}
 
@@ -129,7 +116,8 @@ class FlightRecord:
         found.limit = limit if limit is not None else found.limit
         return found
 
-    def append(self, group: GroupRecord, kind: int, name: str, numbytes: int, launched: Launched) -> None:
+    def append(self, group: GroupRecord, kind: int, name: str, numbytes: int, launched: Any) -> None:
+        """Record a launch. ``launched`` has ``is_on_device`` and ``has_ended()``, as tickets have."""
         number, now = self.number + 1, _now()
         group.launched = of_group = group.launched + 1
         slot = number % CAPACITY
@@ -167,9 +155,6 @@ class FlightRecord:
         self._launched[slot] = None
         _ENDED.pack_into(self._map, _HEADER + _GROUPS + slot * _ENTRY.size + _ENDED_AT, time.time())
         return True
-
-    def is_pending(self) -> bool:
-        return not all(self._has_ended(slot) for slot in range(CAPACITY))
 
     def oldest_open(self) -> Entry | None:
         last = self.number
@@ -236,23 +221,17 @@ class FlightRecord:
     def read(self) -> ReadRecord:
         return decoded(self._map[:])
 
-    def dump(self) -> Path | None:
-        """Write the record as JSON beside the ring buffer; returns the path."""
-        self.settle()
-        if self._path is None:
-            return None
-        path = self._path.with_suffix(".json")
-        found = self.read()
-        text = json.dumps({"header": found.header, "entries": [asdict(entry) for entry in found.entries]}, indent=1)
-        path.write_text(text)
-        return path
-
-    def last_entries(self, last: int = 12) -> str:
-        """The last entries, a line each, for people."""
+    def dump(self) -> str:
+        """Write the record as JSON beside the ring buffer; returns the last entries and the path, for people."""
         self.settle()
         found = self.read()
-        lines = [f"  #{e.number} {found.fate(e):<9} {e}, group {e.group}" for e in found.entries[-last:]]
-        return "\n".join([f"flatshard: the last collectives of rank {self.header['rank']}:", *lines])
+        lines = [f"flatshard: the last collectives of rank {self.header['rank']}:"]
+        lines += [f"  #{e.number} {found.fate(e):<9} {e}, group {e.group}" for e in found.entries[-12:]]
+        if self._path is not None:
+            path = self._path.with_suffix(".json")
+            path.write_text(json.dumps(asdict(found), indent=1))
+            lines.append(f"flatshard: written to {path}")
+        return "\n".join(lines)
 
 
 _pack, _now = _ENTRY.pack_into, time.time

@@ -94,12 +94,9 @@ def _listed(ranks: list[int]) -> str:
 
 
 class Watch:
-    """The watch over one process group. Without a ``loop`` there are no connections and no messages.
+    """The watch over one process group. ``name``: the key in the store by which the ranks find each other."""
 
-    ``name``: the key in the store by which the ranks find each other.
-    """
-
-    def __init__(self, group: Watched, name: str, loop: Loop | None, verdict: Verdict) -> None:
+    def __init__(self, group: Watched, name: str, loop: Loop, verdict: Verdict) -> None:
         self.group, self.verdict = group, verdict
         self._name, self._loop = name, loop
         self._links: Links | None = None
@@ -112,7 +109,6 @@ class Watch:
         """Connect to the neighbours, on the thread of the loop."""
 
         def connect() -> None:
-            assert self._loop is not None
             try:
                 store = self.group.store(self._name)
                 self._links = Links(store, self.group.rank, self.group.world, self._loop.selector, self._hear)
@@ -122,7 +118,7 @@ class Watch:
                     "flatshard: ranks could not be connected; a failed rank shows only by time-outs: %s", error
                 )
 
-        self._do(connect)
+        self._loop.do(connect)
 
     def close(self, wait: float = GRACE) -> None:
         """Say goodbye, and wait for at most this many seconds until it is sent."""
@@ -132,7 +128,7 @@ class Watch:
             if links is not None:
                 links.close()
 
-        self._do(disconnect, wait)
+        self._loop.do(disconnect, wait)
 
     def drop(self) -> None:
         """In a forked process: the connections belong to the parent."""
@@ -172,10 +168,6 @@ class Watch:
             links.forget_store()
         return links.are_complete()
 
-    def _do(self, action: Callable[[], None], wait: float = 0.0) -> None:
-        if self._loop is not None:
-            self._loop.do(action, wait)
-
     # Messages
 
     def tell(self, text: str) -> None:
@@ -192,7 +184,7 @@ class Watch:
                 # The process is ending already, and its own error is what its user must see.
                 _log.error("flatshard: could not notify the other ranks: %s", one_line(error))
 
-        self._do(send, wait=GRACE)
+        self._loop.do(send, wait=GRACE)
 
     def _hear(self, message: Message) -> None:
         """A message of another rank, on the thread of the loop."""
@@ -242,7 +234,7 @@ class Watch:
                 self._answer({"ask": self.group.rank})
 
         asked = time.monotonic()
-        self._do(send)
+        self._loop.do(send)
         while self.verdict.reason is None and time.monotonic() < asked + GRACE and not self._survey.is_complete():
             time.sleep(0.05)
         return self._survey.summary()

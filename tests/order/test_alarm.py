@@ -27,6 +27,7 @@ from flatshard.buffer import Ticket
 from flatshard.cli import main
 from flatshard.trust.alarm import Alarm, Watched
 from flatshard.trust.blame import blame, read_records
+from flatshard.trust.loop import Loop
 from flatshard.trust.record import CAPACITY, FlightRecord, decoded, in_range, ranges, records_folder
 from flatshard.trust.watch import Watch
 from tests.bench.script import as_interpreter, free_port
@@ -228,7 +229,7 @@ def test_a_record_keeps_the_last_launches_and_can_be_read_from_its_file(tmp_path
             record.keep_in(tmp_path, 3, world=4)
     record.settle()
     found = decoded((tmp_path / "rank-3.ring").read_bytes())
-    assert found.rank == 3
+    assert found.header["rank"] == 3
     assert found.header["world"] == 4
     assert [entry.number for entry in found.entries] == list(range(11, CAPACITY + 11))
     last = found.entries[-1]
@@ -367,7 +368,7 @@ def own_record(monkeypatch):
     for module in ("alarm", "verdict", "watch"):
         monkeypatch.setattr(f"flatshard.trust.{module}.record", record)
     group = Watched(store=lambda prefix: dist.HashStore(), kept=None, rank=0, world=2)
-    alarm._watch = Watch(group, "alarm", None, alarm.verdict)
+    alarm._watch = Watch(group, "alarm", mock.Mock(spec=Loop), alarm.verdict)
     return record, alarm
 
 
@@ -395,8 +396,8 @@ def test_a_launch_that_does_not_end_times_out(own_record):
     _until(lambda: alarm.verdict.reason is not None)
     assert "all_gather c (8 bytes, step 0) has not ended within 30 s" in alarm.verdict.reason
     assert "No answer from rank 1" in alarm.verdict.reason
-    assert "timed out all_gather c" in record.last_entries()
-    assert "ended     all_gather b" in record.last_entries()
+    assert "timed out all_gather c" in record.dump()
+    assert "ended     all_gather b" in record.dump()
 
 
 def test_what_is_captured_is_not_waited_for(own_record):
@@ -441,7 +442,7 @@ def test_a_device_that_is_in_error_is_asked_in_vain(own_record):
 # Throws an exception of torch.distributed, or of somebody else, on a thread that catches nothing.
 _THROW = """
 import ctypes, os, sys, threading, torch
-from flatshard.trust.terminate import TerminateHandler
+from flatshard.trust.exits import TerminateHandler
 
 def ends(is_distributed):
     print("told on", threading.current_thread().name, flush=True)

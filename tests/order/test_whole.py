@@ -23,7 +23,7 @@ def _launches(rank: int, world: int) -> list[tuple[str, int]]:
             optimizer.step()
     assert_equal_bits(model, reference)
     side = optimizer.__dict__["_flatshard_local"]
-    (lane,) = side._lanes.values()
+    (lane,) = {bucket.lane for bucket in side.buckets}
     found = [operation.name for operation in lane.history]
     optimizer.state_dict()
     return [found, [(each.name, each.owner) for each in side.matrices]]

@@ -112,7 +112,7 @@ def _bounded(rank: int, world: int, how: dict[str, Any]) -> None:
     give(model, gradients(model, 0))
     optimizer.step()  # the plan is made once
     side = optimizer.__dict__["_flatshard_local"]
-    (lane,) = side._lanes.values()
+    (lane,) = {bucket.lane for bucket in side.buckets}
     before = lane.launched
     pair = 2 * 4 * ROWS * COLUMNS  # a matrix and its gradient
     with Live(int(5.5 * pair)) as live:
