@@ -18,10 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from flatshard import _arguments
+from flatshard.api import default_mesh
 from flatshard.megatron.distributed_data_parallel_config import DistributedDataParallelConfig
 from flatshard.megatron.megatron_fsdp import ASKED, MegatronFSDP
 from flatshard.megatron.mixed_precision import MixedPrecisionPolicy
-from flatshard.megatron.utils import FSDPDistributedIndex, default_mesh
+from flatshard.megatron.utils import FSDPDistributedIndex
 from flatshard.optim import step as local_step
 from flatshard.optim.step import repoint
 from flatshard.policy import strategy_name
@@ -78,7 +79,7 @@ def fully_shard_model(
         if dp_outer_dim is not None or hybrid_fsdp_group is not None:
             raise ValueError("dp_outer_dim and hybrid_fsdp_group need a device_mesh")
         dp_shard_dim, tp_dim = dp_shard_dim or "fsdp", tp_dim or "tp"
-        given.update(device_mesh=default_mesh(dp_shard_dim, tp_dim), dp_shard_dim=dp_shard_dim, tp_dim=tp_dim)
+        given.update(device_mesh=default_mesh((dp_shard_dim, tp_dim)), dp_shard_dim=dp_shard_dim, tp_dim=tp_dim)
     if outer != "no_shard" and dp_outer_dim is None:
         raise ValueError(f"outer_dp_sharding_strategy={outer!r} needs dp_outer_dim, the axis that it is of")
     older = {name: given.pop(name) for name in ("preserve_fp32_weights", "grad_reduce_in_fp32")}
