@@ -199,7 +199,7 @@ def checked_choices(**given: Any) -> Choices:
             f"the process group of {mesh} was destroyed: call torch.distributed.init_process_group() again, and make a "
             "new mesh"
         )
-    mesh = _default_mesh() if mesh is None else mesh
+    mesh = default_mesh() if mesh is None else mesh
     where = Where(said.shard_placement_fn, by_waste=said.layout == "auto")
     if dims is not None:
         where = replace(where, mesh=mesh, axes=_axes_of(mesh, dims))
@@ -361,13 +361,15 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
                 raise RuntimeError(f"unit '{unit.name}' is unsharded; call reshard() on it before sharding its parent")
 
 
-def _default_mesh() -> DeviceMesh:
+def default_mesh(names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """A mesh with all ranks on its first axis. The axes of further ``names`` have one rank each."""
     if not dist.is_initialized():
         raise RuntimeError(
             "fully_shard needs torch.distributed: start the script with torchrun and call "
             "torch.distributed.init_process_group(), or pass a mesh"
         )
-    return init_device_mesh(default_device_type(), (dist.get_world_size(),))
+    sizes = (dist.get_world_size(), *(1 for _ in (names or ())[1:]))
+    return init_device_mesh(default_device_type(), sizes, mesh_dim_names=names)
 
 
 def default_device_type() -> str:

@@ -41,9 +41,13 @@ def make_dtensor(
     mesh: DeviceMesh,
     placements: Sequence[Placement],
     shape: torch.Size,
-    stride: tuple[int, ...],
+    stride: tuple[int, ...] | None = None,
 ) -> DTensor:
-    """A DTensor over ``local`` without communication, autograd or checks; ``shape`` and ``stride`` are global."""
+    """A DTensor over ``local`` without communication, autograd or checks.
+
+    ``shape`` and ``stride`` are global; without ``stride`` the whole tensor is contiguous.
+    """
+    stride = torch.empty(shape, device="meta").stride() if stride is None else stride
     return _wrapped(local, make_spec(mesh, placements, shape, stride, local.dtype))
 
 

@@ -80,8 +80,7 @@ def as_dtensor(
             raise ValueError("a tensor-parallel parameter needs layout='tensor' and one sharded axis of the mesh")
         return composed(local, buffer.mesh, sharded, slot.dim, inner)
     placements = [TorchShard(slot.dim) if cut else TorchReplicate() for cut in sharded]
-    meta = torch.empty(slot.shape, device="meta")
-    made = _torch.make_dtensor(local, buffer.mesh, placements, meta.shape, meta.stride())
+    made = _torch.make_dtensor(local, buffer.mesh, placements, torch.Size(slot.shape))
     if _is_canonical(buffer, index, sharded):
         return made
     if not _torch.SUBCLASSES_DISPATCH:
@@ -181,5 +180,5 @@ def without_axis(tensor: DTensor, axis: str, mesh: DeviceMesh) -> DTensor:
             placements.append(_strided(0, placement.split_factor // size))
         elif name != axis:
             placements.append(placement)
-    meta = torch.empty((tensor.shape[0] // size, *tensor.shape[1:]), device="meta")
-    return _torch.make_dtensor(_torch.local_of(tensor), mesh, placements, meta.shape, meta.stride())
+    shape = torch.Size((tensor.shape[0] // size, *tensor.shape[1:]))
+    return _torch.make_dtensor(_torch.local_of(tensor), mesh, placements, shape)

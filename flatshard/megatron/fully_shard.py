@@ -1,9 +1,10 @@
-"""The three functions of Megatron-FSDP's first version."""
+"""`fully_shard_model`, `fully_shard_optimizer` and `fully_shard` of Megatron-FSDP's first version."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
-import itertools
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
@@ -18,25 +19,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from flatshard import _arguments
+from flatshard.api import default_mesh
 from flatshard.megatron.distributed_data_parallel_config import DistributedDataParallelConfig
 from flatshard.megatron.megatron_fsdp import ASKED, MegatronFSDP
 from flatshard.megatron.mixed_precision import MixedPrecisionPolicy
-from flatshard.megatron.utils import FSDPDistributedIndex, default_mesh
+from flatshard.megatron.utils import FSDPDistributedIndex
 from flatshard.optim import step as local_step
 from flatshard.optim.step import repoint
 from flatshard.policy import strategy_name
 
+# The values of ``zero_dp_strategy``, which may also be the names in lower case.
+ShardingStrategy = IntEnum("ShardingStrategy", ["NO_SHARD", "OPTIM", "OPTIM_GRADS", "OPTIM_GRADS_PARAMS"], start=0)
 
-class ShardingStrategy(IntEnum):
-    """Strategies by their numbers; names in lower case are taken too."""
-
-    NO_SHARD = 0
-    OPTIM = 1
-    OPTIM_GRADS = 2
-    OPTIM_GRADS_PARAMS = 3
-
-
-# Arguments of `fully_shard_model` that the configuration, or the model, has under other names.
+# Arguments of `fully_shard_model` and their names in `DistributedDataParallelConfig` or `MegatronFSDP`.
 _RENAMED = {
     "enable_fine_grained_param_gather": "enable_fine_grained_param_gather_hook",
     "use_decoupled_grad": "megatron_fsdp_use_decoupled_grad",
@@ -45,7 +40,6 @@ _RENAMED = {
 }
 
 
-# fmt: off
 def fully_shard_model(
     module: nn.Module, device_mesh: DeviceMesh | None = None, dp_shard_dim: str | None = None,
     dp_outer_dim: str | None = None, tp_dim: str | None = None, hybrid_fsdp_group: ProcessGroup | None = None,
@@ -62,13 +56,12 @@ def fully_shard_model(
     enable_fine_grained_param_gather: bool = False, use_decoupled_grad: bool = False, cuda_graph_mode: bool = False,
     maxpool_double_buffer: bool = False, *, layout: Any = "tensor", preserve_fp32_weights: bool | None = None,
     grad_reduce_in_fp32: bool | None = None,
-) -> MegatronFSDP:
-    # fmt: on
+) -> MegatronFSDP:  # fmt: skip
     """Shard ``module`` in place, and return it in a `MegatronFSDP`. docs/from-megatron-fsdp.md has every argument.
 
-    ``layout`` is flatshard's: ``"tensor"`` cuts each parameter as torch.chunk does, ``"flat"`` packs those of a unit
-    into one buffer, so that shards are uneven. ``preserve_fp32_weights`` and ``grad_reduce_in_fp32`` are those of the
-    policy, in their older place.
+    ``layout`` is flatshard's: ``"tensor"`` shards each parameter as torch.chunk does, ``"flat"`` packs those of a unit
+    into one buffer, so that shards are uneven. ``preserve_fp32_weights`` and ``grad_reduce_in_fp32`` are deprecated:
+    set them in the policy.
     """
     given: dict[str, Any] = dict(locals())
     _arguments.module("fully_shard_model", module)
@@ -76,44 +69,45 @@ def fully_shard_model(
     outer = strategy_name("outer_dp_sharding_strategy", outer_dp_sharding_strategy)
     if device_mesh is None:
         if dp_outer_dim is not None or hybrid_fsdp_group is not None:
-            raise ValueError("dp_outer_dim and hybrid_fsdp_group need a device_mesh")
+            raise ValueError("device_mesh=None: dp_outer_dim and hybrid_fsdp_group need a device_mesh")
         dp_shard_dim, tp_dim = dp_shard_dim or "fsdp", tp_dim or "tp"
-        given.update(device_mesh=default_mesh(dp_shard_dim, tp_dim), dp_shard_dim=dp_shard_dim, tp_dim=tp_dim)
+        given.update(device_mesh=default_mesh((dp_shard_dim, tp_dim)), dp_shard_dim=dp_shard_dim, tp_dim=tp_dim)
     if outer != "no_shard" and dp_outer_dim is None:
-        raise ValueError(f"outer_dp_sharding_strategy={outer!r} needs dp_outer_dim, the axis that it is of")
-    older = {name: given.pop(name) for name in ("preserve_fp32_weights", "grad_reduce_in_fp32")}
-    older = {name: value for name, value in older.items() if value is not None}
-    given["mixed_precision_policy"] = replace(mixed_precision_policy, **older) if older else mixed_precision_policy
+        raise ValueError(f"outer_dp_sharding_strategy={outer!r} needs dp_outer_dim, the name of the outer axis")
+    names = ("preserve_fp32_weights", "grad_reduce_in_fp32")
+    deprecated = {name: value for name in names if (value := given.pop(name)) is not None}
+    if deprecated:
+        given["mixed_precision_policy"] = replace(mixed_precision_policy, **deprecated)
     given.update(data_parallel_sharding_strategy=inner, outer_dp_sharding_strategy=outer)
-    given.update({its_name: given[name] for name, its_name in _RENAMED.items()}, hsdp_outer_dp_shard=outer == "optim")
+    given.update({new: given[name] for name, new in _RENAMED.items()}, hsdp_outer_dp_shard=outer == "optim")
     index = FSDPDistributedIndex(**_taken_by(FSDPDistributedIndex, given))
     config = DistributedDataParallelConfig(**_taken_by(DistributedDataParallelConfig, given))
-    told = {name: value for name, value in _taken_by(MegatronFSDP, given).items() if name not in ASKED}
-    model = MegatronFSDP(dist_index=index, ddp_config=config, **told)
+    others = {name: value for name, value in _taken_by(MegatronFSDP, given).items() if name not in ASKED}
+    model = MegatronFSDP(dist_index=index, ddp_config=config, **others)
     if preproc_state_dict_for_dcp_ckpt and inner != "no_shard":
         model.register_state_dict_post_hook(_without_extra_state)  # type: ignore[no-untyped-call]
     return model
 
 
 def _taken_by(made: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Those arguments that a class takes too, by the same names."""
+    """The items of ``given`` that are arguments of a class."""
     return {name: given[name] for name in inspect.signature(made).parameters if name in given}
 
 
 def _without_extra_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """torch.distributed.checkpoint cannot save what TransformerEngine keeps there."""
+    """Drop the extra state of TransformerEngine, which torch.distributed.checkpoint cannot save."""
     for name in [name for name in state if name.endswith("_extra_state")]:
         del state[name]
 
 
 def fully_shard_optimizer(optimizer: Optimizer, preproc_state_dict_for_dcp_ckpt: bool = True) -> Optimizer:
-    """Let an optimizer over the parameters of a `MegatronFSDP` step local tensors, and see to the model around it.
+    """`flatshard.fully_shard_optimizer` for parameters of a `MegatronFSDP`. It returns the same optimizer.
 
-    ``step`` then takes ``sync_grad_before_optimizer_step`` (complete gradients first) and
-    ``install_optimized_model_weights`` (off: the model computes with the weights from before, until
-    `MegatronFSDP.install_optimized_model_weights`), and ``zero_grad`` takes ``zero_grad_buffer``. With
-    ``preproc_state_dict_for_dcp_ckpt``, the state dict of an optimizer that has not stepped holds tensors for
-    torch.distributed.checkpoint to load into; the optimizer itself is as new.
+    ``step`` gets the arguments ``sync_grad_before_optimizer_step`` (complete the gradients before the step) and
+    ``install_optimized_model_weights`` (False: the model keeps its compute weights until
+    `MegatronFSDP.install_optimized_model_weights`); ``zero_grad`` gets ``zero_grad_buffer``. With
+    ``preproc_state_dict_for_dcp_ckpt``, the state dict of an optimizer that has not stepped yet has tensors for
+    torch.distributed.checkpoint to load into. The optimizer itself is not changed by that.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"fully_shard_optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
@@ -122,13 +116,13 @@ def fully_shard_optimizer(optimizer: Optimizer, preproc_state_dict_for_dcp_ckpt:
     models: list[MegatronFSDP] = list({id(model.module): model for model in found if model is not None}.values())
     if not models:
         raise ValueError(
-            f"no parameter of this {type(optimizer).__name__} is of a model that fully_shard_model has sharded; build "
-            "the optimizer after it, on the parameters of what it returned"
+            f"no parameter of this {type(optimizer).__name__} belongs to a model of fully_shard_model; build the "
+            "optimizer on the parameters of the model that fully_shard_model returns"
         )
     if not any(model.ddp_config.megatron_fsdp_use_decoupled_grad for model in models):
         local_step.fully_shard_optimizer(optimizer)
     cls = type(optimizer)
-    base = optimizer.__dict__.pop("step", cls.step)  # a scheduler has put its own there, if it came first
+    base = optimizer.__dict__.pop("step", cls.step)  # a learning-rate scheduler may have wrapped it
 
     def step(
         self: Optimizer, *args: Any, sync_grad_before_optimizer_step: bool = True,
@@ -162,7 +156,7 @@ def fully_shard_optimizer(optimizer: Optimizer, preproc_state_dict_for_dcp_ckpt:
 
 
 class _Method:
-    """A method of an optimizer that the optimizer itself holds, without being held by it. Schedulers look inside."""
+    """A bound method without a reference cycle. Learning-rate schedulers read ``__func__``."""
 
     def __init__(self, function: Callable[..., Any], optimizer: Optimizer) -> None:
         self.__func__, self._optimizer = function, weakref.ref(optimizer)
@@ -173,35 +167,28 @@ class _Method:
 
 
 def _with_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Give the state dict of a new optimizer what its first step would make, with the values from before that step."""
+    """Fill the state dict of an optimizer that has not stepped with the state from before the first step."""
     if state_dict["state"]:
         return
-    numbers = itertools.count()
-    for group in optimizer.param_groups:
-        known = {each.dtype: each for each in group["params"]}
-        states = {dtype: _state_of_one(optimizer, group, each) for dtype, each in known.items()}
-        for parameter in group["params"]:
-            entries = states[parameter.dtype].items()
-            state_dict["state"][next(numbers)] = {key: _grown(value, parameter) for key, value in entries}
+    state_of_one = functools.cache(functools.partial(_state_of_one, optimizer))
+    parameters = [(at, each) for at, group in enumerate(optimizer.param_groups) for each in group["params"]]
+    for number, (at, parameter) in enumerate(parameters):
+        state = state_dict["state"][number] = copy.deepcopy(state_of_one(at, parameter.dtype, parameter.device))
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                state[key] = torch.full_like(parameter, value.item(), dtype=value.dtype, requires_grad=False)
 
 
-def _grown(value: Any, parameter: torch.Tensor) -> Any:
-    """A value of the state of one element, for all elements of a parameter."""
-    if not isinstance(value, torch.Tensor) or not value.dim():
-        return value.clone() if isinstance(value, torch.Tensor) else value
-    return torch.full_like(parameter, value.item(), dtype=value.dtype, requires_grad=False)
-
-
-def _state_of_one(optimizer: Optimizer, group: dict[str, Any], like: torch.Tensor) -> dict[str, Any]:
-    """The state of a parameter of one element, as it is before the first step."""
+def _state_of_one(optimizer: Optimizer, group: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """The state before the first step of a parameter of one element in ``param_groups[group]``."""
     cls: Any = next(base for base in type(optimizer).__mro__ if not base.__name__.startswith("FSDP"))
-    probe = nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device))
+    probe = nn.Parameter(torch.zeros(1, dtype=dtype, device=device))
     probe.grad = torch.zeros_like(probe)
     scratch: Any = cls.__new__(cls)
     own = {"step", "zero_grad", "state", "param_groups"}
     scratch.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key not in own})
     scratch.__dict__.update({key: OrderedDict() for key in scratch.__dict__ if key.endswith("_hooks")})
-    scratch.state, scratch.param_groups = defaultdict(dict), [{**group, "params": [probe]}]
+    scratch.state, scratch.param_groups = defaultdict(dict), [{**optimizer.param_groups[group], "params": [probe]}]
     cls.step(scratch)
     state = dict(scratch.state[probe])
     count = state.get("step")
@@ -211,9 +198,9 @@ def _state_of_one(optimizer: Optimizer, group: dict[str, Any], like: torch.Tenso
 
 
 def fully_shard(module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any) -> tuple[MegatronFSDP, Optimizer]:
-    """`fully_shard_model`, whose further arguments it takes, and `fully_shard_optimizer`.
+    """`fully_shard_model`, with all of its arguments, and `fully_shard_optimizer`.
 
-    ``optimizer`` was built on ``module`` before; it keeps its parameter groups and its state.
+    ``optimizer`` was built on ``module`` before this call. It keeps its parameter groups and its state.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"fully_shard takes a torch.optim.Optimizer, not {type(optimizer).__name__}")

@@ -1,4 +1,4 @@
-"""Putting this surface in the place of `megatron_fsdp`, for code that imports that."""
+"""`install`: programs that import `megatron_fsdp` get this package."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _CORE = "megatron.core.distributed.fsdp"
 _NAMES = ("megatron_fsdp", f"{_CORE}.src.megatron_fsdp")
 _ADAPTER = f"{_CORE}.mcore_fsdp_adapter"
 
-_found: dict[str, ModuleType] = {}  # modules of theirs that were imported before
-_changed: list[tuple[ModuleType, str, Any, Any]] = []  # where a name was taken out of them, and for what
+_found: dict[str, ModuleType] = {}  # their modules that were imported before
+_changed: list[tuple[ModuleType, str, Any, Any]] = []  # module, name, their value, our value
 
 
 def install() -> None:
-    """Let ``import megatron_fsdp``, and Megatron-Core's copy of it, give this surface, modules below included.
+    """Let imports of ``megatron_fsdp``, and of Megatron-Core's copy of it, give this package and its modules.
 
-    Nothing of Megatron-Core is imported for it. What has been imported already, of either, is changed: names that
-    modules have taken out of them become ours. Models that were built before stay what they are. Megatron-Core's
-    `mcore_fsdp_adapter` is its own where it is installed, and shards with this surface. `uninstall` undoes it.
+    Megatron-Core is not imported for that. In modules that have imported names of either already, these names become
+    ours. Models that were built before do not change. If Megatron-Core is installed, its `mcore_fsdp_adapter` is used,
+    and shards with this package. `uninstall` undoes it.
     """
-    if _FINDER in sys.meta_path:
+    if _FIRST in sys.meta_path:
         return
     theirs = (name for name in sys.modules if name != _ADAPTER and _ours(name) is not None)
     _found.update({name: sys.modules[name] for name in theirs})
@@ -42,26 +42,26 @@ def install() -> None:
             if id(value) in ours:
                 _changed.append((module, name, value, ours[id(value)]))
                 setattr(module, name, ours[id(value)])
-    for title in _found:  # a module of theirs that is not here must not be mixed with ours
+    for title in _found:  # modules of theirs that we do not have must not be mixed with ours
         del sys.modules[title]
-    sys.meta_path.insert(0, _FINDER)
-    sys.meta_path.append(_PARENTS)
-    _log.info("flatshard.megatron stands in for %s", " and ".join(_NAMES))
+    sys.meta_path.insert(0, _FIRST)
+    sys.meta_path.append(_LAST)
+    _log.info("flatshard.megatron replaces %s", " and ".join(_NAMES))
 
 
 def uninstall() -> None:
-    """Undo `install`: imports give what they gave. Names that modules have imported meanwhile stay ours."""
-    if _FINDER not in sys.meta_path:
+    """Undo `install`. Names that modules have imported since `install` remain ours."""
+    if _FIRST not in sys.meta_path:
         return
-    sys.meta_path.remove(_FINDER)
-    sys.meta_path.remove(_PARENTS)
+    sys.meta_path.remove(_FIRST)
+    sys.meta_path.remove(_LAST)
     while _changed:
         module, name, theirs, ours = _changed.pop()
         if vars(module).get(name) is ours:
             setattr(module, name, theirs)
     for title in [each for each in sys.modules if _ours(each) or _NAMES[1].startswith(f"{each}.")]:
         module = sys.modules[title]
-        if module.__name__ == _ours(title) or getattr(module.__spec__, "loader", None) is _PARENTS:
+        if module.__name__ == _ours(title) or getattr(module.__spec__, "loader", None) is _LAST:
             del sys.modules[title]
             parent, _, child = title.rpartition(".")
             above = sys.modules.get(parent)
@@ -72,7 +72,7 @@ def uninstall() -> None:
 
 
 def _ours(title: str) -> str | None:
-    """The name of our module in the place of one of theirs; None where that is none of `megatron_fsdp`'s."""
+    """The name of our module for a module name of theirs; None for names that are not `megatron_fsdp`'s."""
     if title == _ADAPTER:
         return f"{_OURS}.mcore_fsdp_adapter"
     for name in _NAMES:
@@ -82,7 +82,7 @@ def _ours(title: str) -> str | None:
 
 
 def _pairs() -> Iterator[tuple[Any, Any]]:
-    """Modules, classes and functions of theirs that were imported, each with ours of the same name and module."""
+    """Their modules, classes and functions that were imported, each with ours of the same name."""
     for title, module in _found.items():
         own = _ours(title)
         if own is None or importlib.util.find_spec(own) is None:
@@ -95,34 +95,32 @@ def _pairs() -> Iterator[tuple[Any, Any]]:
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Gives our modules by their names."""
+    """Finds our module for a name of theirs.
+
+    The finder at the end of ``sys.meta_path`` (``is_last``) gives what nobody else has found: our adapter, and the
+    packages above Megatron-Core's copy, which are empty.
+    """
+
+    def __init__(self, is_last: bool) -> None:
+        self.is_last = is_last
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        own = None if fullname == _ADAPTER else _ours(fullname)
-        known = own is not None and importlib.util.find_spec(own) is not None
-        return importlib.util.spec_from_loader(fullname, self) if known else None
+        own = _ours(fullname) if (fullname == _ADAPTER) == self.is_last else None
+        if own is not None and importlib.util.find_spec(own) is not None:
+            return importlib.util.spec_from_loader(fullname, self)
+        is_above = self.is_last and _NAMES[1].startswith(f"{fullname}.")
+        return importlib.util.spec_from_loader(fullname, self, is_package=True) if is_above else None
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = importlib.import_module(_ours(spec.name) or "")
-        spec.loader_state = module.__spec__
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        own = _ours(spec.name)
+        module = None if own is None else importlib.import_module(own)
+        spec.loader_state = None if module is None else module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
+        """Restore the spec of a module of ours, which importing it by another name has replaced."""
         assert module.__spec__ is not None
-        module.__spec__ = module.__spec__.loader_state  # that of its own name, which importing it by another replaces
+        module.__spec__ = module.__spec__.loader_state or module.__spec__
 
 
-class _Parents(MetaPathFinder, Loader):
-    """Gives what lies above Megatron-Core's copy where nobody else does: empty packages, and our own adapter."""
-
-    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname == _ADAPTER:
-            return importlib.util.spec_from_loader(fullname, _FINDER)
-        above = _NAMES[1].startswith(f"{fullname}.")
-        return importlib.util.spec_from_loader(fullname, self, is_package=True) if above else None
-
-    def exec_module(self, module: ModuleType) -> None:
-        """There is nothing in it."""
-
-
-_FINDER, _PARENTS = _Finder(), _Parents()
+_FIRST, _LAST = _Finder(is_last=False), _Finder(is_last=True)

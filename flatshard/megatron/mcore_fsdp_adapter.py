@@ -2,54 +2,55 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from flatshard.api import default_device_type
+from flatshard import _torch
+from flatshard.api import default_device_type, default_mesh
+from flatshard.buffer.dtensor import without_axis
 from flatshard.megatron.distributed_data_parallel_config import DistributedDataParallelConfig, own_config
 from flatshard.megatron.fully_shard import fully_shard_optimizer
-from flatshard.megatron.marks import Names
 from flatshard.megatron.megatron_fsdp import MegatronFSDP
-from flatshard.megatron.utils import FSDPDistributedIndex, default_mesh
+from flatshard.megatron.utils import FSDPDistributedIndex, find_megatron_fsdp, is_expert
 from flatshard.optim.clip import clip_grad_norm_
 
 
 class FullyShardedDataParallel(nn.Module):
-    """A model as Megatron-Core's loop uses it: a `MegatronFSDP`, whose methods it has, and a few of its own.
+    """The model of Megatron-Core's loop: a `MegatronFSDP`, with all of its methods, in ``module``.
 
-    ``ddp_config`` and ``module`` may come in either order.
-    ``fsdp_unit_modules``: None takes what `flatshard.shard_model` finds. ``pg_collection`` has Megatron-Core's process
-    groups: ``dp_cp`` and, where they are used, ``tp``, ``expt_dp``, ``ep``, ``expt_tp``; with several optimizer
-    instances ``intra_dp_cp``, ``intra_expt_dp`` and ``inter_dist_opt``. It may also be a mesh with axes of the names
-    ``dp_cp``, ``tp`` and ``outer_fsdp_dp``, or None: all ranks are data-parallel.
+    ``ddp_config`` and ``module`` are accepted in either order.
+    ``fsdp_unit_modules``: None takes the units that `flatshard.shard_model` finds.
+    ``pg_collection`` has Megatron-Core's process groups: ``dp_cp`` and, if they are used, ``tp``, ``expt_dp``, ``ep``,
+    ``expt_tp``; with several optimizer instances ``intra_dp_cp``, ``intra_expt_dp`` and ``inter_dist_opt``. It may also
+    be a mesh with axes named ``dp_cp``, ``tp`` and ``outer_fsdp_dp``, or None: all ranks are data-parallel.
     """
 
-    # fmt: off
     def __init__(
         self, config: Any, ddp_config: Any, module: Any,
         fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None, disable_bucketing: bool = False,
         device: torch.device | None = None, pg_collection: Any = None,
-    ) -> None:
-        # fmt: on
+    ) -> None:  # fmt: skip
         super().__init__()
         if isinstance(ddp_config, nn.Module):
             ddp_config, module = module, ddp_config
         if not isinstance(module, nn.Module):
-            raise TypeError(f"expected a module and a DistributedDataParallelConfig, not {type(module).__name__}")
+            raise TypeError(f"module must be a module, beside a DistributedDataParallelConfig, not {module!r}")
         self.config, self.ddp_config = config, own_config(ddp_config)
         self.force_all_reduce = False
         if fsdp_unit_modules is None and self.ddp_config.data_parallel_sharding_strategy == "optim_grads_params":
             fsdp_unit_modules = getattr(module, "_fsdp_unit_modules", None) or "auto"
         names = ("calculate_per_token_loss", "init_model_with_meta_device")
-        said: dict[str, Any] = {name: bool(getattr(config, name, False)) for name in names}
+        choices: dict[str, Any] = {name: bool(getattr(config, name, False)) for name in names}
         index, precision = index_of(pg_collection, self.ddp_config), self.ddp_config.precision()
         given = (module, index, self.ddp_config, precision, fsdp_unit_modules, disable_bucketing, device)
-        self.module = MegatronFSDP(*given, **said)
+        self.module = MegatronFSDP(*given, **choices)
         self.param_and_grad_buffer = self.module.param_and_grad_buffer
         self.megatron_fsdp_dist_index = self.module.dist_index
 
@@ -63,31 +64,24 @@ class FullyShardedDataParallel(nn.Module):
         return self.module(*inputs, **kwargs)
 
     def stop_communication(self) -> None:
-        """Wait for all that is on its way, and release what is gathered."""
+        """Wait for all collectives, and reshard all units."""
         self.module.synchronize_gradient_reduce()
         self.module.synchronize_param_gather()
 
-    # The names in checkpoints are those of the `MegatronFSDP`.
-
-    @property
-    def names(self) -> Names:
-        """What parameters are called in checkpoints."""
-        return Names(self.module.module, self.module.dist_index)
-
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
-        """Sharded main weights, which torch.distributed.checkpoint takes; experts have the numbers of all ranks'."""
-        state, names = self.module.module.state_dict(*args, **kwargs), self.names
+        """The sharded main weights, for torch.distributed.checkpoint, with the names that `Names` describes."""
+        state, names = self.module.module.state_dict(*args, **kwargs), Names(self)
         return {prefix + names.outward(name): names.alone(name, value) for name, value in state.items()}
 
     state_dict_for_save_checkpoint = state_dict
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """`state_dict` with a prefix. Tensors say by themselves how they are cut."""
+        """`state_dict` with a prefix. The other arguments are not needed: DTensors have their offsets."""
         return self.state_dict(prefix=prefix)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Entries ``*_extra_state`` may be left out."""
-        names = self.names
+        """Load what `state_dict` returned. Entries ``*_extra_state`` may be missing, even if ``strict``."""
+        names = Names(self)
         own = {(name := names.inward(key)): names.together(name, value) for key, value in state_dict.items()}
         loaded = self.module.module.load_state_dict(own, strict=False, assign=assign)
         missing = [name for name in loaded.missing_keys if not name.endswith("_extra_state")]
@@ -97,62 +91,52 @@ class FullyShardedDataParallel(nn.Module):
 
 
 def index_of(groups: Any, config: DistributedDataParallelConfig) -> FSDPDistributedIndex:
-    """Where data parallelism is, from Megatron-Core's process groups, a mesh, or nothing."""
-    outer = config.outer_dp_sharding_strategy == "optim"
-    if groups is None:
-        return FSDPDistributedIndex(default_mesh("dp_cp", "tp"), "dp_cp", tp_dim="tp")
-    if isinstance(groups, DeviceMesh):
-        names = groups.mesh_dim_names or ()
-        known = {key: name if name in names else None for key, name in _AXES.items()}
-        return FSDPDistributedIndex(groups, hsdp_outer_dp_shard=outer, **known)  # type: ignore[arg-type]
-    hybrid = config.num_distributed_optimizer_instances > 1
-    axes = [("outer_fsdp_dp", groups.inter_dist_opt)] if hybrid else []
-    mesh = _mesh([*axes, ("dp_cp", groups.intra_dp_cp if hybrid else groups.dp_cp), ("tp", _of(groups, "tp"))])
-    experts = _of(groups, "intra_expt_dp" if hybrid else "expt_dp")
-    inner = [("dp_cp", experts), ("ep", _of(groups, "ep")), ("tp", _of(groups, "expt_tp"))]
-    expert_mesh = None if experts is None else _mesh([*axes, *inner])
-    given: dict[str, Any] = {"dp_shard_dim": "dp_cp", "dp_outer_dim": "outer_fsdp_dp" if hybrid else None}
-    given["tp_dim"] = "tp" if "tp" in (mesh.mesh_dim_names or ()) else None
-    given |= {"hybrid_fsdp_group": groups.dp_cp if hybrid else None, "expt_device_mesh": expert_mesh}
-    given |= {"fsdp_group_ag": _of(groups, "dp_cp_ag"), "expt_fsdp_group_ag": _of(groups, "expt_dp_ag")}
-    return FSDPDistributedIndex(mesh, hsdp_outer_dp_shard=outer, **given)
+    """The meshes of Megatron-Core's process groups, of a mesh, or of all ranks if ``groups`` is None."""
+    mesh, others = default_mesh(("dp_cp", "tp")) if groups is None else groups, {}
+    if not isinstance(mesh, DeviceMesh):
+        hybrid = config.num_distributed_optimizer_instances > 1
+        axes = [("outer_fsdp_dp", groups.inter_dist_opt)] if hybrid else []
+        mesh = _mesh([*axes, ("dp_cp", groups.intra_dp_cp if hybrid else groups.dp_cp), ("tp", _of(groups, "tp"))])
+        experts = _of(groups, "intra_expt_dp" if hybrid else "expt_dp")
+        inner = [("dp_cp", experts), ("ep", _of(groups, "ep")), ("tp", _of(groups, "expt_tp"))]
+        others = {
+            "expt_device_mesh": None if experts is None else _mesh([*axes, *inner]),
+            "hybrid_fsdp_group": groups.dp_cp if hybrid else None,
+            "fsdp_group_ag": _of(groups, "dp_cp_ag"),
+            "expt_fsdp_group_ag": _of(groups, "expt_dp_ag"),
+        }
+    names = {"dp_shard_dim": "dp_cp", "dp_outer_dim": "outer_fsdp_dp", "tp_dim": "tp"}
+    known: Any = {key: name for key, name in names.items() if name in (mesh.mesh_dim_names or ())}
+    is_outer_sharded = config.outer_dp_sharding_strategy == "optim"
+    return FSDPDistributedIndex(mesh, hsdp_outer_dp_shard=is_outer_sharded, **known, **others)
 
 
 def _of(groups: Any, name: str) -> Any:
     return getattr(groups, name, None)
 
 
-_AXES = {"dp_shard_dim": "dp_cp", "dp_outer_dim": "outer_fsdp_dp", "tp_dim": "tp"}
-
-
 def _mesh(axes: Sequence[tuple[str, Any]]) -> DeviceMesh:
-    """The mesh of which these process groups are the axes, as this rank sees it."""
+    """The mesh whose axes are these process groups of this rank. It must be regular: its ranks at equal distances."""
     named = [(name, group) for name, group in axes if group is not None and (name == "dp_cp" or group.size() > 1)]
     names, groups = zip(*named)
-    ranks = _ranks_of(list(groups))
-    return DeviceMesh.from_group(list(groups), default_device_type(), mesh=ranks, mesh_dim_names=tuple(names))
-
-
-def _ranks_of(groups: list[Any]) -> Any:
-    """The ranks of a mesh by its axes: those of regular meshes lie at equal distances along each."""
     members = [sorted(torch.distributed.get_process_group_ranks(group)) for group in groups]
     steps = [ranks[1] - ranks[0] if len(ranks) > 1 else 0 for ranks in members]
     me = torch.distributed.get_rank()
-    corner = me - sum(ranks.index(me) * step for ranks, step in zip(members, steps))
-    grid = torch.tensor(corner)
-    for ranks, step in zip(members, steps):
+    grid = torch.tensor(me - sum(ranks.index(me) * step for ranks, step in zip(members, steps)))
+    for name, ranks, step in zip(names, members, steps):
         if ranks != [ranks[0] + number * step for number in range(len(ranks))]:
-            raise ValueError(f"pg_collection: ranks {ranks} of a group lie at unequal distances; give a mesh instead")
+            raise ValueError(
+                f"pg_collection: the ranks {ranks} of {name} are not at equal distances; pass a mesh instead"
+            )
         grid = grid.unsqueeze(-1) + torch.arange(len(ranks)) * step
-    return grid.tolist()
+    return DeviceMesh.from_group(list(groups), default_device_type(), mesh=grid.tolist(), mesh_dim_names=names)
 
 
 class DistributedOptimizer:
-    """An optimizer over sharded parameters, as Megatron-Core's loop uses it; ``state_dict`` has numbers for names.
+    """The optimizer of Megatron-Core's loop. ``state_dict`` has numbers as keys, `sharded_state_dict` has names.
 
-    ``model_chunks`` are the `FullyShardedDataParallel` models whose parameters it has; ``per_model_buffers`` is there
-    for the sake of the signature. ``step`` returns whether it stepped, the norm of all gradients if ``clip_grad`` is
-    positive, and None.
+    ``model_chunks`` are the models whose parameters the optimizer has; ``per_model_buffers`` is not used. ``step``
+    returns True, the norm of all gradients (None unless ``clip_grad`` is positive), and None.
     """
 
     def __init__(
@@ -164,19 +148,19 @@ class DistributedOptimizer:
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("param_groups", "state", "state_dict", "zero_grad"):
-            raise AttributeError(f"{name}: not in the DistributedOptimizer of flatshard.megatron")
+            raise AttributeError(f"{name}: the DistributedOptimizer of flatshard.megatron does not have this attribute")
         return getattr(self.optimizer, name)
 
     def get_parameters(self) -> list[nn.Parameter]:
-        """All of its parameters."""
+        """All parameters, in the order of their groups."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def clip_grad_norm(self, clip_grad: float) -> float:
-        """The norm of all gradients, which are scaled so that it is at most ``clip_grad``."""
+        """Scale all gradients so that their norm is at most ``clip_grad``, and return the norm before."""
         return float(clip_grad_norm_(self.get_parameters(), clip_grad))
 
     def step(self) -> tuple[bool, float | None, None]:
-        """Complete gradients, clip them, step, and bring compute weights up to date."""
+        """Complete and clip gradients, step, and update compute weights."""
         for chunk in self.model_chunks:
             chunk.complete_gradients()  # type: ignore[operator]
         norm = self.clip_grad_norm(self.clip_grad) if self.clip_grad > 0 else None
@@ -186,36 +170,113 @@ class DistributedOptimizer:
     def sharded_state_dict(
         self, model_sharded_state_dict: Any = None, is_loading: bool = False, **unused: Any
     ) -> dict[str, Any]:
-        """The state by the names of parameters, for torch.distributed.checkpoint to save, or to load into."""
+        """The state by names of parameters, for torch.distributed.checkpoint to save or to load into."""
         state, named = self.optimizer.state_dict(), self._named()
         entries = {}
         for number, entry in state["state"].items():
             key, name, names = named[number]
             entries[key] = {what: names.alone(name, value) for what, value in entry.items()}
-        # Which parameters are in a group is not said: each rank has experts of its own in them.
+        # Without the numbers of parameters: ranks have different experts in their groups.
         groups = [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
         return {"state": entries, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state by numbers or by names. Groups are those of the optimizer, in their order."""
+        """Load a state by numbers or by names. The groups must be those of this optimizer, in the same order."""
         if any(isinstance(key, str) for key in state_dict["state"]):
-            own = self.optimizer.state_dict()["param_groups"]
-            if len(own) != len(state_dict["param_groups"]):
-                raise ValueError(f"{len(state_dict['param_groups'])} groups of parameters were saved, not {len(own)}")
+            own, saved = self.optimizer.state_dict()["param_groups"], state_dict["param_groups"]
+            if len(own) != len(saved):
+                raise ValueError(f"the state dict has {len(saved)} param_groups; the optimizer has {len(own)}")
             state = {}
             for number, (key, name, names) in enumerate(self._named()):
                 if key in state_dict["state"]:
                     state[number] = {w: names.together(name, v) for w, v in state_dict["state"][key].items()}
-            groups = [{**g, "params": mine["params"]} for g, mine in zip(state_dict["param_groups"], own)]
+            groups = [{**group, "params": mine["params"]} for group, mine in zip(saved, own)]
             state_dict = {"state": state, "param_groups": groups}
         self.optimizer.load_state_dict(state_dict)
 
     def _named(self) -> list[tuple[str, str, Names]]:
-        """Of its parameters, in the order of its groups: names in checkpoints, in their chunks, and who knows."""
+        """Of each parameter, in the order of groups: its name in checkpoints, in its model, and the model's `Names`."""
         known = {}
         for number, chunk in enumerate(self.model_chunks):
-            model: Any = chunk.module if isinstance(chunk, FullyShardedDataParallel) else chunk
-            names, prefix = Names(model.module, model.dist_index), f"{number}." if self.model_chunks[1:] else ""
-            for name, parameter in model.module.named_parameters():
+            names, prefix = Names(chunk), f"{number}." if self.model_chunks[1:] else ""
+            for name, parameter in names.parameters.items():
                 known[id(parameter)] = prefix + names.outward(name), name, names
         return [known[id(parameter)] for parameter in self.get_parameters()]
+
+
+class Names:
+    """The names of a sharded model's parameters in checkpoints, where the experts of all ranks come together.
+
+    The number of an expert, in the list that it is in (``experts.local_experts.3.weight``) or at the end of its name
+    (``experts.weight3``), becomes its number among the experts of all ranks, so that a checkpoint can be loaded on any
+    number of ranks. A parameter without a number is a stack of experts: one tensor with those of all ranks.
+
+    If a parameter has a ``partition_stride``, tensor-parallel ranks have alternating parts of it (gate and up of a
+    gated layer). Its name says so: it can only be loaded on as many tensor-parallel ranks, and is missing otherwise.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """``model``: a `MegatronFSDP` or what contains one."""
+        wrapper = find_megatron_fsdp(model)
+        assert isinstance(wrapper, MegatronFSDP)
+        self._index = index = wrapper.dist_index
+        self.parameters = dict(wrapper.module.named_parameters())
+        self._numbered: dict[str, str] = {}  # experts with a number
+        self._outward: dict[str, str] = {}
+        for name, parameter in self.parameters.items():
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            axes = () if mesh is None else mesh.mesh_dim_names or ()
+            if mesh is not None and is_expert(parameter) and index.ep_dim in axes:
+                numbered = _numbered(wrapper.module, name, mesh.get_local_rank(index.ep_dim))
+                if numbered is not None:
+                    self._numbered[name] = numbered
+            stride, outward = getattr(parameter, "partition_stride", 1), self._numbered.get(name, name)
+            if mesh is not None and stride > 1 and index.tp_dim in axes:
+                outward += f".stride_{stride}_of_{mesh.size(axes.index(index.tp_dim))}"
+            self._outward[name] = outward
+        self._inward = {outward: name for name, outward in self._outward.items()}
+
+    def outward(self, name: str) -> str:
+        """The name in checkpoints."""
+        return self._outward.get(name, name)
+
+    def inward(self, name: str) -> str:
+        """The name in this rank's model."""
+        return self._inward.get(name, name)
+
+    def alone(self, name: str, value: Any) -> Any:
+        """The part of this rank's expert in ``value``, a tensor of the shape of parameter ``name``."""
+        known = name in self._numbered and isinstance(value, DTensor)
+        if not known or value.shape != self.parameters[name].shape:
+            return value
+        root, axis = self._index.get_root_mesh(is_expert_parallel=True), self._index.ep_dim
+        assert root is not None
+        assert axis is not None
+        names = tuple(each for each in value.device_mesh.mesh_dim_names or () if each != axis)
+        mine = self._index.mesh_of(is_expert_parallel=True)
+        return without_axis(value, axis, mine if names == mine.mesh_dim_names else root[names])
+
+    def together(self, name: str, value: Any) -> Any:
+        """The inverse of `alone`, for a tensor that is sharded as `alone` returns it, or a plain full one."""
+        if name not in self._numbered or not isinstance(value, torch.Tensor) or not value.dim():
+            return value
+        parameter = self.parameters[name]
+        if not isinstance(value, DTensor):
+            return _torch.like_dtensor(parameter, _torch.part_of(value, self.alone(name, parameter)))
+        return _torch.like_dtensor(parameter, _torch.local_of(value))
+
+
+def _numbered(model: nn.Module, name: str, rank: int) -> str | None:
+    """The name of an expert's parameter with its number among the experts of all ranks; None if it has no number."""
+    parts = name.split(".")
+    for place, part in enumerate(parts[:-1]):
+        container = model.get_submodule(".".join(parts[:place]))
+        if part.isdecimal() and all(is_expert(parameter) for parameter in container.parameters()):
+            parts[place] = str(int(part) + rank * len(list(container.children())))
+            return ".".join(parts)
+    found = re.fullmatch(r"(.*?)(\d+)", parts[-1])
+    if found is None:
+        return None
+    siblings = model.get_submodule(".".join(parts[:-1]))._parameters
+    count = sum(re.fullmatch(re.escape(found[1]) + r"\d+", other) is not None for other in siblings)
+    return ".".join([*parts[:-1], f"{found[1]}{int(found[2]) + rank * count}"])

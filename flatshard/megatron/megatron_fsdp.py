@@ -22,10 +22,9 @@ from flatshard.engine.tree.build import units_below
 from flatshard.engine.tree.materialize import materialize
 from flatshard.megatron import utils
 from flatshard.megatron.distributed_data_parallel_config import DistributedDataParallelConfig, own_config, schedule_of
-from flatshard.megatron.marks import distribute_marked, plan_units
 from flatshard.megatron.mixed_precision import MixedPrecisionPolicy, engine_policy
 from flatshard.megatron.param_and_grad_buffer import ParamAndGradBuffer
-from flatshard.megatron.utils import FSDPDistributedIndex, initial_values, register_memory, take_first
+from flatshard.megatron.utils import FSDPDistributedIndex
 from flatshard.module import FSDPModule
 from flatshard.optim.clip import find_nonfinite
 
@@ -130,16 +129,16 @@ class MegatronFSDP(nn.Module):
         index, config = self.dist_index, self.ddp_config
         # What is refused is refused before anything is changed.
         if config.nccl_ub:
-            register_memory(None, index.dp_mesh)
+            utils.register_memory(None, index.dp_mesh)
         strategy: Any = config.data_parallel_sharding_strategy
         if not classes and strategy in (3, "optim_grads_params"):
             strategy = "no_shard"  # replicated, as by DistributedDataParallel
-        choices = {"layout": layout, "strategy": strategy, "values": initial_values()}
+        choices = {"layout": layout, "strategy": strategy, "values": utils.initial_values()}
         choices |= {"mp_policy": engine_policy(self.mp_policy), "schedule": schedule_of(config)}
-        planned = plan_units(module, classes, fine_grained=fine_grained, single=single)
+        planned = utils.plan_units(module, classes, fine_grained=fine_grained, single=single)
         units = [(modules, expert, index.mesh_of(expert)) for modules, expert in [*planned, ([module], False)]]
         self._has_experts = any(expert for _, expert, _ in units)
-        distribute_marked(module, index)
+        utils.distribute_marked(module, index)
         for modules, expert, mesh in units:
             scale: Any = "sum" if self.calculate_per_token_loss else "mean"
             data = index.dp_mesh if expert and scale == "mean" else None  # the tokens of all ranks reach an expert
@@ -321,7 +320,7 @@ class MegatronFSDP(nn.Module):
             mesh = parameter.device_mesh
             for axis, placement in enumerate(parameter.placements):
                 if isinstance(placement, Replicate) and mesh.size(axis) > 1:
-                    take_first(lane, mesh, axis, parameter.to_local().detach())
+                    utils.take_first(lane, mesh, axis, parameter.to_local().detach())
         self._root.refresh_weights()
 
     def _replace_param_with_raw_if_needed(self) -> None:

@@ -1,7 +1,7 @@
-"""DTensors whose shards may be of any length: where they lie, how they go into checkpoints, how to put them together.
+"""DTensors whose shards have any length: their offsets, their checkpoints, and their full tensors.
 
-flatshard's own tensors know all of this by themselves. For others, made by `DTensor.from_local` with a global shape,
-the ranks of their mesh tell each other how much they hold.
+flatshard's own DTensors store their offsets. For DTensors that were made by `DTensor.from_local` with a global shape,
+the ranks of the mesh exchange the sizes of their shards.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _ANY = Callable[[Any], bool]
 
 
 def gather_and_compute_chunk_metadata(dtensor: DTensor) -> Any:
-    """Which box of the whole this rank holds (``offsets``, ``sizes``). All ranks of the mesh call it.
+    """The ``offsets`` and ``sizes`` of this rank's shard in the full tensor. All ranks of the mesh call it.
 
-    CheckpointError, on all of them, if they tell of different tensors, or of parts that do not make up the whole.
+    Raises CheckpointError on all ranks if they pass different tensors, or if the shards do not add up to the shape.
     """
     local = _torch.local_of(dtensor)
     if isinstance(dtensor, RaggedDTensor):
         return _described(dtensor)
     mesh, lane = dtensor.device_mesh, _lane(dtensor)
-    said = f"{tuple(dtensor.shape)} {dtensor.placements} {dtensor.dtype}"
-    _agree(lane, mesh, _digest(said), f"metadata contract mismatch: this rank has a tensor {said}, others have another")
+    found = f"{tuple(dtensor.shape)} {dtensor.placements} {dtensor.dtype}"
+    _agree(dtensor, found, f"metadata contract mismatch: this rank has a tensor {found}, other ranks have another one")
     offsets, sizes = [0] * local.dim(), list(local.shape)
     for axis in _inner_first(dtensor.placements):
         placement: Any = dtensor.placements[axis]
@@ -49,22 +49,22 @@ def gather_and_compute_chunk_metadata(dtensor: DTensor) -> Any:
         held = gathered_rows(lane, mesh.get_group(axis), mine, "uneven").flatten().tolist()
         offsets[placement.dim] += sum(held[: mesh.get_local_rank(axis)])
         sizes[placement.dim] = sum(held)
-    whole = tuple(sizes) == tuple(dtensor.shape)
-    _agree(lane, mesh, int(whole), f"the parts of a tensor do not compose its shape {tuple(dtensor.shape)}", wanted=1)
+    wanted = tuple(dtensor.shape)
+    _agree(dtensor, tuple(sizes), f"the shards of all ranks, {tuple(sizes)}, do not compose {wanted}", wanted)
     return chunk(offsets, local.shape)
 
 
 def _described(dtensor: DTensor) -> Any:
-    """The box that a tensor says it is of the whole; an empty one where it has none."""
+    """The offsets and sizes that a tensor stores; an empty shard if it stores none."""
     boxes = dtensor.__create_chunk_list__()
     return boxes[0] if boxes else chunk([0] * dtensor.dim(), tuple(_torch.local_of(dtensor).shape))
 
 
 def _inner_first(placements: Sequence[Any]) -> list[int]:
-    """The sharded axes, from the one that cuts last. A strided shard is cut after those that follow it."""
+    """The sharded axes, beginning with the last cut. A strided shard is cut after the axes that follow it."""
     for placement in placements:
         if not isinstance(placement, (Shard, Replicate, _torch.StridedShard)):
-            raise ValueError(f"a tensor that is placed {placement} has no parts that make it up")
+            raise ValueError(f"placement {placement}: must be Shard or Replicate; redistribute the tensor first")
     strided = [axis for axis, placement in enumerate(placements) if isinstance(placement, _torch.StridedShard)]
     plain = [axis for axis, p in enumerate(placements) if isinstance(p, Shard) and axis not in strided]
     return [*strided, *reversed(plain)]
@@ -74,15 +74,12 @@ def _lane(dtensor: DTensor) -> Lane:
     return Lane("uneven", torch.device(dtensor.device_mesh.device_type))
 
 
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
-
-
-def _agree(lane: Lane, mesh: DeviceMesh, number: int, otherwise: str, wanted: int | None = None) -> None:
-    """Raise on all ranks of a mesh unless all have the same number, which is ``wanted``."""
-    lowest, highest = lane.most([mesh], [-number, number], "a number")
-    if -lowest != highest or wanted not in (None, highest):
-        # Megatron-Core's own exception too, for code that awaits that.
+def _agree(dtensor: DTensor, found: Any, otherwise: str, wanted: Any = None) -> None:
+    """Raise on all ranks of the mesh unless ``found`` is the same on all of them and, if given, ``wanted``."""
+    number = int.from_bytes(hashlib.sha256(str(found).encode()).digest()[:6], "big")
+    lowest, highest = _lane(dtensor).most([dtensor.device_mesh], [-number, number], "a number")
+    if -lowest != highest or wanted not in (None, found):
+        # It is Megatron-Core's exception too, for code that catches that one.
         core: Any = sys.modules.get("megatron.core.dist_checkpointing.core")
         theirs = getattr(core, "CheckpointingException", None)
         kind = CheckpointError if theirs is None else type("CheckpointError", (CheckpointError, theirs), {})
@@ -90,14 +87,14 @@ def _agree(lane: Lane, mesh: DeviceMesh, number: int, otherwise: str, wanted: in
 
 
 def update_uneven_dtensor_chunk_metadata(dtensor: DTensor) -> None:
-    """Let torch.distributed.checkpoint know which part of the whole this rank holds. All ranks of the mesh call it."""
+    """Store offsets and sizes in ``dtensor`` for torch.distributed.checkpoint. All ranks of the mesh call it."""
     if isinstance(dtensor, RaggedDTensor):
         return
     _describe(dtensor, gather_and_compute_chunk_metadata(dtensor))
 
 
 def _describe(dtensor: DTensor, box: Any) -> None:
-    """Let torch.distributed.checkpoint know that this rank's part of the whole is ``box``."""
+    """Store ``box`` as offsets and sizes of this rank's shard, for torch.distributed.checkpoint."""
     local, shape = _torch.local_of(dtensor), dtensor.shape
 
     def write_items(fqn: str, tensor: Any) -> list[Any]:
@@ -109,19 +106,19 @@ def _describe(dtensor: DTensor, box: Any) -> None:
 
 
 def validate_uneven_dtensor(dtensor: DTensor) -> None:
-    """AssertionError, on all ranks, unless the parts of all ranks make up the whole."""
+    """Raise AssertionError on all ranks unless the shards of all ranks add up to the full tensor."""
     try:
         box = gather_and_compute_chunk_metadata(dtensor)
     except CheckpointError as error:
         raise AssertionError(str(error)) from error
     if any(offset + size > whole for offset, size, whole in zip(box.offsets, box.sizes, dtensor.shape)):
-        raise AssertionError(f"a part at {box.offsets} of {box.sizes} does not lie in {tuple(dtensor.shape)}")
+        raise AssertionError(f"a shard {box.sizes} at {box.offsets} exceeds the shape {tuple(dtensor.shape)}")
 
 
 def filter_unflattened_state_dict(
     state_dict: dict[Any, Any], key_chain: Sequence[Any] = (), visit_condition: _ANY = lambda value: False
 ) -> list[list[Any]]:
-    """The keys, from the outside in, of all values in nested dicts that meet a condition."""
+    """The key chains, outermost key first, of all values in nested dicts for which the condition is true."""
     found: list[list[Any]] = []
     for key, value in state_dict.items():
         chain = [*key_chain, key]
@@ -133,7 +130,7 @@ def filter_unflattened_state_dict(
 
 
 def get_unflattened_state_dict(state_dict: dict[Any, Any], key_chain: Sequence[Any] = ()) -> Any:
-    """The value in nested dicts at these keys."""
+    """The value at a key chain of nested dicts."""
     try:
         return functools.reduce(operator.getitem, key_chain, state_dict)
     except (KeyError, TypeError) as error:
@@ -141,33 +138,31 @@ def get_unflattened_state_dict(state_dict: dict[Any, Any], key_chain: Sequence[A
 
 
 def _tensors_in(state_dict: dict[Any, Any]) -> list[DTensor]:
-    """The DTensors of a state dict, by name; CheckpointError, on all ranks, if they are not the same everywhere."""
+    """The DTensors of a state dict, sorted by name. CheckpointError on all ranks if their names differ."""
     chains = sorted(filter_unflattened_state_dict(state_dict, (), lambda value: isinstance(value, DTensor)), key=str)
     tensors: list[DTensor] = [get_unflattened_state_dict(state_dict, chain) for chain in chains]
     if tensors:
-        said = _digest(" ".join(map(str, chains)))
-        otherwise = "metadata contract mismatch: the state dicts of ranks have different tensors"
-        _agree(_lane(tensors[0]), tensors[0].device_mesh, said, otherwise)
+        _agree(tensors[0], chains, "metadata contract mismatch: the state dicts of ranks have different tensors")
     return tensors
 
 
 def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[Any, Any]) -> dict[Any, Any]:
-    """`update_uneven_dtensor_chunk_metadata` of all tensors in a state dict, which is returned."""
+    """`update_uneven_dtensor_chunk_metadata` for all DTensors of a state dict, which is returned."""
     for tensor in _tensors_in(state_dict):
         update_uneven_dtensor_chunk_metadata(tensor)
     return state_dict
 
 
 def validate_state_dict_for_uneven_dtensor(state_dict: dict[Any, Any]) -> None:
-    """`validate_uneven_dtensor` of all tensors in a state dict."""
+    """`validate_uneven_dtensor` for all DTensors of a state dict."""
     for tensor in _tensors_in(state_dict):
         validate_uneven_dtensor(tensor)
 
 
 def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> torch.Tensor:
-    """The whole tensor, on every rank. All ranks of the mesh call it; no gradient flows through it."""
+    """The full tensor, on every rank. All ranks of the mesh call it; it is not differentiable."""
     if not isinstance(dtensor, DTensor):
-        raise TypeError(f"expected a DTensor, not a {type(dtensor).__name__}")
+        raise TypeError(f"dtensor must be a DTensor, not a {type(dtensor).__name__}")
     if isinstance(dtensor, RaggedDTensor):
         return dtensor.full_tensor()
     box, local = gather_and_compute_chunk_metadata(dtensor), _torch.local_of(dtensor).detach()
@@ -186,7 +181,7 @@ def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> torch.Tensor:
 
 
 def redistribute_uneven_dtensor_to_replicated(dtensor: DTensor) -> DTensor:
-    """The whole tensor as a DTensor that every rank has."""
+    """The full tensor as a DTensor with Replicate placements."""
     everywhere = [Replicate() for _ in dtensor.placements]
     return DTensor.from_local(uneven_dtensor_to_full_tensor(dtensor), dtensor.device_mesh, everywhere, run_check=False)
 
@@ -199,16 +194,15 @@ def make_uneven_dtensor(
     post_process_uneven: bool = False, copy_chunk_meta_from: DTensor | None = None,
     chunk_metadata: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> DTensor:  # fmt: skip
-    """A DTensor of this shape over this rank's part of it, which may have any length.
+    """A DTensor of the global ``shape`` over this rank's shard, which may have any length.
 
-    Which part that is, torch.distributed.checkpoint is told: as all ranks of the mesh find out
-    (``post_process_uneven``), as another tensor of the same parts says, or by offsets and sizes.
+    Offsets and sizes for torch.distributed.checkpoint are exchanged by all ranks of the mesh (``post_process_uneven``),
+    copied from a tensor that is sharded alike (``copy_chunk_meta_from``), or given (``chunk_metadata``).
     """
     if len(placements) != dp_mesh.ndim:
         raise ValueError(f"{len(placements)} placements were given for a mesh of {dp_mesh.ndim} axes")
-    meta = torch.empty(torch.Size(shape), device="meta")
-    local = local_tensor.reshape(-1, *meta.shape[1:]) if meta.dim() else local_tensor
-    made = _torch.make_dtensor(local, dp_mesh, placements, meta.shape, meta.stride())
+    local = local_tensor.reshape(-1, *shape[1:]) if len(shape) else local_tensor
+    made = _torch.make_dtensor(local, dp_mesh, placements, torch.Size(shape))
     if post_process_uneven:
         update_uneven_dtensor_chunk_metadata(made)
     elif copy_chunk_meta_from is not None:
@@ -221,9 +215,9 @@ def make_uneven_dtensor(
 def get_state_dict(
     model: nn.Module, optimizers: Optimizer | Sequence[Optimizer], **choices: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """torch.distributed.checkpoint's `get_state_dict`, whose tensors know which parts of the whole they are.
+    """`get_state_dict` of torch.distributed.checkpoint, with offsets and sizes stored in all DTensors.
 
-    Those of flatshard's models do so by themselves; for others, all ranks of their mesh find out.
+    DTensors of flatshard's models store them already; for other DTensors all ranks of the mesh exchange them.
     """
     found: tuple[dict[str, Any], dict[str, Any]] = states_of(model, optimizers, **choices)
     if any(isinstance(parameter, DTensor) and group_of(parameter) is None for parameter in model.parameters()):
@@ -236,21 +230,18 @@ def split_dtensor(
     dtensor: DTensor, split_size_or_sections: int | Sequence[int], dim: int = 0,
     update_uneven_dtensor_chunk_meta: bool = False,
 ) -> Iterator[DTensor]:  # fmt: skip
-    """`torch.split` along a dim, without communicating values: each rank keeps what it holds of each part.
+    """`torch.split` along a dim. Each rank keeps its elements of each part; no values are communicated.
 
-    The parts are uneven; with ``update_uneven_dtensor_chunk_meta`` they say so to torch.distributed.checkpoint.
+    The parts are uneven; ``update_uneven_dtensor_chunk_meta``: `update_uneven_dtensor_chunk_metadata` for each part.
     """
-    whole, sections = torch.empty(dtensor.shape[dim], device="meta"), split_size_or_sections
-    sections = [len(part) for part in whole.split(sections)] if isinstance(sections, int) else sections
+    split: Any = torch.empty(dtensor.shape[dim], device="meta").split(split_size_or_sections)
     box, local, start = gather_and_compute_chunk_metadata(dtensor), _torch.local_of(dtensor), 0
-    for size in sections:
+    placements = [Shard(p.dim) if isinstance(p, Shard) else p for p in dtensor.placements]
+    for size in map(len, split):
         first = min(max(start - box.offsets[dim], 0), local.shape[dim])
         last = min(max(start + size - box.offsets[dim], first), local.shape[dim])
         shape = torch.Size([size if d == dim else length for d, length in enumerate(dtensor.shape)])
-        placements = [Shard(p.dim) if isinstance(p, Shard) else p for p in dtensor.placements]
-        stride = torch.empty(shape, device="meta").stride()
-        part = local.narrow(dim, first, last - first)
-        made = DTensor.from_local(part, dtensor.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+        made = _torch.make_dtensor(local.narrow(dim, first, last - first), dtensor.device_mesh, placements, shape)
         if update_uneven_dtensor_chunk_meta:
             update_uneven_dtensor_chunk_metadata(made)
         start += size

@@ -1,4 +1,4 @@
-"""Megatron-FSDP's second version, in its spellings of 0.6 and 0.7, over flatshard's engine."""
+"""Megatron-FSDP's second version, with the signatures of 0.6 and of 0.7."""
 
 # ruff: noqa: I001
 from flatshard.megatron.experimental.checkpoint import load_checkpoint, save_checkpoint

@@ -1,4 +1,4 @@
-"""Checkpoints of a model and its optimizer, through torch.distributed.checkpoint."""
+"""Checkpoints of a model and its optimizer by torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from flatshard.megatron.experimental.parameter_group import sync_model_weights_f
 
 
 def save_checkpoint(model: nn.Module, optimizer: Optimizer, checkpoint_dir: str | os.PathLike[str]) -> None:
-    """Save main weights and optimizer state, by the names of parameters. All ranks call it."""
+    """Save main weights and optimizer state by the names of parameters. All ranks call it."""
     save(_state(model, optimizer), checkpoint_id=checkpoint_dir)
 
 
 def load_checkpoint(
     model: nn.Module, optimizer: Optimizer, checkpoint_dir: str | os.PathLike[str], *, sync_model_weights: bool = True
 ) -> None:
-    """Load what `save_checkpoint` saved, from any number of ranks and any placements. All ranks call it.
+    """Load what `save_checkpoint` saved, on any number of ranks and with any placements. All ranks call it.
 
-    ``sync_model_weights``: bring compute weights up to date now, and not with the next forward.
+    ``sync_model_weights`` updates compute weights now; otherwise the next forward does.
     """
     state = _state(model, optimizer)
     load(state, checkpoint_id=checkpoint_dir)

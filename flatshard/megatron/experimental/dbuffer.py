@@ -21,7 +21,7 @@ from flatshard.megatron.experimental.placement import Placement, Replicate, to_e
 
 @dataclass(frozen=True)
 class GlobalLayout:
-    """Where tensors lie in the whole buffer: one run of ``size`` elements, cut into equal pieces for all ranks."""
+    """The offsets of tensors in the whole buffer of ``size`` elements, of which every rank has an equal piece."""
 
     tensor_shapes: tuple[torch.Size, ...]
     engine: Layout
@@ -29,7 +29,7 @@ class GlobalLayout:
 
     @classmethod
     def build(cls, tensor_shapes: Iterable[Sequence[int]], dp_size: int, block_size: int = 1) -> GlobalLayout:
-        """Tensors one after another; a piece is a multiple of all rows, so that it splits none."""
+        """Place tensors one after another. The piece of a rank is a multiple of every row size, so no row is split."""
         shapes = tuple(torch.Size(shape) for shape in tensor_shapes)
         slots, end = [], 0
         for shape in shapes:
@@ -42,9 +42,9 @@ class GlobalLayout:
         piece = round_up(end, dp_size * step) // dp_size
         return cls(shapes, Layout(tuple(slots), (Segment(piece),), dp_size, layout.Flat()), block_size)
 
-    size = property(lambda self: self.engine.buffer_numel(self.engine.num_shards), doc="Of the whole, in elements.")
+    size = property(lambda self: self.engine.buffer_numel(self.engine.num_shards), doc="Elements of the whole.")
     tensor_to_offset = property(
-        lambda self: tuple(slot.offset for slot in self.engine.slots), doc="The first element of each tensor."
+        lambda self: tuple(slot.offset for slot in self.engine.slots), doc="Where each tensor starts in the whole."
     )
 
 
@@ -52,22 +52,18 @@ Shapes: TypeAlias = Iterable[Sequence[int]] | GlobalLayout
 
 
 class DBuffer:
-    """Tensors of ``tensor_shapes`` (or of another buffer's layout), as far as this rank holds them.
+    """This rank's part of several tensors, in one flat ``local_buffer`` that starts at ``offset`` of the whole.
 
-    ``local_buffer`` is its memory, ``offset`` where that begins in the whole. Methods that communicate have ``out`` for
-    a buffer to write to, which may lie in the memory of this one.
+    ``tensor_shapes`` may be the ``layout`` of another buffer. Methods that communicate write to ``out`` if it is given;
+    it may be a view of this buffer's memory.
     """
 
-    # fmt: off
     def __init__(
         self, mesh: DeviceMesh, placements: Iterable[Placement], tensor_shapes: Shapes, dtype: torch.dtype,
         device: torch.device | str, *, local: torch.Tensor | None = None,
         allocation_stream: torch.cuda.Stream | None = None,
-    ) -> None:
-        # fmt: on
+    ) -> None:  # fmt: skip
         self.mesh, self.placements = mesh, tuple(placements)
-        if len(self.placements) != mesh.ndim:
-            raise ValueError(f"{len(self.placements)} placements were given for a mesh of {mesh.ndim} axes")
         blocks = {rows for each in map(to_engine, self.placements) if (rows := getattr(each, "rows", None))}
         self.layout = tensor_shapes if isinstance(tensor_shapes, GlobalLayout) else GlobalLayout.build(
             tensor_shapes, mesh.size(), math.lcm(1, *blocks)
@@ -79,20 +75,21 @@ class DBuffer:
             self._engine = buffer.DBuffer(self.layout.engine, mesh, cut, local)
         if allocation_stream is None and self.device.type == "cuda":
             allocation_stream = torch.cuda.current_stream(self.device)
-        self.allocation_stream = allocation_stream  # on which its memory was made; None where there are none
+        self.allocation_stream = allocation_stream  # None on a device without streams
 
     @classmethod
     def empty(cls, *args: Any, **kwargs: Any) -> DBuffer:
-        """A new buffer; arguments are those of the class."""
+        """A new buffer. The arguments are those of the class."""
         return cls(*args, **kwargs)
 
     @classmethod
     def from_local(
         cls, local_buffer: torch.Tensor, mesh: DeviceMesh, placements: Iterable[Any], tensor_shapes: Shapes, **on: Any
     ) -> DBuffer:
-        """A buffer over memory that is there: flat, contiguous, and of the right size. ``allocation_stream``: its."""
+        """A buffer over existing memory. ``allocation_stream`` may say on which stream that was allocated."""
         if local_buffer.dim() != 1 or not local_buffer.is_contiguous():
-            raise ValueError("local_buffer must be flat and contiguous")
+            found = f"shape {tuple(local_buffer.shape)} and stride {local_buffer.stride()}"
+            raise ValueError(f"local_buffer has {found}; it must be flat and contiguous")
         dtype, device = local_buffer.dtype, local_buffer.device
         return cls(mesh, placements, tensor_shapes, dtype, device, local=local_buffer, **on)
 
@@ -100,68 +97,61 @@ class DBuffer:
     def distribute_tensors(
         cls, tensors: Iterable[torch.Tensor], mesh: DeviceMesh, placements: Iterable[Placement], *, block_size: int = 1
     ) -> DBuffer:
-        """Keep this rank's part of whole tensors that it has. Nothing is communicated."""
-        given = [tensor.detach().contiguous() for tensor in tensors]
-        if not given:
-            raise ValueError("a buffer needs at least one tensor")
-        if len({tensor.dtype for tensor in given}) > 1:
-            raise ValueError(f"the tensors of a buffer have one dtype, not {[tensor.dtype for tensor in given]}")
+        """Keep this rank's part of whole tensors that every rank has. Nothing is communicated."""
+        given, placements = [tensor.to(mesh.device_type) for tensor in tensors], tuple(placements)
         layout = GlobalLayout.build([tensor.shape for tensor in given], mesh.size(), block_size)
-        made = cls(mesh, placements, layout, given[0].dtype, mesh.device_type)
-        for index, tensor in enumerate(given):
-            made.get_local_tensor(index).copy_(made._engine.rows_of(index, tensor))
-        return made
+        made = buffer.DBuffer.distribute(given, layout.engine, mesh, _cut(placements))
+        return cls.from_local(made.local, mesh, placements, layout)
 
-    local_buffer = property(lambda self: self._engine.local, doc="What this rank holds, flat.")
+    local_buffer = property(lambda self: self._engine.local, doc="The memory of this rank's part.")
     dtype = property(lambda self: self._engine.dtype)
     device = property(lambda self: self._engine.device)
-    is_symmetric_memory = property(lambda self: _torch.is_symmetric(self.local_buffer), doc="From torch 2.12 on.")
+    is_symmetric_memory = property(lambda self: _torch.is_symmetric(self.local_buffer), doc="False before torch 2.12.")
     offset = property(
         lambda self: self._engine.held.first * self.layout.engine.segments[0].piece,
-        doc="Where `local_buffer` begins in the whole buffer.",
+        doc="The element of the whole at which `local_buffer` starts.",
     )
 
     def get_local_tensor(self, index: int) -> torch.Tensor:
-        """What this rank holds of a tensor: rows, none, or all of it."""
+        """This rank's rows of a tensor: some, none, or all of them."""
         return self._engine.local_view(index)
 
     get_tensor_view = get_local_tensor
 
     def get_dtensor(self, index: int) -> DTensor:
-        """A tensor as a DTensor over this memory, placed as the buffer is."""
+        """A tensor as a DTensor over this memory, with the placements of the buffer."""
         wanted = tuple(map(to_torch, self.placements))
         if _torch.SUBCLASSES_DISPATCH and not any(placement.is_partial() for placement in wanted):
-            return as_dtensor(self._engine, index)  # which knows its rows
-        meta = torch.empty(self.layout.tensor_shapes[index], device="meta")
-        return _torch.make_dtensor(self.get_local_tensor(index), self.mesh, wanted, meta.shape, meta.stride())
+            return as_dtensor(self._engine, index)  # stores which rows it has
+        return _torch.make_dtensor(self.get_local_tensor(index), self.mesh, wanted, self.layout.tensor_shapes[index])
 
     def release_storage(self) -> None:
-        """Free the memory; views of it stay, and are valid again after `reallocate_storage`."""
+        """Free the memory. Views of it are valid again after `reallocate_storage`."""
         self.local_buffer.untyped_storage().resize_(0)
 
     def reallocate_storage(self) -> None:
-        """Give the buffer memory again, without values."""
+        """Allocate the memory again; its values are undefined."""
         self.local_buffer.untyped_storage().resize_(self.local_buffer.numel() * self.local_buffer.element_size())
 
     def rendezvous(self, mesh_axis: int) -> None:
-        """Let the ranks of an axis know of each other's memory, which must be symmetric. CUDA only."""
+        """Exchange the addresses of symmetric memory among the ranks of an axis, all of which call it. CUDA only."""
         if self.device.type != "cuda":
-            raise ValueError(f"rendezvous: symmetric memory is CUDA's, and this buffer is on {self.device}")
+            raise ValueError(f"rendezvous: this buffer is on {self.device}; symmetric memory needs CUDA")
         _torch.rendezvous(self.local_buffer, self.mesh.get_group(mesh_axis))
 
     def view(self, placements: Iterable[Placement]) -> DBuffer:
-        """The same memory, or a part of it, under placements that need no communication."""
+        """A buffer over the same memory, or a part of it. ValueError if the placements need communication."""
         wanted = tuple(placements)
         for old, new in zip(map(to_engine, self.placements), map(to_engine, wanted)):
             if is_sharded(old) and not is_sharded(new):
-                raise ValueError(f"DBuffer.view: {old} does not hold what {new} shows; use redistribute")
+                raise ValueError(f"DBuffer.view: an axis placed {old} does not hold all of {new}; use redistribute")
         held = DBuffer(self.mesh, wanted, self.layout, self.dtype, "meta")
         begin = held.offset - self.offset
         local = self.local_buffer[begin : begin + held.local_buffer.numel()]
         return DBuffer.from_local(local, self.mesh, wanted, self.layout, allocation_stream=self.allocation_stream)
 
     def cast(self, dtype: torch.dtype, *, out: DBuffer | None = None) -> DBuffer:
-        """The same values in another dtype; itself where nothing changes."""
+        """The same values in another dtype; this buffer if it has that dtype."""
         if out is None and dtype == self.dtype:
             return self
         target = self._target(out, self.placements, dtype)
@@ -169,19 +159,18 @@ class DBuffer:
         return target
 
     def redistribute(self, new_placements: Iterable[Placement], *, out: DBuffer | None = None) -> DBuffer:
-        """The same values under other placements."""
+        """The same values under other placements; this buffer if it has those."""
         wanted = tuple(new_placements)
         if wanted == self.placements and out is None:
             return self
-        source, cut, relabelled = self._engine, _cut(wanted), []
-        for old, new in zip(source.placements, cut):
-            if isinstance(old, layout.Replicate) and isinstance(new, layout.Partial):
+        cut, relabelled = _cut(wanted), list(self._engine.placements)
+        for axis, new in enumerate(cut):
+            if isinstance(new, layout.Partial) and isinstance(relabelled[axis], layout.Replicate):
                 if new.op != "avg":
-                    raise NotImplementedError("equal values on all ranks are their average, not addends of their sum")
-                old = new
-            relabelled.append(old)
-        source = buffer.DBuffer(self.layout.engine, self.mesh, relabelled, source.local)
-        if out is None and cut == list(source.placements):
+                    raise NotImplementedError(f"axis {axis}: Replicate can become Partial of an average, not of a sum")
+                relabelled[axis] = new
+        source = buffer.DBuffer(self.layout.engine, self.mesh, relabelled, self.local_buffer)
+        if out is None and cut == relabelled:
             return DBuffer(self.mesh, wanted, self.layout, self.dtype, self.device, local=self.local_buffer)
         target = self._target(out, wanted, self.dtype)
         own = target.local_buffer.untyped_storage().data_ptr() == self.local_buffer.untyped_storage().data_ptr()
@@ -191,24 +180,24 @@ class DBuffer:
         return target
 
     def allgather(self, mesh_axis: int, *, out: DBuffer | None = None) -> DBuffer:
-        """A sharded axis becomes Replicate."""
-        return self._change(mesh_axis, Replicate(), "allgather", out)
+        """Change a sharded axis to Replicate."""
+        return self._change("allgather", layout.Flat, mesh_axis, Replicate(), out)
 
     def allreduce(self, mesh_axis: int, *, out: DBuffer | None = None) -> DBuffer:
-        """A Partial axis becomes Replicate."""
-        return self._change(mesh_axis, Replicate(), "allreduce", out)
+        """Change a Partial axis to Replicate."""
+        return self._change("allreduce", layout.Partial, mesh_axis, Replicate(), out)
 
     def reduce_scatter(self, mesh_axis: int, new_placement: Placement, *, out: DBuffer | None = None) -> DBuffer:
-        """A Partial axis becomes sharded."""
-        return self._change(mesh_axis, new_placement, "reduce_scatter", out)
+        """Change a Partial axis to a sharded one."""
+        return self._change("reduce_scatter", layout.Partial, mesh_axis, new_placement, out)
 
     def scatter(self, mesh_axis: int, new_placement: Placement, *, out: DBuffer | None = None) -> DBuffer:
-        """A Replicate axis becomes sharded: a view of this memory, or written to ``out``. Nothing is communicated."""
-        return self._change(mesh_axis, new_placement, "scatter", out)
+        """Change a Replicate axis to a sharded one, without communication: a view, unless ``out`` is given."""
+        return self._change("scatter", layout.Replicate, mesh_axis, new_placement, out)
 
-    def _change(self, axis: int, new: Placement, method: str, out: DBuffer | None) -> DBuffer:
-        if not isinstance(self._engine.placements[axis], _CHANGED_BY[method]):
-            raise ValueError(f"{method}: axis {axis} is placed {self.placements[axis]}")
+    def _change(self, method: str, before: type, axis: int, new: Placement, out: DBuffer | None) -> DBuffer:
+        if not isinstance(self._engine.placements[axis], before):
+            raise ValueError(f"{method}: axis {axis} is placed {self.placements[axis]}; it must be {before.__name__}")
         wanted = [*self.placements[:axis], new, *self.placements[axis + 1 :]]
         return self.view(wanted) if method == "scatter" and out is None else self.redistribute(wanted, out=out)
 
@@ -222,11 +211,6 @@ class DBuffer:
         return out
 
 
-# What an axis is placed as before each of these; a buffer of the engine has no other cut than this.
-_CHANGED_BY: dict[str, type] = {"allgather": layout.Flat, "scatter": layout.Replicate}
-_CHANGED_BY |= dict.fromkeys(("allreduce", "reduce_scatter"), layout.Partial)
-
-
 def _cut(placements: Iterable[Placement]) -> list[layout.Placement]:
-    """For the engine: pieces of the layout have whole rows or blocks, so that any cut is one of rows."""
+    """Placements for the engine. Every sharded axis is `Flat`: pieces of the layout are whole rows or blocks."""
     return [layout.Flat() if is_sharded(each) else each for each in map(to_engine, placements)]

@@ -32,15 +32,15 @@ def _class_of(cls: Any) -> type:
 def fully_shard_context(
     device: torch.device | None = None, *, use_symmetric_memory: bool = False, unify_communication_stream: bool = False
 ) -> Iterator[FsdpContext]:
-    """Units that are made in here share lanes and micro-batches; they run once it has been left.
+    """Units that `fully_shard` makes in the body share lanes and micro-batches. They can run after the body.
 
-    ``device``: that of the mesh, where it is given. ``unify_communication_stream``: gathers and reduces use the same
-    process groups, and so keep one order.
+    ``device`` must be of the type of the meshes. With ``unify_communication_stream``, reduces use the process groups of
+    the gathers, so that all collectives have one order.
     """
     if _open.get() is not None:
-        raise RuntimeError("fully_shard_context does not support nesting: leave the first one")
-    context = FsdpContext(use_symmetric_memory, unify_communication_stream)
-    context.device = None if device is None else torch.device(device)
+        raise RuntimeError("fully_shard_context does not support nesting: exit the outer one first")
+    place = None if device is None else torch.device(device)
+    context = FsdpContext(use_symmetric_memory, unify_communication_stream, place)
     token = _open.set(context)
     try:
         yield context
@@ -53,22 +53,22 @@ def fully_shard(
     module: nn.Module, mesh: DeviceMesh, placements: Placements, mixed_precision_policy: Any = None,
     use_symm_mem: bool = False, grad_divisor: float = 1, *, fine_grained: bool = False, layout: Any = "tensor",
 ) -> None:  # fmt: skip
-    """Make a unit of a module, in place, within a `fully_shard_context` or without.
+    """Make a unit of ``module``, in place, inside or outside a `fully_shard_context`.
 
-    Gradients are means over the data-parallel ranks (sums, where ``placements.gradient`` is ``Partial`` of a sum),
-    divided by ``grad_divisor``. Parameters on the meta device get memory, and wait for values. ``fine_grained``: so is
-    every module below that has parameters.
+    Gradients are the mean over the data-parallel ranks (the sum, if ``placements.gradient`` has a ``Partial`` sum),
+    divided by ``grad_divisor``. Parameters on the meta device are allocated, without values. ``fine_grained`` makes a
+    unit of every module below that has parameters, too.
     """
     context = _open.get()
     below = [each for each in module.modules() if isinstance(each, FsdpModule) and each is not module]
     if any(each.context is not context for each in below) and context is not None:
-        raise ValueError("a unit below was made in another fully_shard_context")
+        raise ValueError("a unit below this module was made in another fully_shard_context; make all of them in one")
     if grad_divisor <= 0:
         raise ValueError(f"grad_divisor={grad_divisor}: must be positive")
     mesh = placements.mesh_of(mesh)
     alone, context = context is None, FsdpContext() if context is None else context
     if context.device is not None and context.device.type != mesh.device_type:
-        raise ValueError(f"fully_shard_context was given device {context.device}; the mesh is on {mesh.device_type}")
+        raise ValueError(f"fully_shard_context(device={context.device}): the mesh is on {mesh.device_type}")
     symmetric = use_symm_mem or context.use_symmetric_memory
     if symmetric:
         register_memory(None, mesh)
@@ -83,7 +83,7 @@ def fully_shard(
     for each in reversed(units):
         api.fully_shard(each, **choices)
         _adopt(each, context, mesh, symmetric)
-    for each in below if alone else ():  # one context for all units below the last one that was made
+    for each in below if alone else ():  # outside a context, the outermost unit shares its own with all units below
         context.add(each, is_open=False)
 
 
@@ -103,26 +103,19 @@ def microbatch(
     module: nn.Module | FsdpContext | None = None, is_last: bool = True, *, is_first: bool = True,
     context: FsdpContext | None = None,
 ) -> Iterator[None]:  # fmt: skip
-    """Say which micro-batch runs in the body, for the units of a context or below a module: `flatshard.microbatch`."""
+    """`flatshard.microbatch` for all units that share a context with ``module``, or for the units of ``context``.
+
+    A module without units is accepted, and nothing is done.
+    """
     target = module if context is None else context
     if (module is None) == (context is None) or not isinstance(target, (nn.Module, FsdpContext)):
-        raise TypeError("microbatch takes a module or a context, one of them")
-    contexts = [target] if isinstance(target, FsdpContext) else _contexts(target)
-    roots = [root for each in contexts for root in each.roots]
-    if isinstance(target, nn.Module) and not contexts and units_below(target):
-        roots = [target]
-    before = [(each.is_first_microbatch, each.is_last_microbatch) for each in contexts]
+        raise TypeError("microbatch takes a module or a context: give exactly one of them")
+    if isinstance(target, FsdpContext):
+        roots = target.roots
+    else:
+        contexts = dict.fromkeys(each.context for each in target.modules() if isinstance(each, FsdpModule))
+        roots = [root for each in contexts for root in each.roots] or ([target] if units_below(target) else [])
     with ExitStack() as stack:
         for root in roots:
             stack.enter_context(api.microbatch(root, is_first=is_first, is_last=is_last))
-        for each in contexts:
-            each.is_first_microbatch, each.is_last_microbatch = is_first, is_last
-        try:
-            yield
-        finally:
-            for each, (first, last) in zip(contexts, before):
-                each.is_first_microbatch, each.is_last_microbatch = first, last
-
-
-def _contexts(module: nn.Module) -> list[FsdpContext]:
-    return list(dict.fromkeys(each.context for each in module.modules() if isinstance(each, FsdpModule)))
+        yield

@@ -1,9 +1,10 @@
-"""Units, and what several of them share, as Megatron-FSDP's second version shows them."""
+"""Units and contexts of Megatron-FSDP's second version."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -16,16 +17,15 @@ from flatshard.module import FSDPModule, share_comm_ctx
 _CONTEXT = "_flatshard_megatron_context"
 
 
+@dataclass(eq=False)
 class FsdpContext:
-    """The units that were made within one `fully_shard_context`, or below one root."""
+    """The units that were made in one `fully_shard_context`, or below one root."""
 
-    def __init__(self, use_symmetric_memory: bool = False, unify_communication_stream: bool = False) -> None:
-        self.use_symmetric_memory = use_symmetric_memory
-        self.unify_communication_stream = unify_communication_stream
-        self.is_first_microbatch = self.is_last_microbatch = True
-        self.device: torch.device | None = None
-        self._units: list[weakref.ref[nn.Module]] = []
-        self._guards: list[Any] = []  # while the context is open no unit may run
+    use_symmetric_memory: bool = False
+    unify_communication_stream: bool = False
+    device: torch.device | None = None
+    _units: list[weakref.ref[nn.Module]] = field(default_factory=list)
+    _guards: list[Any] = field(default_factory=list)  # hooks that raise if a unit runs before `close`
 
     def _ordered(self, modules: Callable[[nn.Module], Iterator[nn.Module]], backwards: bool = False) -> list[nn.Module]:
         mine, roots = {id(unit) for unit in self.units}, self.roots
@@ -33,17 +33,19 @@ class FsdpContext:
 
     @property
     def roots(self) -> list[nn.Module]:
-        """Units that lie in no other."""
+        """The outermost units."""
         below = {id(each) for unit in self.units for each in unit.modules() if each is not unit}
         return [unit for unit in self.units if id(unit) not in below]
 
-    units = property(lambda self: [module for ref in self._units if (module := ref()) is not None])  # as they were made
-    forward_order = property(lambda self: self._ordered(nn.Module.modules), doc="Units as forwards come to them.")
-    backward_order = property(lambda self: self._ordered(_backward, True), doc="Units as backwards come to them.")
+    units = property(lambda self: [unit for ref in self._units if (unit := ref()) is not None])  # in order of creation
+    forward_order = property(lambda self: self._ordered(nn.Module.modules), doc="Units in the order of a forward.")
+    backward_order = property(lambda self: self._ordered(_backward, True), doc="Units in the order of a backward.")
     parameter_groups = property(lambda self: [group for unit in self.units for group in unit.parameter_groups])
+    is_first_microbatch = property(lambda self: all(_unit(module).is_first for module in self.units))
+    is_last_microbatch = property(lambda self: all(_unit(module).is_last for module in self.units))
 
     def add(self, module: nn.Module, is_open: bool) -> None:
-        """A unit has been made."""
+        """Take in a new unit. While the context is open, a forward of the unit raises."""
         self._units.append(weakref.ref(module))
         module.__dict__[_CONTEXT] = self
         unit = _unit(module)
@@ -53,7 +55,7 @@ class FsdpContext:
             self._guards.append(module.register_forward_pre_hook(_refuse_forward, prepend=True))
 
     def close(self) -> None:
-        """All units have been made: they may run, and roots share lanes."""
+        """Let the units run, and their roots share lanes."""
         for guard in self._guards:
             guard.remove()
         self._guards = []
@@ -69,14 +71,14 @@ def _backward(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _refuse_forward(module: nn.Module, args: Any) -> None:
-    raise RuntimeError(f"{type(module).__name__} cannot run yet: Exit fully_shard_context first")
+    raise RuntimeError(f"{type(module).__name__} cannot run inside fully_shard_context. Exit fully_shard_context first")
 
 
 _RANGE_PUSH = torch.cuda.nvtx.range_push
 
 
 class AnnotatedUnit(Unit):
-    """A unit whose forwards and backwards are NVTX ranges, on CUDA or where something stands in for NVTX."""
+    """A unit whose forwards and backwards are NVTX ranges: on CUDA, or if ``torch.cuda.nvtx`` has been replaced."""
 
     @property
     def phase(self) -> Phase:
@@ -94,29 +96,29 @@ class AnnotatedUnit(Unit):
 
 
 class FsdpModule(FSDPModule):
-    """What `fully_shard` of the second version adds to the class of a module."""
+    """The class that `fully_shard` of the second version adds to the class of a module."""
 
     Phase = Phase
 
-    context = property(lambda self: self.__dict__[_CONTEXT], doc="The `FsdpContext` that it shares with others.")
+    context = property(lambda self: self.__dict__[_CONTEXT], doc="The `FsdpContext` of this unit.")
 
     @property
     def name(self) -> str:
-        """Its name from the outermost unit of its context down; that one's is empty."""
+        """The name of this module within the root of its context; the root has an empty name."""
         named = (found for root in self.context.roots for found in root.named_modules())
         return str(next(name for name, each in named if each is self))
 
-    phase = property(lambda self: _unit(self).phase, doc="Where the current pass stands, here.")
+    phase = property(lambda self: _unit(self).phase, doc="Whether this unit is in forward, in backward or in neither.")
 
     @property
     def parameter_groups(self) -> tuple[ParameterGroup, ...]:
-        """Its parameters, as they travel together."""
+        """The parameter groups of this unit."""
         module, unit = cast(nn.Module, self), _unit(self)
         known = module.__dict__.setdefault("_flatshard_megatron_groups", {})
         return tuple(known.setdefault(id(group), ParameterGroup(module, unit, group)) for group in unit.groups)
 
     def is_root(self) -> bool:
-        """Whether it lies in no other unit."""
+        """Whether this unit is in no other unit."""
         return cast(nn.Module, self) in self.context.roots
 
 

@@ -11,7 +11,7 @@ from flatshard.optim import step
 
 
 def fully_shard_optimizer(optimizer: Optimizer, *, precision_aware: bool = False) -> None:
-    """`flatshard.fully_shard_optimizer`, in place; compute weights are brought up to date at the end of each step."""
+    """`flatshard.fully_shard_optimizer`, in place. Every step also updates compute weights from main weights."""
     known = "_flatshard_megatron_refresh" in optimizer.__dict__
     step.fully_shard_optimizer(optimizer, precision_aware=precision_aware)
     if not known:

@@ -1,4 +1,4 @@
-"""Parameters of one unit that travel together, as both versions of Megatron-FSDP show them."""
+"""Parameter groups, with the attributes that both versions of Megatron-FSDP have."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ CONTEXTS: weakref.WeakKeyDictionary[ParamGroup, Any] = weakref.WeakKeyDictionary
 
 @dataclass(frozen=True)
 class FsdpParameter:
-    """A parameter and all its names, from its unit down."""
+    """A parameter and all of its names within its unit."""
 
     fqns: tuple[str, ...]
     sharded: nn.Parameter
 
 
 class ParameterGroup:
-    """Parameters of one unit that travel together, by the names of both versions (`_VALUES`).
+    """The parameters of a unit that are communicated together, with the attributes of both versions (`_VALUES`).
 
-    Buffers have ``local_buffer`` or ``data``, ``params``, and ``layout.size``, that of the whole.
+    A buffer has ``local_buffer`` (or ``data``), ``params``, and ``layout.size``, the elements of the whole buffer.
     """
 
     def __init__(self, module: nn.Module, unit: Unit, group: ParamGroup, fsdp_unit_id: int | None = None) -> None:
-        """``fsdp_unit_id``: the number of the unit; None for what no unit but the model itself has."""
+        """``fsdp_unit_id``: the number of the unit; None for the root."""
         self._module, self._unit, self._group = weakref.ref(module), weakref.ref(unit), weakref.ref(group)
         self.fsdp_unit_id = fsdp_unit_id
 
     @property
     def engine(self) -> ParamGroup:
-        """The group of the engine."""
+        """The engine's group."""
         group = self._group()
         if group is None:
             raise RuntimeError("the model of this parameter group has been deleted")
@@ -49,12 +49,12 @@ class ParameterGroup:
 
     def __getattr__(self, name: str) -> Any:
         if name not in _VALUES:
-            raise AttributeError(f"{name}: not in the parameter groups of flatshard.megatron")
+            raise AttributeError(f"{name}: a parameter group of flatshard.megatron does not have this attribute")
         return _VALUES[name](self)
 
     @property
     def fsdp_parameters(self) -> list[FsdpParameter]:
-        """Its parameters, with their names."""
+        """The parameters with their names."""
         module = self._module()
         modules = [] if module is None else module.named_modules()
         names = {id(each): f"{name}." if name else "" for name, each in modules}
@@ -64,13 +64,13 @@ class ParameterGroup:
         ]
 
     def sync_model_weight_from_main_weight(self) -> None:
-        """Bring compute weights up to date with main."""
+        """Update compute weights from main weights."""
         unit, module, group = self._unit(), self._module(), self.engine
         if unit is not None and module is not None and not group.main.local.is_meta:
             find_root(unit, module).refresh([unit], [group])
 
     def _view(self, buffer: Any, otherwise: torch.Tensor | None = None) -> Any:
-        """A buffer of the engine; where there is none, ``otherwise``."""
+        """A buffer of the engine, or one over ``otherwise``; None if there is neither."""
         local, layout = otherwise if buffer is None else buffer.local, self.engine.layout
         whole = SimpleNamespace(size=layout.num_shards * layout.run_numel)
         return None if local is None else SimpleNamespace(
@@ -85,28 +85,28 @@ class ParameterGroup:
 _VALUES: dict[str, Callable[[ParameterGroup], Any]] = {
     "params": lambda group: tuple(member.sharded for member in group.engine.params),
     "sharded_parameters": lambda group: group.params,
-    "parameter_names": lambda group: tuple(member.name for member in group.engine.params),  # from its unit down
+    "parameter_names": lambda group: tuple(member.name for member in group.engine.params),
     "requires_grad": lambda group: any(parameter.requires_grad for parameter in group.params),
     "is_expert_param": lambda group: is_expert(group.params[0]),
-    "dtype": lambda group: group.engine.codec.dtype,  # of compute
-    "grad_dtype": lambda group: group.engine.gradients.grad_dtype,  # of reduced gradients
+    "dtype": lambda group: group.engine.codec.dtype,  # compute weights
+    "grad_dtype": lambda group: group.engine.gradients.grad_dtype,  # reduced gradients
     "main_weight": lambda group: group._view(group.engine.main),
     "main_weight_buffer": lambda group: group.main_weight,
-    # Compute weights as they rest: main weights, where each gather derives them from those.
+    # The compute weights of this rank between passes; main weights, if every gather casts those.
     "model_weight_buffer": lambda group: group._view(
         getattr(group.engine.source.compute, "buffer", None), group.engine.main.local
     ),
     "main_grad": lambda group: group._view(group.engine.gradients.main_grads.buffer),
-    "main_grad_buffer": ParameterGroup._gradients,  # empty before there are some; None where there will be none
+    "main_grad_buffer": ParameterGroup._gradients,  # empty before the first backward; None for frozen parameters
     "_unsharded_model_weight": lambda group: group._view(group.engine.source.buffer),
 }
 FsdpParameterGroup = ParameterGroup
 
 
 def sync_model_weights_from_main_weights(parameters: Iterable[nn.Parameter]) -> None:
-    """Bring compute weights up to date with main, in all units that share a context with one of the parameters.
+    """Update compute weights from main weights, in all units that share a context with one of the parameters.
 
-    Not in those alone that the parameters are of: on another rank these may be others.
+    All ranks must update the same units, and ``parameters`` may be of other units on another rank.
     """
     found = (group_of(parameter) for parameter in parameters)
     for context in dict.fromkeys(CONTEXTS[group] for group in found if group is not None and group in CONTEXTS):

@@ -1,4 +1,4 @@
-"""The third spelling: that of the first proposal of Megatron-FSDP's second version."""
+"""The API of the first proposal of Megatron-FSDP's second version."""
 
 # ruff: noqa: I001
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class FullyShardFP8Policy:
-    """Quantised parameters of TransformerEngine, which say themselves how they travel; ``recipe`` is its own."""
+    """Quantised parameters of TransformerEngine, which define how they are gathered. ``recipe`` is not used."""
 
     enabled: bool = False
     recipe: str | None = None
@@ -43,12 +43,12 @@ class FullyShardFP8Policy:
         if self.enabled:
             needs_transformer_engine("FullyShardFP8Policy(enabled=True)")
         if self.keep_transpose_cache:
-            raise NotImplementedError("keep_transpose_cache=True is not offered: transposes are made after each gather")
+            raise NotImplementedError("keep_transpose_cache=True is not supported: each gather makes the transposes")
 
 
 @dataclass(frozen=True)
 class FullyShardMixedPrecisionPolicy:
-    """As `flatshard.megatron.MixedPrecisionPolicy`; gradients rest in float32 where ``main_grads_dtype`` is None."""
+    """As `flatshard.megatron.MixedPrecisionPolicy`, but main gradients are float32 if ``main_grads_dtype`` is None."""
 
     main_params_dtype: torch.dtype | None = None
     main_grads_dtype: torch.dtype | None = None
@@ -65,7 +65,7 @@ class FullyShardMixedPrecisionPolicy:
             object.__setattr__(self, "fp8", made)
 
     def engine(self) -> EnginePolicy:
-        """The same for the engine."""
+        """The engine's policy."""
         grads = self.main_grads_dtype or torch.float32
         return EnginePolicy(main_dtype=self.main_params_dtype, grad_dtype=grads, reduce_dtype=self.grad_comm_dtype)
 
@@ -73,7 +73,6 @@ class FullyShardMixedPrecisionPolicy:
 MixedPrecisionPolicy = FullyShardMixedPrecisionPolicy
 
 
-# fmt: off
 def fully_shard(
     module: nn.Module, mesh: DeviceMesh | None = None, *, reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
@@ -81,27 +80,20 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None, enable_unshard_prefetch: bool = True,
     enable_async_reduce_grad: bool = True, gradient_scaling_factor: float | None = None,
     enable_trace_pool: bool = False, sharding_strategy: Any = "optim_grads_params",
-) -> nn.Module:
-    # fmt: on
-    """`flatshard.fully_shard` under other names.
+) -> nn.Module:  # fmt: skip
+    """`flatshard.fully_shard` with other argument names. It returns ``module``.
 
-    ``gradient_scaling_factor`` times the sum over ranks is what gradients are; None: their mean.
-    ``enable_trace_pool``: accepted; memory of gathered weights is reused in any case.
+    Gradients are ``gradient_scaling_factor`` times the sum over ranks; None: the mean.
+    ``enable_trace_pool`` has no effect: the memory of gathered weights is always reused.
     """
     chosen = FullyShardMixedPrecisionPolicy() if mp_policy is None else mp_policy
     sharded: Any = api.fully_shard(
-        module,
-        mesh=mesh,
-        reshard_after_forward=reshard_after_forward,
-        shard_placement_fn=shard_placement_fn,
-        mp_policy=chosen.engine(),
-        offload_policy=policy.OffloadPolicy() if offload_policy is None else offload_policy,
-        ignored_params=ignored_params,
-        strategy=sharding_strategy,
-        values=initial_values(),
+        module, mesh=mesh, reshard_after_forward=reshard_after_forward, shard_placement_fn=shard_placement_fn,
+        offload_policy=offload_policy, ignored_params=ignored_params, strategy=sharding_strategy,
+        mp_policy=chosen.engine(), values=initial_values(),
         gradient_scale="mean" if gradient_scaling_factor is None else gradient_scaling_factor,
         schedule=policy.SchedulePolicy(prefetch=enable_unshard_prefetch, async_reduce=enable_async_reduce_grad),
-    )
+    )  # fmt: skip
     if chosen.use_decoupled_grad:
         sharded.set_decoupled_gradients(recurse=False)
     return module
