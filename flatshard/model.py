@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from flatshard.engine.tree.summary import Summary, summary
 from flatshard.engine.units.unit import unit_of
 from flatshard.module import FSDPModule
 from flatshard.optim.step import repoint
-from flatshard.policy import Experts, Sharding
+from flatshard.policy import CPUOffloadPolicy, Experts, OffloadPolicy, Sharding, own_policy
 from flatshard.wrapping import instances, unit_modules
 
 _log = logging.getLogger("flatshard")
@@ -31,6 +32,7 @@ def shard_model(
     experts: Experts | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     rows: bool = False,
+    offload_bytes: int | None = None,
     **choices: Any,
 ) -> Summary:
     """Call `fully_shard` on the parts of ``model`` that should be units, and on ``model``; ``choices`` go to all calls.
@@ -47,6 +49,9 @@ def shard_model(
     ``shard_placement_fn``: of parameters that are no experts. Where it says nothing, they are cut on dim 0, or on a dim
     that pads less where dim 0 would be padded much.
     ``rows``: units that are one embedding, tied to nothing, are looked up by rows (`fully_shard`).
+    ``offload_bytes``: with ``offload_policy=CPUOffloadPolicy()``, offload only as many units as are needed to move so
+    many bytes of main weights of each rank to host memory, with their gradients and optimizer state. The last blocks
+    are moved first, because their gradients are complete first.
 
     Returns, and logs, a table of the units.
     """
@@ -58,6 +63,10 @@ def shard_model(
         raise TypeError(f"experts={experts!r}: must be a flatshard.Experts")
     if shard_placement_fn is not None and not callable(shard_placement_fn):
         raise TypeError(f"shard_placement_fn={shard_placement_fn!r}: must be a function of a parameter")
+    if offload_bytes is not None:
+        _arguments.whole_number("offload_bytes", offload_bytes, 0)
+        if not isinstance(own_policy(choices.get("offload_policy")), CPUOffloadPolicy):
+            raise ValueError("offload_bytes: which units are offloaded; give offload_policy=CPUOffloadPolicy() too")
     where = _expert_shardings(model, experts) if experts is not None else {}
 
     def choose(parameter: nn.Parameter) -> Any:
@@ -67,6 +76,7 @@ def shard_model(
         return Sharding() if found is None else found
 
     left = set(where)  # experts that no unit owns yet
+    to_offload = math.inf if offload_bytes is None else offload_bytes
     found = unit_modules(model, units)
     tables = _tables(model)
     # What is wrong with a unit is told before any has been sharded.
@@ -74,7 +84,12 @@ def shard_model(
     for modules in found:
         held = left & {parameter for module in modules for parameter in module.parameters()}
         by_rows = rows if len(modules) == 1 and modules[0] in tables else False
+        if to_offload <= 0:
+            choices["offload_policy"] = OffloadPolicy()
         fully_shard(modules, shard_placement_fn=choose, **choices, rows=by_rows)
+        unit = unit_of(modules[0])
+        assert unit is not None
+        to_offload -= sum(group.main.local.nbytes for group in unit.groups)
         if held:
             left -= held
             assert isinstance(modules[0], FSDPModule)

@@ -214,8 +214,13 @@ class LocalStep:
             if not each.attach_gradient(self.uncast):
                 raise AssertionError("a flat parameter was made that does not fit its gradients")
         self.flat_state.update({key: value for key, value in outer.items() if id(key) not in self._sharded})
-        for group in {each.group() for each in self._flat_params} if self.early is not None else ():
-            if group is not None and not group.borrowers:  # else a unit elsewhere may add to its gradients
+        found = {each.group() for each in self._flat_params} if self.early is not None else ()
+        # A unit elsewhere may add to the gradients of a group with borrowers.
+        mine = [group for group in found if group is not None and not group.borrowers]
+        on_host = any(group.home.host for group in mine)
+        for group in mine:
+            # A host thread steps groups in host memory. This thread must not change the optimizer at the same time.
+            if group.home.host == on_host:
                 group.gradients.on_final = functools.partial(_step_early, weakref.ref(optimizer), weakref.ref(group))
 
 

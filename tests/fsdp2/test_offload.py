@@ -35,7 +35,8 @@ def apart(request):
 
 
 def _keep_apart(monkeypatch):
-    monkeypatch.setattr(Home, "of", classmethod(lambda cls, device, policy: cls(device, True, False)))
+    of = classmethod(lambda cls, device, policy: cls(device, isinstance(policy, CPUOffloadPolicy), False))
+    monkeypatch.setattr(Home, "of", of)
 
 
 def _train(rank, world, apart, choices, sizes):
@@ -231,3 +232,50 @@ def _casts(rank, world):
 def test_weights_are_cast_once_per_step(ranks):
     for casts, groups in ranks(2, _casts):
         assert casts == groups
+
+
+def _blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), *(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+
+
+def _share(rank, world, wanted, in_backward):
+    """The last blocks are in host memory, the others are not; training equals one process."""
+    reference = _blocks()
+    with pytest.MonkeyPatch.context() as patch:
+        _keep_apart(patch)
+        model = _blocks()
+        choices = {"units": [nn.Sequential], "offload_policy": CPUOffloadPolicy(), "offload_bytes": wanted}
+        table = flatshard.shard_model(model, **choices)
+    sizes = [(unit_of(block).groups[0].home.host, unit_of(block).groups[0].main.local.nbytes) for block in model[1:]]
+    offloaded = [size for is_offloaded, size in sizes if is_offloaded]
+    assert [is_offloaded for is_offloaded, _ in sizes] == sorted(is_offloaded for is_offloaded, _ in sizes)
+    assert sum(offloaded[1:]) < max(wanted, 1) and sum(offloaded) >= wanted  # noqa: PT018
+    assert not unit_of(model).groups[0].home.host
+    assert str(table).count("float32 on host") == len(offloaded)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (model, reference)]
+    fully_shard_optimizer(optimizers[0], in_backward=in_backward)
+    for batch in torch.randn(5, 2 * world, 8, generator=torch.Generator().manual_seed(1)):
+        model(batch.chunk(world)[rank]).square().mean().backward()
+        reference(batch).square().mean().backward()
+        if not in_backward:
+            norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+            torch.testing.assert_close(flatshard.clip_grad_norm_(model, 0.1), norm)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in zip(model.parameters(), reference.parameters()):
+        torch.testing.assert_close(ours.full_tensor(), theirs.data)
+    # A thread steps blocks in host memory within the backward; the others wait for `step`.
+    early = [unit_of(block).groups[0].gradients.on_final is not None for block in model[1:]]
+    assert early == [is_offloaded and in_backward for is_offloaded, _ in sizes]
+
+
+@pytest.mark.parametrize(("wanted", "in_backward"), [(0, False), (150, False), (150, True), (600, True)])
+def test_only_as_many_bytes_as_asked_are_offloaded(ranks, wanted, in_backward):
+    ranks(2, _share, wanted, in_backward)
+
+
+def test_bytes_to_offload_need_the_policy():
+    with pytest.raises(ValueError, match="give offload_policy=CPUOffloadPolicy"):
+        flatshard.shard_model(_blocks(), offload_bytes=1)

@@ -39,6 +39,7 @@ class GroupRow:
     kept: str
     mesh: str = ""
     formats: str = ""  # of gathers / reduces, and how many tensors are encoded
+    is_offloaded: bool = False  # main weights are in host memory
 
 
 _FORMATS = "gathers / reduces"
@@ -46,7 +47,7 @@ _COLUMNS: dict[str, Callable[[GroupRow], str]] = {
     "unit": lambda row: row.unit,
     "tensors": lambda row: str(row.tensors),
     "parameters": lambda row: f"{row.parameters:,}",
-    "main": lambda row: _short(row.main),
+    "main": lambda row: f"{_short(row.main)}{' on host' if row.is_offloaded else ''}",
     "compute": lambda row: _short(row.compute),
     "grad": lambda row: "yes" if row.trainable else "no",
     "mesh": lambda row: row.mesh,
@@ -118,6 +119,7 @@ def summary(model: nn.Module, optimizer: Optimizer | None = None) -> Summary:
                     kept=_kept(unit, group, keeps),
                     mesh=_mesh(group.mesh),
                     formats=_formats(group.formats),
+                    is_offloaded=group.home.host,
                 )
             )
         rows.extend(_plain_rows(name or "(root)", unit))
