@@ -294,7 +294,7 @@ def _different(rank: int, world: int) -> None:
     with pytest.raises(RuntimeError, match=r"total=\S+ in parameter group 0 and number 1 has total="):
         fully_shard_optimizer(Summing(matrices), whole=True).step()  # each rank has one bucket, and its own sum
     optimizer = whole_optimizer(muon, model, inside, cost=lambda shape: shape[rank])
-    with pytest.raises(RuntimeError, match=r"owned by number 0, and number 1 has .* owned by number 1"):
+    with pytest.raises(RuntimeError, match=r"owned by number 0 and number 1 has .* owned by number 1"):
         optimizer.step()
 
 
