@@ -26,10 +26,7 @@ Moment = Any
 
 @dataclass
 class Wait:
-    """A wait for a collective.
-
-    ``phase``: forward, backward, or reduce. ``memory``: bytes of pools, of main gradients and of the whole device.
-    """
+    """A wait for a collective. ``phase``: forward, backward or reduce. ``memory``: bytes by kind."""
 
     phase: str
     unit: str

@@ -206,9 +206,7 @@ def checked_choices(**given: Any) -> Choices:
         mesh = _torch.data_parallel_mesh(mesh, dims.shard_names, dims.replicate_names)
         if not where.axes[0]:
             if strategy not in (None, 0, "no_shard"):
-                raise ValueError(
-                    f"strategy={strategy!r}: dp_mesh_dims has no `shard` axis; name one, or use 'no_shard'"
-                )
+                raise ValueError(f"strategy={strategy!r}: dp_mesh_dims has no `shard` axis; use strategy='no_shard'")
             strategy = "no_shard"
     if mesh.ndim not in (1, 2):
         raise ValueError(
@@ -308,8 +306,7 @@ def microbatch(module: nn.Module, *, is_first: bool = True, is_last: bool = True
 
     Compute weights that are kept between steps are updated from the main weights only if ``is_first``. Gradients that
     the strategy keeps unreduced between micro-batches are reduced only if ``is_last``, and only that backward waits for
-    all reduces; reading a ``.grad`` earlier waits for them. Contexts can be nested; the outer values are restored on
-    exit, also after an exception.
+    all reduces; reading a ``.grad`` earlier waits for them. Can be nested; the exit restores the outer values.
     """
     _arguments.module("microbatch", module)
     units = [unit for _, unit in units_below(module)]
@@ -356,9 +353,7 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
     for module in modules:
         below = set(module.modules()) - {module}
         if below & set(modules):
-            raise ValueError(
-                "fully_shard was given a list in which one module contains another; leave out the inner one"
-            )
+            raise ValueError("fully_shard was given a module and one that it contains; leave out the inner one")
     for _, owned in owned_modules(modules):
         for child in owned.children():
             unit = unit_of(child)

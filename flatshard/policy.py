@@ -35,8 +35,7 @@ class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
     ``reduce_dtype``: dtype in which gradients are reduced; default: ``param_dtype``.
     ``output_dtype``: floating-point outputs of the unit's forward are cast to it.
     ``cast_forward_inputs``: floating-point inputs of the forward are cast to ``param_dtype``.
-    ``main_dtype``: dtype of the main weights, which the optimizer updates and checkpoints hold; default: the dtype of
-    the parameter.
+    ``main_dtype``: dtype of the main weights (optimizer, checkpoints); default: the dtype of the parameter.
     ``grad_dtype``: dtype of the reduced gradients (``.grad``); default: ``main_dtype``.
 
     Formats send fewer bytes than these dtypes (docs/formats.md). The default is none:
@@ -265,9 +264,7 @@ class Placements:
                 raise ValueError(f"Placements({name}): {wrong[0]} is not supported here; use Flat() or Replicate()")
             cut = [is_sharded(p) for p in given]
             if cut != sorted(cut):
-                raise ValueError(
-                    f"Placements({name}={given!r}): an axis is sharded but a later one is not; shard the last axes"
-                )
+                raise ValueError(f"Placements({name}={given!r}): an axis is sharded but a later one is not; swap them")
         axes = {len(self.parameter), len(self.gradient), len(self.optimizer)}
         if len(axes) != 1:
             raise ValueError(f"Placements: parameter, gradient and optimizer have different lengths: {sorted(axes)}")
@@ -300,8 +297,7 @@ _OUTER = ("no_shard", "optim")
 def placements_for(strategy: Strategy | int | Placements | None, outer: Strategy | int | None, axes: int) -> Placements:
     """The placements of a strategy on a mesh of one axis, or of two (outer, inner).
 
-    ``strategy`` (default ``optim_grads_params``) applies to the last axis, ``outer`` (default ``no_shard``) to the
-    first.
+    ``strategy`` (default ``optim_grads_params``) is for the last axis, ``outer`` (default ``no_shard``) for the first.
     """
     if isinstance(strategy, Placements):
         if len(strategy.parameter) != axes:

@@ -37,9 +37,7 @@ class CombinedOptimizer(Optimizer):
         taken: set[int] = set()
         for parameter in (p for each in listed for group in each.param_groups for p in group["params"]):
             if id(parameter) in taken:
-                raise ValueError(
-                    f"a parameter of shape {tuple(parameter.shape)} is in two of the optimizers; give it to one"
-                )
+                raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is in two optimizers; give it to one")
             taken.add(id(parameter))
         # What `Optimizer.__init__` would make of its own groups is theirs here; this makes the rest. Schedulers look
         # into ``defaults`` for what all groups have.
@@ -82,8 +80,7 @@ class CombinedOptimizer(Optimizer):
         groups, count = state_dict["param_groups"], len(self.param_groups)
         if len(groups) != count:
             raise ValueError(
-                f"the state dict has {len(groups)} parameter groups and these optimizers have {count}: build them as "
-                "they were when it was saved"
+                f"the state dict has {len(groups)} parameter groups; build optimizers with as many, not {count}"
             )
         for each, theirs in self._shares(groups):
             numbers = {n for group in theirs for n in group["params"]}

@@ -268,8 +268,7 @@ def _refuse_sizes(kind: Kind, fulls: Tensors, shards: Tensors, count: int) -> No
         if full.nbytes != shard.nbytes * count:
             raise ValueError(
                 f"{kind}: the {full_name} has {full.numel()} elements of {full.dtype} and the {shard_name} "
-                f"{shard.numel()} of {shard.dtype}; with {count} ranks the {full_name} must have "
-                f"{shard.numel() * count}"
+                f"{shard.numel()} of {shard.dtype}; for {count} ranks the former must have {shard.numel() * count}"
             )
 
 

@@ -92,8 +92,7 @@ class Network:
             raise ValueError(f"Network(ranks_per_node={self.ranks_per_node}, rails={self.rails}): must be at least 1")
         if self.across is not None and (self.ranks_per_pod < 1 or self.ranks_per_pod % self.ranks_per_node):
             raise ValueError(
-                f"Network(ranks_per_pod={self.ranks_per_pod!r}): must be a multiple of ranks_per_node="
-                f"{self.ranks_per_node!r}"
+                f"ranks_per_pod={self.ranks_per_pod}: must be a multiple of ranks_per_node={self.ranks_per_node}"
             )
         if not self.segment >= 0:
             raise ValueError(f"Network(segment={self.segment!r}): must not be negative (seconds)")

@@ -79,7 +79,12 @@ SHARDING = {
         Case("none", lambda b: fully_shard(None), TypeError, "NoneType"),
         Case("an empty list", lambda b: fully_shard([]), ValueError, "empty list"),
         Case("a parameter", lambda b: fully_shard([b.plain, b.plain.head.weight]), TypeError, "Parameter"),
-        Case("a module inside another", lambda b: fully_shard([b.plain, b.plain.head]), ValueError, "contains another"),
+        Case(
+            "a module inside another",
+            lambda b: fully_shard([b.plain, b.plain.head]),
+            ValueError,
+            "one that it contains",
+        ),
         Case("a module twice", lambda b: fully_shard([b.plain.head, b.plain.head]), ValueError, "twice"),
         Case("a container", lambda b: fully_shard(b.plain.blocks), ValueError, "ModuleList is never called"),
         Case("a second call", lambda b: fully_shard(b.model), ValueError, "already called on this FSDPTiny"),

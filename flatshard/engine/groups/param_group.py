@@ -120,8 +120,7 @@ class ParamGroup:
         name, main = self.params[0].name, self.main.dtype
         if policy.main_dtype not in (None, main) and main.is_floating_point and self.gradients.expected:
             raise ValueError(
-                f"main_dtype={policy.main_dtype}: the main weights of '{name}' are {main}, and set_mp_policy cannot "
-                "change that; give main_dtype to fully_shard"
+                f"main_dtype={policy.main_dtype}: '{name}' has {main} main weights; give main_dtype to fully_shard"
             )
         if self.gradients.comm is not None and policy.reduce_format is not None:
             raise ValueError(
@@ -223,8 +222,7 @@ class ParamGroup:
         """Raise if `hold` is not possible."""
         if self.by_rows:
             raise NotImplementedError(
-                f"hold_weights: parameter '{self.params[0].name}' is sharded with rows=True and never gathered; leave "
-                "its unit out"
+                f"hold_weights: '{self.params[0].name}' is sharded with rows=True and never gathered; leave it out"
             )
         if self.is_extended:
             raise NotImplementedError(
