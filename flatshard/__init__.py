@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0.dev0"
 
-# Where the public names come from, each imported when it is first used. Above, the same for who reads types.
+# The modules of the public names, which are imported at their first use. The imports above are for type checkers.
 _HOMES = {
     "checkpoint": (),
     "hf": (),

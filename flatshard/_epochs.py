@@ -1,12 +1,12 @@
-"""How often everything that had been launched was over: events of earlier epochs need no waiting.
+"""A counter of epochs. All work of an earlier epoch has ended, so its events need no waiting.
 
-A capture begins and ends an epoch: within it, and after it, events of another one must not be waited for.
+A CUDA graph capture is a separate epoch: it must not wait for earlier events, nor later code for events in it.
 """
 
 now = 0
 
 
 def begin() -> None:
-    """Everything launched so far has ended, or is in a graph whose replays are in order by themselves."""
+    """Start an epoch. All launched work must have ended, or be in a graph, whose replays order it."""
     global now
     now += 1

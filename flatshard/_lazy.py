@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first used: importing torch takes seconds, `--help` none."""
+"""Names of a package that are imported at their first use, so that `flatshard --help` does not import torch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 
 def attach(package: str, homes: Mapping[str, Sequence[str]]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of ``package``. ``homes``: a module within it, and the names to take from it.
+    """``__getattr__`` and ``__dir__`` of ``package``. ``homes``: submodules, and the names to import from each.
 
-    A module without names is one itself.
+    A submodule with no names is an attribute itself.
     """
     home = {name: module for module, names in homes.items() for name in names}
     modules = {module for module, names in homes.items() if not names}
@@ -22,7 +22,7 @@ def attach(package: str, homes: Mapping[str, Sequence[str]]) -> tuple[Callable[[
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(import_module(f"{package}.{home[name]}"), name)
-        setattr(sys.modules[package], name, value)  # next time it is found without asking
+        setattr(sys.modules[package], name, value)  # the next access does not call this
         return value
 
     return get, lambda: sorted({*vars(sys.modules[package]), *home, *modules})

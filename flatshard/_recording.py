@@ -1,7 +1,7 @@
-"""What a step does when: collectives by unit, where compute waits for them, and the memory that they take.
+"""Records the timeline of steps: collectives by unit, where compute waits for them, and the memory that they take.
 
-The engine names its waits and the lanes their launches; whoever wants to know records them. Without a recording each
-costs a comparison with None.
+The engine reports its waits, and the lanes their launches, to the active `Recording`. Without one, each report is a
+comparison with None.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-active: Recording | None = None  # the recording that is on, if one is
-launches: Recording | None = None  # the same, if it takes launches too: each costs two events on its stream
+active: Recording | None = None  # the current recording, if any
+launches: Recording | None = None  # the same if it records launches too, which costs two events per launch
 
-# A moment: seconds of `perf_counter`, or a CUDA event, or None inside a capture.
+# Seconds of `perf_counter`, or a CUDA event, or None in a capture.
 Moment = Any
 
 
 @dataclass
 class Wait:
-    """``phase``: forward, backward, or reduce. ``memory``: bytes of pools, of main gradients, of the whole device."""
+    """A wait for a collective. ``phase``: forward, backward or reduce. ``memory``: bytes by kind."""
 
     phase: str
     unit: str
@@ -41,7 +41,7 @@ class Wait:
 
 @dataclass
 class Launch:
-    """A collective of a lane. On CPU it is taken to begin when the one before it in its lane has ended."""
+    """A collective of a lane. On CPU it counts from the end of the collective before it in its lane."""
 
     lane: str
     kind: str
@@ -52,19 +52,19 @@ class Launch:
 
 
 class Recording:
-    """The waits, launches and ends of steps of a body of code. Steps end where the first optimizer's step ends."""
+    """The waits, launches and step ends of the code in `recording`. A step ends with the first optimizer's step."""
 
     def __init__(self) -> None:
         self.waits: list[Wait] = []
         self.launches: list[Launch] = []
         self.steps: list[Moment] = []
-        self._roots: dict[int, tuple[Any, list[dict[str, Any]]]] = {}  # and what their units look like
+        self._roots: dict[int, tuple[Any, list[dict[str, Any]]]] = {}  # by id: a root, and a row for each group
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._base: Moment = None
         self._cuda = False
 
     def now(self, device: torch.device) -> Moment:
-        """This moment, of the current stream."""
+        """The current moment of the current stream (CUDA) or of the host."""
         if device.type != "cuda":
             return time.perf_counter()
         if torch.cuda.is_current_stream_capturing():
@@ -79,7 +79,7 @@ class Recording:
 
     @contextmanager
     def around(self, phase: str, unit: str, root: Any) -> Iterator[None]:
-        """The body makes the current stream (on CUDA) or the caller (on CPU) wait, and does nothing else."""
+        """Record the body as a wait of the current stream (on CUDA) or of the caller (on CPU)."""
         if id(root) not in self._roots:
             self._roots[id(root)] = root, _described(root)
         device = root.device
@@ -96,7 +96,7 @@ class Recording:
     def launched(
         self, lane: str, kind: str, unit: str, numbytes: int, begin: Moment, works: Sequence[Any], device: torch.device
     ) -> None:
-        """A lane has launched a collective. On CPU ``works`` end it; on CUDA the lane's stream is the current one."""
+        """Record a launch. On CPU it ends with ``works``; on CUDA the lane's stream must be the current one."""
         launch = Launch(lane, kind, unit, numbytes, begin)
         self.launches.append(launch)
         if device.type == "cuda":
@@ -119,13 +119,13 @@ class Recording:
             self.steps.append(self.now(torch.device("cuda" if self._cuda else "cpu")))
 
     def seconds(self, moment: Moment) -> float:
-        """When it was, from some beginning on. The device is done with it."""
+        """Seconds from a fixed start to a moment that has passed on the device."""
         if moment is None:
             return 0.0
         return float(moment) if isinstance(moment, float) else float(self._base.elapsed_time(moment)) * 1e-3
 
     def seconds_per_step(self, steps: int, warmup: int) -> dict[str, float]:
-        """Seconds of waiting by name and step, the longest first, of ``steps`` steps less the first ``warmup``."""
+        """Seconds of waiting per step by name, longest first. Of ``steps`` recorded steps, ``warmup`` are left out."""
         self._settle()
         spans: dict[str, list[float]] = {}
         for wait in self.waits:
@@ -141,15 +141,15 @@ class Recording:
             torch.cuda.synchronize()
 
     def to_dict(self, keep: int = 2, before: int = 0) -> dict[str, Any]:
-        """The last ``keep`` whole steps, in seconds from the beginning of the first; and the units, as JSON has it.
+        """The last ``keep`` complete steps, in seconds from the start of the first, and the units, for JSON.
 
-        ``before``: how many steps were made before the recording began.
+        ``before``: how many steps were run before the recording began.
         """
         self._settle()
         ends = [self.seconds(moment) for moment in self.steps]
         bounds = list(pairwise(ends))[-keep:]
         if not bounds:
-            raise ValueError("a recording needs two steps of an optimizer or more: the first has no beginning")
+            raise ValueError("a recording needs at least two optimizer steps: the start of the first is not recorded")
         start, stop = bounds[0][0], bounds[-1][1]
         waits = [wait for wait in self.waits if start <= self.seconds(wait.begin) < stop]
         return {
@@ -169,7 +169,7 @@ class Recording:
     def _computed(
         self, waits: Sequence[Wait], start: float, bounds: Sequence[tuple[float, float]]
     ) -> list[dict[str, Any]]:
-        """What the compute stream did between waits: the unit whose turn had come, and the optimizer at the end."""
+        """The spans of the compute stream between waits, by the unit waited for last; the last one is the optimizer."""
         found = []
         for begin, end in bounds:
             inside = [wait for wait in waits if begin <= self.seconds(wait.begin) < end]
@@ -202,7 +202,7 @@ class Recording:
 
 
 def _described(root: Any) -> list[dict[str, Any]]:
-    """Layout and waste of every unit."""
+    """One row per parameter group: sizes, dtypes, placements and padding."""
     return [
         {
             "unit": unit.name or "(root)",

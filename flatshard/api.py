@@ -1,4 +1,4 @@
-"""The public functions: validate, build, attach."""
+"""`fully_shard`, `no_shard` and `microbatch`: check the arguments, build the unit, attach it to its modules."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ M = TypeVar("M", nn.Module, list[nn.Module])
 
 @dataclass
 class Installed:
-    """What `install` changes of `fully_shard` itself."""
+    """Settings of `fully_shard` that `install` changes."""
 
-    values: Values = "same"  # what None means there, unless the environment says
-    refuses_meta: bool = False  # a forward of what is on the meta device is an error, as with PyTorch's
-    after: Callable[[], None] = lambda: None  # called whenever a unit has been made
+    values: Values = "same"  # default of ``values``, unless FLATSHARD_VALUES is set
+    refuses_meta: bool = False  # a forward with parameters on the meta device raises, as in FSDP2
+    after: Callable[[], None] = lambda: None  # called after each unit has been made
 
 
 installed = Installed()
@@ -82,51 +82,51 @@ def fully_shard(
     """Make a unit of ``module``: shard its parameters over ``mesh``, and gather them only while they are needed.
 
     The unit owns every parameter below the module that no nested unit owns, so shard from the inside out: blocks first,
-    then the model. A list of modules becomes one unit, gathered when the first of them runs and released when the last
-    has. Of weights that several units share, the first one shards them, and all gather them. The module keeps its
-    identity and its parameter names; its class becomes ``FSDP<Name>``, a subclass of its own class and of `FSDPModule`.
-    Its parameters become DTensors that hold this rank's rows; build the optimizer after this call, on
-    ``model.parameters()``. After backward, their gradients are the means over all ranks.
+    then the model. A list of modules becomes one unit: it is gathered when the first of them runs and resharded when
+    the last one has run. If several units share a parameter, the first one shards it and all of them gather it. The
+    module keeps its identity and its parameter names; its class becomes ``FSDP<Name>``, a subclass of its own class and
+    of `FSDPModule`. Its parameters become DTensors that hold this rank's shard; build the optimizer after this call, on
+    ``model.parameters()``. After backward, gradients are the mean over all ranks. All ranks of the mesh must call this.
 
     ``mesh``: one axis (shard), or two (outer, inner). Default: one axis of all ranks, on the current accelerator or
     else the CPU. Parameters and buffers are moved to the mesh's device.
-    ``reshard_after_forward``: True frees the full parameters after forward and gathers them again in backward; False
-    keeps them until the end of backward; a number that divides the shard axis keeps them sharded over groups of so many
-    neighbours, which gather them in backward among themselves; ``"auto"`` keeps them if they fit in the budget of the
-    root, ``SchedulePolicy(keep_for_backward=bytes)``. Default: True, and False for the outermost unit.
-    ``shard_placement_fn``: given a parameter, returns ``Shard(dim)`` to cut it on that dim as torch.chunk does, or None
-    for dim 0. Other dims than 0 cost a copy in each gather and reduce, and need layout ``"tensor"``. It may also return
-    a `Sharding`, for a mesh of the parameter's own, as experts have, or a dim that pads little; or PyTorch's
-    ``ShardPlacementResult``, whose parameters have the mean over their own mesh as gradients.
+    ``reshard_after_forward``: True frees the full parameters after forward and gathers them again in backward. False
+    keeps them until the end of backward. An int that divides the shard axis reshards them to groups of that many
+    neighbouring ranks, which gather them among themselves in backward. ``"auto"`` keeps them if they fit in the budget
+    of the root, ``SchedulePolicy(keep_for_backward=bytes)``. Default: True, and False for the outermost unit.
+    ``shard_placement_fn``: a function of a parameter that returns ``Shard(dim)`` to shard it on that dim as torch.chunk
+    does, or None for dim 0. Dims other than 0 cost a copy in each gather and reduce, and need layout ``"tensor"``. It
+    may also return a `Sharding`, to shard the parameter over another mesh (experts) or on a dim with little padding, or
+    PyTorch's ``ShardPlacementResult``: then the gradient is the mean over the parameter's own mesh.
     ``mp_policy``: the dtypes of compute, reduction, gradients and main weights.
     ``offload_policy``: `CPUOffloadPolicy` keeps main weights, gradients and optimizer state in host memory.
-    ``ignored_params``: parameters that are left alone.
-    ``dp_mesh_dims``: which axes of ``mesh`` are data-parallel, context parallelism's among them. ``mesh`` is then the
-    mesh of all parallelism. Parameters that are DTensors are so on all of it, replicated along those axes.
+    ``ignored_params``: parameters that are neither sharded nor moved.
+    ``dp_mesh_dims``: the data-parallel axes of ``mesh``, including those of context parallelism. ``mesh`` is then the
+    mesh of all parallelism; parameters that are DTensors must be on that mesh, and replicated on the named axes.
     ``strategy``: what is sharded over the last axis: ``"no_shard"`` or 0, nothing; ``"optim"`` or 1, main weights and
     optimizer state; ``"optim_grads"`` or 2, gradients too; ``"optim_grads_params"`` or 3, everything (the default). Or
     `Placements`, for every axis.
-    ``outer_strategy``: of the first of two axes: ``"no_shard"`` (replicate: HSDP, the default) or ``"optim"`` (main
-    weights and optimizer state sharded over both axes: HFSDP).
-    ``layout``: how the parameters lie in the buffers: ``"tensor"``, each cut as torch.chunk cuts it; ``"flat"``, packed
-    into as few runs as pad little; ``"auto"``, flat where tensors are small, and large ones cut on a dim that pads
-    little. All train alike.
-    ``gradient_scale``: what gradients are of the ranks' gradients: their ``"mean"``, their ``"sum"``, or a number times
-    their sum. A loss per token is a sum that the caller divides once, by all tokens: ``"sum"``.
-    ``data_mesh``: the ranks that have data of their own, over which the mean is; default: ``mesh``. For experts, which
-    are sharded over fewer ranks than send them tokens.
-    ``schedule``: how far communication runs ahead; that of the root counts.
-    ``optional``: the batches of some ranks may not use this unit, or units below it (a vision encoder, an adapter).
-    Those ranks take part in its gathers and reduces with zeros, at the place where it is registered: after the units
-    before it, and before those after it, which is the order to call them in. What no rank has used has no gradient. One
-    backward goes through one forward of such a model, and its parameters are not tied to others (decision 020).
-    ``rows``: of an embedding that is not tied to a head, exchange the rows that batches read, and their gradients,
-    instead of gathering and reducing the table (docs/rows.md). All ranks look up at the same time.
-    ``values``: what the ranks' parameters hold when they are cut. ``"same"``: the same, which the first forward
-    checks, apart from those that have been loaded or written since; ``"warn"``: a difference is a warning;
-    ``"first"``: keep those of the first rank of the mesh (all ranks of it call this at the same time then);
-    ``"own"``: what each rank has, so that the model is a mixture. Default: the environment variable
-    FLATSHARD_VALUES, or ``"same"``, or ``"warn"`` after `install`: PyTorch's trains.
+    ``outer_strategy``: what is sharded over the first of two axes: ``"no_shard"`` (replicate: HSDP, the default) or
+    ``"optim"`` (main weights and optimizer state are sharded over both axes: HFSDP).
+    ``layout``: how parameters are packed into buffers. ``"tensor"`` shards each parameter as torch.chunk does;
+    ``"flat"`` packs parameters first, with little padding; ``"auto"`` packs small parameters, and shards large ones on
+    a dim with little padding. Training results are the same.
+    ``gradient_scale``: how the gradients of the ranks are combined: ``"mean"``, ``"sum"``, or a number that multiplies
+    the sum. Use ``"sum"`` if the loss is a sum over tokens that is divided by the number of tokens of all ranks.
+    ``data_mesh``: the ranks with different data, over which the mean is taken; default: ``mesh``. For experts, which
+    are sharded over fewer ranks than send tokens to them.
+    ``schedule``: how far communication runs ahead; only that of the root is used.
+    ``optional``: some ranks may skip this unit, or units below it, in a step (a vision encoder, an adapter). Those
+    ranks take part in its gathers and reduces with zeros, so call units in the order in which they are registered. A
+    parameter that no rank has used gets no gradient. One backward must go through only one forward of such a model,
+    and parameters of optional units must not be tied to those of other units (decision 020).
+    ``rows``: for an embedding that is not tied to a head: exchange the rows that batches read, and their gradients,
+    instead of gathering and reducing the table (docs/rows.md). All ranks must call the embedding at the same time.
+    ``values``: what the parameters of the ranks hold before they are sharded. ``"same"``: the same values; the first
+    forward checks this, except for parameters that were loaded or written since. ``"warn"``: the same, but a difference
+    is only a warning. ``"first"``: use the values of the first rank of the mesh (a collective call). ``"own"``: each
+    rank shards its own values. Default: the environment variable FLATSHARD_VALUES, else ``"same"``, or ``"warn"`` after
+    `install`, because FSDP2 does not check.
     """
     given = dict(locals())
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
@@ -139,7 +139,7 @@ _SIGNATURE = inspect.signature(fully_shard)
 
 
 def make_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
-    """Make a unit of modules, and let them be of a class that knows of it."""
+    """Make a unit of modules, and change their classes to `FSDPModule` subclasses."""
     add_rules()
     watch_steps()
     unit = build_unit(modules, choices, find_root)
@@ -152,7 +152,7 @@ def make_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     return unit
 
 
-# Of which class an argument is, if it is given, and of which names another.
+# The classes of some arguments, and the values of others.
 _CLASSES: dict[str, tuple[type, str]] = {
     "mp_policy": (MixedPrecisionPolicy, "a flatshard.MixedPrecisionPolicy"),
     "offload_policy": (OffloadPolicy, "a flatshard.OffloadPolicy or CPUOffloadPolicy"),
@@ -165,11 +165,11 @@ _NAMES = {"layout": get_args(LayoutName), "values": get_args(Values)}
 
 
 def _checked(**given: Any) -> SimpleNamespace:
-    """Arguments of `fully_shard`, each checked by itself; what was left out is as there."""
+    """Arguments of `fully_shard`, each checked by itself, with its defaults for those that are not given."""
     bound = _SIGNATURE.bind([], **given)
     bound.apply_defaults()
     said = SimpleNamespace(**{name: own_policy(value) for name, value in bound.arguments.items()})
-    said.mp_policy = MixedPrecisionPolicy() if said.mp_policy is None else said.mp_policy  # callers mean no choice
+    said.mp_policy = MixedPrecisionPolicy() if said.mp_policy is None else said.mp_policy  # None: the default
     said.offload_policy = OffloadPolicy() if said.offload_policy is None else said.offload_policy
     if said.values is None:
         said.values = os.environ.get("FLATSHARD_VALUES", installed.values)
@@ -191,13 +191,13 @@ def _checked(**given: Any) -> SimpleNamespace:
 
 
 def checked_choices(**given: Any) -> Choices:
-    """What these arguments of `fully_shard` say, checked; nothing is done."""
+    """The `Choices` that these arguments of `fully_shard` make. Raises if they are wrong; changes nothing."""
     said = _checked(**given)
     mesh, dims, strategy = said.mesh, said.dp_mesh_dims, said.strategy
     if mesh is not None and not dist.is_initialized():
         raise RuntimeError(
-            f"the process group of {mesh} was destroyed: call torch.distributed.init_process_group() again, and make a "
-            "new mesh"
+            f"the process group of {mesh} was destroyed: call torch.distributed.init_process_group() again, and create "
+            "a new mesh"
         )
     mesh = default_mesh() if mesh is None else mesh
     where = Where(said.shard_placement_fn, by_waste=said.layout == "auto")
@@ -206,12 +206,12 @@ def checked_choices(**given: Any) -> Choices:
         mesh = _torch.data_parallel_mesh(mesh, dims.shard_names, dims.replicate_names)
         if not where.axes[0]:
             if strategy not in (None, 0, "no_shard"):
-                raise ValueError(f"strategy={strategy!r}: dp_mesh_dims names no axis to shard over")
+                raise ValueError(f"strategy={strategy!r}: dp_mesh_dims has no `shard` axis; use strategy='no_shard'")
             strategy = "no_shard"
     if mesh.ndim not in (1, 2):
         raise ValueError(
-            f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}, of {mesh.ndim} axes: it must have one (shard) "
-            "or two (outer, inner)"
+            f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh} with {mesh.ndim} axes: it must have one (shard) "
+            "or two (outer, inner); select them by name, for example mesh['dp']"
         )
     if said.schedule is not None:
         said.schedule.check(mesh)
@@ -252,14 +252,14 @@ def _ignored(given: Any) -> frozenset[nn.Parameter]:
         raise TypeError(f"ignored_params={given!r}: must be a set of parameters") from error
     for each in found:
         if not isinstance(each, torch.Tensor):
-            raise TypeError(f"ignored_params holds {each!r}, and must hold parameters, not their names")
+            raise TypeError(f"ignored_params contains {each!r}; it must contain parameters, not their names")
     return found
 
 
 def _checked_reshard(
     value: bool | int | Literal["auto"] | None, mesh: DeviceMesh
 ) -> bool | int | Literal["auto"] | None:
-    """A group size of 1 keeps everything, one of the whole axis nothing."""
+    """``reshard_after_forward``, checked. A group size of 1 becomes False, the size of the whole axis True."""
     if value is None or isinstance(value, bool) or value == "auto":
         return value
     size = mesh.size(mesh.ndim - 1)
@@ -270,18 +270,18 @@ def _checked_reshard(
         )
     if value < 1 or size % value:
         raise ValueError(
-            f"If passing reshard_after_forward as an int, it should be a factor of {size}, not {value}: a number of "
-            "ranks that divides the shard axis"
+            f"If passing reshard_after_forward as an int, it should be a factor of {size}, not {value}; {size} is "
+            "the size of the shard axis"
         )
     return value != 1 if value in (1, size) else value
 
 
 def no_shard(target: nn.Module | nn.Parameter) -> None:
-    """Mark a module, with all below it, or a parameter, before `fully_shard`: it stays whole on every rank.
+    """Mark a parameter, or all parameters of a module, to stay replicated. Call it before `fully_shard`.
 
-    Frozen parameters that are marked are left in their modules as they are, on the device and in the compute dtype of
-    their unit: nothing of them is gathered and nothing hooked. Trainable ones rest whole too; their gradients are
-    averaged and their optimizer state follows the strategy, so that they are refreshed once per optimizer step.
+    Frozen parameters that are marked stay plain parameters of their modules, in the compute dtype of their unit and on
+    its device. They are not gathered and have no hooks. Trainable ones are replicated too: their gradients are averaged
+    and their optimizer state is sharded by the strategy; then their weights are gathered once per optimizer step.
     """
     if isinstance(target, nn.Parameter):
         _refuse_sharded("this parameter", [target])
@@ -297,31 +297,31 @@ def no_shard(target: nn.Module | nn.Parameter) -> None:
 
 def _refuse_sharded(what: str, parameters: Iterable[nn.Parameter], unit: Unit | None = None) -> None:
     if unit is not None or any(OWNER in parameter.__dict__ for parameter in parameters):
-        raise ValueError(f"{what} is sharded already; call no_shard before fully_shard")
+        raise ValueError(f"{what} is already sharded; call no_shard before fully_shard")
 
 
 @contextmanager
 def microbatch(module: nn.Module, *, is_first: bool = True, is_last: bool = True) -> Iterator[None]:
-    """Say which micro-batch of an optimizer step runs in the body, for all units at and below ``module``.
+    """Run one micro-batch of an optimizer step in the body, for all units at and below ``module``.
 
-    Compute weights that rest on this rank are refreshed from main only if ``is_first``. Axes over which gradients rest
-    unreduced are reduced only if ``is_last``, and only such a backward ends with all reduces done; whoever reads a
-    ``.grad`` before it waits for them. Nests; what held before holds again afterwards, also after an exception.
+    Compute weights that are kept between steps are updated from the main weights only if ``is_first``. Gradients that
+    the strategy keeps unreduced between micro-batches are reduced only if ``is_last``, and only that backward waits for
+    all reduces; reading a ``.grad`` earlier waits for them. Can be nested; the exit restores the outer values.
     """
     _arguments.module("microbatch", module)
     units = [unit for _, unit in units_below(module)]
     if not units:
-        raise ValueError(f"no unit at or below {type(module).__name__}: fully_shard was not called on it")
+        raise ValueError(f"microbatch: no parameter of {type(module).__name__} is sharded; call fully_shard first")
     before = [(unit.is_first, unit.is_last) for unit in units]
     for unit in units:
         unit.is_first, unit.is_last = is_first, is_last
         for group in unit.groups if is_first else ():
             if not group.is_full:
-                group.renew()  # the first forward to use them may be one of a later micro-batch
+                group.renew()  # a later micro-batch may be the first that uses them
     try:
         yield
         if is_last:
-            # The last micro-batch may have used nothing that is trained here, and so have had no backward.
+            # The last micro-batch may use no trained parameter of these units, and so have no backward here.
             for root in dict.fromkeys(map(root_of, units)):
                 if root is not None:
                     root.reduces.flush(units)
@@ -332,33 +332,33 @@ def microbatch(module: nn.Module, *, is_first: bool = True, is_last: bool = True
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:
     if not modules:
-        raise ValueError("fully_shard was given an empty list of modules")
+        raise ValueError("fully_shard was given an empty list of modules; give at least one")
     for module in modules:
         if not isinstance(module, nn.Module):
             raise TypeError(f"fully_shard takes a module or a list of modules, not {type(module).__name__}")
         name = type(module).__name__
         if unit_of(module) is not None:
             raise Refusal(
-                f"fully_shard was already called on this {name}, and a module can be one unit only. Each distinct "
-                "composable distributed API can only be applied to a module once."
+                f"fully_shard was already called on this {name}; call it once per module. Each distinct composable "
+                "distributed API can only be applied to a module once."
             )
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
             raise ValueError(
                 f"fully_shard does not support containers that do not implement forward: {name} is never called, so "
-                "its unit would never be gathered; call fully_shard on each of its modules, or pass them as a list to "
-                "make one unit of them"
+                "its parameters would never be gathered; call fully_shard on each of its modules, or on a list of them "
+                "to make one unit"
             )
     if len(set(modules)) != len(modules):
-        raise ValueError("one of the modules is given twice; name each once")
+        raise ValueError("fully_shard was given a list with the same module twice; list each module once")
     for module in modules:
         below = set(module.modules()) - {module}
         if below & set(modules):
-            raise ValueError("one of the modules contains another; a unit cannot overlap itself")
+            raise ValueError("fully_shard was given a module and one that it contains; leave out the inner one")
     for _, owned in owned_modules(modules):
         for child in owned.children():
             unit = unit_of(child)
             if unit is not None and any(group.is_full for group in unit.groups):
-                raise RuntimeError(f"unit '{unit.name}' is unsharded; call reshard() on it before sharding its parent")
+                raise RuntimeError(f"unit '{unit.name}' is unsharded; call reshard() on it before you shard its parent")
 
 
 def default_mesh(names: tuple[str, ...] | None = None) -> DeviceMesh:
@@ -373,9 +373,9 @@ def default_mesh(names: tuple[str, ...] | None = None) -> DeviceMesh:
 
 
 def default_device_type() -> str:
-    """That of meshes where nobody says: the accelerator's, if there is one."""
+    """The device type of default meshes: that of the accelerator if there is one, else the CPU."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return "cpu" if accelerator is None else accelerator.type
 
 
-fully_shard.state = state_of  # type: ignore[attr-defined]  # as of PyTorch's function: what it made of a module
+fully_shard.state = state_of  # type: ignore[attr-defined]  # an attribute of PyTorch's fully_shard, too

@@ -1,4 +1,4 @@
-"""`capture`: a whole training step as one CUDA graph, so that the host's work is the same few calls for any model."""
+"""`capture`: a whole training step as one CUDA graph, so that the host launches one graph instead of every kernel."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ OtherShapes = Literal["raise", "eager", "capture"]
 
 
 def capture(step: Callable[..., Any], *, warmup: int = 3, other_shapes: OtherShapes = "raise") -> Captured:
-    """A function that does what ``step`` does, from its call number ``warmup + 1`` on by replaying one CUDA graph.
+    """A function that runs ``step`` eagerly ``warmup`` times, and from then on replays it as one CUDA graph.
 
     ``step`` takes tensors on a GPU (in any nesting of lists, tuples and dicts) and runs a whole training step: forwards
     and backwards of all micro-batches, clipping, the optimizer's step and ``zero_grad``. Every call is one real step:
-    the first ``warmup`` run it as it is, the next one captures and replays it, the others copy their arguments into
-    those of the graph and replay. What it returns is overwritten by the next replay: clone what you keep.
+    the first ``warmup`` calls run it eagerly, the next one captures and replays it, and later calls copy their
+    arguments into those of the graph and replay it. A replay overwrites the last one's results: clone what you keep.
 
-    A micro-batch alone can be captured too, if gradients stay where they are: ``zero_grad(set_to_none=False)``.
+    One micro-batch can be captured too, if the memory of gradients is kept: ``zero_grad(set_to_none=False)``.
 
-    What a graph cannot hold is refused before anything is captured: CPU offload, process groups without a GPU (Gloo),
-    optional units, optimizers that are not ``capturable=True``. Numbers of an optimizer are captured as they are; a
-    learning rate that is to change must be a tensor (``lr=torch.tensor(1e-3, device="cuda")``, then ``lr.fill_(...)``).
-    A step that reads a value from the GPU (``loss.item()``) cannot be captured; return the loss and read it outside.
+    These cannot be captured and raise before the capture: CPU offload, Gloo, optional units, check mode, and optimizers
+    without ``capturable=True``. Hyperparameters are captured with their values; a learning rate that changes must be a
+    tensor (``lr=torch.tensor(1e-3, device="cuda")``, then ``lr.fill_(...)``). A step that reads a value from the GPU
+    (``loss.item()``) cannot be captured; return the loss and read it outside.
 
-    ``other_shapes``: what a call with other shapes than before does: ``"raise"``, run the step as it is (``"eager"``),
-    or capture it for these shapes too (``"capture"``; its memory comes on top).
-    Between replays everything works as without graphs: evaluation, checkpoints, loading, other steps. What makes a
-    graph stale (parameters that were moved, cast or replaced, another policy, numbers of the optimizer) raises at the
-    next call; `renew` lets it be captured again.
+    ``other_shapes``: what a call with new shapes does: ``"raise"`` an error, run the step eagerly (``"eager"``), or
+    capture it for these shapes too (``"capture"``, which takes memory for another graph).
+    Between replays everything works as without graphs: evaluation, checkpoints, loading, other steps. A call raises if
+    the graph is stale, because parameters were moved, cast or replaced, or a policy or hyperparameter was changed;
+    `renew` captures the step again.
     """
     if not callable(step):
         raise TypeError(f"step={step!r}: must be a function of tensors")
     if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 2:
-        raise ValueError(f"warmup={warmup!r}: must be 2 or more; the engine knows the order of a step after two")
+        raise ValueError(f"warmup={warmup!r}: must be an int of 2 or more; two steps record the order of launches")
     if other_shapes not in ("raise", "eager", "capture"):
         raise ValueError(f"other_shapes={other_shapes!r}: must be one of raise, eager, capture")
     return Captured(step, warmup, other_shapes)
 
 
 class Captured:
-    """See `capture`."""
+    """What `capture` returns."""
 
     def __init__(self, step: Callable[..., Any], warmup: int, other_shapes: OtherShapes) -> None:
         self._step, self._warmup, self._other_shapes = step, warmup, other_shapes
@@ -64,7 +64,7 @@ class Captured:
         self._calls = 0
         self._roots: list[weakref.ref[Root]] = []
         self._optimizers: list[Optimizer] = []
-        self._segments = Segments()  # that are recomputed in a step
+        self._segments = Segments()  # the checkpointed segments of a step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = _torch.tree_flatten((args, kwargs))
@@ -77,29 +77,29 @@ class Captured:
         if graph is None:
             if self._graphs and self._other_shapes == "raise":
                 raise ValueError(
-                    f"the step was captured for {_shapes(next(iter(self._graphs)))}, and this is {_shapes(kind)}; pad "
-                    "to one shape, or call flatshard.capture with other_shapes='eager' or 'capture'"
+                    f"the step was captured for {_shapes(next(iter(self._graphs)))} but was called with {_shapes(kind)}"
+                    "; pad to one shape, or call flatshard.capture with other_shapes='eager' or 'capture'"
                 )
             if self._graphs and self._other_shapes == "eager":
                 return self._run(args, kwargs)
             if not all(is_settled(optimizer) for optimizer in self._optimizers):
-                return self._run(args, kwargs)  # its state has been changed, which takes a step to take over
+                return self._run(args, kwargs)  # state was loaded; an eager step adopts it
             graph = self._graphs[kind] = self._capture(leaves, tree)
         graph.check()
         return graph.replay(leaves)
 
     @property
     def captures_next(self) -> bool:
-        """Whether the next call is to make the first graph. On all ranks or on none."""
+        """Whether the next call captures the first graph. The same on all ranks."""
         return not self._graphs and self._calls >= self._warmup
 
     def renew(self) -> None:
-        """Forget all graphs, and their memory: the next calls run, and capture, the step anew."""
+        """Free all graphs and their memory. The next ``warmup`` calls run eagerly, and the one after captures again."""
         self._graphs.clear()
         self._calls = 0
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the step as it is, and see which models and optimizers are in it."""
+        """Run the step eagerly, and record which models and optimizers it uses."""
         with roots_that_ran() as roots, _optimizers_that_step() as optimizers, self._segments.counted():
             found = self._step(*args, **kwargs)
         self._roots, self._optimizers = [weakref.ref(root) for root in roots], optimizers
@@ -109,32 +109,31 @@ class Captured:
         roots = [root for ref in self._roots if (root := ref()) is not None]
         for root in roots:
             _check_capturable(root)
-            root.agree()  # of a policy that was set since the last step; no graph could hold it
+            root.agree()  # ranks compare a policy that was set since the last step, which a graph cannot do
         _check_optimizers(self._optimizers)
         before = _gradients(roots)
         static = [leaf.clone() for leaf in leaves]
         args, kwargs = _torch.tree_unflatten(static, tree)
-        fixed = {
-            id(optimizer) for graph in _graphs for optimizer in graph.optimizers
-        }  # graphs know where their state is
+        # Other graphs hold the addresses of the state of these.
+        fixed = {id(optimizer) for graph in _graphs for optimizer in graph.optimizers}
         movable = [optimizer for optimizer in self._optimizers if id(optimizer) not in fixed]
         pools = {id(pool): pool for root in roots for pool in (root.gather_pool, root.reduce_pool)}
         with _quiet(roots) as lasting, ExitStack() as stack:
-            memory = [stack.enter_context(pool.remembering()) for pool in pools.values()]  # also what they get within
+            memory = [stack.enter_context(pool.remembering()) for pool in pools.values()]
             _move_apart([tensor for optimizer in movable for tensor in state_tensors(optimizer)])
             graph, output, generators = _captured(lambda: self._step(*args, **kwargs), roots, lasting, self._segments)
         if _gradients(roots) != before:
             raise RuntimeError(
-                "the step leaves other gradients behind than it found: a captured step ends with "
-                "optimizer.zero_grad(), or adds to gradients that stay (zero_grad(set_to_none=False))"
+                "the step leaves different gradients than it found: end it with optimizer.zero_grad(), or keep the "
+                "memory of gradients with zero_grad(set_to_none=False)"
             )
         return _Graph(graph, static, output, roots, self._optimizers, generators, memory)
 
 
 def _move_apart(tensors: Sequence[torch.Tensor]) -> None:
-    """Take tensors out of the memory that the cache holds for the activations of eager steps, so that it can be freed.
+    """Move tensors out of the cached memory that activations of eager steps used, so that it can be freed.
 
-    An optimizer makes its state in the first step, wherever there is room; a graph has other memory for activations.
+    An optimizer allocates its state in the first step, between activations; a graph has its own memory for those.
     """
     large = [t.untyped_storage() for t in tensors if t.is_cuda and t.untyped_storage().nbytes() >= _LARGE]
     apart = [(storage, storage.cpu()) for storage in {storage._cdata: storage for storage in large}.values()]
@@ -147,16 +146,16 @@ def _move_apart(tensors: Sequence[torch.Tensor]) -> None:
         storage.copy_(values)
 
 
-_LARGE = 1 << 20  # bytes: smaller tensors have segments of their own kind
+_LARGE = 1 << 20  # bytes; the allocator puts smaller tensors into separate segments
 
 
 def _captured(
     step: Callable[[], Any], roots: Sequence[Root], lasting: Sequence[MainGrads], segments: Segments
 ) -> tuple[torch.cuda.CUDAGraph, Any, Generators]:
-    """A graph of a step, what it returned, and what it draws from. If it cannot be captured, all is as it was before.
+    """A graph of a step, what the step returned, and its random generators. If it fails, the models are reset.
 
-    ``lasting`` get their memory first, not amid that of activations. torch's own context leaves a capture that failed
-    half open.
+    ``lasting`` gradients are allocated first, so that they are not between activations. `torch.cuda.graph` is not used,
+    because it does not clean up after a failed capture.
     """
     graph, pool, stream = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.cuda.Stream()
     random: Any = torch.cuda.default_generators[torch.cuda.current_device()]
@@ -165,7 +164,7 @@ def _captured(
     _torch.clear_workspaces()
     torch.cuda.empty_cache()
     with torch.cuda.stream(stream):
-        # Threads of NCCL and of the flight record may look at events meanwhile.
+        # Threads of NCCL and of the flight record may query events during the capture.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             for grads in lasting:
@@ -181,7 +180,7 @@ def _captured(
         except RuntimeError as raised:
             error = error or raised
             _torch.end_allocating(torch.cuda.current_device(), pool)
-            random.graphsafe_set_state(state)  # else torch's generator is left as if the capture went on
+            random.graphsafe_set_state(state)  # else torch's generator stays in capture mode
     if error is None:
         return graph, output, generators
     _epochs.begin()
@@ -192,12 +191,12 @@ def _captured(
     told = str(error).partition("\n")[0]
     raise RuntimeError(
         f"the step cannot be captured: {told}. It must not read values from the GPU (.item(), .cpu(), print, a Python "
-        "condition on a tensor), make the host wait, or read a random state; the model has been reset"
+        "condition on a tensor), synchronize, or read a random state. The model has been reset"
     ) from error
 
 
 class _Graph:
-    """A captured step: its arguments and results, and what it has taken for granted."""
+    """A captured step: its arguments, its results, and the state that it depends on."""
 
     def __init__(
         self,
@@ -209,11 +208,11 @@ class _Graph:
         generators: Generators,
         memory: Sequence[object],
     ) -> None:
-        """``memory``: what keeps that of the models' pools."""
+        """``memory``: objects that keep the memory of the models' pools."""
         self._generators, self._memory = generators, memory
         self._graph, self._static, self._output = graph, static, output
         self._roots = [weakref.ref(root) for root in roots]
-        # NCCL cannot destroy a communicator that a graph uses: process groups of lanes that exist are not destroyed.
+        # NCCL cannot destroy a communicator that a graph uses. Lanes keep their process groups alive.
         self._lanes = [(*_lanes(root), root.rows_lane) for root in roots]
         self.optimizers = list(optimizers)
         self._ranks = sorted({rank for root in roots for mesh in root.meshes for rank in mesh.mesh.flatten().tolist()})
@@ -222,31 +221,30 @@ class _Graph:
         _graphs.add(self)
 
     def check(self) -> None:
-        """RuntimeError if a replay would not be the step."""
+        """Raise RuntimeError if a replay would not do what the step does now."""
         roots = [root for ref in self._roots if (root := ref()) is not None]
         if len(roots) != len(self._roots) or _places(roots) != self._places:
             raise RuntimeError(
-                "the captured step is stale: parameters have been moved, cast, replaced, sharded anew or given "
-                "another policy since; call renew() on it"
+                "the captured step is stale: parameters were moved, cast, replaced or sharded again, or given another "
+                "policy; call renew() on it"
             )
         if any(root.program.running is not None for root in roots):
-            raise RuntimeError("a captured step cannot run within a forward or backward of its model")
+            raise RuntimeError("a captured step was called within a forward or backward of its model; call it outside")
         if _gradients(roots) != self._gradients:
             raise RuntimeError(
-                "a captured step must find gradients as it found them when it was captured, there or set to None; call "
-                "optimizer.zero_grad() before it, or renew()"
+                "the gradients differ from those at the capture (allocated, or None); call optimizer.zero_grad() "
+                "before the captured step, or renew() on it"
             )
         if not all(is_settled(optimizer) for optimizer in self.optimizers) or self._states != [
             state_places(optimizer) for optimizer in self.optimizers
         ]:
             raise RuntimeError(
-                "the captured step is stale: the optimizer's state has been replaced (load_state_dict) since; call "
-                "renew()"
+                "the captured step is stale: the optimizer's state was replaced (load_state_dict); call renew() on it"
             )
         if _numbers(self.optimizers) != self._numbers:
             raise RuntimeError(
-                "the captured step is stale: numbers of the optimizer (lr, betas, weight_decay) have changed since; "
-                "make the learning rate a tensor and fill_ it, or call renew()"
+                "the captured step is stale: a hyperparameter of the optimizer (lr, betas, weight_decay) was changed; "
+                "make the learning rate a tensor and change it with fill_, or call renew() on it"
             )
 
     def replay(self, leaves: Sequence[torch.Tensor]) -> Any:
@@ -271,14 +269,14 @@ _graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
 
 
 def _places(roots: Sequence[Root]) -> list[tuple[object, ...]]:
-    """Of each group, where it is, where its full weights come from, what is trained of it, and in which dtypes."""
+    """Of each group: the address of main, the source of its full weights, which parameters train, and the policy."""
     groups = [group for root in roots for unit in root.units for group in unit.groups]
     trains = [tuple([member.sharded.requires_grad for member in group.params]) for group in groups]
     return [(g.main.local.data_ptr(), id(g.source), trained, g.policy) for g, trained in zip(groups, trains)]
 
 
 def _gradients(roots: Sequence[Root]) -> list[int | None]:
-    """Where gradients are; None where there is none."""
+    """The addresses of gradients; None for a parameter without one."""
     members = [m for root in roots for unit in root.units for group in unit.groups for m in group.params]
     grads = [member.sharded.grad for member in members]
     return [None if grad is None else grad.to_local().data_ptr() for grad in grads]  # type: ignore[attr-defined]
@@ -297,21 +295,21 @@ def _numbers(optimizers: Sequence[Optimizer]) -> list[tuple[tuple[str, object], 
 
 
 def _check_capturable(root: Root) -> None:
-    """ValueError if a graph cannot hold a step of this model, and what to change."""
+    """Raise ValueError if a step of this model cannot be captured."""
     if root.device.type != "cuda":
-        raise ValueError(f"a step on {root.device} cannot be captured: CUDA graphs are for NVIDIA GPUs")
+        raise ValueError(f"a step on {root.device} cannot be captured: CUDA graphs need an NVIDIA GPU")
     if any(unit.intent.is_optional for unit in root.units):
-        raise ValueError("a step with optional units cannot be captured: what a rank launches depends on its data")
+        raise ValueError("a step with optional units cannot be captured; call fully_shard without optional=True")
     if root.program.checks:
-        raise ValueError("a step cannot be captured in check mode, in which ranks talk before every launch")
+        raise ValueError("a step cannot be captured in check mode; unset FLATSHARD_CHECK")
     for unit in root.units:
         if any(group.home.host for group in unit.groups):
-            raise ValueError(f"unit '{unit.name}' has weights in host memory, which a graph cannot step")
+            raise ValueError(f"unit '{unit.name}' has CPUOffloadPolicy, which cannot be captured; leave it out")
     for lane in (root.gather_lane, root.reduce_lane):
         for mesh in root.meshes:
             for axis in range(mesh.ndim):
                 if mesh.size(axis) > 1 and lane.backend_in(lane.group(mesh, axis)) == "gloo":
-                    raise ValueError("a step over Gloo cannot be captured: it communicates on the host; use NCCL")
+                    raise ValueError("a step over Gloo cannot be captured: use the NCCL backend")
 
 
 def _lanes(root: Root) -> tuple[Lane, ...]:
@@ -319,15 +317,15 @@ def _lanes(root: Root) -> tuple[Lane, ...]:
 
 
 def _join_lanes(root: Root) -> None:
-    """Order the current stream after all that the lanes have been given."""
+    """Order the current stream after all work of the lanes."""
     for lane in _lanes(root):
         lane.join()
 
 
 def _start_anew(root: Root) -> list[MainGrads]:
-    """Give back what is gathered, also what was to stay, and the memory of gradients that are hidden: which.
+    """Free all gathered weights, also kept ones, and the memory of gradients that are hidden; returns those gradients.
 
-    A graph must derive all from main itself, and must not write to memory that others may get later.
+    A graph must compute everything from the main weights, and must not write to memory that may be reused later.
     """
     groups = [group for unit in root.units for group in unit.groups]
     for unit in root.units:
@@ -343,7 +341,7 @@ def _check_arguments(leaves: Sequence[Any]) -> None:
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor) or leaf.device.type != "cuda":
             told = f"a tensor on {leaf.device}" if isinstance(leaf, torch.Tensor) else repr(leaf)
-            raise TypeError(f"a captured step takes tensors on a GPU, not {told}; put the rest into the function")
+            raise TypeError(f"a captured step takes tensors on a GPU, not {told}; let the function close over the rest")
 
 
 def _check_optimizers(optimizers: Sequence[Optimizer]) -> None:
@@ -351,7 +349,7 @@ def _check_optimizers(optimizers: Sequence[Optimizer]) -> None:
         for group in optimizer.param_groups:
             if group.get("capturable") is False:
                 name = type(optimizer).__name__
-                raise ValueError(f"{name} counts steps on the host; make it with {name}(..., capturable=True)")
+                raise ValueError(f"{name} cannot be captured as it is; build it with {name}(..., capturable=True)")
 
 
 def _shapes(kind: Any) -> str:
@@ -363,7 +361,7 @@ def _optimizers_that_step() -> Iterator[list[Optimizer]]:
     found: list[Optimizer] = []
 
     def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # The parts of a combined one step, too.
+        # The optimizers in a CombinedOptimizer are found by their own steps.
         if not isinstance(optimizer, CombinedOptimizer) and not any(optimizer is each for each in found):
             found.append(optimizer)
 
@@ -376,9 +374,9 @@ def _optimizers_that_step() -> Iterator[list[Optimizer]]:
 
 @contextmanager
 def _quiet(roots: Sequence[Root]) -> Iterator[list[MainGrads]]:
-    """All that was launched before has ended, and nobody waits for it within; nor afterwards for what is captured.
+    """Wait for all launches first, so that the body does not wait for them, nor later code for what it captures.
 
-    Yields gradients whose memory, hidden between steps, has been given back.
+    Yields gradients whose memory, hidden between steps, has been freed.
     """
     lasting = [grads for root in roots for grads in _start_anew(root)]
     torch.cuda.synchronize()

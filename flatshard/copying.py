@@ -1,4 +1,4 @@
-"""`copy.deepcopy` of sharded models: units like the old ones, over copies of the shards. Nothing is made whole."""
+"""`copy.deepcopy` of sharded models: the copy has the same units, on copies of the shards. Nothing is gathered."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ MakeUnit: TypeAlias = Callable[[Sequence[nn.Module], Choices], Unit]
 
 
 class _NoCopy(TypeError, AssertionError):
-    """PyTorch raises AssertionError."""
+    """Raised for a model that cannot be copied. PyTorch raises AssertionError."""
 
 
 def copy_module(make_unit: MakeUnit, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """What `copy.deepcopy` makes of a module that is a unit.
+    """The result of `copy.deepcopy` for a module that is a unit.
 
-    The modules are copied as ever, with parameters without values in the place of the sharded ones, and without what
-    the units have put on them. Then they are sharded as the others were, and given copies of the shards.
+    First the modules are copied, with parameters without values in place of the sharded ones, and without the units and
+    their hooks. Then the copies are sharded with the same settings and get copies of the shards.
     """
     units = sorted((unit for _, unit in units_below(module)), key=lambda unit: unit.number)
     for unit in units:
@@ -44,7 +44,7 @@ def copy_module(make_unit: MakeUnit, module: nn.Module, memo: dict[int, Any]) ->
     members = [
         (group, index, each.sharded) for u in units for group in u.groups for index, each in enumerate(group.params)
     ]
-    dims: dict[int, int] = {}  # that the new parameters are to be cut on
+    dims: dict[int, int] = {}  # the dims that the new parameters are sharded on
     for group, index, sharded in members:
         memo[id(sharded)] = blank = _blank(group, index)
         dims[id(blank)] = group.layout.slots[index].dim
@@ -63,43 +63,43 @@ def copy_module(make_unit: MakeUnit, module: nn.Module, memo: dict[int, Any]) ->
     for unit in units:
         absorb(new[id(unit)])
         _take_settings(unit, new)
-    for _, _, sharded in members:  # for whatever else is copied with the model: an optimizer
+    for _, _, sharded in members:  # for other objects that are copied with the model: an optimizer
         memo[id(sharded)] = successor_of(memo[id(sharded)])
     return made
 
 
 def _gone(*args: Any) -> None:
-    """In the place of what a copy is not to have."""
+    """A placeholder for objects that a copy does not get."""
 
 
 def _check(module: nn.Module, units: Sequence[Unit], memo: dict[int, Any]) -> None:
-    """Raise where a copy would have to be another one."""
+    """Raise if a copy would not equal the original."""
     inside = set(module.modules())
     for unit in units:
         reason = None
         if not inside.issuperset(unit.modules):
-            reason = "it is sharded together with modules that are not in the copy; copy the model that has all of them"
+            reason = "it is one unit with modules outside of the copy; copy the model that contains all of them"
         elif any(unit_with(group) not in units for group in unit.needs):
-            reason = "it has parameters of units that are not in the copy; copy the model that has all of them"
+            reason = "it shares parameters with units outside of the copy; copy the model that contains all of them"
         elif any(id(member.sharded) in memo for group in unit.groups for member in group.params):
-            reason = "what has its parameters, such as an optimizer, was copied before it; copy it after the model"
+            reason = "an object with its parameters, such as an optimizer, was copied before it; copy the model first"
         elif any(group.is_extended for group in unit.groups):
             reason = "it has parameters of tensor subclasses"
         elif any(
             member.inner is not None and not member.is_parallel for group in unit.groups for member in group.params
         ):
-            reason = "each rank has parameters of its own in it"
+            reason = "it has parameters with Sharding(apart=...)"
         elif any(group.mesh != unit.mesh for group in unit.groups):
             reason = "it has parameters on another mesh"
         if reason is not None:
             raise _NoCopy(
-                f"unit '{unit.name}' cannot be copied: {reason}. Or build and shard another model, and give it this "
-                "one's state_dict(). FSDP does not support deepcopy"
+                f"unit '{unit.name}' cannot be copied: {reason}. Otherwise build and shard another model, and load "
+                "this model's state_dict() into it. FSDP does not support deepcopy"
             )
 
 
 def _owned(module: nn.Module) -> Iterator[Any]:
-    """What units have put on modules: themselves, and their hooks."""
+    """The objects that units add to modules: the units, their states and hooks."""
     for each in module.modules():
         for name, value in vars(each).items():
             if name.endswith("_hooks"):
@@ -111,7 +111,7 @@ def _owned(module: nn.Module) -> Iterator[Any]:
 
 
 def _is_ours(hook: Any) -> bool:
-    """Whether a hook, in whatever torch has wrapped it, is one of flatshard's."""
+    """Whether a hook, possibly wrapped by torch, is one of flatshard's."""
     while isinstance(hook, functools.partial) or hasattr(hook, "hook"):
         hook = hook.func if isinstance(hook, functools.partial) else hook.hook
     return str(hook.__module__).startswith("flatshard.")
@@ -126,7 +126,7 @@ def _remove(attributes: dict[str, Any]) -> None:
 
 
 def _choices(unit: Unit, memo: dict[int, Any], dims: dict[int, int]) -> Choices:
-    """What to make the copy of a unit with."""
+    """The `Choices` for the copy of a unit."""
     known: Choices = unit.choices
     choose: Callable[[nn.Parameter], Sharding] = lambda parameter: Sharding(dims[id(parameter)])  # noqa: E731
     return replace(
@@ -137,7 +137,7 @@ def _choices(unit: Unit, memo: dict[int, Any], dims: dict[int, int]) -> Choices:
 
 
 def _ignored(unit: Unit) -> Iterator[nn.Parameter]:
-    """The parameters in the modules of a unit that it was told to leave alone."""
+    """The ``ignored_params`` in the modules of a unit."""
     plain = {id(site.look()) for each in unit.plain for site in each.sites}
     for _, module in owned_modules(unit.modules):
         for parameter in module.parameters(recurse=False):
@@ -146,7 +146,7 @@ def _ignored(unit: Unit) -> Iterator[nn.Parameter]:
 
 
 def _blank(group: ParamGroup, index: int) -> nn.Parameter:
-    """A parameter like that which a member was made of, without values. Alike, they make the same groups again."""
+    """A parameter without values, otherwise as the original before sharding, so that the copy has the same groups."""
     member, (dtype, trainable) = group.params[index], group.made_for
     values = torch.empty(group.layout.slots[index].shape, dtype=dtype, device="meta")
     if member.inner is not None:
@@ -155,7 +155,7 @@ def _blank(group: ParamGroup, index: int) -> nn.Parameter:
 
 
 def _fill(sharded: nn.Parameter, blank: nn.Parameter) -> None:
-    """Put a copy of a shard into the modules that are to have it."""
+    """Put a copy of a shard into the new modules."""
     parameter = successor_of(blank)
     assert parameter is not None
     made = group_of(parameter)
@@ -167,7 +167,7 @@ def _fill(sharded: nn.Parameter, blank: nn.Parameter) -> None:
 
 
 def _take_settings(unit: Unit, new: dict[int, Unit]) -> None:
-    """Tell the copy of a unit what this one has been told."""
+    """Apply the settings of a unit to its copy."""
     intent, made = unit.intent, new[id(unit)]
     told = dict(vars(intent))
     for name in ("prefetch_in_forward", "prefetch_in_backward"):

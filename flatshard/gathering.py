@@ -1,4 +1,4 @@
-"""`gathered`: full parameters for a body of code."""
+"""`gathered`: a context in which modules have their full parameters."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from flatshard.engine.units.unit import Unit, unit_with
 
 @contextmanager
 def gathered(module: nn.Module, *, recurse: bool = True, write: bool = False) -> Iterator[None]:
-    """Within, the parameters of ``module`` are full tensors. All ranks enter and leave it together.
+    """Within the context, the parameters of ``module`` are full tensors. All ranks must enter and leave it together.
 
-    ``module`` is a model or a part of one: all units below it, and those that hold its own parameters, are gathered
-    when the body begins and stay gathered through whatever runs in it, forwards and backwards included; so an
-    evaluation, or a generation token by token, gathers once. What the body calls without a forward (a submodule, a
-    method, ``F.linear(x, m.weight)``) works too, and its gradients are reduced. They are in the compute dtype, and
-    anew after an optimizer step. ``recurse=False``: not the units inside ``module``.
+    ``module`` is a model or a part of one. All units below it, and those that own its parameters, are gathered at the
+    beginning and stay gathered through forwards and backwards, so an evaluation, or a generation token by token,
+    gathers once. Parameters can also be used without a forward of their unit (a submodule, a method,
+    ``F.linear(x, m.weight)``), and their gradients are reduced. They are in the compute dtype, and gathered again after
+    an optimizer step. ``recurse=False``: do not gather the units inside ``module``.
 
-    ``write``: they are copies in the main dtype, whole over all axes, and what the body has written to them is in the
-    sharded parameters afterwards; every rank keeps its own rows, so all are to write the same. No unit can run a
-    forward in the body. If the body raises, nothing is written.
+    ``write``: the parameters are full copies in the main dtype, and what the body writes to them is stored in the
+    sharded parameters on exit. Each rank stores its own shard, so all ranks must write the same values. Units cannot
+    run a forward in the body. If the body raises, nothing is stored.
     """
     units = _units(module, recurse)
     if write:
@@ -40,10 +40,10 @@ def gathered(module: nn.Module, *, recurse: bool = True, write: bool = False) ->
             yield
         for unit in units:
             if Lease.USER in unit.leases:
-                _hold(unit)  # the body around this one shows what was written
+                _hold(unit)  # an enclosing context shows what was written
         return
     for unit in units:
-        _root(unit).give_up_broken()  # which shows full weights of its own
+        _root(unit).give_up_broken()  # an interrupted pass may have left full parameters in the modules
         unit.leases[Lease.USER] = unit.leases.get(Lease.USER, 0) + 1
     try:
         for unit in units:
@@ -51,7 +51,7 @@ def gathered(module: nn.Module, *, recurse: bool = True, write: bool = False) ->
         yield
     finally:
         for unit in units:
-            _root(unit).give_up_broken()  # now: what one rank has done here alone changes no leases
+            _root(unit).give_up_broken()  # so that a pass that broke on this rank alone leaves no lease
             unit.leases[Lease.USER] -= 1
             if not unit.leases[Lease.USER]:
                 del unit.leases[Lease.USER]
@@ -70,11 +70,11 @@ def _hold(unit: Unit) -> None:
         unit.swap_in()
     unit.note_state()
     for group in unit.groups if torch.is_grad_enabled() else ():
-        group.watch()  # of what is called without a forward, nothing else would tell that it has gradients
+        group.watch()  # gradients of parameters that are used without a forward have no other hook
 
 
 def _let_go(unit: Unit) -> None:
-    """The last body that needs a unit is over: what becomes of its weights is for other leases to say."""
+    """The last context of a unit has ended: reshard it, or hide its weights if another lease needs them."""
     if Lease.PASS in unit.leases or unit.is_in_use:
         return
     if unit.leases or _root(unit).is_about_to_use(unit):
@@ -84,7 +84,7 @@ def _let_go(unit: Unit) -> None:
 
 
 def _units(module: nn.Module, recurse: bool) -> list[Unit]:
-    """The units of a module's parameters, in one order on all ranks, each with a root."""
+    """The units of a module's parameters, in the same order on all ranks, each with a root."""
     _arguments.module("gathered", module)
     below = [unit for _, unit in units_below(module)]
     groups = [group_of(parameter) for parameter in module.parameters()]
@@ -94,7 +94,7 @@ def _units(module: nn.Module, recurse: bool) -> list[Unit]:
         inside = {unit for child in module.children() for _, unit in units_below(child)}
         found = [unit for unit in found if unit not in inside]
     if not found:
-        raise ValueError(f"no parameter of {type(module).__name__} is sharded: fully_shard was not called on it")
+        raise ValueError(f"gathered: no parameter of {type(module).__name__} is sharded; call fully_shard first")
     for unit in found:
         if unit.root is None:
             find_root(unit, unit.modules[0])

@@ -1,6 +1,6 @@
-"""Methods of Hugging Face models that are units: what their users expect of them when weights are sharded.
+"""`generate` and `save_pretrained` of sharded Hugging Face models, and `save_model` of their Trainer.
 
-Nothing of Transformers is imported: the methods are known by their names.
+Transformers is not imported: the methods are found by their names.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flatshard.checkpoint.transformers_conversion import original_classes
 from flatshard.engine.units.unit import unit_of
 from flatshard.gathering import gathered
 
-_WRITER = "safe_save_file"  # what Hugging Face libraries call `safetensors.torch.save_file`
+_WRITER = "safe_save_file"  # the name under which Hugging Face libraries import `safetensors.torch.save_file`
 
 
 def methods_for(cls: type) -> dict[str, Callable[..., Any]]:
@@ -35,9 +35,9 @@ def methods_for(cls: type) -> dict[str, Callable[..., Any]]:
 
 
 def _held(method: Callable[..., Any]) -> Callable[..., Any]:
-    """`generate` runs forwards of the unit, and uses encoders, heads and parameters of it in between.
+    """`generate`, which runs forwards of the unit, and uses its encoders, heads and parameters between them.
 
-    The unit's own parameters stay gathered; those of the units inside come and go with every forward.
+    So the unit's own parameters stay gathered; units inside it are gathered and resharded in every forward.
     """
 
     @functools.wraps(method)
@@ -49,10 +49,10 @@ def _held(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _saved_by_rank_0(method: Callable[..., Any]) -> Callable[..., Any]:
-    """`save_pretrained`, called on all ranks: rank 0 writes, while a bucket of whole weights at a time is in memory.
+    """`save_pretrained`, which all ranks must call: rank 0 writes, with one bucket of full weights in memory at a time.
 
-    With a ``state_dict``, or where Transformers has sharded the model itself and knows what to do, it is the method as
-    it was. PEFT's writes adapters alone, and those rank 0 has at once.
+    If a ``state_dict`` is given, or Transformers has sharded the model itself, the original method is called. PEFT
+    writes only adapters; rank 0 gathers all of them at once.
     """
 
     @functools.wraps(method)
@@ -61,7 +61,7 @@ def _saved_by_rank_0(method: Callable[..., Any]) -> Callable[..., Any]:
         if theirs or len(args) > 1 or kwargs.get("state_dict") is not None:
             return method(self, save_directory, *args, **kwargs)
         ranks, adapters = Exchange("checkpoint_save"), _adapters(self)
-        streams = adapters is None and kwargs.get("safe_serialization", True)  # which Transformers 4 can turn off
+        streams = adapters is None and kwargs.get("safe_serialization", True)  # an argument of Transformers 4
         modules = _safetensors_users(type(self)) if streams else []
         asked = _Asked(self, ranks)
         state = defer(self.state_dict(keep_vars=True)) if modules else asked.for_whole(adapters)
@@ -77,26 +77,26 @@ def _saved_by_rank_0(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _safetensors_users(cls: type) -> list[dict[str, Any]]:
-    """The names of those modules from which ``cls`` has `save_pretrained` that call `safe_save_file` there."""
+    """The namespaces of the modules that define `save_pretrained` of ``cls`` and call `safe_save_file`."""
     methods = [inspect.unwrap(vars(each)["save_pretrained"]) for each in cls.__mro__ if "save_pretrained" in vars(each)]
     found = {id(names): names for names in (method.__globals__ for method in methods) if _WRITER in names}
     return list(found.values())
 
 
 class _Asked:
-    """Whole weights for rank 0, while it runs somebody's code; the others wait for what it asks for."""
+    """Full weights for rank 0 while it runs library code; the other ranks take part in the gathers it asks for."""
 
     def __init__(self, model: nn.Module, ranks: Exchange) -> None:
         self._model, self._ranks = model, ranks
 
     def for_whole(self, names: Container[str] | None) -> dict[str, torch.Tensor]:
-        """All of these at once, on rank 0. All ranks call it."""
+        """The full tensors of these names on rank 0, and nothing on other ranks. All ranks must call it."""
         whole = iter_full_tensors(self._model, names=names)
         return {name: tensor.to("cpu", copy=True) for name, tensor in whole if self._ranks.rank == 0}
 
     @contextmanager
     def by(self, modules: list[dict[str, Any]]) -> Iterator[None]:
-        """Within, files of deferred tensors that these modules write get their values from all ranks."""
+        """Within the context, files of deferred tensors that these modules write get their values from all ranks."""
         before = [(names, names[_WRITER]) for names in modules]
         for names, write in before:
             names[_WRITER] = functools.partial(self._write, write)
@@ -108,7 +108,7 @@ class _Asked:
             self._ranks.gather(json.dumps(None).encode())
 
     def answer(self) -> None:
-        """Take part in the gathers, until rank 0 has what it needs."""
+        """Take part in gathers until rank 0 has written all files."""
         while (names := json.loads(self._ranks.gather(b"")[0])) is not None:
             for _ in iter_full_tensors(self._model, names=set(names)):
                 pass
@@ -123,12 +123,12 @@ class _Asked:
         try:
             file.write(whole)
         finally:
-            for _ in whole:  # the others are in it, whatever has happened here
+            for _ in whole:  # also after an error: the other ranks wait in these gathers
                 pass
 
 
 def _adapters(model: Any) -> set[str] | None:
-    """Of a model of PEFT, the names of what its `save_pretrained` may write; None of any other: all."""
+    """The names that `save_pretrained` of a PEFT model may write; None, meaning all, for any other model."""
     known = getattr(model, "peft_config", None)
     if not known:
         return None
@@ -136,13 +136,14 @@ def _adapters(model: Any) -> set[str] | None:
     return trained | {name for name in model.state_dict() if any(f".{adapter}" in name for adapter in known)}
 
 
-_trainers: list[tuple[Any, Callable[..., Any]]] = []  # the class, and what its `save_model` was
+_trainers: list[tuple[Any, Callable[..., Any]]] = []  # the class, and its original `save_model`
 
 
 def let_trainer_save() -> None:
-    """Let `save_model` of Transformers' Trainer, if that has been imported, write weights of sharded state dicts, too.
+    """Let `save_model` of Transformers' Trainer write the weights also if state dicts are sharded.
 
-    It writes nothing of them by itself. Its checkpoints, for which it calls the same method, stay as they are.
+    The original method writes no weights then. No effect if the Trainer has not been imported. Its checkpoints, for
+    which it calls the same method, do not change.
     """
     cls = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     if cls is None or any(cls is known for known, _ in _trainers):
@@ -160,7 +161,7 @@ def let_trainer_save() -> None:
 
 
 def undo_let_trainer_save() -> None:
-    """Let the Trainer be as it was."""
+    """Undo `let_trainer_save`."""
     while _trainers:
         cls, method = _trainers.pop()
         cls.save_model = method
@@ -172,7 +173,7 @@ def _has_sharded_state(trainer: Any) -> bool:
 
 def _save(trainer: Any, folder: Any) -> None:
     if hasattr(trainer.model, "save_pretrained"):
-        trainer._save(folder)  # of which all ranks call `save_pretrained`, and rank 0 does the rest
+        trainer._save(folder)  # all ranks call `save_pretrained` in it; rank 0 does the rest
         return
     state = trainer.accelerator.get_state_dict(trainer.model)
     if trainer.args.should_save:

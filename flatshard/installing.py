@@ -1,8 +1,8 @@
-"""`install`: programs that import PyTorch's `fully_shard` run on this one.
+"""`install`: run programs that import PyTorch's `fully_shard` with flatshard instead.
 
-The public names of `torch.distributed.fsdp`, wherever torch exports them and whoever has imported them already, become
-flatshard's. Names that only torch's own FSDP2 has (its param groups, for example) stay torch's: `FSDPMeshInfo` and
-`ShardPlacementResult` are understood here.
+The public FSDP2 names of `torch.distributed.fsdp` are replaced by flatshard's, in every module of torch that exports
+them and in every module that has imported them. Names without a counterpart stay torch's; flatshard accepts
+`FSDPMeshInfo` and `ShardPlacementResult`.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _OURS: dict[str, Any] = {
     "register_fsdp_forward_method": register_fsdp_forward_method,
     "share_comm_ctx": share_comm_ctx,
 }
-_changed: list[tuple[types.ModuleType, str, Any]] = []  # where, and what was there
+_changed: list[tuple[types.ModuleType, str, Any]] = []  # module, name, original value
 
 
 def install() -> None:
-    """Let `torch.distributed.fsdp.fully_shard`, and what belongs to it, be flatshard's in this process.
+    """Replace `torch.distributed.fsdp.fully_shard` and its related names by flatshard's in this process.
 
-    Also in modules that have imported torch's already. Models that torch's has sharded stay what they are. Calling it
-    again takes in what has been imported since. `uninstall` undoes it.
+    This includes modules that have imported torch's names already; call it again for modules that were imported since.
+    Models that torch has sharded do not change. `uninstall` undoes it.
     """
-    installed.values = "warn"  # ranks that begin with different values are no error with PyTorch's
-    installed.refuses_meta = True  # nobody who wrote for PyTorch's means to train initial values
-    installed.after = hf.let_trainer_save  # which may have been imported by then
+    installed.values = "warn"  # FSDP2 accepts ranks with different values
+    installed.refuses_meta = True  # programs for FSDP2 load or initialise meta models themselves
+    installed.after = hf.let_trainer_save  # after each unit, because the Trainer may be imported later
     for name in _torch.FSDP_HOMES:
         importlib.import_module(name)
     theirs = {id(value): _OURS[name] for name, value in _torch.FSDP_NAMES.items() if name in _OURS}
@@ -50,13 +50,13 @@ def install() -> None:
         if isinstance(module, types.ModuleType) and not _is_internal(title):
             _rebind(module, theirs)
     modules = len({module.__name__ for module, _, _ in _changed[count:]})
-    _log.info("torch.distributed.fsdp is flatshard's now, in %d modules", modules)
+    _log.info("install: replaced the names of torch.distributed.fsdp in %d modules", modules)
 
 
 def uninstall() -> None:
-    """Undo `install`. Models that have been sharded meanwhile stay flatshard's, and so do names imported meanwhile:
+    """Undo `install`. Models that were sharded since do not change.
 
-    of a module that has come since, nothing tells whether it asked torch or flatshard for them.
+    Modules that were imported since keep flatshard's names: they may have imported them from flatshard itself.
     """
     installed.values, installed.refuses_meta, installed.after = "same", False, lambda: None
     hf.undo_let_trainer_save()
@@ -67,7 +67,7 @@ def uninstall() -> None:
 
 
 def _is_internal(title: str) -> bool:
-    """Our own modules, and those by which torch implements its FSDP2."""
+    """Whether a module is flatshard's, or part of torch's implementation of FSDP2."""
     if title == "flatshard" or title.startswith("flatshard."):
         return True
     return title not in _torch.FSDP_HOMES and title.startswith(_torch.FSDP_INTERNALS)

@@ -1,4 +1,4 @@
-"""`shard_model`: a whole model in one call."""
+"""`shard_model`: shard a whole model in one call."""
 
 from __future__ import annotations
 
@@ -35,30 +35,31 @@ def shard_model(
     offload_bytes: int | None = None,
     **choices: Any,
 ) -> Summary:
-    """Call `fully_shard` on the parts of ``model`` that should be units, and on ``model``; ``choices`` go to all calls.
+    """Call `fully_shard` on the submodules of ``model`` that become units, and on ``model``, with the same ``choices``.
 
     ``units``: classes, or their import paths (``"package.module.Class"``), whose instances become units. ``"auto"``
-    takes what a Hugging Face model names in ``_no_split_modules``, or else the classes of repeated blocks in
-    `ModuleList` and `Sequential`; embeddings and linear layers outside them that are a quarter of a block or larger
-    become units too, and those that share a parameter one unit together.
-    ``optimizer``: one that was built on the model before; it is pointed at the sharded parameters and keeps its state.
-    ``experts``: which modules are experts, and the mesh of those that hold the same ones; everything else is sharded
-    over ``mesh``, whose ranks all have data. Gradients of experts are means over ``mesh`` too. They are gathered with
-    the unit around them, before anything in it waits for tokens. A rank may leave any of them unused: its gradient
-    counts as zero there, and is zero, not None, where all ranks do.
-    ``shard_placement_fn``: of parameters that are no experts. Where it says nothing, they are cut on dim 0, or on a dim
-    that pads less where dim 0 would be padded much.
-    ``rows``: units that are one embedding, tied to nothing, are looked up by rows (`fully_shard`).
+    takes the classes in ``_no_split_modules`` of a Hugging Face model, or else those of repeated blocks in `ModuleList`
+    and `Sequential`. Embeddings and linear layers outside of blocks, with at least a quarter of a block's parameters,
+    become units too; those that share a parameter become one unit.
+    ``optimizer``: one that was built on the model before; its parameters are replaced by the sharded ones, and it keeps
+    its state.
+    ``experts``: which modules are experts, and the mesh to shard them over. Everything else is sharded over ``mesh``,
+    whose ranks all have data; gradients of experts are the mean over ``mesh`` too. Experts are gathered with the unit
+    that contains them, before it exchanges tokens. A rank may leave experts unused; its gradient for them is zero. If
+    no rank uses an expert, its gradient is zero, not None.
+    ``shard_placement_fn``: as in `fully_shard`, for parameters that are not experts. Default: dim 0, or another dim if
+    dim 0 would need much padding.
+    ``rows``: shard units that are a single, untied embedding with ``rows=True`` (see `fully_shard`).
     ``offload_bytes``: with ``offload_policy=CPUOffloadPolicy()``, offload only as many units as are needed to move so
     many bytes of main weights of each rank to host memory, with their gradients and optimizer state. The last blocks
     are moved first, because their gradients are complete first.
 
-    Returns, and logs, a table of the units.
+    Returns, and logs, a table of the units. All ranks must call it.
     """
     _arguments.module("shard_model", model)
     _arguments.optimizer(optimizer)
     if unit_of(model) is not None:
-        raise ValueError(f"fully_shard was already called on this {type(model).__name__}; shard a model once")
+        raise ValueError(f"this {type(model).__name__} is already sharded; call fully_shard or shard_model once")
     if experts is not None and not isinstance(experts, Experts):
         raise TypeError(f"experts={experts!r}: must be a flatshard.Experts")
     if shard_placement_fn is not None and not callable(shard_placement_fn):
@@ -79,7 +80,7 @@ def shard_model(
     to_offload = math.inf if offload_bytes is None else offload_bytes
     found = unit_modules(model, units)
     tables = _tables(model)
-    # What is wrong with a unit is told before any has been sharded.
+    # Raise for wrong arguments before any unit has been sharded.
     sort_parameters([model], checked_choices(shard_placement_fn=choose, **choices))
     for modules in found:
         held = left & {parameter for module in modules for parameter in module.parameters()}
@@ -102,7 +103,7 @@ def shard_model(
 
 
 def _tables(model: nn.Module) -> set[nn.Embedding]:
-    """Embeddings whose weights no other module has."""
+    """Embeddings whose weights are not tied to another module."""
     holders = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     return {each for each in embeddings if all(holders[id(parameter)] == 1 for parameter in each.parameters())}

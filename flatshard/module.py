@@ -1,7 +1,6 @@
-"""The methods of a unit: PyTorch's `FSDPModule`, over this engine.
+"""The methods of a unit: those of PyTorch's `FSDPModule`, implemented on this engine.
 
-They exist for code written for PyTorch's `fully_shard`. What they set is kept by the unit, its groups or its root,
-and nothing else looks at it; new code finds most of it as arguments of `fully_shard` and as `SchedulePolicy`.
+They exist for code written for FSDP2. New code can use arguments of `fully_shard` and `SchedulePolicy` for most of it.
 """
 
 from __future__ import annotations
@@ -34,33 +33,33 @@ from flatshard.state import FSDPState, state_of
 
 
 class HasCustomComm(RuntimeError, AssertionError):
-    """A call that custom communication rules out. PyTorch's is an AssertionError."""
+    """A call that is not possible with custom communication. FSDP2 raises AssertionError."""
 
 
 class FSDPModule(TorchFSDPModule):
-    """What `fully_shard` adds to the class of a module.
+    """The class that `fully_shard` adds to the bases of a module.
 
-    It is a subclass of PyTorch's own class of that name for those who ask for it by `isinstance` (pipelining, the
-    compiler). It shares no code with it: methods of PyTorch's that are missing here refuse. Methods that take
-    ``recurse`` concern this unit and, with it, all units below; the others concern this unit alone.
+    It is a subclass of PyTorch's class of that name because other code checks for it (pipelining, the compiler). It
+    shares no code with it: methods of PyTorch's that are missing here raise NotImplementedError. Methods with
+    ``recurse`` apply to this unit and, if it is True, to all units below; the others apply to this unit only.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Containers make new instances of their own class when they are sliced; those are not units."""
+        """Make an instance of the original class: containers create one when they are sliced, and it is not a unit."""
         original = class_before(cls)
         made: Any = original.__new__(original, *args, **kwargs)
         made.__init__(*args, **kwargs)
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Another model of the same units and settings, over copies of the shards. Gradients are not copied."""
+        """A copy with the same units and settings, on copies of the shards. Gradients are not copied."""
         unit = _unit(self)
         assert isinstance(self, nn.Module)
         assert unit.copier is not None
         return unit.copier(self, memo)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """`.to`, `.float`, `to_empty` and their like replace parameters; the buffers take the new ones over."""
+        """`.to`, `.float`, `to_empty` and similar methods replace parameters; the unit's buffers adopt the new ones."""
         for below in _units(self, True):
             check_change(below, fn)
         own: Any = super(TorchFSDPModule, self)  # the module's own class
@@ -70,9 +69,9 @@ class FSDPModule(TorchFSDPModule):
     # Gathering and releasing
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this unit's parameters and show them in full, until `reshard` or the end of a pass through the unit.
+        """Gather this unit's parameters: the module has the full ones until `reshard` or the end of the unit's pass.
 
-        With ``async_op`` the handle's ``wait`` shows them; a forward of the unit waits by itself.
+        With ``async_op``, the module has them after ``wait`` of the returned handle. A forward of the unit also waits.
         """
         return self._unshard(_units(self, False), async_op)
 
@@ -92,7 +91,7 @@ class FSDPModule(TorchFSDPModule):
         return None
 
     def reshard(self) -> None:
-        """Show this unit's sharded parameters and free the full ones."""
+        """Put back this unit's sharded parameters and free the full ones."""
         _unit(self).reshard()
 
     def reshard_all(self) -> None:
@@ -105,19 +104,19 @@ class FSDPModule(TorchFSDPModule):
         return [member.sharded for group in _unit(self).groups for member in group.params]
 
     def hold_weights(self) -> None:
-        """Compute with the weights as they are now, in all units below, whatever becomes of main weights.
+        """Until `refresh_weights`, compute with the current weights in all units below, even if main weights change.
 
-        Until `refresh_weights`. Where compute weights do not rest on this rank by themselves, they take the memory of a
-        shard in the compute dtype meanwhile. Between passes only.
+        A unit without persistent compute weights needs memory for a shard in the compute dtype during that time. Call
+        it between passes only.
         """
         _root(self).hold(_units(self, True))
 
     def refresh_weights(self) -> None:
-        """Start bringing the compute weights of all units below up to date with main, and end `hold_weights`.
+        """Start to update the compute weights of all units below from the main weights, and end `hold_weights`.
 
-        Every forward does so by itself, where it has to. Called after the optimizer's step, what is communicated for it
-        overlaps all that comes before the next forward, which then communicates nothing for it. Between passes only.
-        What is written through ``parameter.data`` after it is seen when it is called again.
+        Forwards do this when it is needed. If you call it after the optimizer's step, its communication overlaps
+        everything before the next forward. Values that are written through ``parameter.data`` afterwards are used after
+        the next call. Call it between passes only.
         """
         _root(self).refresh(_units(self, True))
 
@@ -132,31 +131,31 @@ class FSDPModule(TorchFSDPModule):
             group.park_mesh = None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Off: full parameters stay after backward and the next forward uses them as they are, without a gather.
+        """False: full parameters stay after backward, and the next forward uses them without a gather.
 
-        For micro-batches between which no optimizer steps. Once main weights have changed they are gathered anew; until
-        then they take memory, so let it be on again before the last backward of a step.
+        For gradient accumulation. They are gathered again once main weights have changed, and take memory until then,
+        so set it to True before the last backward of a step.
         """
         _ask(self, recurse, reshard_after_backward=_arguments.flag("reshard_after_backward", reshard_after_backward))
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Off: backward does not gather this unit, whose weights no gradient needs (an embedding's, for example)."""
+        """False: backward does not gather this unit, because no gradient needs its weights (an embedding)."""
         _unit(self).ask(unshard_in_backward=_arguments.flag("unshard_in_backward", unshard_in_backward))
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
-        """Gather these units when this one's forward starts, instead of those that the recorded order says."""
+        """Gather these units when this unit's forward starts, instead of the next ones in the recorded order."""
         _unit(self).ask(prefetch_in_forward=_refs("set_modules_to_forward_prefetch", modules))
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
-        """Gather these units when this one's backward starts, instead of those that the recorded order says."""
+        """Gather these units when this unit's backward starts, instead of the next ones in the recorded order."""
         _unit(self).ask(prefetch_in_backward=_refs("set_modules_to_backward_prefetch", modules))
 
     # Gradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any module; also where full parameters are shown, as between a forward and its backward.
+        """As of any module, also while units are unsharded, for example between a forward and its backward.
 
-        Gradients of micro-batches that wait for the last one are forgotten too. `Optimizer.zero_grad` cannot do that.
+        It also drops unreduced gradients of earlier micro-batches, which `Optimizer.zero_grad` cannot do.
         """
         assert isinstance(self, nn.Module)
         if not set_to_none:
@@ -175,38 +174,38 @@ class FSDPModule(TorchFSDPModule):
                 root.rest_gradients()
 
     def sync_gradients(self, wait: bool = True) -> None:
-        """Reduce all the way what backwards have left unreduced in the units below, as if the last one had done so.
+        """Finish the reduction of all gradients of the units below, as the backward of the last micro-batch does.
 
-        Without ``wait`` that is only started: call it again before the gradients are read, by an optimizer for example.
-        It also waits for the reduces of backwards that did not (`set_is_last_backward`). All ranks must call it.
+        It also waits for reduces that a backward did not wait for (`set_is_last_backward`). With ``wait=False`` it only
+        starts them: call it again before the gradients are read. All ranks must call it.
         """
         wait = _arguments.flag("wait", wait)
         _root(self).reduces.flush(_units(self, True), all_the_way=True, wait=wait)
 
     def set_decoupled_gradients(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """On: reduced gradients come as ``parameter.decoupled_grad``, and ``.grad`` is left as it is.
+        """True: reduced gradients are stored in ``parameter.decoupled_grad`` instead of ``.grad``.
 
-        For optimizers that read them there, in another dtype than the parameter's for example. `zero_grad` of this
-        module sees to them; that of an optimizer does not.
+        For optimizers that read them there, for example in another dtype than the parameter's. `zero_grad` of this
+        module clears them; that of an optimizer does not.
         """
         enable = _arguments.flag("enable", enable)
         for group in _groups(self, recurse):
             group.gradients.main_grads.decouple(enable)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Off: gradients stay on their rank, whole and unreduced, until a backward with it on reduces them all."""
+        """False: gradients stay full-size and unreduced on each rank, until a backward with True reduces them."""
         on = _arguments.flag("requires_gradient_sync", requires_gradient_sync)
         _ask(self, recurse, reduces=on, all_reduces=on)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Off: gradients go no further than they rest between micro-batches; under HSDP, the outer axis waits."""
+        """False: reduce gradients only as far as the strategy does between micro-batches; HSDP: no all-reduce."""
         _ask(self, recurse, all_reduces=_arguments.flag("requires_all_reduce", requires_all_reduce))
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Off: a backward ends without waiting for its reduces, so they overlap the next forward.
+        """False: a backward ends without waiting for its reduces, so that they overlap the next forward.
 
-        Concerns the whole model. Gradients are complete after a backward with it on. How far gradients are reduced is
-        `set_requires_gradient_sync`'s to say, or `microbatch`'s.
+        It applies to the whole model. Gradients are complete after a backward with True. It does not change how far
+        gradients are reduced: see `set_requires_gradient_sync` and `microbatch`.
         """
         _root(self).joins = _arguments.flag("is_last_backward", is_last_backward)
 
@@ -214,27 +213,28 @@ class FSDPModule(TorchFSDPModule):
         """Divide the sum of the ranks' gradients by ``factor``, in this unit, instead of taking their mean."""
         number = isinstance(factor, (int, float)) and not isinstance(factor, bool) and math.isfinite(factor)
         if not number or factor == 0:
-            raise ValueError(f"set_gradient_divide_factor({factor!r}): the factor must be a finite number, and not 0")
+            raise ValueError(f"set_gradient_divide_factor(factor={factor!r}): must be a finite number, and not 0")
         for group in _unit(self).groups:
             group.gradients.ask(scale=1.0 / factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of `set_gradient_divide_factor`."""
-        told = "set_reduce_scatter_divide_factor is an old name: use set_gradient_divide_factor"
+        told = "set_reduce_scatter_divide_factor is deprecated: use set_gradient_divide_factor"
         warnings.warn(told, DeprecationWarning, stacklevel=2)
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """On: collectives of this unit add, and nothing else; means are taken by a multiplication afterwards."""
+        """True: reduces of this unit use sums only; the mean is computed by a multiplication afterwards."""
         enable = _arguments.flag("enable", enable)
         for group in _unit(self).groups:
             group.gradients.ask(sums_only=enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """On: a parameter that a backward did not use has a gradient of zero, and takes part in the reduce with it.
+        """True: a parameter that a backward did not use takes part in the reduce with a gradient of zero.
 
-        For ranks that use different parameters of a unit around other units, or none of a unit. Each rank sees the mean
-        over all of them, on or off; what no rank has used has a gradient of zero with it on, and ``None`` with it off.
+        For ranks that use different parameters of a unit that contains other units, or that skip a unit. Gradients are
+        the mean over all ranks in any case. A parameter that no rank has used gets a gradient of zero with True, and
+        ``None`` with False.
         """
         on = _arguments.flag("reduce_scatter_unused_params", reduce_scatter_unused_params)
         _ask(self, recurse, reduces_unused=on)
@@ -244,9 +244,9 @@ class FSDPModule(TorchFSDPModule):
     # Precision
 
     def set_mp_policy(self, mp_policy: MixedPrecisionPolicy, *, recurse: bool = True) -> None:
-        """Compute, communicate and reduce in other dtypes from the next forward on. Main weights keep theirs.
+        """Compute, communicate and reduce in other dtypes from the next forward on. Main weights keep their dtype.
 
-        Between passes only, and with ``grad_dtype`` as it was while there are gradients.
+        Call it between passes only. While there are gradients, ``grad_dtype`` must not change.
         """
         policy = own_policy(mp_policy)
         if not isinstance(policy, MixedPrecisionPolicy):
@@ -255,17 +255,17 @@ class FSDPModule(TorchFSDPModule):
         awaited = next((unit for unit in units if unit.is_awaited), None)
         if awaited is not None:
             raise RuntimeError(
-                f"set_mp_policy: the backward of a forward of unit '{awaited.name}' is to come, and needs weights in "
-                "the dtype that they had; run it first, or give it up with reset() on the root"
+                f"set_mp_policy was called between a forward of unit '{awaited.name}' and its backward, which needs "
+                "the old dtypes; run the backward first, or discard it with reset() on the root module"
             )
         _root(self).set_precision(units, policy)
 
     # Communication
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Gather this unit by ``comm``: a `torch.distributed.fsdp` ``AllGather``.
+        """Gather this unit with ``comm``, an ``AllGather`` of `torch.distributed.fsdp`. None removes it.
 
-        ``comm.allocate(size, dtype=, device=)`` makes a flat buffer for the results of all ranks, and
+        ``comm.allocate(size, dtype=, device=)`` allocates a flat output buffer for all ranks, and
         ``comm(output_tensor=, input_tensor=, group=, async_op=)`` fills it, once per gather. Full parameters are copied
         out of it.
         """
@@ -273,65 +273,65 @@ class FSDPModule(TorchFSDPModule):
             group.all_gather_comm = _checked_comm("set_custom_all_gather", comm)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Reduce this unit's gradients by ``comm``: a `torch.distributed.fsdp` ``ReduceScatter``.
+        """Reduce this unit's gradients with ``comm``, a ``ReduceScatter`` of `torch.distributed.fsdp`. None removes it.
 
-        ``comm.allocate`` makes the flat input and output, into which gradients are copied and out of which they are
-        taken; ``comm(output_tensor=, input_tensor=, group=, op=, async_op=)`` reduces, once per reduce.
+        ``comm.allocate`` allocates the flat input, which gradients are copied into, and the flat output;
+        ``comm(output_tensor=, input_tensor=, group=, op=, async_op=)`` is called once per reduce.
         """
         for group in _one_mesh("set_custom_reduce_scatter", _unit(self)):
             if comm is not None and group.gradients.is_encoded:
                 raise ValueError(
-                    "set_custom_reduce_scatter: gradients by rows, or with a reduce_format, are exchanged, not "
-                    "scattered"
+                    "set_custom_reduce_scatter: this unit has rows=True or a reduce_format, which do not use a "
+                    "reduce-scatter; leave one of the two out"
                 )
             group.gradients.comm = _checked_comm("set_custom_reduce_scatter", comm)
 
     def set_gather_group(self, group: ProcessGroup, mesh: DeviceMesh | None = None) -> None:
-        """Gather over this process group all units below that are sharded over ``mesh``, which is this unit's if None.
+        """Use this process group for gathers of all units below that are sharded over ``mesh`` (default: this unit's).
 
-        It has the ranks of the shard axis. Reduces use the mesh's, or their own (`SchedulePolicy.separate_groups`).
-        Call it before the first forward.
+        It must have the ranks of the shard axis. Reduces use the groups of the mesh, or separate ones
+        (`SchedulePolicy.separate_groups`). Call it before the first forward.
         """
         if not isinstance(group, ProcessGroup):
-            raise TypeError(f"set_gather_group({group!r}): must be a process group")
+            raise TypeError(f"set_gather_group(group={group!r}): must be a ProcessGroup")
         if mesh is not None and not isinstance(mesh, DeviceMesh):
             raise TypeError(f"set_gather_group(mesh={mesh!r}): must be a DeviceMesh")
         mesh = _unit(self).mesh if mesh is None else mesh
         _root(self).gather_lane.use(mesh, mesh.ndim - 1, group)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
-        """Call ``hook`` with this rank's flat part of every gradient that has been reduced over all axes.
+        """Call ``hook`` with this rank's flat shard of each gradient of this unit, after it is reduced over all axes.
 
-        It may change it in place before it reaches the parameters, as by an all-reduce over ranks that the mesh does
-        not have. It is called on the reduce lane, or on ``stream`` where the mesh has one axis.
+        The hook may change it in place, for example by an all-reduce over ranks that are not in the mesh. It is called
+        on the stream of reduces, or on ``stream``, which is possible only for a mesh of one axis.
         """
         unit = _unit(self)
         if not callable(hook):
-            raise TypeError(f"set_all_reduce_hook: the hook must be callable, not a {type(hook).__name__}")
+            raise TypeError(f"set_all_reduce_hook: hook must be callable, not a {type(hook).__name__}")
         if stream is not None and unit.mesh.ndim > 1:
-            raise ValueError("stream cannot be set when using native HSDP")  # PyTorch's words, to the letter
+            raise ValueError("stream cannot be set when using native HSDP")  # the text of FSDP2
         for group in _one_mesh("set_all_reduce_hook", unit):
             group.gradients.hook = hook, stream
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """On: what this unit communicates lies in memory from the process group's own allocator, where it has one.
+        """True: allocate the communication buffers of this unit with the process group's allocator, if it has one.
 
-        By torch's implementations of ``AllGather`` and ``ReduceScatter`` for it; not together with custom ones.
+        It uses torch's ``AllGather`` and ``ReduceScatter`` for that, so it cannot be used with custom ones.
         """
         kind = "ProcessGroupAlloc" if _arguments.flag("enable", enable) else None
         self._set_comms("set_allocate_memory_from_process_group_for_comm", kind)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Let what this unit communicates lie in symmetric memory, for the faster collectives that NCCL has for it.
+        """Allocate the communication buffers of this unit in symmetric memory, for which NCCL has faster collectives.
 
-        By torch's implementations of ``AllGather`` and ``ReduceScatter`` for it; not together with custom ones. Reduces
-        use it after ``set_force_sum_reduction_for_comms(True)``: NCCL can only add there. Needs CUDA.
+        It uses torch's ``AllGather`` and ``ReduceScatter`` for that, so it cannot be used with custom ones. Reduces use
+        it only after ``set_force_sum_reduction_for_comms(True)``, because NCCL can only sum there. Needs CUDA.
         """
         if backend != "NCCL":
-            raise ValueError(f"set_symm_mem_for_comm({backend!r}): NCCL is the only backend that has it")
+            raise ValueError(f"set_symm_mem_for_comm(backend={backend!r}): must be 'NCCL'")
         if _unit(self).device.type != "cuda":
             raise ValueError(
-                f"set_symm_mem_for_comm: symmetric memory is CUDA's, and this mesh is on {_unit(self).device}"
+                f"set_symm_mem_for_comm: symmetric memory needs a mesh on CUDA; this one is on {_unit(self).device}"
             )
         self._set_comms("set_symm_mem_for_comm", "SymmMem")
 
@@ -340,7 +340,7 @@ class FSDPModule(TorchFSDPModule):
             custom = [c for c in (group.all_gather_comm, group.gradients.comm) if c is not None]
             if any(not _torch.is_shipped_comm(comm) for comm in custom):
                 raise HasCustomComm(
-                    f"{method}: this unit has a custom all-gather or reduce-scatter, which allocates itself"
+                    f"{method}: this unit has a custom all-gather or reduce-scatter; remove it first (comm=None)"
                 )
             comms = kind and _torch.shipped_comms(kind, group.mesh.get_group(group.mesh.ndim - 1))
             if kind and not comms:
@@ -351,16 +351,16 @@ class FSDPModule(TorchFSDPModule):
                 group.gradients.comm = reduce
 
     def set_post_optim_event(self, event: Any) -> None:
-        """The next forward's gathers wait for this event instead of all that the current stream has been given.
+        """Let the gathers of the next forward wait for this event instead of for the current stream.
 
-        Set a new one after each optimizer step. No effect on CPU, where the optimizer is done when it returns.
+        Set a new one after each optimizer step. No effect on CPU, where the optimizer has finished when it returns.
         """
         if event is not None and not callable(getattr(event, "wait", None)):
-            raise TypeError(f"set_post_optim_event(event={event!r}): must be an event of torch, or None")
+            raise TypeError(f"set_post_optim_event(event={event!r}): must be a torch.Event or None")
         _root(self).main_event = event
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """`SchedulePolicy.max_reducing`: how many reduces, and their inputs, may be in flight. The highest counts."""
+        """Set `SchedulePolicy.max_reducing`, the number of reduces in flight. The highest value of a unit is used."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:
@@ -369,11 +369,11 @@ class FSDPModule(TorchFSDPModule):
         _resolve_reduces(self, recurse)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """`SchedulePolicy.separate_groups`: whether reduces have process groups of their own. One choice per model."""
+        """Set `SchedulePolicy.separate_groups`: whether reduces use separate process groups. One choice per model."""
         _ask(self, recurse, separate_groups=_arguments.flag("enable", enable))
         _resolve_reduces(self, recurse)
 
-    def _get_fsdp_state(self) -> FSDPState:  # type: ignore[override]  # not PyTorch's, and so not all of it
+    def _get_fsdp_state(self) -> FSDPState:  # type: ignore[override]  # has a part of the attributes of PyTorch's
         assert isinstance(self, nn.Module)
         _unit(self)
         found = state_of(self)
@@ -381,16 +381,16 @@ class FSDPModule(TorchFSDPModule):
         return found
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Every gather is asynchronous here."""
+        """No effect: every gather is asynchronous."""
 
     # Recovery
 
     def reset(self) -> None:
-        """Give up a step that an exception interrupted: the next one starts clean. Unreduced gradients are lost."""
+        """Discard a step that an exception interrupted, so that the next one can run. Unreduced gradients are lost."""
         _root(self).reset()
 
     def reset_iter_state(self) -> None:
-        """`reset`, of the root."""
+        """`reset`; it must be called on the root."""
         unit, root = _unit(self), _root(self)
         if root.units[0] is not unit:
             raise RuntimeError(
@@ -402,10 +402,10 @@ class FSDPModule(TorchFSDPModule):
 
 def _refuse(name: str) -> Callable[..., None]:
     def refusal(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(f"{name}: flatshard does not offer this method of PyTorch's FSDPModule")
+        raise NotImplementedError(f"{name}: flatshard does not support this method of PyTorch's FSDPModule")
 
     refusal.__name__ = name
-    refusal.__doc__ = "Not offered; raises NotImplementedError."
+    refusal.__doc__ = "Not supported; raises NotImplementedError."
     return refusal
 
 
@@ -415,13 +415,13 @@ for _name in set(vars(TorchFSDPModule)) - set(vars(FSDPModule)):
 
 
 class UnshardHandle(TorchUnshardHandle):
-    """A gather on its way."""
+    """A gather in flight, as `FSDPModule.unshard` returns it."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
 
     def wait(self) -> None:
-        """Order what follows after the gather, and show the full parameters to the modules."""
+        """Wait for the gather on the current stream, and put the full parameters into the modules."""
         for unit in self._units:
             if unit.is_gathered:
                 unit.swap_in()
@@ -429,15 +429,15 @@ class UnshardHandle(TorchUnshardHandle):
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let a method of ``module`` gather and release its unit as ``forward`` does. No effect on what is no unit."""
+    """Let a method of ``module`` unshard and reshard its unit as ``forward`` does. No effect if it is not a unit."""
     if not isinstance(module, FSDPModule):
         return
     if not isinstance(method_name, str):
-        raise TypeError(f"method_name={method_name!r}: must be the name of a method")
+        raise TypeError(f"method_name={method_name!r}: must be a str, the name of a method")
     if not callable(getattr(module, method_name, None)):
         raise ValueError(f"{type(module)} does not have a method {method_name}")
     method = getattr(module, method_name)
-    # The module holds what is set here, which therefore must not hold the module.
+    # The module holds this function, so the function must not hold the module: it would never be freed.
     function = method.__func__ if getattr(method, "__self__", None) is module else None
     me = weakref.ref(module)
 
@@ -449,12 +449,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     method_of_others = method if function is None else None
     del method
-    as_forward.__dict__.pop("__wrapped__", None)  # it is bound to the module
+    as_forward.__dict__.pop("__wrapped__", None)  # the bound method, which holds the module
     setattr(module, method_name, as_forward)
 
 
 def share_comm_ctx(modules: Iterable[TorchFSDPModule]) -> None:
-    """Let several roots, such as the stages of a pipeline, communicate over the same lanes and memory pools."""
+    """Let several roots, such as the stages of a pipeline, share communication streams and memory pools."""
     given = _arguments.modules("share_comm_ctx", modules)
     _units_of("share_comm_ctx", given)
     roots = [_root(module) for module in given]
@@ -503,7 +503,7 @@ def _unit(module: TorchFSDPModule) -> Unit:
     assert isinstance(module, nn.Module)
     unit = unit_of(module)
     if unit is None:
-        raise RuntimeError(f"{type(module).__name__} is not a unit: fully_shard was not called on it")
+        raise RuntimeError(f"{type(module).__name__} is not sharded: call fully_shard on it first")
     return unit
 
 
@@ -516,15 +516,15 @@ def _root(module: TorchFSDPModule) -> Root:
 def _one_mesh(method: str, unit: Unit) -> list[ParamGroup]:
     if len({group.mesh for group in unit.groups}) > 1:
         raise ValueError(
-            f"{method} is not supported with multiple param groups: the parameters of this unit lie on several meshes; "
-            "make a unit of each"
+            f"{method} is not supported with multiple param groups: the parameters of this unit are on several meshes; "
+            "call fully_shard on a submodule for each mesh"
         )
     return unit.groups
 
 
 def _checked_comm(method: str, comm: Any) -> Any:
     if comm is not None and not (callable(comm) and callable(getattr(comm, "allocate", None))):
-        raise TypeError(f"{method}: needs an object that can be called and has allocate(), not a {type(comm).__name__}")
+        raise TypeError(f"{method}: comm must be callable and have an allocate method, not a {type(comm).__name__}")
     return comm
 
 
@@ -532,9 +532,9 @@ _CLASSES: dict[tuple[type, bool], type] = {}
 
 
 def unit_class(cls: type, methods_for: Callable[[type], dict[str, Any]] | None = None, rows: bool = False) -> type:
-    """The class of a unit made of a module of class ``cls``. ``methods_for``: of that, what units do otherwise.
+    """The class of a unit whose module has class ``cls``. ``methods_for``: returns methods that units of it override.
 
-    ``rows``: of an embedding, whose own forward ends in a look-up by rows.
+    ``rows``: whether the unit is an embedding that looks up rows instead of gathering its table.
     """
     if (cls, rows) not in _CLASSES:
         own = () if rows and cls is nn.Embedding else (cls,)

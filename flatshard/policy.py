@@ -1,4 +1,4 @@
-"""What a user chooses: precision, offloading, and how weights, gradients and optimizer state are placed."""
+"""Policies that a user chooses: precision, offloading, placements of weights, gradients and state, and the schedule."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from flatshard.layout import Block, Flat, Partial, Placement, Replicate, Whole, 
 
 
 class Refusal(ValueError, AssertionError):
-    """A mistake in a call, for which PyTorch's FSDP2 raises AssertionError: caught by code that was written for it."""
+    """A wrong argument for which FSDP2 raises AssertionError, so that code written for FSDP2 catches it."""
 
 
 class Unsupported(ValueError, NotImplementedError):
-    """As `Refusal`, where PyTorch raises NotImplementedError."""
+    """A wrong argument for which FSDP2 raises NotImplementedError."""
 
 
 GatherFormat: TypeAlias = Literal["int8", "float8"]
@@ -29,26 +29,26 @@ ReduceFormat: TypeAlias = Literal["int8", "bf16_fp32"]
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
-    """The dtypes of a unit. ``None`` keeps what is there. It is one of PyTorch's, too, for those who ask.
+    """The dtypes of a unit. ``None`` changes nothing. A subclass of PyTorch's class of this name.
 
-    ``param_dtype``: what the forward multiplies with, and what travels in a gather (compute).
-    ``reduce_dtype``: what travels in a reduce; default: ``param_dtype``.
+    ``param_dtype``: dtype of the compute weights, in which forward, backward and all-gather run.
+    ``reduce_dtype``: dtype in which gradients are reduced; default: ``param_dtype``.
     ``output_dtype``: floating-point outputs of the unit's forward are cast to it.
     ``cast_forward_inputs``: floating-point inputs of the forward are cast to ``param_dtype``.
-    ``main_dtype``: what the optimizer updates and checkpoints hold; default: the dtype of the parameter.
-    ``grad_dtype``: what gradients rest in; default: ``main_dtype``.
+    ``main_dtype``: dtype of the main weights (optimizer, checkpoints); default: the dtype of the parameter.
+    ``grad_dtype``: dtype of the reduced gradients (``.grad``); default: ``main_dtype``.
 
-    Formats on the wire, with fewer bytes than dtypes have (docs/formats.md); by default there are none:
+    Formats send fewer bytes than these dtypes (docs/formats.md). The default is none:
 
-    ``gather_format``: weights travel as one byte each, ``"int8"`` or ``"float8"`` (e4m3), and a scale per block. They
-    are encoded once per optimizer step, from main weights, and multiplied with in ``param_dtype``.
-    ``reduce_format``: gradients travel as ``"int8"`` with a scale per block, or as ``"bf16_fp32"``: in bfloat16. Either
-    way they are added in float32, in the order of ranks, and rounded no more. A pair is of the two axes of a mesh,
-    (outer, inner); one alone is of the axis that shards.
-    ``block``: elements of a row that share a scale: a power of two.
-    ``stochastic``: round gradients in int8 up or down at random, so that their mean is right.
-    ``encodes``: called with the name of a parameter, from its unit down, and the parameter: whether it is to travel in
-    one byte. Default: matrices do, apart from embeddings, heads, routers and small ones.
+    ``gather_format``: weights are sent as one byte per element, ``"int8"`` or ``"float8"`` (e4m3), with a scale per
+    block. They are encoded once per optimizer step from the main weights, and decoded to ``param_dtype``.
+    ``reduce_format``: gradients are sent as ``"int8"`` with a scale per block, or in bfloat16 (``"bf16_fp32"``). Both
+    are added in float32, in the order of ranks, without further rounding. A pair gives the formats of the two axes of a
+    mesh, (outer, inner); a single format is for the sharded axis.
+    ``block``: how many elements of a row share a scale: a power of two.
+    ``stochastic``: round int8 gradients up or down at random, so that their mean is exact.
+    ``encodes``: a function of a parameter's name, relative to its unit, and the parameter; it returns whether the
+    parameter is sent as one byte per element. Default: matrices are, except embeddings, heads, routers and small ones.
     """
 
     param_dtype: torch.dtype | None = None
@@ -61,7 +61,7 @@ class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
     reduce_format: ReduceFormat | tuple[ReduceFormat | None, ReduceFormat | None] | None = None
     block: int = 128
     stochastic: bool = False
-    # Not shown: it would look different on every rank, which are asked what it has chosen instead.
+    # Not in the repr, which ranks compare: a function's differs between them. They compare what it returned instead.
     encodes: Callable[[str, nn.Parameter], bool] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -79,18 +79,18 @@ class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
         given = self.reduce_format
         for each in given if isinstance(given, tuple) else (given,):
             if each is not None and each not in reduces:
-                raise ValueError(f"reduce_format={given!r}: must be one of {', '.join(reduces)}, None, or two of these")
+                raise ValueError(f"reduce_format={given!r}: must be {' or '.join(reduces)}, None, or a pair of these")
         if isinstance(given, tuple) and len(given) != 2:
-            raise ValueError(f"reduce_format={given!r}: a pair is of the two axes of a mesh, (outer, inner)")
+            raise ValueError(f"reduce_format={given!r}: a tuple must have two formats, (outer, inner)")
         _arguments.whole_number("block", self.block, 16)
         if self.block & (self.block - 1) or self.block > 1024:
-            raise ValueError(f"block={self.block}: must be a power of two, 16 to 1024")
+            raise ValueError(f"block={self.block}: must be a power of two from 16 to 1024")
         _arguments.flag("stochastic", self.stochastic)
         if self.encodes is not None and not callable(self.encodes):
             raise TypeError(f"encodes={self.encodes!r}: must be a function of a name and a parameter, or None")
 
     def reduce_formats(self, axes: int) -> tuple[ReduceFormat | None, ...]:
-        """Of each axis of a mesh of so many."""
+        """The reduce format of each axis of a mesh with ``axes`` axes."""
         given = self.reduce_format if isinstance(self.reduce_format, tuple) else (None, self.reduce_format)
         return (None,) * (axes - 2) + given[-axes:] if axes else ()
 
@@ -98,33 +98,33 @@ class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
     def has_formats(self) -> bool:
         return self.gather_format is not None or self.reduce_format not in (None, (None, None))
 
-    # What the dtypes of one group are. The parameters that were sharded had dtype ``own``.
+    # Dtypes of one parameter group. ``own`` is the dtype that its parameters had before sharding.
 
     def compute_of(self, own: torch.dtype) -> torch.dtype:
-        """What the forward multiplies with."""
+        """The dtype of compute weights."""
         return self.param_dtype if self.param_dtype is not None and own.is_floating_point else own
 
     def grad_of(self, main: torch.dtype, compute: torch.dtype) -> torch.dtype:
-        """What gradients rest in."""
+        """The dtype of reduced gradients."""
         return self.grad_dtype or main
 
     def reduce_of(self, compute: torch.dtype, grad: torch.dtype) -> torch.dtype:
-        """What travels in a reduce."""
+        """The dtype of a reduce."""
         return self.reduce_dtype or compute
 
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Where main weights, gradients and optimizer state rest: on the device of the mesh."""
+    """Keep main weights, gradients and optimizer state on the device of the mesh."""
 
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Main weights, gradients and optimizer state rest in host memory, and the optimizer steps there.
+    """Keep main weights, gradients and optimizer state in host memory; the optimizer steps on the CPU.
 
-    Weights are copied to the device for each gather; gradients are reduced there and copied back, and are complete when
-    the backward returns. ``pin_memory``: page-locked memory, from and to which copies overlap compute. On a mesh of
-    CPUs everything is in host memory anyway.
+    Weights are copied to the device for each gather. Gradients are reduced on the device and copied back; they are
+    complete when the backward returns. ``pin_memory``: use page-locked memory, so that copies overlap compute. The
+    policy has no effect on a mesh of CPUs.
     """
 
     pin_memory: bool = True
@@ -135,10 +135,10 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Which axes of the mesh of all parallelism are data-parallel, by their names.
+    """The names of the data-parallel axes of a mesh of all parallelism.
 
-    ``shard``: those that parameters are sharded over. ``replicate``: those that keep copies. Several of a kind count as
-    one. With ``replicate`` alone nothing is sharded, and gradients are averaged.
+    ``shard``: axes that parameters are sharded over. ``replicate``: axes of replicas. Several axes of one kind are used
+    as one. With ``replicate`` alone nothing is sharded, and gradients are averaged.
     """
 
     shard: str | tuple[str, ...] | None = None
@@ -150,11 +150,11 @@ class DataParallelMeshDims:
             named = given if isinstance(given, (tuple, list)) else (given,)
             if given is not None and not all(isinstance(each, str) for each in named):
                 raise TypeError(
-                    f"DataParallelMeshDims({name}={given!r}): must be the name of an axis, or a tuple of some"
+                    f"DataParallelMeshDims({name}={given!r}): must be the name of an axis, or a tuple of names"
                 )
         twice = set(self.shard_names) & set(self.replicate_names)
         if twice:
-            raise ValueError(f"DataParallelMeshDims: {min(twice)!r} is named twice; an axis shards or replicates")
+            raise ValueError(f"DataParallelMeshDims: {min(twice)!r} is in both shard and replicate; use one of them")
         if not self.shard_names and not self.replicate_names:
             raise ValueError("At least one of shard or replicate must be set in DataParallelMeshDims")
 
@@ -169,15 +169,15 @@ class DataParallelMeshDims:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How one parameter is sharded, as a ``shard_placement_fn`` may return it.
+    """How one parameter is sharded; a ``shard_placement_fn`` may return it.
 
-    ``dim``: it is cut on this dim, as torch.chunk cuts it. None: on dim 0, or on another one where dim 0 would be
-    padded much, as that of stacked experts ``(experts, in, out)`` is where there are fewer experts than ranks.
-    ``mesh``: the ranks that hold it together, if they are not those of the unit's mesh. Its gradient is all the same
-    the mean over the ranks of the unit's ``data_mesh``, whose data has reached it.
-    ``apart``: a mesh of one axis along which ranks hold different tensors under this name: a plain ``(experts, ...)``
-    of which each rank of expert parallelism has its own, all of one shape. The forward sees this rank's. For norms,
-    state dicts and checkpoints they are one tensor, of which each rank has its part of dim 0.
+    ``dim``: the dim to shard, as torch.chunk does. None: dim 0, or another dim if dim 0 would need much padding, for
+    example stacked experts ``(experts, in, out)`` with fewer experts than ranks.
+    ``mesh``: the mesh to shard the parameter over, if it is not the unit's. The gradient is still the mean over the
+    ranks of the unit's ``data_mesh``, because their data reaches the parameter.
+    ``apart``: a mesh of one axis whose ranks hold different plain tensors of one shape under this name, for example the
+    experts ``(experts, ...)`` of each rank of expert parallelism. The forward sees this rank's tensor. For norms, state
+    dicts and checkpoints all of them are one tensor, concatenated on dim 0.
     """
 
     dim: int | None = None
@@ -186,18 +186,18 @@ class Sharding:
 
     def __post_init__(self) -> None:
         if self.dim is not None and (not isinstance(self.dim, int) or isinstance(self.dim, bool)):
-            raise TypeError(f"Sharding(dim={self.dim!r}): must be a number or None")
+            raise TypeError(f"Sharding(dim={self.dim!r}): must be an int or None")
         _check_meshes("Sharding", self.mesh, self.apart)
 
 
 @dataclass(frozen=True)
 class Experts:
-    """Where the experts of a model are, for `shard_model`.
+    """The experts of a model and the mesh to shard them over, for `shard_model`.
 
-    ``modules``: classes, or their import paths, whose instances hold nothing but experts' parameters.
-    ``mesh``: the ranks that hold the same experts, and shard them.
-    ``apart``: where each rank along this mesh has experts of its own as plain tensors, as in `Sharding`. Not needed
-    where they are DTensors that say so.
+    ``modules``: classes, or their import paths, whose instances hold only parameters of experts.
+    ``mesh``: the ranks that hold the same experts; they are sharded over it.
+    ``apart``: a mesh whose ranks hold different experts as plain tensors, as in `Sharding`. Not needed if the experts
+    are DTensors.
     """
 
     modules: Sequence[type[nn.Module] | str]
@@ -206,14 +206,14 @@ class Experts:
 
     def __post_init__(self) -> None:
         if not isinstance(self.modules, (list, tuple)) or not self.modules:
-            raise ValueError(f"Experts(modules={self.modules!r}): must be a list of classes and import paths")
+            raise ValueError(f"Experts(modules={self.modules!r}): must be a list of classes or import paths, not empty")
         if not isinstance(self.mesh, DeviceMesh):
             raise TypeError(f"Experts(mesh={self.mesh!r}): must be a DeviceMesh")
         _check_meshes("Experts", self.mesh, self.apart)
 
 
 def _check_meshes(what: str, mesh: Any, apart: Any) -> None:
-    """Raise unless these can be the ``mesh`` and ``apart`` of a parameter."""
+    """Raise if these cannot be the ``mesh`` and ``apart`` of a parameter."""
     for name, given in (("mesh", mesh), ("apart", apart)):
         if given is not None and not isinstance(given, DeviceMesh):
             raise TypeError(f"{what}({name}={given!r}): must be a DeviceMesh")
@@ -223,7 +223,7 @@ def _check_meshes(what: str, mesh: Any, apart: Any) -> None:
         raise ValueError(f"{what}: apart has {apart.ndim} axes; it must have one")
 
 
-# PyTorch's policies say the same, so code that has one can pass it.
+# Policies of PyTorch, which callers may pass too.
 _OWN = {
     torch_fsdp.MixedPrecisionPolicy: MixedPrecisionPolicy,
     torch_fsdp.OffloadPolicy: OffloadPolicy,
@@ -233,7 +233,7 @@ _OWN = {
 
 
 def own_policy(given: Any) -> Any:
-    """``given``, or the policy of ours that says what a policy of PyTorch's says."""
+    """``given``; a policy of PyTorch is converted to the one of this module."""
     kind = _OWN.get(type(given))
     return given if kind is None else kind(**{field.name: getattr(given, field.name) for field in fields(given)})
 
@@ -244,10 +244,10 @@ def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Placements:
-    """How the three buffers of a group rest, one placement per axis of the mesh.
+    """The placements of the three buffers of a parameter group, one placement per axis of the mesh.
 
     ``parameter``: compute weights between their uses. ``gradient``: gradients between a backward and the optimizer
-    step. ``optimizer``: main weights, and with them the optimizer's state.
+    step. ``optimizer``: main weights and optimizer state.
     """
 
     parameter: tuple[Placement, ...]
@@ -264,27 +264,27 @@ class Placements:
                 raise ValueError(f"Placements({name}): {wrong[0]} is not supported here; use Flat() or Replicate()")
             cut = [is_sharded(p) for p in given]
             if cut != sorted(cut):
-                raise ValueError(f"Placements({name}): a buffer is sharded over the last axes first, not over {cut}")
+                raise ValueError(f"Placements({name}={given!r}): an axis is sharded but a later one is not; swap them")
         axes = {len(self.parameter), len(self.gradient), len(self.optimizer)}
         if len(axes) != 1:
-            raise ValueError(f"Placements: parameter, gradient and optimizer must name the same axes, not {axes}")
+            raise ValueError(f"Placements: parameter, gradient and optimizer have different lengths: {sorted(axes)}")
         for axis, (parameter, gradient, optimizer) in enumerate(zip(self.parameter, self.gradient, self.optimizer)):
             if isinstance(parameter, Partial) or isinstance(optimizer, Partial):
                 raise ValueError(
-                    f"Placements: on axis {axis} parameters or optimizer state are Partial; only gradients can be"
+                    f"Placements: axis {axis} has Partial for parameter or optimizer; only gradient can be Partial"
                 )
             if not is_sharded(optimizer) and (is_sharded(parameter) or is_sharded(gradient)):
                 raise ValueError(
-                    f"Placements: axis {axis} shards parameters or gradients but not the optimizer state, which would "
-                    "update parts that its rank does not hold; shard the optimizer state too"
+                    f"Placements: axis {axis} shards parameter or gradient but not optimizer, which would update "
+                    "weights that the rank does not hold; use Flat() for optimizer too"
                 )
             if isinstance(gradient, Replicate) and is_sharded(optimizer):
-                raise ValueError(f"Placements: on axis {axis} gradients rest Replicate; use Partial or Flat()")
+                raise ValueError(f"Placements: axis {axis} has Replicate for gradient; use Partial() or Flat()")
 
 
 Strategy: TypeAlias = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
-# What rests sharded on an axis, by the name and number of its strategy: parameter, gradient, optimizer.
+# Which buffers a strategy shards on an axis: parameter, gradient, optimizer. The order gives the strategy's number.
 _INNER: dict[str, tuple[bool, bool, bool]] = {
     "no_shard": (False, False, False),
     "optim": (False, False, True),
@@ -297,13 +297,13 @@ _OUTER = ("no_shard", "optim")
 def placements_for(strategy: Strategy | int | Placements | None, outer: Strategy | int | None, axes: int) -> Placements:
     """The placements of a strategy on a mesh of one axis, or of two (outer, inner).
 
-    ``strategy`` (default ``optim_grads_params``) is of the last axis, ``outer`` (default ``no_shard``) of the first.
+    ``strategy`` (default ``optim_grads_params``) is for the last axis, ``outer`` (default ``no_shard``) for the first.
     """
     if isinstance(strategy, Placements):
         if len(strategy.parameter) != axes:
-            raise ValueError(f"strategy names {len(strategy.parameter)} axes; the mesh has {axes}")
+            raise ValueError(f"strategy: Placements have {len(strategy.parameter)} axes, but the mesh has {axes}")
         if outer is not None:
-            raise ValueError("outer_strategy is part of Placements; give one or the other")
+            raise ValueError("outer_strategy: strategy=Placements(...) already says it; leave one of the two out")
         return strategy
     if outer is not None and axes == 1:
         raise ValueError(f"outer_strategy={outer!r} needs a mesh of two axes (outer, inner)")
@@ -324,14 +324,14 @@ def placements_for(strategy: Strategy | int | Placements | None, outer: Strategy
 def on_another_mesh(
     strategy: Strategy | int | Placements | None, outer: Strategy | int | None, axes: int
 ) -> Placements:
-    """The placements, on a mesh of so many axes, of a strategy that was chosen for a mesh of perhaps another number."""
+    """The placements of a strategy on a mesh whose number of axes may differ from that of the unit's mesh."""
     if isinstance(strategy, Placements) and axes < len(strategy.parameter):
         return Placements(strategy.parameter[-axes:], strategy.gradient[-axes:], strategy.optimizer[-axes:])
     return placements_for(strategy, outer if axes > 1 else None, axes)
 
 
 def strategy_name(what: str, given: str | int, names: tuple[str, ...] = tuple(_INNER)) -> str:
-    """The name of a strategy that was given by it, or by its number. ``what`` was given, for errors."""
+    """The name of a strategy that is given by name or number. ``what``: the name of the argument, for errors."""
     if isinstance(given, int) and not isinstance(given, bool) and 0 <= given < len(names):
         return names[given]
     if given not in names:
@@ -341,39 +341,38 @@ def strategy_name(what: str, given: str | int, names: tuple[str, ...] = tuple(_I
 
 
 def resident(placements: Placements) -> Placements:
-    """The same optimizer state with weights that rest whole on every rank: nothing is gathered during a pass."""
+    """The same placement of optimizer state, with replicated weights: nothing is gathered during a pass."""
     return replace(replicated(len(placements.parameter)), optimizer=placements.optimizer)
 
 
 def replicated(axes: int) -> Placements:
-    """A copy on every rank; gradients are reduced on the last micro-batch."""
+    """Everything is replicated; gradients are reduced in the last micro-batch."""
     rest = (Replicate(),) * axes
     return Placements(rest, (Partial("avg"),) * axes, rest)
 
 
-SEPARATE_GROUPS = True  # whether reduces have process groups of their own where nobody says (decision 002)
+SEPARATE_GROUPS = True  # the default of SchedulePolicy.separate_groups (decision 002)
 
 
 @dataclass(frozen=True)
 class SchedulePolicy:
-    """How far communication runs ahead, for all units below the root that is given it.
+    """How far communication runs ahead. Given to the root, it applies to all units below it.
 
-    ``prefetch``: gather the units that come next, by the recorded order. Off: each unit is gathered when it is needed.
-    ``async_reduce``: let reduces overlap what follows. Off: each is waited for where it is launched.
-    ``max_gathered``: units gathered at a time beyond those kept (the one in use and those ahead of it); at least 1.
-    Units on another mesh than the root's, experts within a block, do not count.
-    ``max_gathered_bytes``: further ones are gathered ahead as long as all gathered weights, kept ones included, take no
-    more than this. Where units differ in size, those before and after a large one can be several. Under a
-    ``gather_format`` those ahead count with the bytes that travel.
-    ``max_reducing``: reduces in flight, and with them the full-size gradients they read; at least 1.
-    ``separate_groups``: give reduces process groups of their own where gathers use those of the mesh, so that they can
-    overlap them on the wire. None: `SEPARATE_GROUPS`, and in any case for models with optional units, which need them.
+    ``prefetch``: gather the next units ahead, in the recorded order. False: gather each unit when it is needed.
+    ``async_reduce``: let reduces overlap compute. False: wait for each reduce where it is launched.
+    ``max_gathered``: how many units are gathered at a time (the one in use and prefetched ones), not counting units
+    that are kept and units on another mesh than the root's (experts in a block); at least 1.
+    ``max_gathered_bytes``: prefetch further units while all gathered weights, including kept ones, take at most this
+    many bytes. It helps if units differ in size: several small ones can be gathered around a large one. With a
+    ``gather_format``, prefetched units count with the bytes that are sent.
+    ``max_reducing``: how many reduces, with the full-size gradients that they read, are in flight; at least 1.
+    ``separate_groups``: use separate process groups for reduces, so that they can overlap gathers, which use those of
+    the mesh. None: `SEPARATE_GROUPS`, and always True for models with optional units, which need it.
     ``keep_for_backward``: bytes of gathered weights that units with ``reshard_after_forward="auto"`` may keep from
-    their forward to their backward. What saves most time on the wire per byte is kept; `summary` shows what.
+    forward to backward. Those that save the most communication time per byte are kept; `summary` lists them.
     ``keep_for_next``: bytes of gathered weights that may be kept from the backward of one micro-batch to the forward of
-    the next, inside `microbatch(is_last=False)`, which says that the weights do not change in between; or gathered
-    at the end of that backward, where it does not need them (embeddings). Activations take that memory again as the
-    forward goes on, so it seldom adds to the peak.
+    the next, within `microbatch(is_last=False)`, or be gathered at the end of that backward if it did not need them
+    (embeddings). The forward frees this memory as activations grow, so it seldom adds to the peak.
     """
 
     prefetch: bool = True
@@ -396,7 +395,7 @@ class SchedulePolicy:
             _arguments.flag("separate_groups", self.separate_groups)
 
     def check(self, mesh: DeviceMesh) -> None:
-        """Raise if units on a mesh cannot go by it."""
+        """Raise if the policy cannot be used for units on a mesh."""
 
     def connect(self, lane: Any, pool: Any, meshes: Sequence[DeviceMesh]) -> None:
         """Prepare a lane and its pool for the process groups of these meshes, before the first pass. Collective."""

@@ -1,9 +1,8 @@
-"""Random numbers of recomputed segments in a CUDA graph: the same in forward and in the recompute, others each time.
+"""Random numbers of checkpointed segments in a CUDA graph: the same in forward and recompute, new ones in each replay.
 
-`torch.utils.checkpoint` reads the state of the generator before a segment and sets it again before its recompute.
-Within a graph nothing can be read: a replay tells the generators that the graph knows where to begin. So each segment
-has two generators of its own, one for its forward and one for its recompute, and before a replay both are made to begin
-at the same place.
+`torch.utils.checkpoint` reads the generator's state before a segment and sets it again before its recompute. A captured
+step cannot read it: a replay sets the offsets of the generators that are registered with the graph. So each segment has
+two generators, one for its forward and one for its recompute, and before a replay both get the same offset.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ from unittest.mock import patch
 import torch
 from torch.utils import checkpoint as checkpointing
 
-_STEP = 0x9E3779B97F4A7C15  # between the seeds of segments
+_STEP = 0x9E3779B97F4A7C15  # difference between the seeds of two segments
 _SEEDS = 1 << 63
 
 
 class Segments:
-    """How many segments a step recomputes; `counted` counts them."""
+    """The number of segments that a step recomputes, as `counted` counts them."""
 
     def __init__(self) -> None:
         self.count = 0
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count the segments in the body that are to be recomputed with the same random numbers."""
+        """Count the segments of the body that preserve the random state for their recompute."""
         read, self.count = checkpointing.get_device_states, 0
 
         def get(*args: Any) -> Any:
@@ -40,7 +39,7 @@ class Segments:
 
 
 class Generators:
-    """Two for each segment of a graph that is to be captured."""
+    """Two generators for each segment of a graph."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, count: int) -> None:
         self._default: Any = torch.cuda.default_generators[torch.cuda.current_device()]
@@ -54,13 +53,13 @@ class Generators:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """In the body, which is captured, segments use them. What follows a segment goes on with its generator."""
+        """Let segments in the body, which is captured, use them. Code after a segment continues with its generator."""
         own, begun = self._default.graphsafe_get_state(), iter(range(len(self._pairs)))
 
         def get(*args: Any) -> Any:
             number = next(begun, None)
             if number is None:
-                raise RuntimeError("it recomputes more segments than the last step that was not captured")
+                raise RuntimeError("it recomputes more checkpointed segments than the last eager step")
             self._default.graphsafe_set_state(self._pairs[number][0])
             return [], [number]
 
@@ -88,6 +87,6 @@ class Generators:
             self._default.graphsafe_set_state(own)
 
     def align(self) -> None:
-        """Before a replay: the recompute of each segment is to draw what its forward will."""
+        """Before a replay: let the recompute of each segment draw the same numbers as its forward."""
         for first, again in self._pairs:
             again.set_offset(first.get_offset())

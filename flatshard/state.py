@@ -1,4 +1,4 @@
-"""What others find under the names of PyTorch's private state of a unit, as far as well-known callers use it."""
+"""PyTorch's private `FSDPState` of a unit: the attributes that well-known libraries read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STATE = "_flatshard_state"
 
 @dataclass(frozen=True)
 class FSDPParam:
-    """A parameter of a unit: its full name, and itself."""
+    """A parameter of a unit and its full name."""
 
     _param_fqn: str
     sharded_param: nn.Parameter
@@ -29,7 +29,7 @@ class FSDPParam:
 
 @dataclass(frozen=True)
 class FSDPParamGroup:
-    """The parameters of a unit, to look at."""
+    """The parameters of a unit, read-only."""
 
     _module_fqn: str
     fsdp_params: list[FSDPParam]
@@ -37,7 +37,7 @@ class FSDPParamGroup:
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether the full parameters are here now."""
+        """Whether the full parameters are on this rank now."""
         return self._state.unit.is_gathered
 
     @property
@@ -48,31 +48,31 @@ class FSDPParamGroup:
 
     @property
     def comm_ctx(self) -> types.SimpleNamespace:
-        """The streams, as those of the state."""
+        """The streams of `FSDPState._comm_ctx`."""
         return self._state._comm_ctx
 
     def post_backward(self) -> None:
-        """Pipelines ask every group for it; the root's callback does it for all."""
+        """No effect. Pipelines call it for every group; `_root_post_backward_final_callback` handles all of them."""
 
 
 class FSDPState:
     """What `fully_shard.state(module)` and `module._get_fsdp_state()` return.
 
-    Pipelines reduce by it what the micro-batches of a stage have accumulated. Attributes of PyTorch's that are not
-    here are refused with a reason.
+    Pipelines use it to reduce the accumulated gradients of a stage. Other attributes of PyTorch's state raise
+    AttributeError.
     """
 
     def __init__(self, module: nn.Module, unit: Unit) -> None:
         self._known, self._unit = weakref.ref(module), weakref.ref(unit)
 
-    # Code that looks for units asks whether it is one of PyTorch's. It inherits nothing: what is missing is told.
+    # For isinstance checks of code that looks for FSDP2's state. It does not inherit, so that missing attributes raise.
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         return _torch.FSDPState
 
     @property
     def unit(self) -> Unit:
-        """The engine's own state of the module."""
+        """The unit of the module."""
         found = self._unit()
         assert found is not None
         return found
@@ -83,13 +83,13 @@ class FSDPState:
 
     @property
     def _modules_to_run_forward(self) -> set[nn.Module]:
-        """Of several modules that are one unit, those that a forward which has begun has not come to."""
+        """Of a unit with several modules: those that the running forward has not called yet."""
         modules, call = self._modules, self.unit.call
         return {module for module in modules if call is not None and id(module) in call.left} if modules[1:] else set()
 
     @property
     def _is_root(self) -> bool | None:
-        """Whether it is the outermost unit; None before there has been a forward."""
+        """Whether it is the outermost unit; None before the first forward."""
         return None if self.unit.root is None else self.unit.root.units[0] is self.unit
 
     @property
@@ -98,13 +98,13 @@ class FSDPState:
 
     @property
     def _state_ctx(self) -> types.SimpleNamespace:
-        """With ``all_states``, those of all units that share this one's root, in the order of registration."""
+        """A namespace with ``all_states``, the states of all units of this root in the order of registration."""
         units = [self.unit] if self.unit.root is None else self.unit.root.units
         return types.SimpleNamespace(all_states=[state_of(unit.modules[0]) for unit in units])
 
     @property
     def _comm_ctx(self) -> types.SimpleNamespace:
-        """The streams that units of this root communicate on; None before there has been a forward, and on CPU."""
+        """The communication streams of this root; None before the first forward, and on CPU."""
         root = root_of(self.unit)
         gather, reduce = (None, None) if root is None else (root.gather_lane.stream, root.reduce_lane.stream)
         return types.SimpleNamespace(
@@ -130,7 +130,7 @@ class FSDPState:
         return next(iter(self._fsdp_param_groups), None)
 
     def _lazy_init(self) -> None:
-        """Do now what the first forward would do: this is a root, unless it is known to be below one."""
+        """Set up the root, as the first forward does. This unit becomes the root if it has none."""
         module = self._known()
         assert module is not None
         find_root(self.unit, module)
@@ -143,19 +143,18 @@ class FSDPState:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"{name}: of PyTorch's private FSDPState, flatshard has no such part; flatshard.summary(model) shows what "
-            "there is"
+            f"flatshard does not have the attribute {name} of PyTorch's private FSDPState; use flatshard.summary(model)"
         )
 
 
 def state_of(module: nn.Module) -> FSDPState | None:
-    """The state of a module that `fully_shard` was called on."""
+    """The state of a module; None if `fully_shard` was not called on it."""
     found: FSDPState | None = module.__dict__.get(_STATE)
     return found
 
 
 def show_state(module: nn.Module) -> None:
-    """Let `state_of`, and torch's own function, find the state of a module that has become a unit."""
+    """Store the state of a module that is a unit, for `state_of` and for torch's function."""
     unit = unit_of(module)
     assert unit is not None
     module.__dict__[_STATE] = state = FSDPState(module, unit)

@@ -1,8 +1,7 @@
 """Weight gradients without a copy: `offer_main_grads` for fused kernels, `direct_wgrads` for linear layers.
 
-Ordinarily autograd makes a weight gradient, and the engine sends it from where it is or, if it has another dtype than
-the reduction or its rows are padded, copies it into a staging buffer. Here the product that computes it writes it
-there.
+By default, autograd allocates a weight gradient, and the engine reduces it in place or, if the reduce dtype differs or
+rows are padded, copies it into a staging buffer. Here the kernel that computes the gradient writes into that buffer.
 """
 
 from __future__ import annotations
@@ -23,27 +22,27 @@ from flatshard.module import unit_class
 def offer_main_grads(module: nn.Module) -> None:
     """Give the full parameters of all units at and below ``module`` a ``main_grad``, for kernels that write gradients.
 
-    In a backward, ``parameter.main_grad`` is a tensor of the parameter's shape in the reduce dtype, the very place that
-    the reduction reads. A kernel adds its weight gradient to it (or writes it, while ``parameter.overwrite_main_grad``)
-    and sets ``parameter.grad_added_to_main_grad = True``: what autograd then delivers for this parameter is ignored.
-    Under accumulation without reduction it holds what earlier micro-batches have left. Parameters for which no kernel
-    does this train as always. Parameters of tensor parallelism, and those that ``shard_placement_fn`` cuts on another
-    dim than 0, offer none.
+    In a backward, ``parameter.main_grad`` is a tensor of the parameter's shape in the reduce dtype, in the buffer that
+    is reduced. A kernel adds its weight gradient to it (or writes it, if ``parameter.overwrite_main_grad``) and sets
+    ``parameter.grad_added_to_main_grad = True``; then the gradient that autograd returns for this parameter is ignored.
+    During gradient accumulation without reduction, it holds the sum of earlier micro-batches. Parameters whose kernels
+    do not use it train as usual. Tensor-parallel parameters, and those that ``shard_placement_fn`` shards on another
+    dim than 0, have no ``main_grad``.
     """
     units = units_below(module) if isinstance(module, nn.Module) else []
     if not units:
-        raise ValueError(f"no unit at or below {type(module).__name__}: call fully_shard first")
+        raise ValueError(f"no parameter of {type(module).__name__} is sharded; call fully_shard first")
     for _, unit in units:
         for group in unit.groups:
             group.offer_main_grads()
 
 
 def direct_wgrads(module: nn.Module) -> int:
-    """Let the linear layers of all units at and below ``module`` write their weight gradients into staging themselves.
+    """Let the linear layers of all units at and below ``module`` write weight gradients into the reduce's buffer.
 
-    The gradient is computed in the reduce dtype: in float32 with bfloat16 weights it is not rounded on the way. Layers
-    of exactly `nn.Linear` take part; how many is returned. Under autocast, torch.compile and torch.func they work as
-    always, without the gain. The backward of such a layer cannot be differentiated again.
+    The gradient is computed in the reduce dtype: in float32 it is not rounded to bfloat16 first. This applies to layers
+    of exactly the class `nn.Linear`; returns how many. Under autocast, torch.compile and torch.func they work as usual,
+    without the gain. The backward of such a layer cannot be differentiated again.
     """
     offer_main_grads(module)
     layers = [layer for layer in module.modules() if type(layer) in (nn.Linear, unit_class(nn.Linear))]
@@ -53,7 +52,7 @@ def direct_wgrads(module: nn.Module) -> int:
 
 
 class DirectLinear(nn.Linear):
-    """`nn.Linear` whose weight gradient goes where the reduction reads it."""
+    """`nn.Linear` that writes its weight gradient into the buffer that is reduced."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight = self.weight
@@ -64,7 +63,7 @@ class DirectLinear(nn.Linear):
 
 
 def _is_plain(input: torch.Tensor) -> bool:
-    """Whether the layer is called in a way that `_Linear` covers."""
+    """Whether `_Linear` supports this call."""
     return (
         torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
@@ -76,7 +75,7 @@ def _is_plain(input: torch.Tensor) -> bool:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: Destined, bias: torch.Tensor | None) -> torch.Tensor:
-        # What is saved may be recomputed, and then is another object; the place of the gradient is this one's.
+        # A saved tensor may be recomputed and then is another object; the gradient belongs to this one.
         ctx.weight = weight
         ctx.save_for_backward(input, weight)
         return F.linear(input, weight, bias)
@@ -88,7 +87,7 @@ class _Linear(torch.autograd.Function):
         input, weight = ctx.saved_tensors
         needs_input, _, needs_bias = ctx.needs_input_grad
         rows = grad.reshape(-1, grad.shape[-1])
-        # First, because the weight may be released as soon as its gradient is there.
+        # First, because the weight may be freed as soon as its gradient is written.
         to_input = grad @ weight if needs_input else None
         to_bias = rows.sum(0) if needs_bias else None
         node = ctx.next_functions[1][0]
@@ -101,7 +100,7 @@ class _Linear(torch.autograd.Function):
 
 
 def product_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, accumulate: bool) -> None:
-    """Write the matrix product of two matrices of one dtype into ``out``, or add it; computed in the dtype of ``out``.
+    """Write the product of two matrices of one dtype into ``out``, or add it; it is computed in the dtype of ``out``.
 
     On CUDA the product of half-precision matrices can be written in float32; elsewhere they are cast first.
     """

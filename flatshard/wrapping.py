@@ -1,4 +1,4 @@
-"""Which modules of a whole model become units."""
+"""Which modules of a model `shard_model` makes units."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ from typing import Any, Literal
 
 from torch import nn
 
-# An embedding or a head with at least this part of a block's parameters is worth a unit of its own.
+# An embedding or a head becomes a unit if it has at least this fraction of a block's parameters.
 _LARGE = 0.25
 
 
 def unit_modules(
     model: nn.Module, units: Literal["auto"] | Sequence[type[nn.Module] | str] = "auto"
 ) -> list[list[nn.Module]]:
-    """The modules of each unit, inner units before those around them and ``model`` last.
-
-    ``units`` is as `flatshard.shard_model` has it.
-    """
+    """The modules of each unit, inner units first and ``model`` last. ``units``: as in `flatshard.shard_model`."""
     chosen = _repeated(model) if units == "auto" else instances(model, units, "units", "'auto' or ")
     together = _large(model, chosen) if units == "auto" else []
     return [*([module] for module in reversed(chosen)), *together, [model]]
@@ -27,19 +24,19 @@ def unit_modules(
 def instances(
     model: nn.Module, classes: Iterable[type[nn.Module] | str], what: str, options: str = ""
 ) -> list[nn.Module]:
-    """The modules below ``model`` that are of these classes, some of which are given by their import paths.
+    """The submodules of ``model`` that are instances of these classes, which may be given by import path.
 
-    ValueError if there are none, and ``model`` is of none of them either. ``what`` was given, for errors, and
-    ``options`` are what else it could be.
+    ValueError if there are none and ``model`` is no instance either. ``what``, ``options``: for the error, the name of
+    the argument and its other values.
     """
     if isinstance(classes, str) or not isinstance(classes, Iterable):
         wrong = ValueError if isinstance(classes, str) else TypeError
-        raise wrong(f"{what}={classes!r}: must be {options}a list of classes and import paths")
+        raise wrong(f"{what}={classes!r}: must be {options}a list of classes or import paths")
     resolved = tuple(_resolve(each, what) for each in classes)
     found = [module for module in model.modules() if isinstance(module, resolved) and module is not model]
     if not found and not isinstance(model, resolved):
         names = ", ".join(cls.__name__ for cls in resolved)
-        raise ValueError(f"{what}: {type(model).__name__} contains no module of {names or 'no class at all'}")
+        raise ValueError(f"{what}: {type(model).__name__} contains no module of {names or 'an empty list of classes'}")
     return found
 
 
@@ -51,12 +48,12 @@ def _resolve(given: type[nn.Module] | str, what: str) -> type[nn.Module]:
         except (ImportError, AttributeError, ValueError) as error:
             raise ValueError(f"{what}: cannot import {given!r}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise TypeError(f"{what}: {given!r} is not a class of modules")
+        raise TypeError(f"{what}: {given!r} is not a subclass of nn.Module")
     return found
 
 
 def _repeated(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a model: outermost modules of the classes it names, or that repeat in a container."""
+    """The blocks of a model: instances of its ``_no_split_modules``, or outermost modules repeated in a container."""
     names = getattr(model, "_no_split_modules", None)
     if names:
         named = [module for module in model.modules() if type(module).__name__ in set(names) and module is not model]
@@ -77,7 +74,7 @@ def _repeated(model: nn.Module) -> list[nn.Module]:
 
 
 def _large(model: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Embeddings and linear layers outside the blocks that are worth a unit, those that share a parameter together."""
+    """Large embeddings and linear layers outside of blocks; those that share a weight are in one list."""
     inside = {module for block in blocks for module in block.modules()}
     sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
     least = _LARGE * max(sizes, default=0)

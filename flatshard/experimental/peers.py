@@ -1,9 +1,9 @@
-"""Gathers and reduces among ranks that see each other's memory, by copies: no kernel of a backend, no staging.
+"""Gathers and reduces by copies between ranks that can access each other's memory: no NCCL kernels, no staging.
 
-Each rank of a process group has a workspace that the others see, of torch's symmetric memory. A gather puts this rank's
-shards into its own and copies those of the others out of theirs. A reduce writes what the others are to have into
-theirs, from wherever autograd has left it, and adds what they have written into its own, in the order of ranks, rounded
-once. The copies are those of copy engines; multiprocessors do the sums, and barriers, which hold up the lane's stream.
+Each rank of a process group has a workspace in torch's symmetric memory, which the others can access. A gather copies
+this rank's shards into its workspace, and those of the others out of theirs. A reduce writes the other ranks' parts of
+the gradients into their workspaces, and sums what they have written into this one, in the order of ranks, rounding
+once. Copy engines do the copies; multiprocessors do the sums and the barriers, on the lane's stream.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _GRANULE = 2 << 20
 
 
 def _node_number() -> int:
-    """A number of this machine, by which ranks can tell whether they are on the same one."""
+    """A number that is the same for ranks on the same machine."""
     return _number(socket.gethostname())
 
 
 def _device_number(device: torch.device) -> int:
-    """A number of a GPU, by which ranks can tell whether they share it."""
+    """A number that is the same for ranks on the same GPU."""
     return _number(str(torch.cuda.get_device_properties(device).uuid))
 
 
 def _may_share_devices() -> bool:
-    """Whether the user has let torch have symmetric memory of ranks that share a GPU."""
+    """Whether the user allows symmetric memory for ranks that share a GPU."""
     return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
 
 
@@ -47,43 +47,43 @@ def _number(name: str) -> int:
 
 
 def see_peers(lane: Lane, groups: Sequence[ProcessGroup]) -> bool:
-    """Gather and reduce by copies from now on in groups whose ranks are all on one node; whether there are any.
+    """Gather and reduce by copies from now on in groups whose ranks are all on one node; returns whether there are any.
 
-    Collective in each of them. In a group of one rank nothing is communicated.
+    A collective call in each group of more than one rank. Groups of one rank need no communication.
     """
     assert lane.stream is not None
     others = [group for group in groups if group.size() > 1]
     for group in others:
         if lane.backend_in(group) not in IMAGINED:
             mine = torch.tensor([_node_number(), _device_number(lane.device)], device=lane.device)
-            all_of = mine.new_empty(2 * group.size())  # Gloo compares the numbers of dims, too
+            all_of = mine.new_empty(2 * group.size())  # flat, because Gloo requires as many dims as the input has
             lane.all_gather(group, [all_of], [mine], after=(lane.mark(),), name="nodes").wait()
             nodes, devices = all_of.view(-1, 2).T.tolist()
             if len(set(nodes)) == 1:
                 if len(set(devices)) < len(devices) and not _may_share_devices():
                     raise ValueError(
-                        f"WirePolicy(peers=True): several ranks of {dist.get_process_group_ranks(group)} use one GPU, "
-                        "and each needs one of its own: torch.cuda.set_device(LOCAL_RANK) before sharding"
+                        f"WirePolicy(peers=True): several of the ranks {dist.get_process_group_ranks(group)} use the "
+                        "same GPU; call torch.cuda.set_device(LOCAL_RANK) before fully_shard"
                     )
                 lane.peers[group] = Peers(group, lane.stream)
     return bool(lane.peers) or not others
 
 
 class Peers:
-    """The ranks of one process group, all of them on this node, as one lane communicates with them."""
+    """The workspaces of one process group, whose ranks are all on this node, for one lane."""
 
     def __init__(self, group: ProcessGroup, stream: torch.cuda.Stream) -> None:
         self.group, self._stream = group, stream
         self._memory: torch.Tensor | None = None
         self._seen: Any = None
-        self._in_graphs: list[tuple[Any, torch.Tensor]] = []  # workspaces that replays may use
+        self._in_graphs: list[tuple[Any, torch.Tensor]] = []  # workspaces that replays of CUDA graphs may use
 
     def __del__(self) -> None:
         if self._memory is not None:
-            self._stream.synchronize()  # what was launched last ends with a barrier: after it nobody uses the workspace
+            self._stream.synchronize()  # the last launch ends with a barrier; after it no rank uses the workspace
 
     def workspace(self, numbytes: int) -> Any:
-        """What shows the workspaces of all ranks, each of so many bytes at least. All ranks ask for the same."""
+        """A handle of the workspaces of all ranks, each of at least ``numbytes``, which must be the same on all."""
         if self._memory is None or self._memory.numel() < numbytes:
             if self._memory is not None:
                 self._stream.synchronize()
@@ -107,7 +107,7 @@ class Peers:
         places, total = _places(inputs)
         seen = self.workspace(total)
         pieces = [tensor.view(world, -1) for tensor in inputs]
-        seen.barrier()  # all have added what they had been given before
+        seen.barrier()  # all ranks have finished the last sums, so the workspaces can be overwritten
         for peer in _from(rank, world):
             for piece, place in zip(pieces, places):
                 there = seen.get_buffer(peer, piece[peer].shape, piece.dtype, place + rank * piece.shape[1])
@@ -118,17 +118,17 @@ class Peers:
 
 
 class PeerGather:
-    """A gather that can be launched again and again. The tensors stay the same, their storage may come and go."""
+    """A gather that can be launched repeatedly, with the same tensors; their storage may be freed in between."""
 
     def __init__(self, peers: Peers, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         self._peers, self._inputs = peers, inputs
         self._outputs = [tensor.view(peers.group.size(), -1).unbind() for tensor in outputs]
         self._places, self._total = _places(inputs)
         self._seen: Any = None
-        self._shown: list[list[torch.Tensor]] = []  # of each tensor, the shards of all ranks
+        self._shown: list[list[torch.Tensor]] = []  # for each tensor, the shards of all ranks
 
     def __call__(self) -> None:
-        """On the current stream."""
+        """Launch it on the current stream."""
         world, rank = self._peers.group.size(), self._peers.group.rank()
         seen = self._peers.workspace(self._total)
         if self._seen is not seen:
@@ -145,15 +145,15 @@ class PeerGather:
         for peer in _from(rank + 1, world)[:-1]:
             for out, shown in zip(self._outputs, self._shown):
                 out[peer].copy_(shown[peer])
-        seen.barrier()  # all have read what is in this workspace
+        seen.barrier()  # all ranks have read this workspace
 
 
 def _from(first: int, world: int) -> list[int]:
-    """All ranks, each beginning with another one, so that not all turn to the same."""
+    """All ranks from ``first`` on, cyclically, so that ranks do not all access the same one at a time."""
     return [(first + step) % world for step in range(world)]
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
-    """Where tensors lie in a workspace, in elements of theirs, and its size in bytes."""
+    """The offsets of tensors in a workspace, in their own elements, and its size in bytes."""
     ends = list(accumulate((-(-tensor.nbytes // _ALIGN) * _ALIGN for tensor in tensors), initial=0))
     return [end // tensor.element_size() for end, tensor in zip(ends, tensors)], ends[-1]

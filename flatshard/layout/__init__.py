@@ -1,4 +1,4 @@
-"""Where tensors lie in a flat buffer. Pure integers: no process group, no device."""
+"""The offsets of tensors in flat buffers. Pure integers: no process group, no device."""
 
 # mypy: implicit-reexport
 # ruff: noqa: F401

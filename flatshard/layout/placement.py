@@ -1,4 +1,4 @@
-"""Placements of a buffer along one mesh axis, and what it takes to change one into another."""
+"""Placements of a buffer along one mesh axis, and the operations that change one into another."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Partial:
-    """Every rank holds an addend of the full size; the value is their sum (``"sum"``) or mean (``"avg"``)."""
+    """Every rank holds a full-size term; the value is the sum (``"sum"``) or the mean (``"avg"``) of all terms."""
 
     op: Literal["sum", "avg"] = "sum"
 
@@ -25,12 +25,12 @@ class Partial:
 
 @dataclass(frozen=True)
 class Flat:
-    """Cut into equal pieces, one per rank; a row (a slice of dim 0) is never split."""
+    """Split into equal pieces, one per rank; a row (a slice of dim 0) is never split."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """As `Flat`, but ``rows`` consecutive rows of a tensor, counted from its first, stay together."""
+    """As `Flat`, but blocks of ``rows`` rows, counted from the first row of a tensor, are never split."""
 
     rows: int
 
@@ -41,14 +41,14 @@ class Block:
 
 @dataclass(frozen=True)
 class Whole:
-    """Cut into equal pieces, one per rank; a tensor is never split."""
+    """Split into equal pieces, one per rank; a tensor is never split."""
 
 
 Placement: TypeAlias = Replicate | Partial | Flat | Block | Whole
 
 
 def is_sharded(placement: Placement) -> bool:
-    """Whether each rank of the axis holds another part of the buffer."""
+    """Whether each rank of the axis holds a different part of the buffer."""
     return isinstance(placement, (Flat, Block, Whole))
 
 
@@ -64,9 +64,9 @@ class Transition(Enum):
 
 
 def transition(source: Placement, target: Placement) -> Transition:
-    """The operation that takes an axis from ``source`` to ``target``; ValueError where there is none.
+    """The operation that changes an axis from ``source`` to ``target``; ValueError if there is none.
 
-    Nothing becomes `Partial` again: how a value would be divided into addends is not the buffer's to choose.
+    Nothing can become `Partial`, because a value can be divided into terms in many ways.
     """
     if source == target:
         return Transition.NONE

@@ -1,16 +1,16 @@
-"""From shapes to a layout: segments, offsets, shard length, waste.
+"""Plans layouts from shapes: segments, offsets, shard length, padding.
 
-A layout cuts a group's tensors over N shards. It is a list of segments; each is a contiguous run of N equal pieces,
-and shard ``s`` is piece ``s`` of every segment. Two tensors of rows 6x2 and 2x2 over N = 4 shards:
+A layout splits a group's tensors over N shards. It is a list of segments; each is a contiguous run of N equal pieces,
+and shard ``s`` is piece ``s`` of every segment. Two tensors of 6 and 2 rows of 2 elements, over N = 4 shards:
 
     layout "tensor": one segment per tensor                      piece
         segment 0   |a0 a1|a2 a3|a4 a5|  pad  |                    4 elements
         segment 1   |b0|b1|pad|pad|                                2
     layout "flat": one segment for both
         segment 0   |a0 a1|a2 a3|a4 a5|b0 b1|                      4
-        shard 0: a0 a1      shard 3: b0 b1                         (offsets not rounded, to keep the picture small)
+        shard 0: a0 a1      shard 3: b0 b1                         (offsets are not rounded in this picture)
 
-A buffer stores the pieces that it holds segment after segment, each segment's run starting at a multiple of ``ALIGN``.
+A buffer stores its pieces segment after segment. The run of each segment starts at a multiple of ``ALIGN``.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from flatshard.layout.placement import Block, Flat, Placement, Whole, is_sharded
 
 LayoutName: TypeAlias = Literal["tensor", "flat", "auto"]
 Shape: TypeAlias = tuple[int, ...]
-Parts: TypeAlias = tuple[list[int], list[bool]]  # of a flat tensor: their sizes, and which of them are wanted
+Parts: TypeAlias = tuple[list[int], list[bool]]  # parts of a flat tensor: their sizes, and which of them are wanted
 
-# In elements. 16 bytes is what vectorised kernels load at once; 16 elements give that down to one-byte dtypes.
+# In elements. Vectorised kernels load 16 bytes at once; 16 elements are enough even for one-byte dtypes.
 ALIGN = 16
-# Below this many elements per tensor on average, the launch cost of one more segment (about 2 microseconds) exceeds
-# the time its bytes take on a fast wire, and `auto` chooses `flat`.
+# `auto` chooses `flat` below this average number of elements per tensor: there the launch cost of one more segment
+# (about 2 microseconds) exceeds the time that its bytes take on a fast network.
 AUTO_FLAT_BELOW = 1 << 18
-# A cut on another dim than 0 costs a copy of the tensor in each gather and reduce, and its memory while it is in use.
-# Padding costs more than that, on the wire and at rest, where it is more than this part of the tensor.
+# Sharding on another dim than 0 costs a copy of the tensor in each gather and reduce, and memory while it is in use.
+# Padding costs more than that, in communication and memory, if it exceeds this fraction of the tensor.
 TURN_ABOVE = 0.1
-# `flat` takes fewer segments as long as that pads no more than this part of the payload beyond the tightest choice.
+# `flat` prefers fewer segments if they need at most this fraction of the payload in padding beyond the best choice.
 FEWER_SEGMENTS_WORTH = 0.002
-# A piece is rounded up to a multiple of ALIGN where that lengthens it by no more than this part.
+# A piece is rounded up to a multiple of ALIGN if that lengthens it by at most this fraction.
 ALIGNED_PIECE_WORTH = 0.01
-# All partitions of the row classes are tried up to this many classes (Bell(5) = 52); past it, neighbours are merged.
+# All partitions are tried for up to this many row classes (Bell(5) = 52); for more, only neighbours are merged.
 EXHAUSTIVE_CLASSES = 5
 
 
@@ -52,7 +52,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one tensor lies: ``numel`` elements from ``offset`` of the run of segment ``segment``."""
+    """The place of one tensor: ``numel`` elements from ``offset`` in the run of segment ``segment``."""
 
     segment: int
     offset: int
@@ -71,7 +71,7 @@ class Slot:
 
 
 class Window(NamedTuple):
-    """One tensor's rows in a buffer: a contiguous view of the flat local tensor."""
+    """The rows of one tensor in a buffer: a contiguous view of the flat local tensor."""
 
     offset: int
     shape: Shape
@@ -80,7 +80,7 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensors of one group cut over ``num_shards``. Made by `plan`; equal layouts describe equal bytes."""
+    """The tensors of one group, split over ``num_shards``. Made by `plan`."""
 
     slots: tuple[Slot, ...]
     segments: tuple[Segment, ...]
@@ -91,11 +91,11 @@ class Layout:
     _parts: dict[tuple[int, int, int], Parts] = field(default_factory=dict, compare=False, repr=False)
 
     def run_starts(self, pieces: int) -> tuple[int, ...]:
-        """Offset of each segment's run in a buffer that holds ``pieces`` consecutive pieces of every segment."""
+        """The offset of each segment's run in a buffer that holds ``pieces`` consecutive pieces of every segment."""
         return self._runs(pieces)[0]
 
     def buffer_numel(self, pieces: int) -> int:
-        """Elements of a buffer that holds ``pieces`` consecutive pieces of every segment."""
+        """The number of elements of a buffer that holds ``pieces`` consecutive pieces of every segment."""
         return (self._starts[pieces] if pieces in self._starts else self._runs(pieces))[1]
 
     def _runs(self, pieces: int) -> tuple[tuple[int, ...], int]:
@@ -108,9 +108,9 @@ class Layout:
         return self._starts[pieces]
 
     def run_parts(self, held: int, first: int, pieces: int) -> Parts:
-        """How to split a buffer that holds ``held`` pieces of every segment, to get ``pieces`` of them from ``first``.
+        """How to split a buffer with ``held`` pieces of every segment, to get ``pieces`` of them from ``first``.
 
-        The sizes of the parts, and which of them are runs of non-empty segments; the others lie between these.
+        Returns the sizes of the parts, and which of them are runs of non-empty segments; the others are gaps.
         """
         key = (held, first, pieces)
         if key not in self._parts:
@@ -127,10 +127,10 @@ class Layout:
         return self._parts[key]
 
     def windows(self, first: int, pieces: int) -> tuple[Window, ...]:
-        """Where each tensor's rows lie in a buffer that holds ``pieces`` pieces from ``first`` of every segment.
+        """The rows of each tensor in a buffer that holds ``pieces`` pieces from ``first`` of every segment.
 
-        A tensor of which it holds nothing has a window of zero rows. Of a tensor with rows on another dim than 0, each
-        piece is contiguous for itself: it has a window in a buffer of one piece only (`is_turned`).
+        A tensor that is not in the buffer has a window of zero rows. A tensor that is sharded on another dim than 0 has
+        a window only in a buffer of one piece, because only single pieces are contiguous (`is_turned`).
         """
         key = (first, pieces)
         if key not in self._windows:
@@ -150,10 +150,10 @@ class Layout:
         return Window(self.run_starts(pieces)[slot.segment] + begin - low if held else 0, shape, stride)
 
     def rows(self, slot: Slot, first: int, pieces: int) -> tuple[int, int]:
-        """The first row of a tensor, and how many, that lie in ``pieces`` pieces from ``first``."""
+        """The first row, and the number of rows, of a tensor in ``pieces`` pieces from ``first``."""
         total = slot.shape[slot.dim] if slot.shape else 1
         if not slot.row:
-            # No elements, because another dim is 0: rows are dealt out all the same, as torch.chunk does.
+            # Another dim is 0, so there are no elements. Rows are still split as torch.chunk does.
             chunk = -(-total // self.num_shards)
             low, high = first * chunk, (first + pieces) * chunk
         else:
@@ -163,7 +163,7 @@ class Layout:
         return low, high - low
 
     def is_turned(self, index: int, pieces: int) -> bool:
-        """Whether ``pieces`` pieces hold a tensor in another order than its own, which takes a copy to change."""
+        """Whether the elements of a tensor in ``pieces`` pieces are not in its own order, so that it must be copied."""
         return self.slots[index].dim > 0 and pieces > 1
 
     @cached_property
@@ -173,7 +173,7 @@ class Layout:
 
     @cached_property
     def run_numel(self) -> int:
-        """Elements of one piece of every segment, without what lies between them in a buffer."""
+        """The number of elements in one piece of every segment, without the gaps between them in a buffer."""
         return sum(segment.piece for segment in self.segments)
 
     @property
@@ -186,15 +186,15 @@ class Layout:
 
     @property
     def waste(self) -> float:
-        """Padding as a part of the payload: 0.02 means that all ranks together store 2% more than the tensors need."""
+        """Padding as a fraction of the payload: 0.02 means that all ranks together store 2% more than the tensors."""
         return (self.num_shards * self.shard_numel - self.payload) / self.payload if self.payload else 0.0
 
 
 def least_padded_dim(shape: Sequence[int], num_shards: int) -> int:
-    """The dim to cut a tensor on: 0, unless that would pad it much and another dim would not.
+    """The dim to shard a tensor on: 0, unless that needs much padding and another dim does not.
 
-    Stacked experts, ``(experts, in, out)``, are cut on dim 1 where there are fewer of them than shards. Small tensors
-    are always cut on dim 0: their padding travels faster than a copy is launched.
+    Stacked experts, ``(experts, in, out)``, are sharded on dim 1 if there are fewer experts than shards. Small tensors
+    are always sharded on dim 0: sending their padding takes less time than launching a copy.
     """
     numel = math.prod(shape)
     padding = [round_up(size, num_shards) * (numel // size) - numel for size in shape] if numel else []
@@ -212,34 +212,34 @@ def plan(
     dims: Sequence[int] | None = None,
     apart: Sequence[bool] | None = None,
 ) -> Layout:
-    """Cut tensors of these shapes over ``num_shards``, each on its dim of ``dims`` (default: 0).
+    """Split tensors of these shapes over ``num_shards``, each on its dim in ``dims`` (default: 0).
 
-    Promises, for every layout: no atom (row, block, tensor) is split between shards; tensors do not overlap and each
-    is contiguous in the run of its segment; all pieces of a segment have equal length. ``tensor`` with `Flat` gives
-    each shard the rows that ``torch.chunk(tensor, num_shards, dim)`` gives it. Tensors without dims count as one row of
-    one element; empty tensors occupy nothing. Other dims than 0 need layout ``tensor`` (``auto`` chooses it for them).
-    Tensors marked in ``apart`` share segments with each other only: they travel in another format than the rest.
+    In every layout, no atom (row, block, tensor) is split between shards; tensors do not overlap and each is contiguous
+    in the run of its segment; all pieces of a segment have equal length. ``tensor`` with `Flat` gives each shard the
+    rows of ``torch.chunk(tensor, num_shards, dim)``. 0-dim tensors count as one row of one element; empty tensors take
+    no space. Dims other than 0 need layout ``tensor`` (``auto`` chooses it for them). Tensors marked in ``apart`` share
+    segments only with each other, because they are sent in another format.
 
-    `Whole` packs all tensors into one segment under either layout: a segment per tensor would pad every one of them
-    ``num_shards``-fold.
+    `Whole` packs all tensors into one segment in either layout: a segment per tensor would need ``num_shards`` times
+    its size.
     """
     placement = Flat() if placement is None else placement
     if num_shards < 1:
-        raise ValueError(f"num_shards is {num_shards}; it must be at least 1")
+        raise ValueError(f"num_shards={num_shards!r}: must be at least 1")
     if layout not in get_args(LayoutName):
-        raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(get_args(LayoutName))}")
+        raise ValueError(f"layout={layout!r}: must be one of {', '.join(get_args(LayoutName))}")
     if not is_sharded(placement):
-        raise ValueError(f"placement is {placement}; a layout is cut by Flat(), Block(rows) or Whole()")
+        raise ValueError(f"placement={placement!r}: must be Flat(), Block(rows) or Whole()")
     frozen = tuple(tuple(int(n) for n in shape) for shape in shapes)
     for shape in frozen:
         if any(n < 0 for n in shape):
-            raise ValueError(f"shape {shape} has a negative size")
+            raise ValueError(f"shapes: {shape} has a negative size")
     rows_of = tuple(0 for _ in frozen) if dims is None else tuple(dims)
     for shape, dim in zip(frozen, rows_of, strict=True):
         if not 0 <= dim < max(len(shape), 1):
-            raise ValueError(f"dim {dim} is not one of shape {shape}")
+            raise ValueError(f"dims: {dim} is not a dim of shape {shape}")
     if any(rows_of) and (layout == "flat" or not isinstance(placement, Flat)):
-        raise ValueError("a tensor can be cut on another dim than 0 with layout 'tensor' and Flat() only")
+        raise ValueError(f"dims={rows_of}: dims other than 0 need layout='tensor' and placement=Flat()")
     marks = tuple(False for _ in frozen) if apart is None else tuple(apart)
     return _plan(frozen, rows_of, num_shards, layout, placement, marks)
 
@@ -260,7 +260,7 @@ def _plan(
     if isinstance(placement, Whole):
         runs = [_pack_whole(bare, num_shards)]
     elif layout == "tensor":
-        # Atoms are dealt out as torch.chunk deals rows.
+        # Atoms are split as torch.chunk splits rows.
         atoms = [-(-slot.numel // slot.atom) if slot.atom else 0 for slot in bare]
         runs = [_Run(-(-atoms[i] // num_shards) * slot.atom, {i: 0}) for i, slot in enumerate(bare)]
     else:
@@ -281,7 +281,7 @@ def _unplaced(shape: Shape, dim: int, placement: Placement) -> Slot:
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The least multiple that is not below ``value``."""
+    """The smallest multiple of ``multiple`` that is at least ``value``."""
     return -(-value // multiple) * multiple
 
 
@@ -294,7 +294,7 @@ class _Run:
 
 
 def _pack_whole(slots: Sequence[Slot], num_shards: int) -> _Run:
-    """Whole tensors into equal pieces: the largest first, each into the piece that is least full."""
+    """Pack whole tensors into equal pieces: the largest first, each into the piece with the most room."""
     fill = [0] * num_shards
     place: list[tuple[int, int, int]] = []  # (tensor, piece, offset in it)
     for index in sorted(range(len(slots)), key=lambda i: -slots[i].numel):
@@ -306,11 +306,11 @@ def _pack_whole(slots: Sequence[Slot], num_shards: int) -> _Run:
 
 
 def _tightest(slots: Sequence[Slot], members: Sequence[int], num_shards: int) -> list[_Run]:
-    """Pack some of the tensors into runs by the size of their atoms, so that the runs pad little and are few.
+    """Pack some of the tensors into few runs with little padding, by the size of their atoms.
 
-    Where a contiguous tensor crosses piece boundaries, the piece must be a multiple of its atom. One run for all
-    therefore has a piece that is a multiple of the lcm of all atoms, which can pad a lot; a run per atom size pads
-    each run by less than one atom per shard. What is best depends on the shapes and on the number of shards.
+    If a tensor crosses piece boundaries, the piece must be a multiple of its atom. So the piece of one run for all
+    tensors is a multiple of the lcm of all atoms, which can need much padding; one run per atom size needs less than
+    one atom per shard and run. Which is better depends on the shapes and on the number of shards.
     """
     classes = _classes(slots, members)
     if not classes:
@@ -331,9 +331,10 @@ def _padded(runs: Sequence[_Run], num_shards: int) -> int:
 
 
 def _classes(slots: Sequence[Slot], members: Sequence[int]) -> list[list[int]]:
-    """Tensors by the size of their atoms, largest first; empty tensors ride along with the first class.
+    """Tensors by the size of their atoms, largest first. Empty tensors are in the first class.
 
-    Where there are many sizes, a class whose atom divides another's joins it: that asks nothing more of the piece.
+    If there are many sizes, a class whose atom divides that of another is merged into it, which does not change the
+    condition for the piece.
     """
     by_atom: dict[int, list[int]] = {}
     for index in sorted(members, key=lambda i: -slots[i].atom):
@@ -363,7 +364,7 @@ def _partitions(items: list[list[int]]) -> Iterator[list[list[list[int]]]]:
 
 
 def _merges(items: list[list[int]]) -> Iterator[list[list[list[int]]]]:
-    """Every item alone, all in one, and each pair of neighbours merged."""
+    """Every item alone, all items in one group, and each pair of neighbours merged."""
     alone = [[item] for item in items]
     yield alone
     yield [items]
@@ -372,9 +373,9 @@ def _merges(items: list[list[int]]) -> Iterator[list[list[list[int]]]]:
 
 
 def _pack_rows(slots: Sequence[Slot], members: list[int], num_shards: int) -> _Run:
-    """One run: tensors one after another, largest atom first, the piece grown until no boundary splits an atom.
+    """One run of tensors, largest atom first, with a piece that is long enough that no boundary splits an atom.
 
-    A piece that is a multiple of ``ALIGN`` starts every local view aligned; odd row sizes may make that too dear.
+    If the piece is a multiple of ``ALIGN``, every local view is aligned; odd row sizes may need too much padding.
     """
     order = sorted(members, key=lambda i: (-slots[i].atom, i))
     step = math.lcm(*(slots[i].atom for i in order if slots[i].numel))
@@ -393,7 +394,7 @@ def _fit(slots: Sequence[Slot], order: Sequence[int], num_shards: int, step: int
 
 
 def _lay(slots: Sequence[Slot], order: Sequence[int], piece: int) -> tuple[dict[int, int], int]:
-    """Offsets of the tensors in a run of pieces of this length, and where the last one ends."""
+    """The offsets of the tensors in a run of pieces of this length, and the end of the last tensor."""
     offsets: dict[int, int] = {}
     end = 0
     for index in order:

@@ -10,7 +10,7 @@ from flatshard.layout.planner import Layout
 
 @dataclass(frozen=True)
 class Holding:
-    """The consecutive pieces that a buffer holds of every segment: ``count`` of them from ``first``."""
+    """The pieces of every segment that a buffer holds: ``count`` consecutive ones from ``first``."""
 
     first: int
     count: int
@@ -32,12 +32,12 @@ class Range:
 def holding(num_shards: int, mesh_shape: Sequence[int], coordinate: Sequence[int], sharded: Sequence[bool]) -> Holding:
     """The pieces of a layout over ``num_shards`` that the rank at ``coordinate`` of a mesh holds.
 
-    The last axis of the mesh cuts first (it is the major one), the axis before it cuts each of those parts again, and
-    so on until the product of the axes is ``num_shards``. So with axes (outer, inner) cut on both, the shard of inner
-    rank ``i`` is pieces ``i * outer`` to ``(i + 1) * outer``, and it contains the shard of every (outer, inner=i).
+    The last axis of the mesh splits first (it is the major one), the axis before it splits each part again, and so on
+    until the product of the axes is ``num_shards``. So if both axes (outer, inner) are sharded, the shard of inner rank
+    ``i`` is pieces ``i * outer`` to ``(i + 1) * outer``, and it contains the shard of every (outer, inner=i).
 
-    ``sharded`` says along which axes the buffer is cut. An axis can be cut only where all later ones are, because
-    otherwise the pieces would not be consecutive.
+    ``sharded``: which axes the buffer is sharded over. If an axis is sharded, all later axes must be, because otherwise
+    the pieces would not be consecutive.
     """
     first, count = 0, num_shards
     open_axis = -1
@@ -47,13 +47,13 @@ def holding(num_shards: int, mesh_shape: Sequence[int], coordinate: Sequence[int
             continue
         if open_axis > axis:
             raise ValueError(
-                f"Flat placements must be a suffix: axis {axis} of mesh {tuple(mesh_shape)} is sharded but axis "
-                f"{open_axis} is not, and a buffer is sharded over its last axes first"
+                f"axis {axis} of mesh {tuple(mesh_shape)} is sharded but the later axis {open_axis} is not; shard the "
+                "last axes first"
             )
         if count % mesh_shape[axis]:
             raise ValueError(
-                f"a layout over {num_shards} shards cannot be cut over axis {axis} of mesh {tuple(mesh_shape)}: "
-                f"{count} pieces are left for {mesh_shape[axis]} ranks"
+                f"a layout of {num_shards} shards cannot be split over axis {axis} of mesh {tuple(mesh_shape)}: "
+                f"{count} pieces are left for its {mesh_shape[axis]} ranks"
             )
         count //= mesh_shape[axis]
         first += coordinate[axis] * count
@@ -65,7 +65,7 @@ def local_ranges(layout: Layout, held: Holding) -> Iterator[Range]:
     starts = layout.run_starts(held.count)
     for index, slot in enumerate(layout.slots):
         if slot.dim:
-            raise ValueError(f"tensor {index} is cut on dim {slot.dim}; its parts are no ranges of it")
+            raise ValueError(f"tensor {index} is sharded on dim {slot.dim}; only shards on dim 0 are ranges")
         piece = layout.segments[slot.segment].piece
         low, high = held.first * piece, (held.first + held.count) * piece
         begin, end = max(low, slot.offset), min(high, slot.stop)

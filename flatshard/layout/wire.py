@@ -1,15 +1,14 @@
-"""What travels of a layout when some of its tensors are encoded: equal pieces of bytes, one per shard.
+"""The bytes that are sent for a layout if some of its tensors are encoded: equal pieces of bytes, one per shard.
 
-An encoded tensor travels as one byte per element, its *code*, and one scale per block. Blocks run along a row and begin
-anew with each: rows are never split between shards, so neither are blocks, and which elements share a scale depends on
-the tensor alone. Segments that are not encoded travel as they are. The piece of a shard, for two segments of which the
-first is encoded:
+An encoded tensor is sent as one byte per element, its *code*, and one scale per block. A block is within one row. Rows
+are never split between shards, so blocks are not either, and which elements share a scale depends only on the tensor.
+Segments that are not encoded are sent unchanged. The piece of a shard, for two segments of which the first is encoded:
 
-    |codes of its piece, where its elements would lie|scales, row by row|piece of the other segment|
+    |codes, in the order of the elements|scales, row by row|piece of the other segment|
 
-At its end there may be room for a byte per tensor.
+There may be one more byte per tensor at the end.
 
-Codes and scales are views into the one run of bytes, which is gathered, or exchanged, by one collective.
+Codes and scales are views of one flat buffer of bytes, which one collective gathers or exchanges.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ SCALE_BYTES = 2  # a bfloat16
 
 
 class EncodedRows(NamedTuple):
-    """Consecutive whole rows of one encoded tensor in one piece. All positions count from the start of the piece."""
+    """Consecutive whole rows of one encoded tensor in one piece. Positions are relative to the start of the piece."""
 
     segment: int
     at: int  # first element, in the piece of its segment
     codes: int  # first byte
     scales: int  # first byte
     rows: int
-    row: int  # elements of one
+    row: int  # elements of one row
 
 
 class Kept(NamedTuple):
-    """A segment that travels as it is, from byte ``at`` of each piece."""
+    """A segment that is sent unchanged, from byte ``at`` of each piece."""
 
     segment: int
     at: int
@@ -44,20 +43,20 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class Wire:
-    """Made by `wire_of`. ``piece``: bytes of one shard; ``itemsize``: of an element that is not encoded."""
+    """Made by `wire_of`. ``piece``: bytes of one shard; ``itemsize``: bytes of an element that is not encoded."""
 
     layout: Layout
     encoded: tuple[bool, ...]
     block: int
     itemsize: int
     piece: int
-    pieces: tuple[tuple[EncodedRows, ...], ...]  # per shard, what of it is encoded
+    pieces: tuple[tuple[EncodedRows, ...], ...]  # per shard, its encoded rows
     kept: tuple[Kept, ...]
-    told: int | None = None  # first of the bytes per tensor, if there is room for them
+    told: int | None = None  # the position of the bytes per tensor, if there are any
 
     @cached_property
     def bytes(self) -> Layout:
-        """The pieces, as a layout of bytes that buffers can be made of."""
+        """A layout of the pieces, in bytes, to make buffers with."""
         return Layout((), (Segment(self.piece),), self.layout.num_shards, self.layout.placement)
 
     @property
@@ -66,7 +65,7 @@ class Wire:
 
 
 def encodable(layout: Layout, chosen: Sequence[bool]) -> tuple[bool, ...]:
-    """Which of the chosen tensors can be encoded: rows are slices of dim 0, and all of their segment is chosen."""
+    """Which of the chosen tensors can be encoded: those sharded on dim 0 in segments whose tensors are all chosen."""
     mixed = {slot.segment for slot, mark in zip(layout.slots, chosen) if slot.numel and not mark}
     return tuple(
         mark and slot.dim == 0 and slot.numel > 0 and slot.segment not in mixed
@@ -76,9 +75,10 @@ def encodable(layout: Layout, chosen: Sequence[bool]) -> tuple[bool, ...]:
 
 @lru_cache(maxsize=1024)
 def wire_of(layout: Layout, encoded: tuple[bool, ...], block: int, itemsize: int, tells: bool = False) -> Wire:
-    """How tensors of a layout travel. ``encoded``: of `encodable`; ``itemsize``: bytes per element of the others.
+    """How the tensors of a layout are sent.
 
-    ``tells``: with room for a byte per tensor.
+    ``encoded``: from `encodable`. ``itemsize``: bytes per element of tensors that are not encoded. ``tells``: add a
+    byte per tensor.
     """
     codes: dict[int, int] = {}
     end = 0

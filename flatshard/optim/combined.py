@@ -38,9 +38,7 @@ class CombinedOptimizer(Optimizer):
         taken: set[int] = set()
         for parameter in (p for each in listed for group in each.param_groups for p in group["params"]):
             if id(parameter) in taken:
-                raise ValueError(
-                    f"a parameter of shape {tuple(parameter.shape)} is in two of the optimizers; give it to one"
-                )
+                raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is in two optimizers; give it to one")
             taken.add(id(parameter))
         # What `Optimizer.__init__` would make of its own groups is theirs here; this makes the rest. Schedulers look
         # into ``defaults`` for what all groups have.
@@ -82,10 +80,7 @@ class CombinedOptimizer(Optimizer):
         """Load what `state_dict` gave, or what one optimizer with the same groups gives."""
         given, count = len(state_dict["param_groups"]), len(self.param_groups)
         if given != count:
-            raise ValueError(
-                f"the state dict has {given} parameter groups and these optimizers have {count}: build them as "
-                "they were when it was saved"
-            )
+            raise ValueError(f"the state dict has {given} parameter groups; build optimizers with as many, not {count}")
         for each, share in self._shares(state_dict):
             each.load_state_dict(share)
 

@@ -1,7 +1,7 @@
-"""Rehearsal: be one rank of W on a single device, over a modelled network.  See docs/rehearsal.md for what is real.
+"""Rehearsal: run one rank of W on a single device, over a modelled network.  docs/rehearsal.md says what is modelled.
 
 with rehearse(world=512, network="h100-ib400") as rehearsal:
-    train()                          # unchanged: any process group, FSDP2, DDP, DeviceMesh, flatshard
+    train()                          # unchanged code: any process group, FSDP2, DDP, DeviceMesh, flatshard
 print(rehearsal.report().table())
 """
 

@@ -1,7 +1,7 @@
-"""The process-group backend ``rehearsal``: this process is one rank of W and there are no others.
+"""The process-group backend ``rehearsal``: this process is one rank of W, and the other ranks do not exist.
 
-A collective moves in local memory the bytes that a rank would read and write, with the values that it would see if
-every other rank were a twin of this one (:mod:`transfer`), and takes its modelled time on the link (:mod:`network`).
+A collective reads and writes as many bytes in local memory as a real one, with the values of a world in which all ranks
+hold the same bytes (:mod:`transfer`), and takes its modelled time on the link (:mod:`network`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Pairs = list[Pair]
 
 
 class Medium:
-    """What all groups of one rehearsal share: the network, its links on every device, and the ledger."""
+    """What all groups of one rehearsal share: the network, its links on every device, and the sums of traffic."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -45,14 +45,14 @@ class Medium:
         if device.type == "cpu":
             return CpuClock(self._cpu_links)
         if device.type != "cuda":
-            raise ValueError(f"rehearsal moves tensors on cpu and cuda, got one on {device}")
+            raise ValueError(f"a rehearsed collective got a tensor on {device}; it supports cpu and cuda")
         if device not in self._cuda_links:
             self._cuda_links[device] = CudaLink(device, self.network.sms)
         return CudaClock(self._cuda_links[device])
 
 
 class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
-    """Rank ``rank`` of ``ranks`` (global ranks).  Method names and argument orders are those of a c10d backend."""
+    """Rank ``rank`` of ``ranks`` (global ranks).  Methods have the names and arguments of a c10d backend."""
 
     def __init__(self, rank: int, ranks: Sequence[int], medium: Medium) -> None:
         super().__init__(rank, len(ranks))
@@ -60,13 +60,13 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
         self._medium = medium
         self._reach = medium.network.reach(ranks)
         self._clocks: dict[torch.device, Clock] = {}
-        # A step repeats the last one's sizes.
+        # A cache: the sizes of a step repeat those of the last.
         self._costs: dict[tuple[Kind, int, int], tuple[TrafficTotal, float, float]] = {}
         self._coalesced: list[dist.Work] | None = None
         self._group_name = self._group_desc = ""
 
-    # A group made in C++ keeps its name and description in its backend; this one has none and keeps them here.  The
-    # camel-case methods are called from C++, the properties from Python.
+    # C++ groups store name and description in their backend object, which this group does not have.  The camel-case
+    # methods are called from C++, the properties from Python.
     def getBackendName(self) -> str:
         return BACKEND
 
@@ -89,9 +89,9 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
         self, kind: Kind, size: int, pairs: Pairs, opts: Any = None, segments: int = 1, fold: bool = False,
         slots: int = 1, scale: float = 1.0, result: list[torch.Tensor] | None = None, sizes: list[int] | None = None,
     ) -> dist.Work:  # fmt: skip
-        """Hand one collective of ``size`` bytes to its device's clock; the rest as in :class:`Transfer`."""
+        """Submit one collective of ``size`` bytes to its device's clock.  Other arguments: see :class:`Transfer`."""
         if not all(map(_is_contiguous, itertools.chain(*pairs))):
-            raise ValueError(f"{kind}: tensors must be contiguous, as for every backend; call .contiguous() first")
+            raise ValueError(f"{kind}: a tensor is not contiguous; call contiguous() on it first")
         if sizes is None:
             sizes = [dst.nbytes if fold else src.nbytes for dst, src in pairs]
         device = pairs[0][0].device if pairs else self._device()
@@ -104,7 +104,7 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
         if clock is None:
             clock = self._clocks[device] = self._medium.clock(device)
         own = self._own if slots > 1 else 0
-        in_line = not getattr(opts, "asyncOp", True)  # as NCCL: nobody overlaps with a call that is waited for at once
+        in_line = not getattr(opts, "asyncOp", True)  # as NCCL: a synchronous call runs on the caller's stream
         transfer = Transfer(
             pairs, sizes, self._reach.level, seconds, fold, slots, own, scale, result, kind == "barrier", in_line
         )
@@ -118,8 +118,8 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
         return self._medium.traffic.entry(kind), wire_bytes(kind, size, self._count), seconds
 
     def _scale(self, opts: Any) -> float:
-        """The factor between this rank's value and the reduction of W equal values."""
-        op = _SUM if opts is None else getattr(opts, "reduceOp", opts)  # the short forms pass the reduction itself
+        """The factor from this rank's value to the reduction of W equal values."""
+        op = _SUM if opts is None else getattr(opts, "reduceOp", opts)  # some calls pass the ReduceOp itself
         if op == _AVG:
             return 1.0
         if op == _SUM:
@@ -128,12 +128,12 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
             return self._count * premul_factor(op)
         if any(op == same for same in _IDEMPOTENT):
             return 1.0
-        raise ValueError(f"rehearsal reduces with SUM, AVG, MIN, MAX, BAND, BOR and PREMUL_SUM, not with {op}")
+        raise ValueError(f"{op} cannot be rehearsed; use SUM, AVG, MIN, MAX, BAND, BOR or PREMUL_SUM")
 
     def _launch_sharded(
         self, kind: Kind, fulls: Tensors, shards: Tensors, pairs: Pairs, opts: Any, fold: bool, scale: float
     ) -> dist.Work:
-        """A collective between full tensors and shards, each full one W times its shard. Loops run in C: it is hot."""
+        """Launch a collective between full tensors and shards of 1/W.  Called often, so the loops run in C."""
         count = self._count
         sizes = list(map(_nbytes, shards))
         size = sum(sizes) * count
@@ -141,7 +141,7 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
             _refuse_sizes(kind, fulls, shards, count)
         return self._launch(kind, size, pairs, opts, len(pairs), fold, count, scale, None, sizes)
 
-    # -- gathers: every slot of the output gets this rank's shard
+    # -- gathers: this rank's shard is written to every slot of the output
 
     def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         return self.allgather_into_tensor_coalesced([output], [input], opts)
@@ -163,7 +163,7 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
         size = _size(inputs) * self._count
         return self._launch("gather", size, pairs or _in_place(inputs), opts, fold=not pairs)
 
-    # -- reductions: all of the input is read, the output is this rank's part of it times the scale
+    # -- reductions: all of the input is read; the output is this rank's slot of it times the scale
 
     def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         return self.reduce_scatter_tensor_coalesced([output], [input], opts)
@@ -173,7 +173,7 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
         return self._launch_sharded("reduce_scatter", inputs, outputs, pairs, opts, True, self._scale(opts))
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
-        """The form with lists, which nothing that is fast uses: charged in full, but only the own slot is read."""
+        """The form with lists, which is rarely used: it takes its full time, but reads only this rank's slot."""
         pairs = [(output, row[self._own]) for output, row in zip(outputs, inputs)]
         scale = self._scale(opts)
         return self._launch("reduce_scatter", sum(map(_size, inputs)), pairs, opts, fold=True, scale=scale)
@@ -191,7 +191,7 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
         scale = self._scale(opts) if opts is None or opts.rootRank == self._own else 1.0
         return self._launch("reduce", _size(tensors), _in_place(tensors), opts, fold=True, scale=scale)
 
-    # -- the rest: what would come from another rank is this rank's own bytes, or zeros
+    # -- others: bytes of another rank are replaced by this rank's, or by zeros
 
     def alltoall_base(
         self,
@@ -230,18 +230,18 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
         return self._launch("barrier", 0, [])
 
     def _device(self) -> torch.device:
-        """Where a collective without tensors waits: where this group has been used last."""
+        """The device of a collective without tensors: the one that this group has used last."""
         if self._clocks:
             return next(reversed(self._clocks))
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
-    # -- the frame
+    # -- coalescing and shutdown
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalesced = []
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        """The work launched last since the start: with its end all others have ended, in launch order."""
+        """The last work since the start.  Works end in launch order, so all have ended when it has."""
         works, self._coalesced = self._coalesced, None
         return works[0] if works else self.barrier()
 
@@ -268,7 +268,7 @@ def _refuse_sizes(kind: Kind, fulls: Tensors, shards: Tensors, count: int) -> No
         if full.nbytes != shard.nbytes * count:
             raise ValueError(
                 f"{kind}: the {full_name} has {full.numel()} elements of {full.dtype} and the {shard_name} "
-                f"{shard.numel()} of {shard.dtype}; with {count} ranks it must have {shard.numel() * count}"
+                f"{shard.numel()} of {shard.dtype}; for {count} ranks the former must have {shard.numel() * count}"
             )
 
 
@@ -281,7 +281,7 @@ def _in_place(tensors: Tensors) -> Pairs:
 
 
 def _repeat(output: torch.Tensor, source: torch.Tensor) -> Pairs:
-    """Copies that fill ``output`` with ``source`` in order, again from its start when it is too short."""
+    """Copies that fill ``output`` with ``source``, repeated if it is too short."""
     if output.numel() == source.numel():
         return [(output, source)]
     flat, feed = output.view(-1), source.view(-1)

@@ -1,4 +1,4 @@
-"""The clock of CPU tensors: a worker thread per process group moves the bytes and sleeps until the wire is done."""
+"""The clock of CPU tensors: a thread per process group moves the bytes and sleeps until the modelled time is over."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import torch
 
 from flatshard.rehearsal.transfer import Transfer, TransferWork
 
-# The kernel wakes a sleeping thread tens of microseconds late; the rest of the wait yields instead of sleeping.
+# The OS wakes a sleeping thread tens of microseconds late, so the last part of a wait yields instead of sleeping.
 _WAKE_UP_SECONDS = 1.5e-4
 
 
 class CpuLink:
-    """A link that serves one collective at a time, in the order in which they reach it."""
+    """A link that serves one collective at a time, first come, first served."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free_at = 0.0
 
     def reserve(self, seconds: float) -> float:
-        """Take the link for ``seconds`` from now or from when it is free; returns the end on ``perf_counter``."""
+        """Reserve the link for ``seconds`` as soon as it is free; returns the end, in time of ``perf_counter``."""
         with self._lock:
             self._free_at = max(time.perf_counter(), self._free_at) + seconds
             return self._free_at
 
 
 class CpuWork(TransferWork):
-    """Completes on the worker thread; ``wait`` blocks the caller, as Gloo's does."""
+    """Completes on the worker thread.  ``wait`` blocks the caller, as Gloo's does."""
 
     def __init__(self, transfer: Transfer) -> None:
         super().__init__(transfer)
@@ -40,7 +40,7 @@ class CpuWork(TransferWork):
         self._error: BaseException | None = None
 
     def finish(self, error: BaseException | None = None) -> None:
-        """As Gloo does, first what waits for the future, then who waits for the work: he may ask what the first did."""
+        """Complete the future before the work, as Gloo does: a caller of ``wait`` may read results of its callbacks."""
         with self._lock:
             self._error, self._has_ended = error, True
             future = self._future
@@ -102,7 +102,7 @@ class CpuClock:
         return work
 
     def close(self) -> None:
-        """Let what is queued finish, then end the thread."""
+        """Finish what is queued, then end the thread."""
         self._queue.put(None)
         self._thread.join()
 
@@ -110,8 +110,8 @@ class CpuClock:
 def _serve(
     calls: queue.SimpleQueue[tuple[Transfer, CpuWork] | None], links: dict[str, CpuLink], ready: threading.Event
 ) -> None:
-    # One intra-op thread for this thread alone: a second team of workers would take the cores from the computation.
-    # The setting leaks into threads that are born later, so the creator sets its own number again after `ready`.
+    # One intra-op thread: a second team of workers would take cores from the computation.  Threads that are created
+    # later inherit the setting, so the creator sets its own number again after `ready`.
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     ready.set()
@@ -120,7 +120,7 @@ def _serve(
         try:
             end = links[transfer.level].reserve(transfer.seconds) if transfer.seconds else 0.0
             carry_out(transfer)
-            del call, transfer  # whoever waits may count on their memory
+            del call, transfer  # their memory must be free when a caller's wait returns
             _sleep_until(end)
         except BaseException as error:
             work.finish(error)
@@ -136,18 +136,18 @@ def carry_out(transfer: Transfer) -> None:
 
 
 def _move(transfer: Transfer, dst: torch.Tensor, src: torch.Tensor) -> None:
-    # `.data` has a version counter of its own: like any other backend, this one leaves autograd's counters alone.
+    # `.data` has a separate version counter: like any other backend, this one does not change autograd's.
     dst, src = dst.data.view(-1), src.data.view(-1)
     if not transfer.fold:
         if dst.numel():
-            # All slots but the one that is the source, if one is: a copy must not overlap what it reads.
+            # Skip the slot that is the source, if there is one: a copy must not overlap its input.
             slots = dst.view(transfer.slots, -1)
             at = (src.data_ptr() - dst.data_ptr()) // (slots.shape[1] * dst.element_size())
             for part in (slots[:at], slots[at + 1 :]) if 0 <= at < transfer.slots else (slots,):
                 part.copy_(src)
         return
     if transfer.slots > 1:
-        src.view(torch.uint8).max()  # a reduction reads the other ranks' slots too
+        src.view(torch.uint8).max()  # read the slots of the other ranks too, as a reduction does
     own = src.view(transfer.slots, -1)[transfer.own]
     if own.data_ptr() != dst.data_ptr():
         dst.copy_(own)

@@ -1,12 +1,12 @@
-"""The clock of CUDA tensors: one kernel per collective that moves its bytes and leaves when the modelled wire is done.
+"""The clock of CUDA tensors: one kernel per collective moves its bytes and ends when the modelled time is over.
 
-The link is a word in device memory that holds the time (of the device's global timer) at which it is free.  The first
-block of a kernel moves that word ahead by the time of its collective, so collectives of all streams and groups are
-served one at a time, in the order in which they start on the device.  The bytes move while the wire time runs, hence a
-collective takes the longer of the two.
+A link is a word in device memory: the time (of the device's global timer) at which the link is free.  The first block
+of a kernel adds the time of its collective to that word, so collectives of all streams and groups are served one at a
+time, in the order in which they start on the device.  The bytes move during the modelled time, so a collective takes
+the longer of the two.
 
-The first block alone waits for the wire, and the rest of the device is free for other kernels, unless collectives keep
-multiprocessors (`Network.sms`): then their other blocks wait for the first one at a gate.
+Only the first block waits for the modelled time, and the rest of the device is free for other kernels. If collectives
+occupy multiprocessors (`Network.sms`), the other blocks wait for the first one at a gate.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from flatshard.rehearsal.network import Level
 from flatshard.rehearsal.torch_private import compile_kernel, cuda, current_device, current_raw_stream
 from flatshard.rehearsal.transfer import Transfer, TransferWork
 
-_MAX_SEGMENTS = 120  # with the header 2.9 KiB of the 4 KiB that every driver accepts as kernel arguments
+_MAX_SEGMENTS = 120  # 2.9 KiB with the header; every driver accepts 4 KiB of kernel arguments
 _CALL = [struct.Struct(f"<{8 + 3 * segments}Q") for segments in range(_MAX_SEGMENTS + 1)]
 _THREADS = 512
 _MAX_BLOCKS = 32
 _BYTES_PER_BLOCK = 1 << 18
-_GATES = 1024  # far more than collectives that run at the same time
+_GATES = 1024  # far more than the collectives that run at the same time
 _ONE = 0x3F800000  # the bits of 1.0, by far the most frequent scale
 _data_ptr = torch.Tensor.data_ptr
 _COPY, _SCALE_FLOAT32, _SCALE_BFLOAT16 = 0, 1, 2
@@ -51,7 +51,7 @@ struct Call {
     u64 link, hold, sink, slots;
     u32 own, fold, arithmetic, width;
     float scale; u32 count;
-    u64 gate;  // of blocks that stay until the wire is done: 0 while it is not, then how many are still to leave
+    u64 gate;  // for blocks that stay until the end: 0 before it, then how many have not left yet
     Segment segments[MAX_SEGMENTS];
 };
 
@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(512) rehearse(const __grid_constant
             default: read ^= move<u8>(s, call);
         }
     }
-    // the condition is out of the compiler's sight, so that the reads of the other slots stay in the program
+    // the compiler does not know that this is never true, so it keeps the reads of the other slots
     if (call.fold && call.sink == 1) *(u32*)call.link = read;
     while (end && now() < end) __nanosleep(100);
     if (call.gate && threadIdx.x == 0 && gridDim.x > 1) {
@@ -139,14 +139,14 @@ extern "C" __global__ void __launch_bounds__(512) rehearse(const __grid_constant
             atomicAdd(gate, ~0ULL);  // the last one closes it
         }
     }
-    if (call.gate) __syncthreads();  // a block keeps its place for as long as one of its threads waits
+    if (call.gate) __syncthreads();  // all threads of the block stay, so that it keeps its multiprocessor
 }
 """
 )
 
 
 class CudaLink:
-    """What the groups of a rehearsal share on one device: the kernel, the words of the links, spare events."""
+    """What the groups of a rehearsal share on one device: the kernel, the words of the links, and unused events."""
 
     def __init__(self, device: torch.device, sms: int) -> None:
         self.device = device
@@ -164,9 +164,9 @@ class CudaLink:
 
 
 class _Event:
-    """A driver event that goes back to the spare ones when nobody refers to it any more.
+    """A driver event that is reused when nothing refers to it any more.
 
-    Streams that wait for it captured its state when they were told to, so it can be recorded again then.
+    A stream that waits for an event captures its state at the call of wait, so the event can be recorded again.
     """
 
     __slots__ = ("_link", "handle")
@@ -183,7 +183,7 @@ class _Event:
 
 
 class CudaWork(TransferWork):
-    """``wait`` orders the current stream after the collective and returns; the tensors are held until then."""
+    """``wait`` orders the current stream after the collective.  The tensors are kept alive until then."""
 
     def __init__(self, transfer: Transfer, event: _Event, stream: int, link: CudaLink) -> None:
         super().__init__(transfer)
@@ -210,7 +210,7 @@ class CudaWork(TransferWork):
         return self._transfer.outputs()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future that is complete at once and whose ``wait`` orders streams, as NCCL's; made on the first request."""
+        """A completed future whose ``wait`` orders streams, as NCCL's does.  Made on the first call."""
         if self._future is None:
             device = self._link.device
             self._future = torch.futures.Future(devices=[device])
@@ -222,9 +222,9 @@ class CudaWork(TransferWork):
 
 
 class CudaClock:
-    """The collectives of one process group run in launch order, whatever stream they come from.
+    """Runs the collectives of one process group in launch order, from any stream.
 
-    They run on an internal stream, or on the caller's if they are waited for at once (``asyncOp`` off), as NCCL's do.
+    They run on an internal stream or, if they are synchronous (``asyncOp`` is False), on the caller's, as NCCL's do.
     """
 
     def __init__(self, link: CudaLink) -> None:
@@ -234,7 +234,7 @@ class CudaClock:
         self._raw_stream: int = self._stream.cuda_stream
         with cuda.device(link.device):
             self._before = self._driver.create_event()
-        # The end of the last launch, its stream and its epoch: graphs wait for nothing outside of them.
+        # The end of the last launch, its stream and its epoch: a graph must not wait for launches outside of it.
         self._last: tuple[_Event, int, int] | None = None
         self._arguments = ctypes.create_string_buffer(_CALL[-1].size)
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._arguments))
@@ -247,7 +247,7 @@ class CudaClock:
         stream = current = current_raw_stream(link.device.index)
         if not transfer.on_current_stream:
             stream = self._raw_stream
-            # one event serves all launches: the wait captures the record that precedes it
+            # one event is enough for all launches: wait captures the last record
             driver.record(self._before, current)
             driver.wait(stream, self._before)
         epoch = _epochs.now
@@ -279,7 +279,7 @@ class CudaClock:
         alignment = functools.reduce(operator.or_, fields, 0)
         width = 16 if not alignment & 15 else 4 if not alignment & 3 else 2 if not alignment & 1 else 1
         arithmetic = _COPY if scale == 1.0 else _SCALED_IN_KERNEL.get(pairs[0][0].dtype, _COPY)
-        # struct Call: its 32-bit fields are packed here in pairs
+        # struct Call; its 32-bit fields are packed in pairs
         _CALL[len(pairs)].pack_into(
             self._arguments,
             0,
@@ -302,7 +302,7 @@ class CudaClock:
                     dst.data.mul_(scale if dst.is_floating_point() else int(scale))
 
     def close(self) -> None:
-        """Wait for what was launched."""
+        """Wait for all launches."""
         self._stream.synchronize()
 
 

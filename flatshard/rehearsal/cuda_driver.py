@@ -1,7 +1,7 @@
-"""The few calls of the CUDA driver that a collective makes.
+"""The calls of the CUDA driver that a collective makes.
 
-Through ctypes with raw handles an event costs about a microsecond of host time, a third of what torch's own event and
-stream objects cost; at several calls per collective that decides whether a rehearsal disturbs what it measures.
+With ctypes and raw handles, an event takes about a microsecond of host time, a third of torch's event and stream
+objects. With several calls per collective, torch's would disturb what a rehearsal measures.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _NOT_READY = 600
 
 
 class CudaDriver:
-    """Handles are plain integers.  Every call raises RuntimeError when the driver reports an error."""
+    """Handles are integers.  Every call raises RuntimeError if the driver reports an error."""
 
     def __init__(self) -> None:
-        # Launching can block on a full queue and lets other Python threads run meanwhile; the rest returns at once.
+        # A launch can block on a full queue, so it releases the GIL; the other calls return at once and keep it.
         blocking, quick = ctypes.CDLL("libcuda.so.1"), ctypes.PyDLL("libcuda.so.1")
         pointer = ctypes.c_void_p
         self._launch = _typed(blocking.cuLaunchKernel, pointer, *[ctypes.c_uint] * 7, pointer, pointer, pointer)
@@ -55,12 +55,12 @@ class CudaDriver:
         _check(self._synchronize(event))
 
     def launch(self, function: Any, blocks: int, threads: int, stream: int, pointers: Any) -> None:
-        """Launch with ``pointers``, a ctypes array of the addresses of the arguments, which are copied."""
+        """Launch a kernel.  ``pointers``: a ctypes array of the addresses of the arguments, which are copied."""
         _check(self._launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, pointers, None))
 
 
 def _make_context() -> None:
-    """A thread that has not used CUDA yet has none."""
+    """Create a CUDA context for this thread, which has none if it has not used CUDA yet."""
     cuda.set_device(cuda.current_device())
 
 

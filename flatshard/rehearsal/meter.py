@@ -1,4 +1,4 @@
-"""Where steps end, how long they took, and what the memory held."""
+"""Measures steps: where they end, how long they take, and the memory they use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from flatshard.rehearsal.traffic import Traffic, TrafficTotal, difference
 
 
 class TooFewSteps(RuntimeError):
-    """There is nothing to measure."""
+    """Too few steps were run to measure one."""
 
 
 @dataclass
@@ -39,11 +39,11 @@ class _Mark:
 
 
 class Meter:
-    """Collects marks; the ``warmup`` first of them (at least one) only begin the measurement."""
+    """Collects the ends of steps.  The first ``warmup`` steps (at least one) are not measured."""
 
     def __init__(self, traffic: Traffic, warmup: int) -> None:
         if warmup < 1:
-            raise ValueError(f"warmup must be at least 1 step (the first one has no beginning), got {warmup}")
+            raise ValueError(f"warmup={warmup!r}: must be at least 1, because the start of the first step is unknown")
         self._traffic = traffic
         self._warmup = warmup
         self._marks: list[_Mark] = []
@@ -68,7 +68,7 @@ class Meter:
 
     @contextmanager
     def watching_optimizers(self) -> Iterator[None]:
-        """Within, the end of a step of the optimizer that stepped first is the end of a training step."""
+        """Within the context, a training step ends with each step of the optimizer that stepped first."""
         before = register_optimizer_step_pre_hook(self._before_step)
         after = register_optimizer_step_post_hook(self._after_step)
         try:
@@ -96,8 +96,8 @@ class Meter:
         marks = self._marks[self._warmup - 1 :]
         if len(marks) < 2:
             raise TooFewSteps(
-                f"{len(self._marks)} step(s) were seen and the first {self._warmup} are warm-up: run more steps, or "
-                "call mark_step at the end of each if the script uses no torch optimizer"
+                f"the script ran {len(self._marks)} step(s), of which the first {self._warmup} are warm-up: run more "
+                "steps or, if it uses no torch optimizer, call mark_step at the end of each"
             )
         steps = len(marks) - 1
         traffic = difference(marks[-1].traffic, marks[0].traffic)
@@ -149,10 +149,10 @@ def _durations(marks: list[_Mark]) -> list[float]:
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages behind ``tensors``; of a DTensor, its local part's."""
+    """Bytes of the distinct storages of ``tensors``; for a DTensor, of its local tensor."""
     sizes: dict[int, int] = {}
     for tensor in tensors:
         local = getattr(tensor, "_local_tensor", tensor)
         storage = local.untyped_storage()
-        sizes[storage._cdata] = storage.nbytes()  # a tensor that others hold the values of has no address
+        sizes[storage._cdata] = storage.nbytes()  # not by data_ptr: that of a wrapper subclass is 0
     return sum(sizes.values())

@@ -1,15 +1,15 @@
-"""The modelled network: what a collective costs on the wire.  Pure arithmetic; no process group, no device.
+"""The modelled network: how long a collective takes.  Pure arithmetic; no process group, no device.
 
-A launch is charged
+A launch takes
 
     latency + hops + segment x (segments - 1) + moved / bandwidth
 
-where ``hops`` is what its algorithm adds with the number of ranks (:meth:`Network.hops`), and ``moved`` is what one
-rank of a ring sends (:func:`wire_bytes`): ``size x (G - 1) / G`` for a gather, a reduce-scatter or an all-to-all of
-``size`` bytes among G ranks, twice that for an all-reduce.  So ``bandwidth`` is the "bus bandwidth" that collective
-benchmarks print.  There are three levels: a group that lies inside one node (one NVLink domain) is charged at the
-``inside`` link; one that lies inside one pod, for all its bytes, at the ``between`` link, with as many of a node's
-rails as it has ranks there; any other at the ``across`` link.
+``hops`` is the latency that grows with the number of ranks (:meth:`Network.hops`).  ``moved`` is what one rank of a
+ring sends (:func:`wire_bytes`): ``size x (G - 1) / G`` for an all-gather, a reduce-scatter or an all-to-all of ``size``
+bytes among G ranks, twice that for an all-reduce.  So ``bandwidth`` is the "bus bandwidth" that collective benchmarks
+print.  There are three levels: a group within one node (one NVLink domain) uses the ``inside`` link; a group within
+one pod uses the ``between`` link for all bytes, with as many rails of a node as it has ranks there; others use the
+``across`` link.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Kind = Literal[
 Level = Literal["inside", "between", "across"]
 Algorithm = Literal["constant", "ring", "tree", "hierarchical"]
 
-# Fraction of `size` that a rank puts on its link, as a function of the group size.
+# How often a rank sends (G - 1) / G of the message. For other kinds it sends all of it.
 _SHARE_OF_RING = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "gather": 1, "scatter": 1, "all_reduce": 2}
 
 
@@ -34,7 +34,7 @@ _SHARE_OF_RING = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "gather
 class Link:
     """One level of the network: ``bandwidth`` in bytes per second and per rank, ``latency`` in seconds per launch.
 
-    ``hop``: seconds for a step of an algorithm from one rank to the next over this link.
+    ``hop``: seconds for one step of an algorithm over this link, from one rank to the next.
     """
 
     bandwidth: float
@@ -44,15 +44,15 @@ class Link:
     def __post_init__(self) -> None:
         if not self.bandwidth > 0:
             raise ValueError(
-                f"bandwidth must be positive (bytes per second; math.inf is allowed), got {self.bandwidth}"
+                f"Link(bandwidth={self.bandwidth!r}): must be positive, in bytes per second; math.inf is allowed"
             )
         if not self.latency >= 0 or not self.hop >= 0:
-            raise ValueError(f"latency must not be negative (seconds), got {self.latency} and {self.hop} per hop")
+            raise ValueError(f"Link(latency={self.latency!r}, hop={self.hop!r}): must not be negative (seconds)")
 
 
 @dataclass(frozen=True)
 class Reach:
-    """How far a group of ``ranks`` ranks goes: over so many nodes, in so many pods."""
+    """How many ranks, nodes and pods a group has."""
 
     ranks: int
     nodes: int = 1
@@ -60,19 +60,20 @@ class Reach:
 
     @property
     def level(self) -> Level:
-        """The link that it is charged at."""
+        """The link that the group uses."""
         return "across" if self.pods > 1 else "between" if self.nodes > 1 else "inside"
 
 
 @dataclass(frozen=True)
 class Network:
-    """Links, how many consecutive ranks share a node, and what every further segment of one launch costs (s).
+    """The links of a network; nodes have ``ranks_per_node`` consecutive ranks.
 
-    ``across``: between pods of ``ranks_per_pod`` consecutive ranks; None: all nodes are in one pod.
-    ``rails``: how many adapters of a node a group can use that has so many ranks there; ``bandwidth`` is of one.
+    ``segment``: seconds for each further segment (tensor) of one launch.
+    ``across``: the link between pods of ``ranks_per_pod`` consecutive ranks; None: all nodes are in one pod.
+    ``rails``: network adapters per node. A group uses one for each of its ranks in a node; bandwidths are of one.
     ``algorithm``: how latency grows with the number of ranks, see `hops`.
-    ``sms``: how many multiprocessors of a GPU a collective keeps from other kernels until the wire is done, as NCCL's
-    kernels do; 0 for those of copy engines, which keep none.
+    ``sms``: how many multiprocessors of a GPU a collective occupies until it ends, as NCCL's kernels do; 0 for copy
+    engines, which occupy none.
     """
 
     inside: Link
@@ -88,17 +89,17 @@ class Network:
 
     def __post_init__(self) -> None:
         if self.ranks_per_node < 1 or self.rails < 1:
-            raise ValueError(f"ranks_per_node and rails must be at least 1, got {self.ranks_per_node}, {self.rails}")
+            raise ValueError(f"Network(ranks_per_node={self.ranks_per_node}, rails={self.rails}): must be at least 1")
         if self.across is not None and (self.ranks_per_pod < 1 or self.ranks_per_pod % self.ranks_per_node):
             raise ValueError(
-                f"a pod has whole nodes: ranks_per_pod {self.ranks_per_pod}, ranks_per_node {self.ranks_per_node}"
+                f"ranks_per_pod={self.ranks_per_pod}: must be a multiple of ranks_per_node={self.ranks_per_node}"
             )
         if not self.segment >= 0:
-            raise ValueError(f"segment must not be negative (seconds), got {self.segment}")
+            raise ValueError(f"Network(segment={self.segment!r}): must not be negative (seconds)")
         if not 0 <= self.sms <= 64:
-            raise ValueError(f"sms must be from 0 to 64 (multiprocessors that a collective keeps), got {self.sms}")
+            raise ValueError(f"Network(sms={self.sms!r}): must be from 0 to 64 (multiprocessors)")
         if self.algorithm not in get_args(Algorithm):
-            raise ValueError(f"algorithm must be one of {', '.join(get_args(Algorithm))}, got {self.algorithm!r}")
+            raise ValueError(f"Network(algorithm={self.algorithm!r}): must be one of {', '.join(get_args(Algorithm))}")
 
     @property
     def links(self) -> dict[Level, Link]:
@@ -116,7 +117,7 @@ class Network:
         return f"{self.name} ({', '.join(links)})"
 
     def reach(self, ranks: Sequence[int]) -> Reach:
-        """How far a group of these global ranks goes."""
+        """The number of ranks, nodes and pods of a group of these global ranks."""
         nodes = {rank // self.ranks_per_node for rank in ranks}
         per_pod = self.ranks_per_pod // self.ranks_per_node
         return Reach(len(ranks), len(nodes), 1 if self.across is None else len({node // per_pod for node in nodes}))
@@ -124,9 +125,9 @@ class Network:
     def hops(self, kind: Kind, reach: Reach) -> float:
         """Seconds that the steps of the algorithm add to the latency of a launch.
 
-        ``ring``: one step to each next rank of one ring through all. ``tree``: the logarithm of the ranks of a node, of
-        the nodes of a pod, and of the pods. ``hierarchical``: a ring in each node, one of nodes, one of pods, one after
-        another. An all-reduce goes twice through them. ``constant``: none.
+        ``ring``: one step for each rank after the first, in one ring of all ranks. ``tree``: the logarithms of the
+        ranks of a node, of the nodes of a pod, and of the pods. ``hierarchical``: a ring in each node, then one of
+        nodes, then one of pods. An all-reduce takes twice as many. ``constant``: none.
         """
         if self.algorithm == "constant" or reach.ranks == 1:
             return 0.0
@@ -143,7 +144,7 @@ class Network:
         return 2 * found if kind == "all_reduce" else found
 
     def bandwidth(self, reach: Reach) -> float:
-        """Bytes per second and rank of a group: of one rail for each of its ranks in a node, as far as there are."""
+        """Bytes per second and rank of a group. It uses one rail for each of its ranks in a node, at most all rails."""
         link = self.links[reach.level]
         if reach.level == "inside":
             return link.bandwidth
@@ -151,7 +152,7 @@ class Network:
         return max(link.bandwidth, min(rails * link.bandwidth, self.inside.bandwidth))
 
     def seconds(self, kind: Kind, size: int, reach: Reach, segments: int = 1) -> float:
-        """Wire time of one launch of ``kind`` over ``size`` bytes (of the full, unsharded message)."""
+        """Seconds of one launch of ``kind`` with a full, unsharded message of ``size`` bytes."""
         if reach.ranks == 1:
             return 0.0
         latency = self.links[reach.level].latency + self.hops(kind, reach) + self.segment * (segments - 1)
@@ -168,7 +169,7 @@ def wire_bytes(kind: Kind, size: int, group_size: int) -> float:
 
 Part = TypeVar("Part", Link, Network)
 
-# Per hop: what NCCL's own tuning takes for a ring with its simple protocol (docs/scale.md).
+# Hops: the values that NCCL's tuning assumes for a ring with the simple protocol (docs/scale.md).
 _NVLINK = Link(bandwidth=360e9, latency=10e-6, hop=3.4e-6)
 _IB400 = Link(bandwidth=45e9, latency=25e-6, hop=14e-6)
 FREE = Network(Link(math.inf, 0.0), Link(math.inf, 0.0), segment=0.0, name="free")
@@ -190,14 +191,14 @@ def get_network(
     ranks_per_pod: int | None = None,
     algorithm: Algorithm | None = None,
 ) -> Network:
-    """A preset by name, or ``network`` itself; with other numbers, or another algorithm, if they are given."""
+    """A preset by name, or ``network`` itself, with the fields that are given replaced."""
     if isinstance(network, str):
         if network not in PRESETS:
-            raise ValueError(f"unknown network {network!r}; presets are {', '.join(PRESETS)}")
+            raise ValueError(f"network={network!r}: must be one of {', '.join(PRESETS)}")
         network = PRESETS[network]
     return changed(network, ranks_per_node=ranks_per_node, ranks_per_pod=ranks_per_pod, algorithm=algorithm)
 
 
 def changed(known: Part, **numbers: Any) -> Part:
-    """A network, or a link, with those numbers that are not None in the place of its own."""
+    """A copy of a network or a link, with the fields replaced that are not None."""
     return replace(known, **{name: number for name, number in numbers.items() if number is not None})

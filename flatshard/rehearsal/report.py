@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass
 class Report:
-    """All figures are this rank's.  ``traffic`` and ``*_per_step`` are means per step; ``memory`` is in bytes."""
+    """Figures of this rank.  ``traffic`` and ``*_per_step`` are means per step; ``memory`` is in bytes."""
 
     world: int
     rank: int
@@ -34,19 +34,18 @@ class Report:
 
     @property
     def wire(self) -> float:
-        """Modelled seconds on the wire per step, hidden or not."""
+        """Modelled seconds of communication per step, hidden by compute or not."""
         return sum(entry["wire_seconds"] for entry in self.traffic.values())
 
     @property
     def exposed(self) -> float | None:
-        """Seconds by which the network makes a step longer than on a free one, or 0 where steps vary by more than that;
-        None if that was not run."""
+        """Median step time minus that on a free network, at least 0; None without a run on a free network."""
         if self.free_network_seconds is None:
             return None
         return max(0.0, self.median - statistics.median(self.free_network_seconds))
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields and the figures derived from them; :meth:`from_dict` takes it back."""
+        """The fields and figures derived from them; :meth:`from_dict` reads it."""
         tokens, flops = self.tokens_per_step, self.flops_per_step
         derived = {
             "step_seconds_median": self.median,
@@ -67,7 +66,7 @@ class Report:
         return json.dumps(self.to_dict(), indent=2)
 
     def _repr_html_(self) -> str:
-        """In a notebook."""
+        """The table, in a notebook."""
         return f"<pre>{escape(self.table())}</pre>"
 
     def table(self) -> str:

@@ -1,4 +1,4 @@
-"""Rehearse an unmodified script: once on the modelled network and once on a free one, each in a process of its own."""
+"""Rehearse an unmodified script: once on the modelled network and once on a free one, each in a separate process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flatshard.rehearsal.report import Report
 
 @dataclass(frozen=True)
 class ScriptRun:
-    """What to run and as whom.  ``script`` is a path, or a module's name if ``is_module``; see :func:`rehearse`."""
+    """A script and its rehearsal.  ``script``: a path, or a module name if ``is_module``; see :func:`rehearse`."""
 
     world: int
     network: Network
@@ -30,11 +30,11 @@ class ScriptRun:
     warmup: int = 2
     tokens: float | None = None
     flops: float | None = None
-    record: str | None = None  # file for what `flatshard report` shows
+    record: str | None = None  # a file to write, for `flatshard report`
 
 
 class ScriptFailed(Exception):
-    """The script ended with ``code``, which is not 0."""
+    """The script ended with an exit status other than 0."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"the rehearsed script ended with exit status {code}")
@@ -42,9 +42,9 @@ class ScriptFailed(Exception):
 
 
 def rehearse_script(run: ScriptRun, baseline: bool = True) -> Report:
-    """Run the script to its end and report; with ``baseline`` it runs again (its output dropped) on a free network.
+    """Run the script to its end and report.  With ``baseline`` it runs again, silently, on a free network.
 
-    ValueError where it made too few steps.
+    ValueError if it ran too few steps, ScriptFailed if it failed.
     """
     report = _run(run, quiet=False)
     if baseline:
@@ -76,7 +76,7 @@ def _run(run: ScriptRun, quiet: bool) -> Report:
 
 
 def run_script(script: str, arguments: Sequence[str], is_module: bool) -> None:
-    """Run a script, or a module, in this process as if Python had been started with it."""
+    """Run a script, or a module, in this process as ``__main__``."""
     sys.argv = [script, *arguments]
     if is_module:
         sys.path.insert(0, "")
@@ -87,7 +87,7 @@ def run_script(script: str, arguments: Sequence[str], is_module: bool) -> None:
 
 
 def _child(run_path: str, result_path: str) -> None:
-    # imported under its public name, so that the script's `flatshard.rehearsal.current()` sees this rehearsal
+    # Imported by its full name, so that `flatshard.rehearsal.current()` in the script finds this rehearsal.
     from flatshard.rehearsal.meter import TooFewSteps
     from flatshard.rehearsal.session import rehearse
 

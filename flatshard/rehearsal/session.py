@@ -1,4 +1,4 @@
-"""``rehearse``: within it this process is one rank of W, whatever process groups the code below makes."""
+"""``rehearse``: a context in which this process is one rank of W, in all process groups that are created in it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _current: Rehearsal | None = None
 
 
 class Rehearsal:
-    """A running rehearsal: marks steps and, once its context has ended (or at any step boundary), reports."""
+    """A running rehearsal.  Marks steps, and reports at any step boundary or after its context has ended."""
 
     def __init__(self, world: int, rank: int, network: Network, warmup: int) -> None:
         self.world = world
@@ -31,25 +31,25 @@ class Rehearsal:
         self._unclaimed: object = None
 
     def mark_step(self, tokens: int | None = None, flops: float | None = None) -> None:
-        """End of a step.  ``tokens`` and ``flops`` are this rank's of that step (model FLOPs, not recomputed ones).
+        """Mark the end of a step.  ``tokens``, ``flops``: of this rank in that step (model FLOPs, without recompute).
 
-        Without any call the end of ``optimizer.step`` is the boundary; the first call makes these the only ones.
+        If it is never called, steps end with ``optimizer.step``; after the first call, only calls end steps.
         """
         self.meter.mark(tokens, flops)
 
     def report(self) -> Report:
-        """Figures of the steps after the warm-up; waits for the device."""
+        """The figures of the steps after the warm-up; waits for the device."""
         return self.meter.report(self.world, self.rank, self.network)
 
     def init_process_group(self, real: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """In place of torch's: the script's backend, rendezvous, rank and size give way to the rehearsal's."""
+        """Replaces torch's function: the rehearsal's backend, store, rank and size are used instead of the given."""
         if dist.is_initialized() and dist.group.WORLD is self._unclaimed:
             self._unclaimed = None
             return
         real(BACKEND, store=HashStore(), rank=self.rank, world_size=self.world)
 
     def new_group(self, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """In place of torch's: a group on another backend is rehearsed too."""
+        """Replaces torch's function: groups of every backend are rehearsed."""
         bound = inspect.signature(real).bind(*args, **kwargs)
         for name in ("backend", "pg_options", "device_id"):
             bound.arguments.pop(name, None)
@@ -69,17 +69,17 @@ def rehearse(
     rank: int = 0,
     warmup: int = 2,
 ) -> Iterator[Rehearsal]:
-    """Be rank ``rank`` of ``world`` on this process's devices until the context ends.
+    """Within the context, this process is rank ``rank`` of ``world``, on its own devices.
 
-    Within, the default process group exists, ``init_process_group`` with any backend is accepted and finds it, and
-    ``torchrun``'s environment variables are set (``LOCAL_RANK`` is 0: there is one device).  ``network`` is a preset's
-    name or a :class:`Network`.  The first ``warmup`` steps are left out of the report.
+    The default process group exists; ``init_process_group`` with any backend returns without creating another.  The
+    environment variables of ``torchrun`` are set (``LOCAL_RANK`` is 0: there is one device).  ``network``: the name of
+    a preset, or a :class:`Network`.  The report leaves out the first ``warmup`` steps.
     """
     global _current
     if not 0 <= rank < world:
-        raise ValueError(f"rank must lie in [0, {world}), got {rank}")
+        raise ValueError(f"rank={rank!r}: must be from 0 to {world - 1} (world={world})")
     if dist.is_initialized():
-        raise RuntimeError("a process group exists already; rehearse() must come before init_process_group")
+        raise RuntimeError("a process group already exists; call rehearse() before init_process_group")
     register_backend(BACKEND, _create)
     rehearsal = _current = Rehearsal(world, rank, get_network(network, ranks_per_node), warmup)
     real_init = dist.init_process_group
@@ -93,15 +93,15 @@ def rehearse(
 
 
 def current() -> Rehearsal | None:
-    """The rehearsal this process is in, or None: how a script marks its own steps when there is one."""
+    """The running rehearsal, or None.  A script can use it to mark its steps."""
     return _current
 
 
 def _create(options: Any, _: Any) -> dist.ProcessGroup:
     if _current is None:
         raise RuntimeError(
-            "the backend 'rehearsal' needs a modelled network: call init_process_group inside "
-            "`with flatshard.rehearsal.rehearse(world, network):` or run the script by `flatshard rehearse`"
+            "the backend 'rehearsal' needs a modelled network: call init_process_group within "
+            "`with flatshard.rehearsal.rehearse(world, network):`, or run the script with `flatshard rehearse`"
         )
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     return RehearsalGroup(options.group_rank, ranks, _current.medium)

@@ -1,4 +1,4 @@
-"""What went over the modelled wire, summed per kind of collective."""
+"""Sums of the modelled communication, per kind of collective."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flatshard.rehearsal.network import Kind
 
 @dataclass
 class TrafficTotal:
-    """``size`` is the full message (what a gather writes, what a reduce-scatter reads), ``wire`` what a rank sends."""
+    """``size``: bytes of full messages (all-gather outputs, reduce-scatter inputs).  ``wire``: bytes a rank sends."""
 
     launches: int = 0
     size: int = 0
@@ -26,12 +26,12 @@ class TrafficTotal:
 
 @dataclass
 class Traffic:
-    """Sums over every process group of a rehearsal since it began.  Launches from several threads must not race."""
+    """Sums over all process groups of a rehearsal since it began.  Not thread-safe."""
 
     entries: dict[Kind, TrafficTotal] = field(default_factory=dict)
 
     def entry(self, kind: Kind) -> TrafficTotal:
-        """The sums of one kind, for whoever launches it to add to."""
+        """The sums of one kind, which a launch adds to."""
         return self.entries.setdefault(kind, TrafficTotal())
 
     def snapshot(self) -> dict[Kind, TrafficTotal]:
@@ -39,7 +39,7 @@ class Traffic:
 
 
 def difference(late: dict[Kind, TrafficTotal], early: dict[Kind, TrafficTotal]) -> dict[Kind, TrafficTotal]:
-    """What was added between two snapshots; kinds without launches in between are left out."""
+    """What was added between two snapshots.  Kinds without launches are left out."""
     pairs = {kind: (now, early.get(kind, TrafficTotal())) for kind, now in late.items()}
     added = {kind: TrafficTotal(*map(operator.sub, astuple(now), astuple(was))) for kind, (now, was) in pairs.items()}
     return {kind: total for kind, total in added.items() if total.launches}

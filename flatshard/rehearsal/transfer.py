@@ -1,13 +1,13 @@
-"""One collective as the clocks see it: which bytes move in local memory, and how long the link is taken.
+"""One collective, as a clock runs it: which bytes move in local memory, and how long the link is busy.
 
-Both clocks (:mod:`clock_cpu`, :mod:`clock_cuda`) carry out the same two movements.  The other ranks are taken to be
-twins of this one, which hold the bytes that this rank holds:
+Both clocks (:mod:`clock_cpu`, :mod:`clock_cuda`) run the same two movements.  They assume that every other rank holds
+the same bytes as this one:
 
     tile   dst = [ src | src | ... | src ]          gathers: reads one shard, writes all of the output
     fold   dst = scale x src[own], all slots read   reductions: reads all of the input, writes one shard
 
-An all-reduce is a fold over one slot, a plain copy is a tile over one slot.  ``dst`` may be a slot of ``src`` or the
-other way round (in-place gathers and reduce-scatters), then the own slot keeps its bytes.
+An all-reduce is a fold over one slot, a plain copy is a tile over one slot.  ``dst`` may be a slot of ``src``, or
+``src`` a slot of ``dst`` (in-place reduce-scatters and gathers); then this rank's slot keeps its bytes.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from flatshard.rehearsal.torch_private import Work
 
 @dataclass(slots=True)
 class Transfer:
-    """``pairs`` are (dst, src), all contiguous and on one device; ``seconds`` is the modelled time on ``level``.
+    """``pairs``: (dst, src), all contiguous and on one device.  ``seconds``: the modelled time on the link ``level``.
 
-    ``on_current_stream`` is for CUDA: run on the stream of the caller and not on one of the group's own.
+    ``on_current_stream``: on CUDA, run on the caller's stream instead of the group's.
     """
 
     pairs: list[tuple[torch.Tensor, torch.Tensor]]
@@ -41,12 +41,12 @@ class Transfer:
     on_current_stream: bool = False
 
     def outputs(self) -> list[torch.Tensor]:
-        """What the caller gets to see as the result."""
+        """The result of the collective."""
         return [dst for dst, _ in self.pairs] if self.result is None else self.result
 
 
 class TransferWork(Work):  # type: ignore[misc]
-    """What a collective returns; each clock has its own ``wait``, ``is_completed`` and ``get_future``."""
+    """What a collective returns.  Each clock implements ``wait``, ``is_completed`` and ``get_future``."""
 
     def __init__(self, transfer: Transfer) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class TransferWork(Work):  # type: ignore[misc]
 
 
 class Clock(Protocol):
-    """Carries out the transfers of one process group in order, each not before the link is free."""
+    """Runs the transfers of one process group in order, each when the link is free."""
 
     def submit(self, transfer: Transfer) -> torch.distributed.Work: ...
 

@@ -114,9 +114,7 @@ class Watch:
                 self._links = Links(store, self.group.rank, self.group.world, self._loop.selector, self._hear)
                 self._links.open()
             except (OSError, RuntimeError) as error:
-                _log.warning(
-                    "flatshard: ranks could not be connected; a failed rank shows only by time-outs: %s", error
-                )
+                _log.warning("flatshard: ranks are not connected; only time-outs show a failed rank: %s", error)
 
         self._loop.do(connect)
 

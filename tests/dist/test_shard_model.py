@@ -70,7 +70,7 @@ def _given(rank, world):
         ("Block", ValueError, "list of classes"),
         (["no.such.Class"], ValueError, "cannot import"),
         ([nn.LSTM], ValueError, "contains no module of LSTM"),
-        ([int], TypeError, "not a class of modules"),
+        ([int], TypeError, "not a subclass of nn.Module"),
     ):
         model = make_net()
         with pytest.raises(error, match=text):

@@ -71,7 +71,7 @@ def _installed(rank, world):
         assert (group._module_fqn, [p._param_fqn for p in group.fsdp_params]) == ("0", ["0.weight", "0.bias"])
         assert (type(group.mesh_info), group.mesh_info.shard_mesh_size) == (FSDPMeshInfo, world)
         assert state._comm_ctx.all_gather_stream is group.comm_ctx.all_gather_stream is None  # there are none on CPU
-        with pytest.raises(AttributeError, match=r"_post_forward: of PyTorch's private FSDPState"):
+        with pytest.raises(AttributeError, match=r"the attribute _post_forward of PyTorch's private FSDPState"):
             state._post_forward  # noqa: B018
         assert isinstance(state, FSDPState)
         assert _get_managed_modules((model,)) == [model]  # the others have units of their own

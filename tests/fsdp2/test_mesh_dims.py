@@ -96,7 +96,7 @@ def _refused(rank, world):
     model = distribute_module(build(), mesh)
     with pytest.raises(ValueError, match="'other'"):
         fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="other"))
-    with pytest.raises(ValueError, match="no axis to shard over"):
+    with pytest.raises(ValueError, match="has no `shard` axis"):
         fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate="dp"), strategy=3)
     model[0].weight = nn.Parameter(distribute_tensor(torch.randn(8, 6), mesh, [Shard(0)]))
     with pytest.raises(ValueError, match=r"Expected Replicate.*'0.weight'"):

@@ -39,7 +39,7 @@ def test_methods_have_pytorchs_arguments_and_defaults():
         if name.startswith("_") or not callable(theirs[name]):
             continue
         ours = vars(FSDPModule)[name]
-        assert not ours.__doc__.startswith("Not offered"), name
+        assert not ours.__doc__.startswith("Not supported; raises"), name
         wanted = inspect.signature(inspect.unwrap(theirs[name])).parameters.values()
         found = inspect.signature(ours).parameters.values()
         kinds = [[(p.name, p.kind, p.default) for p in each] for each in (found, wanted)]

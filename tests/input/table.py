@@ -79,7 +79,12 @@ SHARDING = {
         Case("none", lambda b: fully_shard(None), TypeError, "NoneType"),
         Case("an empty list", lambda b: fully_shard([]), ValueError, "empty list"),
         Case("a parameter", lambda b: fully_shard([b.plain, b.plain.head.weight]), TypeError, "Parameter"),
-        Case("a module inside another", lambda b: fully_shard([b.plain, b.plain.head]), ValueError, "contains another"),
+        Case(
+            "a module inside another",
+            lambda b: fully_shard([b.plain, b.plain.head]),
+            ValueError,
+            "one that it contains",
+        ),
         Case("a module twice", lambda b: fully_shard([b.plain.head, b.plain.head]), ValueError, "twice"),
         Case("a container", lambda b: fully_shard(b.plain.blocks), ValueError, "ModuleList is never called"),
         Case("a second call", lambda b: fully_shard(b.model), ValueError, "already called on this FSDPTiny"),
@@ -121,7 +126,7 @@ SHARDING = {
             "dp_mesh_dims: nothing to shard over",
             lambda b: fully_shard(b.plain, mesh=b.mesh, dp_mesh_dims=DataParallelMeshDims(None, "dp"), strategy=3),
             ValueError,
-            "names no axis to shard over",
+            "has no `shard` axis",
         ),
         Case("strategy: a name", _sharded(strategy="zero3"), ValueError, "must be one of no_shard, optim"),
         Case("strategy: a number", _sharded(strategy=4), ValueError, "0 to 3"),
@@ -143,7 +148,7 @@ SHARDING = {
                 )
             ),
             ValueError,
-            "names 2 axes; the mesh has 1",
+            "2 axes, but the mesh has 1",
         ),
         Case("layout: a name", _sharded(layout="dense"), ValueError, "layout='dense': must be one of tensor, flat"),
         Case("layout: a list", _sharded(layout=["flat"]), ValueError, "layout"),
@@ -175,7 +180,7 @@ SHARDING = {
         Case("an unknown name", lambda b: fully_shard(b.plain, device="cpu"), TypeError, "device"),
     ],
     "shard_model": [
-        Case("a sharded model", lambda b: flatshard.shard_model(b.model), ValueError, "already called"),
+        Case("a sharded model", lambda b: flatshard.shard_model(b.model), ValueError, "already sharded"),
         Case("no model", lambda b: flatshard.shard_model([1]), TypeError, "shard_model takes a module, not list"),
         Case(
             "units: no such class",
@@ -183,7 +188,12 @@ SHARDING = {
             ValueError,
             "no module of Conv2d",
         ),
-        Case("units: no class", lambda b: flatshard.shard_model(b.plain, units=[3]), TypeError, "3 is not a class"),
+        Case(
+            "units: no class",
+            lambda b: flatshard.shard_model(b.plain, units=[3]),
+            TypeError,
+            "3 is not a subclass of nn.Module",
+        ),
         Case("units: text", lambda b: flatshard.shard_model(b.plain, units="blocks"), ValueError, "'auto' or a list"),
         Case(
             "units: no such path",
@@ -191,7 +201,7 @@ SHARDING = {
             ValueError,
             "cannot import 'a.B'",
         ),
-        Case("units: none", lambda b: flatshard.shard_model(b.plain, units=[]), ValueError, "no class at all"),
+        Case("units: none", lambda b: flatshard.shard_model(b.plain, units=[]), ValueError, "an empty list"),
         Case("units: a number", lambda b: flatshard.shard_model(b.plain, units=4), TypeError, "units=4"),
         Case(
             "experts: text", lambda b: flatshard.shard_model(b.plain, experts="Linear"), TypeError, "flatshard.Experts"
@@ -248,7 +258,9 @@ SHARDING = {
     ],
     "gathered": [
         Case("no module", lambda b: _entered(flatshard.gathered("model")), TypeError, "not str"),
-        Case("not sharded", lambda b: _entered(flatshard.gathered(b.plain)), ValueError, "fully_shard was not called"),
+        Case(
+            "not sharded", lambda b: _entered(flatshard.gathered(b.plain)), ValueError, "is sharded; call fully_shard"
+        ),
         Case(
             "written in a pass",
             lambda b: _entered(flatshard.gathered(b.model, write=True)),
@@ -261,7 +273,10 @@ SHARDING = {
     "microbatch": [
         Case("no module", lambda b: _entered(flatshard.microbatch(3)), TypeError, "not int"),
         Case(
-            "not sharded", lambda b: _entered(flatshard.microbatch(b.plain)), ValueError, "fully_shard was not called"
+            "not sharded",
+            lambda b: _entered(flatshard.microbatch(b.plain)),
+            ValueError,
+            "no parameter of Tiny is sharded",
         ),
         Case("a body that raises", lambda b: _raise_in(flatshard.microbatch(b.model, is_last=False)), KeyError, "mine"),
     ],
@@ -491,14 +506,14 @@ UNITS = {
             "in a forward",
             lambda b: b.model.set_mp_policy(MixedPrecisionPolicy(torch.bfloat16)),
             RuntimeError,
-            "run it first",
+            "run the backward first",
             "forward",
         ),
         Case(
             "in a backward",
             lambda b: b.model.set_mp_policy(MixedPrecisionPolicy(torch.bfloat16)),
             RuntimeError,
-            "run it first",
+            "run the backward first",
             "backward",
         ),
         Case(
@@ -510,14 +525,14 @@ UNITS = {
         ),
     ],
     "FSDPModule.set_custom_all_gather": [
-        Case("no comm", lambda b: b.model.set_custom_all_gather(len), TypeError, r"has allocate\(\)"),
+        Case("no comm", lambda b: b.model.set_custom_all_gather(len), TypeError, "have an allocate method"),
         Case("text", lambda b: b.model.set_custom_all_gather("nccl"), TypeError, "not a str"),
     ],
     "FSDPModule.set_custom_reduce_scatter": [
-        Case("no comm", lambda b: b.model.set_custom_reduce_scatter(len), TypeError, r"has allocate\(\)"),
+        Case("no comm", lambda b: b.model.set_custom_reduce_scatter(len), TypeError, "have an allocate method"),
     ],
     "FSDPModule.set_gather_group": [
-        Case("text", lambda b: b.model.set_gather_group("world"), TypeError, "process group"),
+        Case("text", lambda b: b.model.set_gather_group("world"), TypeError, "must be a ProcessGroup"),
         Case("mesh: text", lambda b: b.model.set_gather_group(dist.group.WORLD, "dp"), TypeError, "DeviceMesh"),
     ],
     "FSDPModule.set_all_reduce_hook": [
@@ -532,8 +547,8 @@ UNITS = {
         ),
     ],
     "FSDPModule.set_symm_mem_for_comm": [
-        Case("another backend", lambda b: b.model.set_symm_mem_for_comm("gloo"), ValueError, "NCCL is the only"),
-        Case("no CUDA", lambda b: b.model.set_symm_mem_for_comm(), ValueError, "this mesh is on cpu"),
+        Case("another backend", lambda b: b.model.set_symm_mem_for_comm("gloo"), ValueError, "must be 'NCCL'"),
+        Case("no CUDA", lambda b: b.model.set_symm_mem_for_comm(), ValueError, "this one is on cpu"),
     ],
     "FSDPModule.set_post_optim_event": [
         Case("text", lambda b: b.model.set_post_optim_event("event"), TypeError, "event='event'"),
@@ -605,7 +620,7 @@ POLICIES = {
     "DataParallelMeshDims": [
         Case("nothing", lambda b: DataParallelMeshDims(), ValueError, "At least one of shard or replicate"),
         Case("numbers", lambda b: DataParallelMeshDims(0), TypeError, "shard=0"),
-        Case("one axis twice", lambda b: DataParallelMeshDims("dp", "dp"), ValueError, "'dp' is named twice"),
+        Case("one axis twice", lambda b: DataParallelMeshDims("dp", "dp"), ValueError, "'dp' is in both"),
         Case("a number in a tuple", lambda b: DataParallelMeshDims(("a", 1)), TypeError, "shard=.*1"),
     ],
     "Sharding": [
@@ -625,15 +640,20 @@ POLICIES = {
     "Placements": [
         Case("no tuples", lambda b: Placements(_FLAT, _FLAT, _FLAT), TypeError, "a tuple of flatshard.layout"),
         Case("torch's", lambda b: Placements((Shard(0),), (Partial(),), (Shard(0),)), TypeError, "flatshard.layout"),
-        Case("other axes", lambda b: Placements((_FLAT,), (_FLAT,), (_FLAT, _FLAT)), ValueError, "same axes"),
-        Case("Partial weights", lambda b: Placements((_AVG,), (_AVG,), (_FLAT,)), ValueError, "only gradients can be"),
-        Case("whole optimizer", lambda b: Placements((_FLAT,), (_FLAT,), (_KEPT,)), ValueError, "shard the optimizer"),
-        Case("whole gradients", lambda b: Placements((_FLAT,), (_KEPT,), (_FLAT,)), ValueError, "use Partial or Flat"),
+        Case("other axes", lambda b: Placements((_FLAT,), (_FLAT,), (_FLAT, _FLAT)), ValueError, "different lengths"),
+        Case("Partial weights", lambda b: Placements((_AVG,), (_AVG,), (_FLAT,)), ValueError, "only gradient can be"),
+        Case("whole optimizer", lambda b: Placements((_FLAT,), (_FLAT,), (_KEPT,)), ValueError, "for optimizer too"),
+        Case(
+            "whole gradients",
+            lambda b: Placements((_FLAT,), (_KEPT,), (_FLAT,)),
+            ValueError,
+            "has Replicate for gradient",
+        ),
         Case(
             "first axis",
             lambda b: Placements((_FLAT, _KEPT), (_FLAT, _AVG), (_FLAT, _KEPT)),
             ValueError,
-            "last axes first",
+            "a later one is not",
         ),
         Case("Whole", lambda b: Placements((layout.Whole(),), (_FLAT,), (_FLAT,)), ValueError, "not supported here"),
     ],
@@ -650,7 +670,7 @@ POLICIES = {
             "wire: registered",
             lambda b: WirePolicy(peers=True, registered=True),
             ValueError,
-            "needs no registration",
+            "use only one of the two",
         ),
     ],
 }

@@ -115,7 +115,7 @@ def _refused(rank, world):
         (Stacked, TypeError, "flatshard.Experts"),
         (Experts([nn.LSTM], edp), ValueError, "experts: Model contains no module of LSTM"),
         (Experts(["no.such.Module"], edp), ValueError, "experts: cannot import"),
-        (Experts([3], edp), TypeError, "experts: 3 is not a class"),
+        (Experts([3], edp), TypeError, "experts: 3 is not a subclass of nn.Module"),
     ]:
         with pytest.raises(error, match=text):
             shard_model(model, mesh=dense, experts=experts)
@@ -124,7 +124,7 @@ def _refused(rank, world):
         (lambda: Experts([], edp), ValueError, "list of classes"),
         (lambda: Experts([Stacked], None), TypeError, "DeviceMesh"),
         (lambda: Experts([Stacked], edp, sparse), ValueError, "apart has 2 axes"),
-        (lambda: Sharding("0"), TypeError, "a number"),
+        (lambda: Sharding("0"), TypeError, "an int"),
         (lambda: Sharding(mesh=3), TypeError, "DeviceMesh"),
         (lambda: fully_shard(model, mesh=dense, data_mesh=2), TypeError, "data_mesh=2"),
         (lambda: fully_shard(model, shard_placement_fn=lambda p: Sharding(7)), ValueError, "whose shape is"),

@@ -137,7 +137,7 @@ def _with_optimizer(rank, world):
             optimizer.zero_grad()
         pairs = [copy.deepcopy(pair) for pair in pairs]
     compare(weights_of(pairs[0][0]), weights_of(pairs[1][0]))
-    with pytest.raises(TypeError, match="copy it after the model"):
+    with pytest.raises(TypeError, match="copy the model first"):
         copy.deepcopy(pairs[0][::-1])
 
 
@@ -191,7 +191,7 @@ def _tied(rank, world, together):
     twin(x).sum().backward()
     assert model.words.weight.grad is None
     assert type(twin.mid.bias.grad) is torch.Tensor
-    with pytest.raises(TypeError, match=r"cannot be copied.*copy the model that has all of them"):
+    with pytest.raises(TypeError, match=r"cannot be copied.*copy the model that contains all of them"):
         copy.deepcopy(model.words if together else model.head)
 
 

@@ -38,18 +38,18 @@ def test_presets():
     assert PRESETS["h100-ib400"].seconds("all_gather", 64 * 45 * 10**9 // 63, Reach(64, 8)) == pytest.approx(1, 1e-4)
     assert PRESETS["free"].seconds("all_reduce", 1 << 40, Reach(512, 64), 10) == 0
     assert get_network("h100-nvlink", 4).ranks_per_node == 4
-    with pytest.raises(ValueError, match="presets are free, h100-nvlink"):
+    with pytest.raises(ValueError, match="must be one of free, h100-nvlink"):
         get_network("token-ring")
 
 
 def test_numbers_that_make_no_sense_are_refused():
-    with pytest.raises(ValueError, match="bandwidth must be positive"):
+    with pytest.raises(ValueError, match=r"bandwidth=0\): must be positive"):
         Link(0, 0)
-    with pytest.raises(ValueError, match="latency must not be negative"):
+    with pytest.raises(ValueError, match="must not be negative"):
         Link(math.inf, -1)
     with pytest.raises(ValueError, match="ranks_per_node"):
         Network(Link(1, 0), Link(1, 0), ranks_per_node=0)
-    with pytest.raises(ValueError, match="sms must be from 0 to 64"):
+    with pytest.raises(ValueError, match=r"sms=\S+: must be from 0 to 64"):
         Network(Link(1, 0), Link(1, 0), sms=132)
 
 
@@ -81,7 +81,7 @@ def test_latency_grows_by_the_algorithm(algorithm, microseconds):
 
 
 def test_pods_of_broken_nodes_are_refused():
-    with pytest.raises(ValueError, match="whole nodes"):
+    with pytest.raises(ValueError, match="must be a multiple of ranks_per_node=8"):
         get_network("h100-pods", ranks_per_pod=100)
-    with pytest.raises(ValueError, match="algorithm must be one of"):
+    with pytest.raises(ValueError, match=r"algorithm='star'\): must be one of"):
         get_network("h100-pods", algorithm="star")

@@ -230,7 +230,7 @@ def test_a_module_is_planned_from_an_import_path(capsys):
         (["llama-1b", "--spare", "5"], "--spare 5: must be a fraction"),
         (["llama-1b", "--memory", "80XB"], "must be a number of GB"),
         (["llama-1b", "--memory", "nan"], "must be a number of GB"),
-        (["llama-1b", "--network", "string"], "unknown network"),
+        (["llama-1b", "--network", "string"], "network='string': must be one of"),
         (["llama-1b", "--optimizer", "newton"], "is not known"),
         (["llama-1b", "--param-dtype", "fp8"], "no dtype of torch"),
         (["llama-1b", "--param-dtype", "int32"], "floating-point"),

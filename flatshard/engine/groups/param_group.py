@@ -120,8 +120,7 @@ class ParamGroup:
         name, main = self.params[0].name, self.main.dtype
         if policy.main_dtype not in (None, main) and main.is_floating_point and self.gradients.expected:
             raise ValueError(
-                f"main_dtype={policy.main_dtype}: the main weights of '{name}' are {main}, and set_mp_policy cannot "
-                "change that; give main_dtype to fully_shard"
+                f"main_dtype={policy.main_dtype}: '{name}' has {main} main weights; give main_dtype to fully_shard"
             )
         if self.gradients.comm is not None and policy.reduce_format is not None:
             raise ValueError(
@@ -222,14 +221,8 @@ class ParamGroup:
     def check_hold(self) -> None:
         """Raise if `hold` is not possible."""
         if self.by_rows or self.is_extended:
-            by_rows, extended = (
-                "sharded with rows=True and never gathered",
-                "a tensor subclass, encoded anew in each gather",
-            )
-            reason = by_rows if self.by_rows else extended
-            raise NotImplementedError(
-                f"hold_weights: parameter '{self.params[0].name}' is {reason}; leave its unit out"
-            )
+            reason = "sharded with rows=True" if self.by_rows else "a tensor subclass, encoded in each gather"
+            raise NotImplementedError(f"hold_weights: '{self.params[0].name}' is {reason}; leave it out")
 
     def hold(self, pool: Pool, name: str) -> None:
         """Keep the current full weights until `refresh`; the lane is ordered after the last write to main."""

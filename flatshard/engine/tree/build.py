@@ -149,7 +149,7 @@ class Where:
         if given.apart is not None and not is_plain:
             raise ValueError(
                 f"Sharding(apart=...) is not supported for parameter '{name}': it needs a plain tensor with at least "
-                "one dim. A DTensor has its part of each rank in its placements; leave `apart` out"
+                "one dim. The placements of a DTensor already say which part a rank has; leave `apart` out"
             )
         if given.dim is None:
             return given, means_own
@@ -166,9 +166,8 @@ class Where:
             return
         if parameter.device_mesh != self.mesh:
             raise ValueError(
-                f"parameter '{name}' is a DTensor on mesh {parameter.device_mesh}; with dp_mesh_dims, DTensor "
-                f"parameters must be on the mesh given to fully_shard, {self.mesh} "
-                "(torch.distributed.tensor.distribute_module)"
+                f"parameter '{name}' is a DTensor on {parameter.device_mesh}; with dp_mesh_dims it must be on "
+                f"{self.mesh}, the mesh given to fully_shard (use torch.distributed.tensor.distribute_module)"
             )
         for axis in (*self.axes[0], *self.axes[1]):
             if not isinstance(parameter.placements[axis], Replicate):
@@ -352,9 +351,11 @@ def _checked_rows(
             raise ValueError(f"rows=True does not support an nn.Embedding with {name}; leave one of the two out")
     params = [named for group in by_kind.values() for named in group]
     if borrowed or len(params) != 1 or len(params[0][2]) > 1:
-        raise ValueError("rows=True: the embedding's weight is tied to another layer, or is not its only parameter")
+        raise ValueError("rows=True: the embedding's weight is tied, or not its only parameter; leave rows=True out")
     if module._parameters.get("weight") is not params[0][1]:
-        raise ValueError("rows=True: the embedding's weight is not a parameter of its own (a parametrization?)")
+        raise ValueError(
+            "rows=True: the embedding's weight is not its own parameter (a parametrization?); leave it out"
+        )
     (kind,) = by_kind
     placements, cut = kind.placements(choices), dims[params[0][1]]
     *outer, inner = placements.optimizer
@@ -398,8 +399,7 @@ def _dim(name: str, parameter: nn.Parameter, given: int | None, mesh: DeviceMesh
         return least_padded_dim(largest_part(parameter), shards) if any_dim and not is_extended(parameter) else 0
     if given and not any_dim:
         raise ValueError(
-            f"shard_placement_fn: parameter '{name}' cannot be sharded on dim {given} with layout='flat'; use dim 0, "
-            "or layout='tensor'"
+            f"parameter '{name}' cannot be sharded on dim {given} with layout='flat'; use dim 0 or layout='tensor'"
         )
     return given
 

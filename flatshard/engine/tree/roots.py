@@ -24,9 +24,8 @@ def find_root(unit: Unit, module: nn.Module) -> Root:
         if unit.intent.refuses_meta:
             refuse_meta(module)
         warnings.warn(
-            f"{type(module).__name__} has parameters on the meta device; its first forward initialises them now. If "
-            "you meant to load a checkpoint, do that first; flatshard.materialize(model) initialises without this "
-            "warning",
+            f"{type(module).__name__} has parameters on the meta device, which its first forward initialises. To use "
+            "a checkpoint, load it before that; to avoid this warning, call flatshard.materialize(model)",
             stacklevel=2,
         )
         materialize(module)

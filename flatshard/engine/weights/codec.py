@@ -133,9 +133,8 @@ class Extension:
         self._sizes = [each.size() for each in given]
         if local.shape != self._padded and any(size != self._padded for size in self._sizes):
             raise ValueError(
-                f"parameter '{self._member.name}' has shards of unequal size, so fsdp_pre_all_gather must return "
-                f"tensors padded to {tuple(self._padded)} on every rank; it returned "
-                f"{[tuple(size) for size in self._sizes]}"
+                f"parameter '{self._member.name}' has shards of unequal size: fsdp_pre_all_gather must pad its tensors "
+                f"to {tuple(self._padded)} on every rank; it returned {[tuple(size) for size in self._sizes]}"
             )
         return [as_plain(each) for each in given]
 
