@@ -1,1 +1,1 @@
-"""The bundled trainer: a small language model, byte by byte, over local processes or under torchrun."""
+"""The trainer of language models behind ``flatshard train``, on local processes or under torchrun or srun."""

@@ -1,4 +1,4 @@
-"""The model of a run, sharded as its settings say, and its optimizer."""
+"""Build the model, the mesh and the optimizer of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flatshard.train.settings import Mistake, TrainSettings
 
 
 class Causal(nn.Module):
-    """A causal language model of Transformers that computes its own loss, in chunks, as `Llama` does."""
+    """A causal language model of Transformers with the interface of `Llama`: it computes its loss in chunks."""
 
     def __init__(self, inner: Any, chunk: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Causal(nn.Module):
 
 
 def build_model(settings: TrainSettings, vocab: int) -> tuple[nn.Module, list[nn.Module], float]:
-    """A model, its blocks, and its FLOPs per token. All ranks make, or read, the same weights and keep their shards."""
+    """The unsharded model, its blocks, and its FLOPs per token. The weights are the same on all ranks."""
     torch.manual_seed(settings.seed)
     if settings.model is None:
         shape = settings.shape(vocab)
@@ -63,28 +63,28 @@ def _from_transformers(path: Path, vocab: int) -> Any:
         config = AutoConfig.from_pretrained(str(path))
         known = getattr(config.get_text_config(), "vocab_size", vocab)
         if known < vocab:
-            raise Mistake(f"--model {path}: has a vocabulary of {known} tokens; the data has {vocab}")
+            raise Mistake(f"--model {path}: has a vocabulary of {known} tokens; that of the data, {vocab}, is larger")
         if has_weights(path):
-            logging.disable_progress_bar()  # every rank would show one
+            logging.disable_progress_bar()  # otherwise every rank shows one
             return AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         if _looks_ahead(model):
-            raise Mistake(f'--model {path}: is not causal, tokens attend to later ones; is "is_decoder": true missing?')
+            raise Mistake(f'--model {path}: is not causal: tokens attend to later ones; is "is_decoder": true missing?')
         return model
     except Mistake:
         raise
-    except Exception as error:  # any type: each model checks its own configuration, and may lack a package
+    except Exception as error:  # of any type: models check their configurations, and may need other packages
         raise Mistake(f"--model {path}: {shorten(str(error), 300)}") from error
 
 
 def has_weights(path: Path) -> bool:
-    """Whether this is a checkpoint of Hugging Face, and not a configuration alone."""
+    """Whether a folder has the weights of a Hugging Face model, not only its configuration."""
     return any(True for pattern in ("*.safetensors", "pytorch_model*.bin") for _ in path.glob(pattern))
 
 
 @torch.no_grad()
 def _looks_ahead(model: Any) -> bool:
-    """Whether what a model makes of a token depends on the next. Some encoders are offered as causal models."""
+    """Whether the output for a token depends on the next token. Transformers loads some encoders as causal models."""
     tokens = torch.tensor([[0, 0], [0, 1]])
     first = model.eval().base_model(input_ids=tokens, use_cache=False).last_hidden_state[:, 0]
     model.train()
@@ -92,7 +92,7 @@ def _looks_ahead(model: Any) -> bool:
 
 
 def build_mesh(settings: TrainSettings, kind: str, world: int, nodes: int) -> DeviceMesh:
-    """One axis, or for HSDP and HFSDP two: ``replicas``, and those that shard among themselves."""
+    """A mesh of one axis ``dp`` or, for HSDP and HFSDP, of two axes ``replicas`` and ``shard``."""
     if settings.strategy not in ("hsdp", "hfsdp"):
         return init_device_mesh(kind, (world,), mesh_dim_names=("dp",))
     outer = settings.replicas or nodes
@@ -102,7 +102,7 @@ def build_mesh(settings: TrainSettings, kind: str, world: int, nodes: int) -> De
 
 
 def shard(model: nn.Module, blocks: list[nn.Module], settings: TrainSettings, mesh: DeviceMesh) -> None:
-    """Every block is a unit, and the rest of the model is one; the embedding is one, too, if it goes by rows."""
+    """Shard the model. Units are the blocks, the model itself and, with --rows, the embedding."""
     half = settings.precision == "bfloat16"
     precision = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if half else None,
@@ -127,18 +127,18 @@ def shard(model: nn.Module, blocks: list[nn.Module], settings: TrainSettings, me
 
 
 def _table(model: nn.Module) -> nn.Module:
-    """The embedding that is to go by rows."""
+    """The embedding that --rows applies to; Mistake if the model cannot have one."""
     if isinstance(model, Llama):
         return model.embed
     assert isinstance(model, Causal)
     if model.inner.config.tie_word_embeddings:
-        raise Mistake("--rows: the embedding of --model is tied to its head, which needs all of it")
+        raise Mistake("--rows: the embedding of --model is tied to its head, which needs all rows; leave --rows out")
     found: nn.Module = model.inner.get_input_embeddings()
     return found
 
 
 def build_optimizer(model: nn.Module, blocks: list[nn.Module], settings: TrainSettings) -> torch.optim.Optimizer:
-    """AdamW, without decay for what is no matrix; or Muon for the matrices of blocks, and AdamW for the rest."""
+    """AdamW, with weight decay for matrices only; or Muon for the matrices of blocks, and AdamW for the rest."""
     inside = {parameter for block in blocks for parameter in block.parameters() if parameter.dim() >= 2}
     muon = settings.optimizer == "muon"
     parameters = [parameter for parameter in model.parameters() if not (muon and parameter in inside)]
@@ -151,7 +151,7 @@ def build_optimizer(model: nn.Module, blocks: list[nn.Module], settings: TrainSe
         return adamw
 
     def make(matrices: list[nn.Parameter]) -> torch.optim.Optimizer:
-        # Its steps are as large as AdamW's, so that one learning rate does for both.
+        # Scale Muon's updates to the size of AdamW's, so that both can have the same learning rate.
         options: Any = {"lr": settings.lr, "weight_decay": settings.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
         return torch.optim.Muon(matrices, **options)
 
@@ -159,7 +159,7 @@ def build_optimizer(model: nn.Module, blocks: list[nn.Module], settings: TrainSe
 
 
 def set_capturable(optimizer: torch.optim.Optimizer, lr: Tensor | None) -> None:
-    """Let a captured step of the optimizer read its learning rate from ``lr``. A checkpoint may have set otherwise."""
+    """Let a captured step read its learning rate from ``lr``; None: undo this, as a checkpoint may have set it."""
     for group in optimizer.param_groups:
         if "capturable" in group:
             group["capturable"] = lr is not None

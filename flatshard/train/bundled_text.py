@@ -1,4 +1,4 @@
-"""Text to train on when the user brings none: short stories that a small grammar tells, the same ones every time."""
+"""The text for runs without --data: short stories from a small grammar, always the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations to train on: lines of JSON with messages, of which the answers count in the loss."""
+"""Conversations as training data: lines of JSON with messages. Only the assistant's messages count in the loss."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 from flatshard.train.settings import Mistake
 
 Message = dict[str, str]
-# The text of messages; with True, up to where an answer begins.
+# Returns the text of messages; with True, followed by the beginning of an answer.
 Render = Callable[[Sequence[Message], bool], str]
 
 
 def load_chat(path: Path, encode: Callable[[str], Sequence[int]], render: Render) -> tuple[Tensor, Tensor]:
-    """The tokens of all conversations, one after another, and which of them are answers of the assistant."""
+    """The tokens of all conversations, and a mask of those that are answers of the assistant."""
     tokens: list[int] = []
     answers: list[bool] = []
     for messages in _conversations(path):
@@ -36,29 +36,29 @@ def _conversations(path: Path) -> Iterator[list[Message]]:
             found = [{"role": each["role"], "content": each["content"]} for each in messages]
         except (ValueError, KeyError, TypeError) as error:
             form = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
-            raise Mistake(f"--data {path}, line {number}: must be like {form}") from error
+            raise Mistake(f"--data {path}, line {number}: must have the form {form}") from error
         if not all(isinstance(text, str) for each in found for text in each.values()):
-            raise Mistake(f"--data {path}, line {number}: roles and contents must be text")
+            raise Mistake(f"--data {path}, line {number}: roles and contents must be strings")
         if not any(each["role"] == "assistant" for each in found):
-            raise Mistake(f"--data {path}, line {number}: no message has the role assistant: nothing to learn")
+            raise Mistake(f"--data {path}, line {number}: no message has the role assistant; remove the line")
         yield found
 
 
 def _parts(messages: Sequence[Message], render: Render) -> Iterator[tuple[str, bool]]:
-    """A conversation in pieces of text: what comes before an answer, the answer, and so on."""
+    """A conversation in parts of text, each with whether it is an answer of the assistant."""
     done = ""
     for place, message in enumerate(messages):
         if message["role"] == "assistant":
             before, after = render(messages[:place], True), render(messages[: place + 1], False)
             if not (before.startswith(done) and after.startswith(before)):
-                raise Mistake("--data: the chat template changes earlier messages when later ones follow")
+                raise Mistake("--tokenizer: its chat template changes a message when others follow; use another one")
             yield before[len(done) :], False
             yield after[len(before) :], True
             done = after
 
 
 def chat_template(folder: Path | None) -> Render:
-    """The chat template of the tokenizer in ``folder``, as Transformers finds it; ChatML where it has none."""
+    """The chat template of the tokenizer in ``folder``, as Transformers finds it, or else ChatML."""
     if folder is None or not (folder / "tokenizer_config.json").exists():
         return _chatml
     try:

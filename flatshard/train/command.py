@@ -1,4 +1,4 @@
-"""The command ``flatshard train``: what is wrong with its arguments is said before torch is imported."""
+"""The command ``flatshard train``. Its arguments are checked before torch is imported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flatshard.train.settings import FILE, Mistake, TrainSettings, parse, read, 
 
 
 def train(arguments: list[str]) -> int:
-    """Train as the arguments say; the exit status."""
+    """Run the command with these arguments; returns the exit status."""
     try:
         settings = parse(arguments)
         check_settings(settings)
@@ -21,17 +21,17 @@ def train(arguments: list[str]) -> int:
 
         return run(settings)
     except Mistake as mistake:
-        # Every rank that torchrun or srun has started finds the same mistake.
+        # All ranks that torchrun or srun has started find the same mistake, so one per node prints it.
         if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
             print(f"flatshard train: {mistake}", file=sys.stderr)
         return 2
 
 
 def check_settings(settings: TrainSettings) -> None:
-    """Mistake where these settings cannot be trained here, before any process is started."""
+    """Mistake if a run with these settings is not possible. Called before any process is started."""
     world = started_world()
     if world and settings.processes not in (None, world):
-        raise Mistake(f"--processes {settings.processes}: the launcher has started {world}; leave it out")
+        raise Mistake(f"--processes {settings.processes}: torchrun or srun has started {world}; leave the flag out")
     if world or settings.processes is not None:
         settings.rows_per_rank(world or settings.processes or 1)
     check_data(settings)
@@ -51,32 +51,32 @@ def check_settings(settings: TrainSettings) -> None:
 
 
 def check_data(settings: TrainSettings) -> None:
-    """Mistake where a file is not there, or a text is too short. What is in the others is seen when they are read."""
+    """Mistake if a file does not exist or a text is too short. Other files are checked when they are read."""
     for flag, given in (("data", settings.data), ("tokenizer", settings.tokenizer), ("model", settings.model)):
         if given is not None and not given.exists():
             raise Mistake(f"--{flag} {given}: No such file or directory")
     path = settings.data
     if path is not None and path.is_dir() and not any(path.glob("*.json")):
-        raise Mistake(f"--data {path}: not a file, nor a dataset on disk")
+        raise Mistake(f"--data {path}: not a file, nor a dataset that save_to_disk has written")
     read_later = path is not None and (path.is_dir() or path.suffix in (".bin", ".jsonl"))
     if settings.tokenizer_file is not None or read_later:
         return
     size = len(bundled_text()) if path is None else path.stat().st_size
     if size <= settings.context:
         source = path or "the bundled text"
-        raise Mistake(f"{source} has {size} bytes; --context {settings.context} needs more than that")
+        raise Mistake(f"{source} has {size} bytes; --context {settings.context} needs more: give a smaller --context")
 
 
 def _check_new(folder: Path) -> None:
-    """Mistake where the folder for the trained model has something in it, or cannot be made."""
+    """Mistake if the folder for the trained model is not empty, or cannot be created."""
     with told(f"--export {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            raise Mistake(f"--export {folder}: is not empty")
+            raise Mistake(f"--export {folder}: is not empty; give a new folder")
 
 
 def _check_folder(settings: TrainSettings, folder: Path) -> None:
-    """Mistake where nothing can be saved in the folder, or where it has a run that these settings do not continue."""
+    """Mistake if the folder cannot be written to, or has a run that these settings cannot continue."""
     if folder.exists() and not folder.is_dir():
         raise Mistake(f"--checkpoint {folder}: not a folder")
     with told(f"--checkpoint {folder}: cannot be written to"):

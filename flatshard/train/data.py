@@ -1,4 +1,4 @@
-"""The tokens to train on, and which of them are in which batch."""
+"""Training data: the tokens, and the rows of each batch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from flatshard.train.chat import Render, chat_template, load_chat
 from flatshard.train.model import NO_TARGET
 from flatshard.train.settings import Mistake, TrainSettings
 
-_HELD = 20  # one part in so many is held out where there is validation
+_HELD = 20  # one twentieth of the tokens is for validation
 
 
 @dataclass(frozen=True)
 class Text:
-    """All documents, one after another. Without a tokenizer, tokens are bytes.
+    """All documents as one sequence of tokens. Without a tokenizer, tokens are bytes.
 
-    Of conversations: ``answers`` says which tokens count in the loss, ``render`` writes messages as text.
+    For conversations, ``answers`` is a mask of tokens that count in the loss, and ``render`` turns messages into text.
     """
 
     tokens: Tensor
@@ -34,7 +34,7 @@ class Text:
     render: Render | None = None
 
     def prompt(self, text: str) -> list[int]:
-        """The tokens of a prompt: of a conversation, a message of the user."""
+        """The tokens of a prompt; for conversations, of a message of the user with this text."""
         if self.render is None:
             return list(text.encode()) if self.tokenizer is None else list(self.tokenizer.encode(text).ids)
         return _encode(self.tokenizer, self.render([{"role": "user", "content": text}], True))
@@ -44,10 +44,10 @@ class Text:
             return str(self.tokenizer.decode(list(tokens)))
         if self.vocab <= 256:
             return bytes(tokens).decode(errors="replace")
-        return " ".join(map(str, tokens))  # nobody has said what they mean
+        return " ".join(map(str, tokens))  # without a tokenizer, the meaning of tokens is unknown
 
     def beginning(self) -> list[int]:
-        """Its first tokens, five; of bytes forty, up to a space, where there is one."""
+        """The first five tokens or, of bytes, the first words in forty bytes."""
         start = self.tokens[:40].tolist()
         if self.tokenizer is None and self.vocab <= 256:
             return start[: bytes(start).rfind(b" ") + 1] or start
@@ -55,7 +55,7 @@ class Text:
 
 
 def load_text(settings: TrainSettings) -> Text:
-    """What the settings say. A file of bytes or tokens is mapped, not read. Mistake where there is too little of it."""
+    """Load the data of a run. Files of bytes or tokens are memory-mapped. Mistake if the data cannot be used."""
     path = settings.data
     file = settings.tokenizer_file
     tokenizer = None if file is None else _tokenizer(file)
@@ -71,7 +71,7 @@ def load_text(settings: TrainSettings) -> Text:
     else:
         if tokenizer is None:
             if settings.vocab is None:
-                raise Mistake(f"--data {path}: give --tokenizer FILE, or --vocab N, the size of the vocabulary")
+                raise Mistake(f"--data {path}: has tokens; give --tokenizer FILE, or --vocab N, the vocabulary size")
             vocab = settings.vocab
         tokens = _binary(path, settings.token_dtype)
     name = path.name if path else "bundled stories"
@@ -82,7 +82,7 @@ def load_text(settings: TrainSettings) -> Text:
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a rendered conversation: a template writes special tokens itself."""
+    """The tokens of a rendered conversation. Its template has written the special tokens, so none are added."""
     return list(text.encode()) if tokenizer is None else list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
@@ -90,7 +90,7 @@ def _binary(path: Path, dtype: str) -> Tensor:
     kind = getattr(torch, dtype)
     size, rest = divmod(path.stat().st_size, kind.itemsize)
     if rest:
-        raise Mistake(f"--data {path}: its size does not fit {dtype}; does it have another --token-dtype?")
+        raise Mistake(f"--data {path}: its size is not a multiple of {kind.itemsize} bytes; give another --token-dtype")
     return torch.from_file(str(path), shared=False, size=size, dtype=kind)
 
 
@@ -115,12 +115,12 @@ def _tokenizer(path: Path) -> Any:
         raise Mistake("--tokenizer: tokenizers is not installed: pip install 'flatshard[hf]'") from error
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library has one type for everything
+    except Exception as error:  # the library raises no other type
         raise Mistake(f"--tokenizer {path}: {error}") from error
 
 
 def _dataset(path: Path, settings: TrainSettings, tokenizer: Any, vocab: int) -> tuple[Tensor, int]:
-    """The documents of a dataset on disk, packed: one after another, each with the end token."""
+    """The tokens of all documents of a dataset, with the end token after each, and the vocabulary size."""
     try:
         from datasets import DatasetDict, load_from_disk
     except ImportError as error:
@@ -128,7 +128,7 @@ def _dataset(path: Path, settings: TrainSettings, tokenizer: Any, vocab: int) ->
     try:
         found = load_from_disk(str(path))
     except Exception as error:
-        raise Mistake(f"--data {path}: is not a dataset on disk: {error}") from error
+        raise Mistake(f"--data {path}: is not a dataset that save_to_disk has written: {error}") from error
     if isinstance(found, DatasetDict):
         found = found["train" if "train" in found else next(iter(found))]
     if settings.column not in found.column_names:
@@ -140,9 +140,9 @@ def _dataset(path: Path, settings: TrainSettings, tokenizer: Any, vocab: int) ->
             document = list(document.encode()) if tokenizer is None else tokenizer.encode(document).ids
         elif not isinstance(document, list):
             what = f"row {number} of column {settings.column} is {document!r}"
-            raise Mistake(f"--data {path}: {what}, neither text nor a list of tokens; leave such rows out")
+            raise Mistake(f"--data {path}: {what}, neither text nor a list of tokens; remove such rows")
         elif tokenizer is None and settings.vocab is None:
-            raise Mistake(f"--data {path}: has tokens; give --tokenizer FILE, or --vocab N, the size of the vocabulary")
+            raise Mistake(f"--data {path}: has tokens; give --tokenizer FILE, or --vocab N, the vocabulary size")
         packed.append(torch.tensor([*document, *end], dtype=torch.int32))
     return torch.cat(packed) if packed else torch.empty(0, dtype=torch.int32), max(vocab, max(end, default=0) + 1)
 
@@ -154,12 +154,12 @@ def _check_size(text: Text, settings: TrainSettings) -> None:
         part = f", {held} of them for validation" if settings.val_every else ""
         raise Mistake(
             f"{settings.data or 'the bundled text'} has {len(text.tokens)} {what}{part}; "
-            f"--context {settings.context} needs more than that"
+            f"--context {settings.context} needs more: give a smaller --context"
         )
 
 
 def _check_range(text: Text, settings: TrainSettings) -> None:
-    """Mistake for a token that the model will not know; on a GPU it would be an assertion of a kernel."""
+    """Mistake if a token is outside of the vocabulary. On a GPU, a kernel would fail without naming the token."""
     most = int(text.tokens.numpy().max())  # torch has no maximum of unsigned integers; 1 GB takes a tenth of a second
     if most >= text.vocab:
         raise Mistake(
@@ -169,24 +169,24 @@ def _check_range(text: Text, settings: TrainSettings) -> None:
 
 
 def _parts(text: Text, settings: TrainSettings) -> tuple[int, int]:
-    """How many tokens are trained on, and how many at the end are held out."""
+    """The numbers of tokens for training and, at the end of the text, for validation."""
     held = len(text.tokens) // _HELD if settings.val_every else 0
     return len(text.tokens) - held, held
 
 
 @lru_cache(maxsize=4)
 def _epoch(rows: int, slack: int, seed: int, number: int) -> tuple[Tensor, int]:
-    """The order of an epoch's rows, and where the first of them begins."""
+    """The order of an epoch's rows, and the offset of its first row in the tokens."""
     draw = torch.Generator().manual_seed(seed * 1_000_003 + number)
     return torch.randperm(rows, generator=draw), int(torch.randint(slack + 1, (), generator=draw))
 
 
 def batch_rows(text: Text, settings: TrainSettings, step: int, rank: int, world: int) -> tuple[Tensor, Tensor]:
-    """This rank's (tokens, targets) of a step, counted from 1, both (rows, context).
+    """This rank's (tokens, targets) of a step, counted from 1, both of shape (rows, context).
 
-    Rows are neighbouring windows of the tokens. Each epoch takes all of them once, in another order and from another
-    beginning. The rows of all ranks, one after another, are the same for any number of ranks, and follow from seed and
-    step alone: a run continues with the rows that it would have had.
+    Rows are consecutive windows of the tokens. Each epoch reads every row once, in another order and with another
+    offset. The concatenated rows of all ranks depend only on the seed and the step, not on the number of ranks, so a
+    run that is continued reads the rows that it would have read without a break.
     """
     context, rows = settings.context, settings.rows_per_rank(world)
     training, _ = _parts(text, settings)
@@ -203,11 +203,14 @@ def batch_rows(text: Text, settings: TrainSettings, step: int, rank: int, world:
 
 
 def held_rows(text: Text, settings: TrainSettings, rank: int, world: int) -> tuple[Tensor, Tensor]:
-    """This rank's part of what is validated on: the first rows of what is held out, as many for every rank."""
+    """This rank's (tokens, targets) for validation, with the same number of rows on every rank."""
     training, held = _parts(text, settings)
     rows = min(settings.val_rows, (held - 1) // settings.context) // world
     if not rows:
-        raise Mistake(f"{held} tokens are held out: too few for a row of --context {settings.context} on each process")
+        raise Mistake(
+            f"--val-every {settings.val_every}: the {held} tokens for validation, and --val-rows {settings.val_rows}, "
+            f"must give each of {world} processes a row of --context {settings.context}; give more of them"
+        )
     mine = torch.arange(rank * rows, (rank + 1) * rows)
     return _windows(text, training + mine * settings.context, settings.context)
 
@@ -223,7 +226,7 @@ def _windows(text: Text, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
 
 
 def share_of(text: Text, settings: TrainSettings, step: int) -> float:
-    """By what the mean loss over all tokens of a step's batch is multiplied to be the mean over those that count."""
+    """The factor that turns the mean loss over all tokens of a batch into the mean over tokens that count."""
     if text.answers is None:
         return 1.0
     _, targets = batch_rows(text, settings, step, 0, 1)

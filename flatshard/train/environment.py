@@ -1,4 +1,4 @@
-"""What torchrun or srun say of this process, in its environment."""
+"""The environment variables that torchrun and srun set for a rank."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Mapping
 
 
 def started_world() -> int:
-    """The number of ranks that torchrun or srun has started, this process among them; 0 where neither has."""
+    """The number of ranks that torchrun or srun has started; 0 if neither has. For srun, sets torchrun's variables."""
     if "RANK" not in os.environ:
         os.environ.update(slurm_ranks(os.environ))
     return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 0
 
 
 def slurm_ranks(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of torchrun, from those of srun, where it has started several tasks; else none."""
+    """torchrun's variables, made from those of srun; empty unless srun has started several tasks."""
     if "SLURM_STEP_ID" not in environ or int(environ.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
         return {}
-    # "gpu[07-12,20]-ib,login1": the first node is the one to meet at. "4(x2),1": four tasks on each of two nodes, ...
+    # Node list "gpu[07-12,20]-ib,login1": the first node, gpu07-ib, is MASTER_ADDR. Tasks "4(x2),1": 4, 4 and 1.
     first = re.match(r"(?:[^\[,]|\[[^\]]*\])+", environ["SLURM_STEP_NODELIST"])
     assert first is not None
     tasks = _tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
@@ -34,7 +34,7 @@ def slurm_ranks(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def has_own_gpus(environ: Mapping[str, str]) -> bool:
-    """Whether srun shows every task GPUs of its own alone (--gpus-per-task), and not those of the node."""
+    """Whether every task of srun sees only its own GPUs (--gpus-per-task), not all of the node."""
     return "SLURM_GPUS_PER_TASK" in environ or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
 
 

@@ -1,4 +1,4 @@
-"""Where the ranks of a run come from: torchrun started them, or this process starts them on this machine."""
+"""Run as one rank of a job that torchrun or srun started, or start the ranks on this machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from flatshard.trust.alarm import PeerError, leave
 
 
 def run(settings: TrainSettings) -> int:
-    """Train as one rank of a job that torchrun started, or start the ranks here. Returns the exit status."""
+    """Train as one rank of a job that torchrun or srun started, or start the ranks here. Returns the exit status."""
     if started_world():
         return run_rank(settings)
     processes = settings.processes or torch.cuda.device_count() or 2
@@ -44,17 +44,18 @@ def run(settings: TrainSettings) -> int:
 
 
 def _check_devices(settings: TrainSettings, processes: int, count: int) -> None:
-    """Mistake where steps are to be captured and not every process of this machine has a GPU."""
+    """Mistake if steps are to be captured and not every process of this machine has a GPU."""
     if settings.capture and count < processes:
         raise Mistake(
-            f"--capture: CUDA graphs need a GPU for each of the {processes} processes here; there are {count}"
+            f"--capture: needs a GPU for each of the {processes} processes on this machine, which has {count}; leave "
+            "--capture out, or give fewer --processes"
         )
 
 
 def run_rank(settings: TrainSettings) -> int:
-    """Be the rank that the environment says, in the way of torchrun. Returns the exit status, the same on all ranks.
+    """Train as the rank that torchrun's environment variables name. Returns the exit status, the same on all ranks.
 
-    A signal that has ended it early counts as shells count it.
+    If a signal has ended the run, the status is 128 plus its number, as in shells.
     """
     local_rank, local_world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     seen = torch.cuda.device_count()
@@ -86,7 +87,7 @@ def run_rank(settings: TrainSettings) -> int:
             trainer.export(settings.export)
         dist.destroy_process_group()
         return 128 + trainer.stopped if trainer.stopped else 0
-    except (Mistake, CheckpointError) as mistake:  # all ranks have found it
+    except (Mistake, CheckpointError) as mistake:  # raised on all ranks
         if dist.get_rank() == 0:
             print(f"flatshard train: {mistake}", file=sys.stderr, flush=True)
         dist.destroy_process_group()
@@ -98,18 +99,18 @@ def run_rank(settings: TrainSettings) -> int:
 
 
 def _end_alone(settings: TrainSettings, trainer: Trainer | None, error: Exception) -> NoReturn:
-    """Another rank is gone, or does not come: say so, and end. What this rank knows of it is no more than that."""
+    """Print that another rank has failed or does not answer, and end this process."""
     where = "while it started" if trainer is None else f"in step {trainer.reached + 1}"
     folder = settings.checkpoint
-    kept = "" if folder is None else f"; started again, it continues from the newest checkpoint in {folder}"
+    kept = "" if folder is None else f"; start the job again to continue from the newest checkpoint in {folder}"
     reason = str(error).strip().split("\n")[0]
     print(
-        f"flatshard train: rank {os.environ['RANK']} ends {where}: another rank is gone or does not answer{kept}\n"
+        f"flatshard train: rank {os.environ['RANK']} ends {where}: another rank has ended or does not answer{kept}\n"
         f"  {type(error).__name__}: {reason}",
         file=sys.stderr,
         flush=True,
     )
-    leave(1)  # an orderly end would wait for process groups, and NCCL may abort it meanwhile
+    leave(1)  # an ordinary exit would wait for process groups, and NCCL may abort it meanwhile
 
 
 def _start(settings: TrainSettings, processes: int) -> int:
@@ -123,7 +124,7 @@ def _start(settings: TrainSettings, processes: int) -> int:
         local_addr="127.0.0.1",
         max_restarts=0,
         start_method="spawn",
-        signals_to_handle="SIGHUP,SIGQUIT",  # the others are passed on, and ranks end in their own time
+        signals_to_handle="SIGHUP,SIGQUIT",  # `_Signals` passes SIGINT and SIGTERM on; ranks then end after a step
     )
     signals = _Signals()
     try:
@@ -141,7 +142,7 @@ def _start(settings: TrainSettings, processes: int) -> int:
 
 
 class _Signals(Stop):
-    """Passes SIGINT and SIGTERM on to the ranks. Another one, a moment later, ends them at once."""
+    """Passes SIGINT and SIGTERM on to the ranks. A second signal, more than a second later, kills them."""
 
     def __call__(self, number: int, frame: Any) -> None:
         again = self.heard(number)
@@ -151,24 +152,25 @@ class _Signals(Stop):
 
 
 def _first(error: ChildFailedError) -> tuple[int, ProcessFailure]:
-    """The rank that failed first. One that was killed leaves no time; those that ended since had lost it."""
+    """The rank that failed first. A killed rank reports no time and goes first: others fail because it is gone."""
     killed = [(rank, failure) for rank, failure in error.failures.items() if failure.exitcode < 0]
     return killed[0] if killed else error.get_first_failure()
 
 
 @contextmanager
 def _launching(signals: _Signals) -> Iterator[None]:
-    """Silence the launcher's own log, and keep a terminal's Ctrl-C, which every process gets, from ranks not yet ready.
+    """A context to start ranks in: it silences the launcher's log and keeps Ctrl-C from ranks that are starting.
 
-    A process inherits the signal mask of the thread that starts it, so ranks start with SIGINT blocked and open it when
-    they can end in silence. This process still hears it: another thread takes it, and Python handles it in this one.
+    A terminal sends SIGINT to every process. A process inherits the signal mask of the thread that starts it, so ranks
+    start with SIGINT blocked, and unblock it when they can end without a traceback. This process still gets SIGINT:
+    another thread receives it, and Python runs the handler in the main thread.
     """
     done = threading.Event()
     listener = threading.Thread(target=done.wait, daemon=True)
     listener.start()
     logging.disable(logging.ERROR)
     handlers = {number: signal.signal(number, signals) for number in (signal.SIGINT, signal.SIGTERM)}
-    resource_tracker.ensure_running()  # Python would start it with the first rank, and open SIGINT again in doing so
+    resource_tracker.ensure_running()  # Python would start it with the first rank, which would unblock SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -188,7 +190,7 @@ def _traceback(message: Any) -> str:
 
 
 def _rank(settings: TrainSettings) -> int:
-    """One rank that this machine's launcher started."""
+    """Run one rank that `_start` has started."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -196,6 +198,6 @@ def _rank(settings: TrainSettings) -> int:
 
 
 def _leave(number: int, frame: Any) -> None:
-    """End in silence, once: both the terminal and the launcher send the signal. There is nothing to save yet."""
+    """End without a traceback; there is nothing to save yet. The terminal and the launcher may both send the signal."""
     signal.signal(number, signal.SIG_IGN)
     raise SystemExit(128 + number)

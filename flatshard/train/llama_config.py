@@ -1,4 +1,4 @@
-"""The shape of the bundled model. Settings are checked against it before torch is imported."""
+"""`LlamaConfig`: the shape of the bundled model. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The shape of a model. ``recompute`` stores only the inputs of each block and runs it again in backward.
+    """The shape of a model. ``recompute``: keep only the inputs of each block, and recompute it in backward.
 
-    ``experts``: feed-forward layers of so many experts, each token sent to ``chosen`` of them; 0: one for all tokens.
-    ``loss_chunk``: logits of so many tokens at a time, again in backward; 0: of all at once.
+    ``experts``: number of experts per block, of which each token is sent to ``chosen``; 0: a feed-forward layer.
+    ``loss_chunk``: compute logits of this many tokens at a time, and again in backward; 0: of all tokens at once.
     """
 
     width: int
@@ -28,18 +28,20 @@ class LlamaConfig:
 
     def __post_init__(self) -> None:
         if self.width % self.heads or (self.width // self.heads) % 2:
-            raise ValueError(f"width {self.width} must be an even multiple of heads {self.heads}")
+            raise ValueError(f"width {self.width}: must be an even multiple of heads, {self.heads}")
         if self.heads % self.kv_heads:
-            raise ValueError(f"heads {self.heads} must be a multiple of kv-heads {self.kv_heads}")
+            raise ValueError(f"heads {self.heads}: must be a multiple of kv-heads, {self.kv_heads}")
         if self.experts and not 1 <= self.chosen <= self.experts:
-            raise ValueError(f"a token cannot be sent to {self.chosen} of {self.experts} experts")
+            raise ValueError(
+                f"experts-per-token {self.chosen}: must be from 1 to the number of experts, {self.experts}"
+            )
 
     @property
     def head_dim(self) -> int:
         return self.width // self.heads
 
     def flops_per_token(self, seq: int) -> float:
-        """Model FLOPs of forward and backward: 6 per weight of a matrix product, and those of causal attention."""
+        """Model FLOPs of forward and backward per token: 6 per weight of a matrix, and those of causal attention."""
         ffn = 3 * self.width * self.ffn * (self.chosen if self.experts else 1) + self.width * self.experts
         block = 2 * self.width * (self.heads + self.kv_heads) * self.head_dim + ffn
         return 6.0 * (self.layers * block + self.width * self.vocab) + 6.0 * self.layers * self.width * seq

@@ -1,4 +1,4 @@
-"""The losses of a run as a file: one line of JSON per step, each step once, however often the run was broken off."""
+"""The log of a run: one line of JSON per step. Each step has one line, also if the run was interrupted."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Any, BinaryIO
 from flatshard.train.settings import Mistake, told
 from flatshard.train.step import Step
 
-_BEGINNING = b'{"step": '  # how a line begins
-_SECONDS = 1.0  # between two writes: each waits for the device
+_BEGINNING = b'{"step": '  # the beginning of every line
+_SECONDS = 1.0  # least time between two writes, because each waits for the device
 
 
 def check_log(path: Path) -> None:
-    """Mistake where this file is something else than the log of a run, or cannot be written; there may be none yet."""
+    """Mistake if this file exists and is not the log of a run, or cannot be written."""
     if path.exists() and not (path.is_file() or path.is_dir()):
-        raise Mistake(f"--losses {path}: not a file")  # a device may have no end
+        raise Mistake(f"--losses {path}: not a file")  # devices may be endless
     with told(f"--losses {path}"):
         _end_of(path, 0)
         if path.exists():
@@ -32,20 +32,20 @@ def check_log(path: Path) -> None:
 
 
 def check_installed(name: str) -> None:
-    """Mistake where the package that a flag is named after is not installed."""
+    """Mistake if the package with the name of this flag is not installed."""
     if find_spec(name) is None:
         raise Mistake(f"--{name}: {name} is not installed: pip install {name}")
 
 
 def check_board(folder: Path) -> None:
-    """Mistake where TensorBoard is not installed, or cannot have this folder."""
+    """Mistake if TensorBoard is not installed, or if the folder cannot be written to."""
     check_installed("tensorboard")
     with told(f"--tensorboard {folder}"):
         check_folder(folder)
 
 
 def check_folder(folder: Path) -> None:
-    """OSError where no file can be made in it."""
+    """OSError if no file can be created in the folder."""
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     folder.mkdir(parents=True, exist_ok=True)
@@ -54,26 +54,25 @@ def check_folder(folder: Path) -> None:
 
 
 def _end_of(path: Path, done: int) -> int:
-    """The bytes of the log that tell of the steps up to ``done``."""
+    """The number of bytes in the log for the steps up to ``done``."""
     end, kept = 0, 0
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
         if not line.endswith(b"\n") and line[: len(_BEGINNING)] == _BEGINNING[: len(line)]:
-            break  # a write was killed
+            break  # the process was killed during a write
         try:
             number = json.loads(line)["step"]
         except (ValueError, TypeError, KeyError) as error:
-            raise Mistake(f"--losses {path}: not the log of a run, it would be lost; choose another name") from error
+            raise Mistake(f"--losses {path}: exists and is not the log of a run; give another file") from error
         end += len(line)
         kept = end if number <= done else kept
     return kept
 
 
 class Log:
-    """The log of a run that continues after step ``done``. What an earlier run has written beyond that is cut off.
+    """The log of a run that continues after step ``done``. Lines of later steps in an existing file are removed.
 
-    The numbers are written so that they can be read back to the last bit. ``board``: a folder for TensorBoard, which
-    gets the same; ``project``: of Weights & Biases, which gets it too, and ``config``. ``tokens``: of a step, all ranks
-    together, for the speed.
+    Numbers are written with all of their bits. ``board``: a folder for TensorBoard. ``project``: a project of Weights &
+    Biases, which gets ``config`` too. ``tokens``: tokens per step on all ranks, for the speed.
     """
 
     def __init__(
@@ -98,14 +97,14 @@ class Log:
         self._written = time.monotonic()
 
     def add(self, step: Step) -> None:
-        """Take a step. It is written with the next ones, soon."""
+        """Add a step. It is written together with the following ones, after `_SECONDS` at the earliest."""
         self._waiting.append(step)
         if time.monotonic() - self._written >= _SECONDS:
             self.write()
 
     def write(self) -> None:
-        """Bring to disk all that was taken. A checkpoint of a step is begun after that: no line is ever missing."""
-        lines = [_line(step) for step in self._waiting]  # waits for the device: the clock is read after it
+        """Write all added steps to disk. Call it before a checkpoint is saved, so that no line can be missing."""
+        lines = [_line(step) for step in self._waiting]  # waits for the device, so the clock is read after it
         now = time.monotonic()
         if lines:
             speed = (lines[-1]["step"] - self._last) * self._tokens / max(now - self._written, 1e-9)

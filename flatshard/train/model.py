@@ -1,4 +1,4 @@
-"""A decoder-only language model of Llama's shape: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+"""`Llama`: a decoder-only language model with RMSNorm, rotary embeddings, grouped-query attention and SwiGLU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Llama", "LlamaConfig", "mean_loss"]
 
 
 def _again(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
-    """``function(*args)``, which runs again in backward. It draws no random numbers: nobody asks for their state."""
+    """``function(*args)``, recomputed in backward. It must not draw random numbers: their state is not restored."""
     out: Tensor = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
     return out
 
@@ -52,9 +52,9 @@ class FeedForward(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Experts, each a feed-forward layer; a token is sent to those of the highest scores and takes their mean.
+    """A layer of experts: each token is sent to those with the highest scores, and their outputs are averaged by score.
 
-    Every rank holds all experts of a block while it runs, as of any other layer.
+    Every rank has all experts of a block while the block is unsharded.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -114,13 +114,13 @@ class Head(nn.Module):
         return mean_loss(self.projection, x, targets, self.chunk)
 
 
-NO_TARGET = -100  # a target that does not count in the loss
+NO_TARGET = -100  # marks targets that do not count in the loss
 
 
 def mean_loss(projection: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """The mean cross-entropy of ``targets`` under the logits ``projection(x)``, in float32; of `NO_TARGET` it is 0.
+    """The mean cross-entropy of ``targets`` for the logits ``projection(x)``, in float32. `NO_TARGET` counts as 0.
 
-    With ``chunk``, only the logits of so many tokens are there at a time: they are computed again in backward.
+    ``chunk``: compute the logits of this many tokens at a time, and again in backward; 0: of all tokens at once.
     """
     rows, labels = x.flatten(0, -2), targets.flatten()
 
@@ -135,9 +135,9 @@ def mean_loss(projection: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor
 
 
 class Llama(nn.Module):
-    """Logits of ``tokens`` (batch, seq), or with ``targets`` their mean cross-entropy, computed in float32.
+    """Returns logits of ``tokens`` (batch, seq) or, with ``targets``, their mean cross-entropy in float32.
 
-    What to shard one by one: ``embed``, each of ``blocks``, ``head``. Built on the meta device, it is made real by
+    Modules to make units of: ``embed``, each of ``blocks``, ``head``. If it is built on the meta device, call
     ``to_empty`` and `init_weights`.
     """
 
@@ -157,10 +157,10 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Fill the tables and all parameters. The local part of a DTensor is drawn: shards of one tensor look alike.
+        """Fill all parameters and the tables of rotary embeddings. Of a DTensor, only the local shard is drawn.
 
-        Matrices keep the scale of their input. What a block adds to the residual starts small, so that the sum over all
-        blocks keeps its scale too; logits start close to each other, so that the first loss is close to ln(vocab).
+        Matrices keep the scale of their input. Outputs of blocks start small, so that the residual stream keeps its
+        scale too; logits start close to each other, so that the first loss is close to ln(vocab).
         """
         for name, parameter in self.named_parameters():
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -1,4 +1,4 @@
-"""What a run shows: a live bar in a terminal, plain lines elsewhere. Only rank 0 shows anything."""
+"""The output of a run on rank 0: a progress bar in a terminal, otherwise plain lines."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from flatshard.train.step import Step
 from flatshard.train.stop import reader_is_gone, signal_name
 from flatshard.train.trainer import Trainer
 
-_LINES = 12  # lines of a run that is not in a terminal
-_SILENCE = 60.0  # seconds between two of these, at most
-_REFRESH = 0.1  # seconds between two readings of the loss: each waits for the device
+_LINES = 12  # least number of lines of a run that is not in a terminal
+_SILENCE = 60.0  # most seconds between two of these lines
+_REFRESH = 0.1  # least seconds between two updates of the bar, because each waits for the device
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Where a run stands. ``speed``: tokens per second of all ranks since the last reading, and ``flops`` with them.
+    """The progress of a run. ``speed``: tokens per second of all ranks since the last reading; ``flops``: FLOP/s.
 
-    ``left``: seconds, if it goes on as since the first reading; None in that one.
+    ``left``: estimate of the seconds left; None in the first reading.
     """
 
     step: int
@@ -37,13 +37,13 @@ class Reading:
     memory: int
     left: float | None
     val_loss: float | None = None
-    validated: int = 0  # in which step
+    validated: int = 0  # the step of ``val_loss``
 
     def __str__(self) -> str:
         return self.within(1000)
 
     def within(self, width: int) -> str:
-        """As much of it as fits, the most important first."""
+        """As much of the reading as fits into ``width`` characters, the most important first."""
         scale, unit = next((s, u) for s, u in ((1e15, "P"), (1e12, "T"), (1e9, "G")) if self.flops >= s or u == "G")
         parts = [f"loss {self.loss:.3f}"]
         if self.val_loss is not None:
@@ -55,7 +55,7 @@ class Reading:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that was allocated on an accelerator, or the largest resident set of this process on a CPU."""
+    """Peak memory in bytes: allocated on an accelerator, or the resident set of this process on a CPU."""
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024
@@ -63,12 +63,12 @@ def peak_memory(device: torch.device) -> int:
 
 
 def format_bytes(count: int) -> str:
-    """``count`` in MiB, or in GiB where that is shorter."""
+    """``count`` in MiB, or in GiB from 1 GiB on."""
     return f"{count / 2**20:,.0f} MiB" if count < 2**30 else f"{count / 2**30:,.1f} GiB"
 
 
 def headline(trainer: Trainer) -> str:
-    """One line about what is trained on what."""
+    """The first line of a run: model, processes and data."""
     count = trainer.parameters
     size = f"{count / 1e6:.2f}M" if count < 1e9 else f"{count / 1e9:.2f}B"
     world = trainer.mesh.size()
@@ -81,14 +81,14 @@ def headline(trainer: Trainer) -> str:
 
 
 def resumed(settings: TrainSettings, done: int) -> str:
-    """One line about where a run continues."""
+    """The second line of a run that is continued."""
     if done < settings.steps:
         return f"continues after step {done} of {settings.checkpoint}"
-    return f"{settings.checkpoint} has step {done} already: give more --steps, or another --checkpoint, to train on"
+    return f"{settings.checkpoint} has step {done} already: to train on, give more --steps or another --checkpoint"
 
 
 class PlainLines:
-    """A dozen lines, for logs, and one a minute in longer runs."""
+    """Lines for logs: a dozen per run, and in long runs at least one per minute."""
 
     def __init__(self, steps: int, say: Callable[[str], None]) -> None:
         self._steps, self._say = steps, say
@@ -107,7 +107,7 @@ class PlainLines:
 
 
 class Bar:
-    """A live line under the cursor."""
+    """A progress bar."""
 
     def __init__(self, bar: Any, steps: int) -> None:
         self._bar = bar
@@ -120,7 +120,7 @@ class Bar:
 
     def show(self, reading: Reading) -> None:
         self._last = time.monotonic()
-        # Beside the count of steps and the time left. rich would take what does not fit from all of them alike.
+        # The width beside the count of steps and the time left. If the line is too long, rich cuts all columns.
         room = self._bar.console.width - len(f"{self._steps}/{self._steps}") - len("left 00:00:00") - 3
         told = reading.within(room - 8)
         self._bar.columns[0].bar_width = max(room - len(told), 4)
@@ -129,7 +129,7 @@ class Bar:
 
 @contextmanager
 def display(settings: TrainSettings, say: Callable[[str], None]) -> Iterator[PlainLines | Bar]:
-    """A bar where rich is installed and the output is a terminal, else plain lines."""
+    """A context with a progress bar if rich is installed and the output is a terminal, otherwise with plain lines."""
     try:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -163,7 +163,7 @@ class ProgressMeter:
         self._val: tuple[float | None, int] = None, 0
 
     def read(self, step: Step) -> Reading:
-        loss = float(step.loss)  # waits for the device: the clock is read after it
+        loss = float(step.loss)  # waits for the device, so the clock is read after it
         self._val = self._val if step.val_loss is None else (float(step.val_loss), step.number)
         now = time.monotonic()
         speed = (step.number - self._step) * self._tokens / max(now - self._time, 1e-9)
@@ -179,7 +179,7 @@ class ProgressMeter:
 
 
 def run_with_display(trainer: Trainer) -> None:
-    """Train, sample, and show both. Where nobody reads it any more, the run ends as if it had been interrupted."""
+    """Train, sample and print the progress. If stdout is a closed pipe, the run ends as after a signal."""
     began = time.monotonic()
 
     def say(text: str) -> None:
@@ -213,9 +213,9 @@ def run_with_display(trainer: Trainer) -> None:
 
 
 def how_to_go_on(settings: TrainSettings, reached: int, signal: int) -> str:
-    """The last line of a run that was ended early."""
+    """The last line of a run that a signal has ended."""
     ended = f"ended by {signal_name(signal)} after step {reached} of {settings.steps}"
     folder = settings.checkpoint
     if folder is None:
-        return f"{ended}; nothing is saved: give it --checkpoint FOLDER next time"
-    return f"{ended}, saved in {folder / f'step-{reached}'}; go on with: flatshard train --config {folder / FILE}"
+        return f"{ended}; nothing was saved: give --checkpoint FOLDER to save runs"
+    return f"{ended}, saved in {folder / f'step-{reached}'}; continue with: flatshard train --config {folder / FILE}"

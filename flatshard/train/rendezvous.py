@@ -1,4 +1,4 @@
-"""Where ranks that torchrun has started find each other, the first time and every other time."""
+"""Create the process group of a job, also after torchrun has restarted its ranks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-_PAUSE = 0.01  # seconds from one look to the next
+_PAUSE = 0.01  # seconds between two reads of the store
 
 
 def init_process_group(backend: str, patience: timedelta | None) -> None:
-    """`init_process_group` for a rank of torchrun.
+    """`torch.distributed.init_process_group`, for ranks that torchrun may have restarted.
 
-    torchrun starts ranks again with the store that it had, and in it are the addresses of ranks that are gone: those
-    of the new ones that are early would call there (torch 2.4 and newer; pytorch issues 135712 and 167288).
+    torchrun restarts ranks with the same store. It still has the addresses of the previous ranks, and a rank that
+    starts early would connect to them (torch 2.4 and newer; pytorch issues 135712 and 167288).
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         dist.init_process_group(backend, timeout=patience)
@@ -31,10 +31,10 @@ def init_process_group(backend: str, patience: timedelta | None) -> None:
 
 
 def fresh_store(store: Store, rank: int, world: int) -> Store:
-    """A part of the store that the ranks that call this now have to themselves. All of them call it.
+    """A part of the store with a new prefix, which all ranks that call this agree on. All ranks must call it.
 
-    A count of restarts would not do, since every node has its own. Every rank says a word that nobody has said before.
-    Rank 0 answers with the words that it finds and one for all, and again, until everyone has found his own in it.
+    A count of restarts cannot be the prefix, because each node has its own count. Every rank writes a unique word.
+    Rank 0 publishes the words that it has read, together with the prefix, until every rank has found its own word.
     """
     word = uuid.uuid4().hex
     others = range(1, world)

@@ -1,4 +1,4 @@
-"""What a run is told: one frozen record, from flags, a file, or both. Needs no torch."""
+"""`TrainSettings`: the settings of a run, from flags, a file, or both. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -14,93 +14,93 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from flatshard.train.llama_config import LlamaConfig
 
-FILE = "settings.yaml"  # in the folder of the run
-# What a run may change when it is continued.
+FILE = "settings.yaml"  # the file in the folder of a run that holds its settings
+# Settings that may change when a run is continued.
 _FREE = {"processes", "steps", "recompute", "loss_chunk", "microbatches", "strategy", "replicas", "layout", "reshard"}
 _FREE |= {"offload", "sample", "sample_every", "prompt", "temperature", "checkpoint", "save_every", "keep", "losses"}
 _FREE |= {"tensorboard", "wandb", "record", "timeout", "val_rows", "capture", "export"}
 
 
 class Mistake(ValueError):
-    """A mistake of the user, in one line."""
+    """A mistake of the user, described in one line."""
 
 
 @contextmanager
 def told(what: str) -> Iterator[None]:
-    """In it, files that cannot be used are a Mistake about ``what``."""
+    """A context in which an OSError becomes a Mistake about ``what``."""
     try:
         yield
     except OSError as error:
         raise Mistake(f"{what}: {error.strerror}") from error
 
 
-# The comment behind a field is its help.
+# The comment after a field is its help text.
 @dataclass(frozen=True)
 class TrainSettings:
-    """All of a training run. Two runs with equal settings train alike, on any number of processes, up to rounding."""
+    """The settings of a run. Equal settings give equal results, up to rounding, on any number of processes."""
 
-    # What to train on
-    data: Path | None = None  # text, chats (.jsonl), tokens (.bin), a folder of datasets; without it, bundled stories
-    tokenizer: Path | None = None  # a tokenizer.json; without it, that of --model, or tokens are bytes
+    # Data
+    data: Path | None = None  # text, chats (.jsonl), tokens (.bin), a folder of datasets; default: bundled stories
+    tokenizer: Path | None = None  # a tokenizer.json; default: that of --model; without either, tokens are bytes
     token_dtype: Literal["uint16", "uint32"] = "uint16"  # dtype of the tokens in a .bin file
-    vocab: int | None = None  # size of the vocabulary of a .bin file without a tokenizer
-    column: str = "text"  # column of a dataset that has its text, or its tokens
-    end_token: int | None = None  # token to put after each document of a dataset
-    # How much
-    processes: int | None = None  # processes to start on this machine; without it, one per GPU, or 2 on CPU
+    vocab: int | None = None  # vocabulary size of a .bin file or dataset of tokens, if there is no tokenizer
+    column: str = "text"  # column of a dataset that holds text or tokens
+    end_token: int | None = None  # token to append to each document of a dataset
+    # Amounts
+    processes: int | None = None  # processes to start on this machine; default: one per GPU, or 2 on CPU
     steps: int = 220  # optimizer steps
     batch: int = 8  # rows per step, divided among the processes
     microbatches: int = 1  # gradient accumulation: micro-batches per step and process
     context: int = 128  # tokens per row
     # The model
-    model: Path | None = None  # a Hugging Face checkpoint, or a config.json (new weights); without it, a new Llama
+    model: Path | None = None  # a Hugging Face checkpoint, or a config.json (new weights); default: a new Llama
     width: int = 128  # width of the model
-    layers: int = 4  # blocks of the model
-    heads: int = 4  # attention heads
-    kv_heads: int = 2  # heads of keys and values
-    ffn: int = 384  # width inside a feed-forward layer, or inside an expert
-    experts: int = 0  # experts in each block; 0: none, one feed-forward layer for all tokens
-    experts_per_token: int = 2  # experts that a token is sent to
-    # How it is sharded
+    layers: int = 4  # number of blocks
+    heads: int = 4  # number of attention heads
+    kv_heads: int = 2  # number of key/value heads
+    ffn: int = 384  # width of a feed-forward layer, or of an expert
+    experts: int = 0  # experts per block; 0: an ordinary feed-forward layer
+    experts_per_token: int = 2  # experts that each token is sent to
+    # Sharding
     strategy: Literal["zero0", "zero1", "zero2", "zero3", "hsdp", "hfsdp"] = "zero3"  # what is sharded (docs/plan.md)
-    replicas: int | None = None  # size of the outer axis of hsdp and hfsdp; without it, the number of nodes
+    replicas: int | None = None  # size of the outer axis of hsdp and hfsdp; default: the number of nodes
     layout: Literal["tensor", "flat", "auto"] = "tensor"  # layout of parameters in buffers
-    reshard: bool = True  # free a block's weights after forward, and gather them again in backward
+    reshard: bool = True  # free the weights of a block after forward, and all-gather them again in backward
     offload: bool = False  # keep main weights and optimizer state in host memory
-    precision: Literal["float32", "bfloat16"] = "float32"  # dtype of compute; main weights stay float32
-    gather_format: Literal["none", "int8", "float8"] = "none"  # format of weights on the wire
-    reduce_format: Literal["none", "int8", "bf16_fp32"] = "none"  # format of gradients on the wire
-    rows: bool = False  # send only those rows of the embedding that a batch reads
+    precision: Literal["float32", "bfloat16"] = "float32"  # compute dtype; main weights stay float32
+    gather_format: Literal["none", "int8", "float8"] = "none"  # encoding of weights in all-gathers
+    reduce_format: Literal["none", "int8", "bf16_fp32"] = "none"  # encoding of gradients in reduce-scatters
+    rows: bool = False  # send only the rows of the embedding that a batch needs
     recompute: bool = False  # recompute blocks in backward to save memory
-    loss_chunk: int = 1024  # tokens whose logits are computed at a time; 0: all
-    capture: bool = False  # on GPUs: from the fourth step on, replay the step as one CUDA graph
-    # How it learns
+    loss_chunk: int = 1024  # tokens whose logits are computed at once; 0: all
+    capture: bool = False  # on GPUs: capture the fourth step as one CUDA graph, and replay it from then on
+    # Optimization
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for matrices of blocks, AdamW for all else
     lr: float = 3e-3  # peak learning rate
     schedule: Literal["cosine", "constant"] = "cosine"  # learning rate after warm-up
     warmup: int = 10  # steps of linear warm-up
     weight_decay: float = 0.1  # weight decay of matrices
-    clip: float = 1.0  # largest norm of the gradient; 0: no clipping
-    seed: int = 0  # seed of weights, batches and the sample
-    # What it tells and keeps
-    val_every: int = 0  # steps from one validation to the next, on the last twentieth of the data; 0: none
-    val_rows: int = 32  # rows of a validation
+    clip: float = 1.0  # maximum gradient norm; 0: no clipping
+    seed: int = 0  # seed of weights, batches and samples
+    # Output
+    val_every: int = 0  # validate every N steps, on the last twentieth of the data; 0: never
+    val_rows: int = 32  # rows per validation
     sample: int = 240  # tokens of sample text at the end
-    sample_every: int = 0  # steps from one sample to the next; 0: at the end only
-    prompt: str | None = None  # how a sample starts; without it, with the first words of the text
-    temperature: float = 0.5  # temperature of a sample; 0 always takes the likeliest token
-    checkpoint: Path | None = None  # folder of the run: it continues from the newest checkpoint there and writes more
-    save_every: int = 50  # steps from one checkpoint to the next; the last step is always saved
-    keep: int = 2  # newest checkpoints to keep
-    losses: Path | None = None  # file for the losses, a line of JSON per step; a run that continues, continues it
+    sample_every: int = 0  # write a sample every N steps; 0: only at the end
+    prompt: str | None = None  # beginning of a sample; default: the first words of the data
+    temperature: float = 0.5  # sampling temperature; 0: always take the most likely token
+    checkpoint: Path | None = None  # folder for checkpoints; the run continues from the newest one in it
+    save_every: int = 50  # save a checkpoint every N steps; the last step is always saved
+    keep: int = 2  # number of newest checkpoints to keep
+    losses: Path | None = None  # file for losses, a line of JSON per step; a run that is continued appends to it
     tensorboard: Path | None = None  # folder for TensorBoard
     wandb: str | None = None  # project of Weights & Biases
-    export: Path | None = None  # folder for the trained --model in the end, as Hugging Face reads it
-    record: Path | None = None  # file for `flatshard report`: the third to the fifth step
-    timeout: int | None = None  # seconds that ranks wait for each other; without it, torch's
+    export: Path | None = None  # folder to write the trained --model to, in Hugging Face's format
+    record: Path | None = None  # file to record steps 3 to 5 in, for `flatshard report`
+    timeout: int | None = None  # seconds that ranks wait for each other; default: torch's
 
     def validate(self) -> TrainSettings:
-        """Itself. Mistake where a value makes no sense."""
+        """The settings themselves; Mistake if a value is not allowed."""
         at_least_one = ("processes", "steps", "batch", "context", "width", "layers", "heads", "kv_heads", "ffn")
         more = ("save_every", "keep", "timeout", "vocab", "microbatches", "experts_per_token", "replicas", "val_rows")
         for name in (*at_least_one, *more):
@@ -116,31 +116,31 @@ class TrainSettings:
         if self.capture:
             self._check_capture()
         if self.export is not None and self.model is None:
-            raise Mistake(f"--export {self.export}: only a model of Transformers can be exported: give it --model")
+            raise Mistake(f"--export {self.export}: only a model of Transformers can be exported: give --model")
         if self.replicas is not None and self.strategy not in ("hsdp", "hfsdp"):
             raise Mistake(f"--replicas {self.replicas}: only --strategy hsdp and hfsdp have replicas")
         if self.rows and (self.offload or self.strategy not in ("zero3", "hsdp")):
             what = "--offload" if self.offload else f"--strategy {self.strategy}"
             raise Mistake(
-                f"--rows with {what}: the embedding must be sharded over one axis, on the device; leave one out"
+                f"--rows with {what}: is not supported (--rows needs --strategy zero3 or hsdp, without --offload)"
             )
         try:
             self.shape()
-        except ValueError as error:  # an impossible shape
+        except ValueError as error:
             raise Mistake(str(error)) from error
         return self
 
     def _check_capture(self) -> None:
-        """Mistake where a graph cannot hold a step."""
+        """Mistake if a step with these settings cannot be captured as a CUDA graph."""
         reasons = {
-            "--offload": (self.offload, "a graph cannot step weights in host memory"),
-            "--experts": (self.experts > 0, "how many tokens an expert gets is read on the host"),
-            "--optimizer muon": (self.optimizer == "muon", "it reads its learning rate on the host"),
-            "--record": (self.record is not None, "a step that is replayed has nothing to record"),
+            "--offload": (self.offload, "a CUDA graph cannot update weights in host memory"),
+            "--experts": (self.experts > 0, "the host reads how many tokens each expert gets"),
+            "--optimizer muon": (self.optimizer == "muon", "Muon reads its learning rate on the host"),
+            "--record": (self.record is not None, "a replayed step cannot be recorded"),
         }
-        for flags, (is_so, reason) in reasons.items():
-            if is_so:
-                raise Mistake(f"--capture with {flags}: {reason}; leave one of them out")
+        for flags, (given, reason) in reasons.items():
+            if given:
+                raise Mistake(f"--capture with {flags}: {reason}; leave out one of the two")
 
     def _require(self, name: str, holds: Any, wanted: str) -> None:
         value = getattr(self, name)
@@ -155,37 +155,38 @@ class TrainSettings:
 
     @property
     def tokenizer_file(self) -> Path | None:
-        """The tokenizer that was given, or that of the model's folder; None: tokens are bytes."""
+        """The file of --tokenizer, or else of the folder --model. None: tokens are bytes."""
         own = None if self.model is None else self.model / "tokenizer.json"
         return own if self.tokenizer is None and own is not None and own.is_file() else self.tokenizer
 
     @property
     def recipe(self) -> dict[str, str]:
-        """What a run must have in common with one that it continues, by flag."""
+        """The settings, by flag, that must stay the same when a run is continued."""
         return {flag_of(each.name): str(getattr(self, each.name)) for each in fields(self) if each.name not in _FREE}
 
     def check_continues(self, recipe: dict[str, str], where: Path) -> None:
-        """Mistake where a run of that recipe, which is in ``where``, is not this one."""
+        """Mistake unless these settings can continue the run in ``where``, which has this recipe."""
         own = self.recipe
         odd = next((flag for flag, value in recipe.items() if own.get(flag) != value), None)
         if odd is not None:
             raise Mistake(
                 f"{where} was trained with {odd} {recipe[odd]}, not {own.get(odd)}; "
-                "give it the same flags, or another --checkpoint"
+                "give the same flags, or another --checkpoint"
             )
 
     def rows_per_rank(self, world: int) -> int:
-        """The rows of one rank in each step. Mistake where ``world`` ranks cannot share them equally."""
+        """The number of rows per rank and step. Mistake if ``world`` ranks cannot share the batch equally."""
         if self.batch % world:
-            raise Mistake(f"--batch {self.batch} cannot be divided among {world} processes")
-        if (self.batch // world) % self.microbatches:
-            raise Mistake(f"{self.batch // world} rows cannot be divided into --microbatches {self.microbatches}")
+            raise Mistake(f"--batch {self.batch}: must be a multiple of the number of processes, {world}")
+        rows = self.batch // world
+        if rows % self.microbatches:
+            raise Mistake(f"--microbatches {self.microbatches}: must divide the {rows} rows that each process has")
         if world % (self.replicas or 1):
-            raise Mistake(f"--replicas {self.replicas}: {world} processes cannot be divided by it")
-        return self.batch // world
+            raise Mistake(f"--replicas {self.replicas}: must divide the number of processes, {world}")
+        return rows
 
     def lr_at(self, step: int) -> float:
-        """The learning rate of a step, counted from 1. The cosine falls to a tenth of the peak at the last step."""
+        """The learning rate of a step, counted from 1. The cosine schedule ends at a tenth of the peak."""
         if step <= self.warmup:
             return self.lr * step / self.warmup
         if self.schedule == "constant":
@@ -194,7 +195,7 @@ class TrainSettings:
         return self.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done))))
 
     def write(self, path: Path) -> None:
-        """Write down what differs from the defaults, for `--config` to read."""
+        """Write the settings that differ from the defaults to a file for `--config`."""
         import yaml
 
         given = {
@@ -207,14 +208,13 @@ class TrainSettings:
 
 
 def flag_of(name: str) -> str:
-    """The flag of a field."""
     return "--" + name.replace("_", "-")
 
 
 def parse(arguments: list[str]) -> TrainSettings:
-    """The settings that flags say, and where they are silent the file of ``--config``. Mistake for what makes no sense.
+    """The settings from flags and, for flags that are not given, the file of ``--config``. Mistake if one is wrong.
 
-    Flags that do not exist end the process with status 2, as ``--help`` does with 0.
+    A flag that does not exist ends the process with status 2; ``--help`` ends it with 0.
     """
     try:
         import tyro
@@ -230,7 +230,7 @@ def parse(arguments: list[str]) -> TrainSettings:
 _ABOUT = (
     "Train a language model on N processes of this machine, or as one rank of a job that torchrun or srun has started. "
     "The result does not depend on the number of processes. --config FILE (YAML or TOML) sets options, which flags "
-    f"override; a run with --checkpoint writes its own to {FILE} in that folder."
+    f"override; a run with --checkpoint FOLDER writes its settings to FOLDER/{FILE}."
 )
 
 
@@ -240,13 +240,13 @@ def _without_config(arguments: list[str]) -> tuple[list[str], Path | None]:
             return [*arguments[:place], *arguments[place + 1 :]], Path(argument.partition("=")[2])
         if argument == "--config":
             if place + 1 == len(arguments):
-                raise Mistake("--config: needs a file")
+                raise Mistake("--config: needs a file (YAML or TOML)")
             return [*arguments[:place], *arguments[place + 2 :]], Path(arguments[place + 1])
     return arguments, None
 
 
 def read(path: Path) -> TrainSettings:
-    """The settings of a file. Mistake where it cannot be read, or has what no setting is."""
+    """The settings of a file. Mistake if it cannot be read, or has an unknown setting."""
     try:
         with told(f"--config {path}"):
             text = path.read_text()
@@ -254,7 +254,7 @@ def read(path: Path) -> TrainSettings:
         raise Mistake(f"--config {path}: is not text") from error
     given = _toml(path, text) if path.suffix == ".toml" else _yaml(path, text)
     if not isinstance(given, dict):
-        raise Mistake(f"--config {path}: must be a mapping of settings")
+        raise Mistake(f"--config {path}: must be a mapping of settings, such as 'steps: 100'")
     known = {each.name: each for each in fields(TrainSettings)}
     values: dict[str, Any] = {}
     for key, value in given.items():
@@ -262,14 +262,14 @@ def read(path: Path) -> TrainSettings:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]}?" if near else "`flatshard train --help` lists them"
-            raise Mistake(f"--config {path}: there is no setting {key!r}; {hint}")
+            raise Mistake(f"--config {path}: unknown setting {key!r}; {hint}")
         values[name] = _converted(path, known[name], value)
     return TrainSettings(**values)
 
 
 def _converted(path: Path, field: dataclasses.Field[Any], value: Any) -> Any:
-    """``value`` as the field has it, if it can be that."""
-    kind = str(field.type)  # a text: annotations are not evaluated in this file
+    """``value`` in the type of the field; Mistake if that is not possible."""
+    kind = str(field.type)  # a string: annotations are not evaluated in this file
     wanted = kind.removesuffix(" | None")
     if value is None and kind != wanted:
         return None
@@ -285,7 +285,7 @@ def _converted(path: Path, field: dataclasses.Field[Any], value: Any) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a file means a number by this: YAML takes 3e-4 for text."""
+    """Whether a value of a file is a number. YAML reads 3e-4 as a string."""
     try:
         float(value)
     except (TypeError, ValueError):
@@ -306,7 +306,7 @@ def _toml(path: Path, text: str) -> Any:
     try:
         tomllib = import_module("tomllib")
     except ImportError as error:
-        raise Mistake(f"--config {path}: TOML needs Python 3.11; YAML does not") from error
+        raise Mistake(f"--config {path}: TOML needs Python 3.11 or newer; use a YAML file") from error
     try:
         return tomllib.loads(text)
     except ValueError as error:

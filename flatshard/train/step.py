@@ -1,4 +1,4 @@
-"""What training says of each of its steps. Importing this imports no torch."""
+"""`Step`: the results of one training step. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step. The tensors have no dims and are equal on all ranks; reading one waits for the device.
+    """One optimizer step. The tensors are scalars and equal on all ranks; reading one waits for the device.
 
-    ``loss``: mean over the whole batch, before the update, in nats per token. ``grad_norm``: before clipping.
-    ``val_loss`` and ``sample``: of the model after the update, where it was time for them.
+    ``loss``: mean over the whole batch before the update, in nats per token. ``grad_norm``: before clipping.
+    ``val_loss`` and ``sample``: of the model after the update; None in steps without validation or sample.
     """
 
     number: int

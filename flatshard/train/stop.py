@@ -1,4 +1,4 @@
-"""Ending early: a signal, or a reader who has gone, asks for it; ranks agree, so that all end after the same step."""
+"""End a run early after a signal or a closed pipe. Ranks agree on it, so that all end after the same step."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from types import FrameType
 
 from flatshard.buffer import Exchange
 
-_SECONDS = 1.0  # a terminal and a launcher may both pass on one Ctrl-C; a signal after that long is another one
+_SECONDS = 1.0  # a terminal and a launcher may both send one Ctrl-C; a later signal is a second one
 
 
 class Stop:
-    """``number``: the signal that asked this rank, or 0. Made when a rank can end in its own time."""
+    """A request to end the run after the current step. ``number``: the signal that this rank has received, or 0."""
 
     def __init__(self) -> None:
         self.number = 0
         self._since = 0.0
 
     def listen(self) -> None:
-        """From now on SIGINT and SIGTERM ask for the end. Only a main thread can."""
+        """Handle SIGINT and SIGTERM from now on. Must be called in the main thread."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._ask)
 
     def heard(self, number: int) -> bool:
-        """Remember the first signal. Whether this is another one, a moment later."""
+        """Record the first signal. Returns whether this is a second one, more than `_SECONDS` later."""
         again = self.number != 0 and time.monotonic() - self._since > _SECONDS
         if not self.number:
             self.number, self._since = number, time.monotonic()
@@ -35,23 +35,23 @@ class Stop:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self.heard(number):
-            os._exit(128 + number)  # asked again: end at once
+            os._exit(128 + number)  # the second signal ends the process at once
 
     def lose_reader(self) -> None:
-        """Nobody reads what this process prints: end, and print to nowhere until then."""
+        """End the run because nobody reads stdout, and discard output until then."""
         self.number, self._since = self.number or signal.SIGPIPE, time.monotonic()
         print_nowhere()
 
     def agreed(self) -> int:
-        """The signal that has asked any rank, or 0. The same on all ranks, which all call it after each step."""
+        """The signal that any rank has received, or 0; the same on all ranks. All ranks must call it."""
         return max(reply[0] for reply in Exchange("control").gather(bytes([self.number])))
 
 
 def reader_is_gone() -> bool:
-    """Whether this process prints to a pipe that nobody reads any more. A print would tell, but may be long to come."""
+    """Whether stdout is a pipe whose reader has ended. The next print would fail too, but may be minutes away."""
     try:
         place = sys.stdout.fileno()
-    except (OSError, ValueError):  # no file
+    except (OSError, ValueError):  # stdout is not a file
         return False
     look = select.poll()
     look.register(place, 0)
@@ -59,11 +59,11 @@ def reader_is_gone() -> bool:
 
 
 def print_nowhere() -> None:
-    """What is still in the buffer of stdout is lost, and no error when Python ends."""
+    """Discard stdout, so that flushing it at exit raises no error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def signal_name(number: int) -> str:
-    """What people call the signal."""
+    """The name of a signal, as users know it."""
     called: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGPIPE: "a closed pipe"}
     return called.get(number) or signal.Signals(number).name

@@ -1,4 +1,4 @@
-"""Training itself: shard a model, step, validate, sample. Every rank calls the same methods in the same order."""
+"""`Trainer`: shard a model, train, validate, sample. All ranks must call the same methods in the same order."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from flatshard.train.settings import FILE, Mistake, TrainSettings
 from flatshard.train.step import Step
 from flatshard.train.stop import Stop
 
-_LOOK = 16  # tokens of a sample from one look at whether it is to end to the next
-_RECORDED = (3, 5)  # steps of a run that --record takes; the first has no beginning
+_LOOK = 16  # tokens of a sample between two checks whether the run is to end
+_RECORDED = (3, 5)  # first and last step that --record records
 
 
 class Trainer:
-    """A sharded model and its optimizer on a mesh of one axis, or of two."""
+    """A sharded model and its optimizer on a mesh of one or two axes."""
 
     def __init__(self, settings: TrainSettings, text: Text, mesh: DeviceMesh, stop: Stop | None = None) -> None:
         self.settings = settings
@@ -44,19 +44,20 @@ class Trainer:
         self.stop = stop or Stop()
         self.stopped = 0  # the signal that has ended the run early
         self.device = torch.device(mesh.device_type)
-        settings.validate().rows_per_rank(mesh.size())  # refuse before anything is built
+        settings.validate().rows_per_rank(mesh.size())  # raises before anything is built
         self.model, blocks, self.flops_per_token = build_model(settings, text.vocab)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         shard(self.model, blocks, settings, mesh)
         self.optimizer = build_optimizer(self.model, blocks, settings)
-        self.done = self.reached = self._resume()  # steps that a checkpoint has, and that have been made
+        self.done = self.reached = self._resume()  # last step of the checkpoint, and last step so far
         self._lr = torch.zeros((), device=self.device) if settings.capture else None
         self._update = capture(self._eager) if settings.capture else self._eager
         set_capturable(self.optimizer, self._lr)
         if settings.record is not None and settings.steps < self.done + _RECORDED[1]:
-            raise Mistake(f"--record {settings.record}: records up to step {_RECORDED[1]} of a run; give more --steps")
+            least = f"--steps of at least {self.done + _RECORDED[1]}"
+            raise Mistake(f"--record {settings.record}: needs {least}, to record step {_RECORDED[1]} of this run")
         self._record = settings.record if mesh.get_rank() == 0 else None
-        if self._record is not None and self.done:  # what the run recorded before stays
+        if self._record is not None and self.done:  # keep the file that was written before the run was continued
             self._record = self._record.with_stem(f"{self._record.stem}-after-{self.done}")
         self._log: Log | None = None
         on_all_ranks(Exchange("control"), lambda: self._open_log() if mesh.get_rank() == 0 else None)
@@ -70,9 +71,9 @@ class Trainer:
             self._log = Log(settings.losses, self.done, settings.tensorboard, tokens, settings.wandb, settings.recipe)
 
     def _resume(self) -> int:
-        """Continue from the newest checkpoint of the settings; the number of its step, 0 where there is none.
+        """Load the newest checkpoint of the run; returns the number of its step, or 0 if there is none.
 
-        Rank 0 says which that is: storage that ranks share may show a new folder to some of them later than to others.
+        Rank 0 chooses the checkpoint, because shared storage may show a new folder to some ranks later than to others.
         """
         folder = self.settings.checkpoint
         if folder is None:
@@ -86,19 +87,19 @@ class Trainer:
             extra = checkpoint.load(found, self.model, self.optimizer)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{error}. Without {found}, the run continues from the checkpoint before it"
+                f"{error}. If you remove {found}, the run continues from the previous checkpoint"
             ) from error
         self.settings.check_continues(extra["recipe"], found)
         return int(extra["step"])
 
     def steps(self) -> Iterator[Step]:
-        """Train, one step each time the next is asked for. Batches follow from the number of the step alone.
+        """Train one step for each item that is requested. A batch depends only on the seed and the number of the step.
 
-        It ends after the last step, or after one in which a rank was asked to; either is saved.
+        Ends after the last step, or after a step in which a rank received a signal. Both are saved.
         """
         saving: checkpoint.PendingSave | None = None
         try:
-            with ExitStack() as stack:  # an exception ends the recording too
+            with ExitStack() as stack:  # so that an exception ends the recording too
                 for number in range(self.done + 1, self.settings.steps + 1):
                     if self._record is not None and number == self.done + _RECORDED[0]:
                         recorded = stack.enter_context(recording())
@@ -123,7 +124,7 @@ class Trainer:
                 saving.wait()
 
     def _looked_at(self, step: Step) -> Step:
-        """The step with its validation loss and its sample, where they are due."""
+        """The step with a validation loss and a sample, if they are due."""
         settings, number = self.settings, step.number
         if settings.val_every and number % settings.val_every == 0:
             step = replace(step, val_loss=self.validate())
@@ -138,7 +139,7 @@ class Trainer:
         return checkpoint.save(path, self.model, self.optimizer, extra, keep_last=self.settings.keep, asynchronous=True)
 
     def _recorded(self, found: Recording, number: int) -> dict[str, Any]:
-        """What `flatshard report` shows of the steps up to this one."""
+        """The recording for `flatshard report`, which ends with step ``number``."""
         states = self.optimizer.state.values()
         held = [value for state in states for value in state.values() if isinstance(value, DTensor)]
         parameters = _local_bytes(list(self.model.parameters()))
@@ -161,12 +162,12 @@ class Trainer:
         batch = tokens.to(self.device), targets.to(self.device), share.to(self.device)
         is_first = isinstance(self._update, Captured) and self._update.captures_next
         loss, norm = self._captured(batch) if is_first else self._update(*batch)
-        return Step(number, self._mean(loss), norm.clone(), lr)  # a graph writes to the same tensors again
+        return Step(number, self._mean(loss), norm.clone(), lr)  # a CUDA graph overwrites its results in the next step
 
     def _eager(self, tokens: Tensor, targets: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean loss of this rank's rows, and the norm of the gradient, of which the model has made a step.
+        """Run one step; returns the mean loss of this rank's rows, and the norm of the gradient before clipping.
 
-        ``share`` is of `share_of`: ranks, and micro-batches, may have different numbers of targets that count.
+        ``share``: the result of `share_of`. Ranks and micro-batches may have different numbers of targets that count.
         """
         parts = self.settings.microbatches
         loss = torch.zeros((), device=self.device)
@@ -181,7 +182,7 @@ class Trainer:
         return loss, norm
 
     def _captured(self, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """A step that becomes a graph. Mistake on all ranks where it cannot on one."""
+        """Run the step that is captured as a CUDA graph. If this fails on one rank, Mistake on all ranks."""
         made: list[tuple[Tensor, Tensor]] = []
         try:
             on_all_ranks(Exchange("control"), lambda: made.append(self._update(*batch)))
@@ -190,9 +191,9 @@ class Trainer:
         return made[0]
 
     def _mean(self, value: Tensor) -> Tensor:
-        """The mean over ranks, on each of them."""
+        """The mean of a value over all ranks."""
         value = value / self.mesh.size()
-        # One axis after another: of two at once, torch warns that it does so.
+        # One axis after another: torch would do the same for two axes, with a warning.
         names = self.mesh.mesh_dim_names or ()
         for axis in [self.mesh] if self.mesh.ndim == 1 else [self.mesh[name] for name in names]:
             value = DTensor.from_local(value, axis, [Partial()]).full_tensor()
@@ -200,7 +201,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> Tensor:
-        """The mean loss on what is held out. All ranks run it together."""
+        """The mean loss on the validation data. All ranks must call it."""
         tokens, targets = held_rows(self.text, self.settings, self.mesh.get_rank(), self.mesh.size())
         parts = max(1, len(tokens) // max(1, self.settings.batch // self.mesh.size()))
         self.model.eval()
@@ -215,9 +216,9 @@ class Trainer:
 
     @torch.no_grad()
     def sample(self) -> str:
-        """What the model writes after the prompt, prompt included. All ranks run it together and get the same text.
+        """The prompt and the text that the model writes after it, the same on all ranks. All ranks must call it.
 
-        It is shorter where a rank has been asked to end.
+        The text is shorter if a rank receives a signal.
         """
         settings = self.settings
         draw = torch.Generator(self.device).manual_seed(settings.seed)
@@ -240,7 +241,7 @@ class Trainer:
         return self.text.decode(written[0].tolist())
 
     def export(self, folder: Path) -> None:
-        """Write the model, its configuration and its tokenizer to ``folder``, as Hugging Face has them."""
+        """Write the model, its configuration and its tokenizer to ``folder``, in Hugging Face's format."""
         assert isinstance(self.model, Causal)
         assert self.settings.model is not None
         inner, source = self.model.inner, self.settings.model
@@ -257,12 +258,12 @@ def _local_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def _newest(folder: Path) -> str | None:
-    """The name of the newest checkpoint. CheckpointError where a broken one is in the way of those to come."""
+    """The name of the newest checkpoint. CheckpointError if an incomplete one has the name of a later step."""
     found = checkpoint.latest(folder)
     done = 0 if found is None else _step_of(found)
     odd = next((path for path in folder.glob("step-*") if _step_of(path) > done), None)
     if odd is not None:
-        raise CheckpointError(f"{odd} is no whole checkpoint, and step {_step_of(odd)} is to be saved there: remove it")
+        raise CheckpointError(f"{odd} is not a complete checkpoint, and step {_step_of(odd)} needs its name: remove it")
     return None if found is None else found.name
 
 

@@ -69,5 +69,6 @@ def test_every_process_needs_a_gpu():
     done = subprocess.run([*command, "--capture"], cwd=_ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        "flatshard train: --capture: CUDA graphs need a GPU for each of the 2 processes here; there are 1"
+        "flatshard train: --capture: needs a GPU for each of the 2 processes on this machine, which has 1; leave "
+        "--capture out, or give fewer --processes"
     ]

@@ -85,11 +85,11 @@ def test_a_step_that_cannot_be_captured_ends_all_ranks_with_a_line(ranks):
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("--offload", "with --offload: a graph cannot step weights in host memory"),
+        ("--offload", "with --offload: a CUDA graph cannot update weights in host memory"),
         ("--experts 4", "with --experts"),
         ("--optimizer muon", "with --optimizer muon"),
         ("--record x.json", "with --record"),
-        ("--processes 2", "a GPU for each of the 2 processes here; there are 0"),
+        ("--processes 2", "a GPU for each of the 2 processes on this machine, which has 0"),
     ],
 )
 def test_what_a_graph_cannot_hold_is_refused_in_words(flags, expected, capsys):

@@ -54,11 +54,11 @@ def test_train_starts_its_own_processes_and_a_signal_lets_them_save_and_end(sent
     assert not err
     last = out.splitlines()[-1]
     reached = int(last.partition("after step ")[2].split()[0])
-    assert last.endswith(f"go on with: flatshard train --config {run}/settings.yaml")
+    assert last.endswith(f"continue with: flatshard train --config {run}/settings.yaml")
     assert (run / f"step-{reached}").is_dir()
     assert main(["train", *_TINY, "--checkpoint", str(run), "--lr", "0.5"]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        f"flatshard train: {run} was trained with --lr 0.003, not 0.5; give it the same flags, or another --checkpoint"
+        f"flatshard train: {run} was trained with --lr 0.003, not 0.5; give the same flags, or another --checkpoint"
     ]
 
 
@@ -132,30 +132,30 @@ def short_file(tmp_path):
     [
         ("--data no/such/file", "--data no/such/file: No such file or directory"),
         ("--data {folder}", "--data {folder}: not a file"),
-        ("--data {short}", "{short} has 9 bytes; --context 128 needs more than that"),
-        ("--processes 3", "--batch 8 cannot be divided among 3 processes"),
+        ("--data {short}", "{short} has 9 bytes; --context 128 needs more: give a smaller --context"),
+        ("--processes 3", "--batch 8: must be a multiple of the number of processes, 3"),
         ("--processes 0", "--processes 0: must be at least 1"),
         ("--steps -1", "--steps -1: must be at least 1"),
         ("--lr nan", "--lr nan: must be more than 0"),
         ("--clip -1", "--clip -1.0: must be 0 or more"),
-        ("--heads 3", "width 128 must be an even multiple of heads 3"),
-        ("--kv-heads 3", "heads 4 must be a multiple of kv-heads 3"),
+        ("--heads 3", "width 128: must be an even multiple of heads, 3"),
+        ("--kv-heads 3", "heads 4: must be a multiple of kv-heads, 3"),
         ("--prompt=", "--prompt : must be at least one character"),
         ("--timeout 0", "--timeout 0: must be at least 1"),
         ("--seed 99999999999", "--seed 99999999999: must be 0 or more, and below 2^32"),
         ("--replicas 2", "--replicas 2: only --strategy hsdp and hfsdp have replicas"),
-        ("--strategy hsdp --replicas 3 --processes 4", "--replicas 3: 4 processes cannot be divided by it"),
+        ("--strategy hsdp --replicas 3 --processes 4", "--replicas 3: must divide the number of processes, 4"),
         ("--rows --offload", "--rows with --offload"),
         ("--losses /dev/zero", "--losses /dev/zero: not a file"),
         ("--losses {folder}", "--losses {folder}: Is a directory"),
-        ("--losses {short}", "--losses {short}: not the log of a run"),
+        ("--losses {short}", "--losses {short}: exists and is not the log of a run"),
         ("--losses {short}/losses", "--losses {short}/losses: Not a directory"),
         ("--checkpoint {short}", "--checkpoint {short}: not a folder"),
         ("--checkpoint {short}/run", "--checkpoint {short}/run: cannot be written to: Not a directory"),
         ("--config {folder}/none.yaml", "--config {folder}/none.yaml: No such file or directory"),
         ("--config", "--config: needs a file"),
-        ("--config {typo}", "--config {typo}: there is no setting 'stepz'; did you mean steps?"),
-        ("--config {far}", "--config {far}: there is no setting 7; `flatshard train --help` lists them"),
+        ("--config {typo}", "--config {typo}: unknown setting 'stepz'; did you mean steps?"),
+        ("--config {far}", "--config {far}: unknown setting 7; `flatshard train --help` lists them"),
         ("--config {typed}", "--config {typed}: steps is 'many'; it must be of type int"),
         ("--config {choice}", "--config {choice}: schedule is 3; it must be one of cosine, constant"),
     ],
@@ -285,7 +285,7 @@ def test_a_bar_fits_its_terminal_and_ctrl_c_in_it_saves(tmp_path):
         assert re.search(r"\d+/100000 loss [\d.]+ .*tokens/s.* left [-\d]+:[-\d]+:[-\d]+", line), line
     last = plain.strip().splitlines()[-1]
     assert re.search(
-        r"ended by Ctrl-C after step (\d+) of 100000, saved in .*/step-\1; go on with: flatshard train", last
+        r"ended by Ctrl-C after step (\d+) of 100000, saved in .*/step-\1; continue with: flatshard train", last
     )
 
 
@@ -301,6 +301,6 @@ def test_under_torchrun_the_launcher_says_how_many(monkeypatch, capsys):
     for name, value in {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     assert main(["train", "--processes", "2"]) == 2
-    assert "the launcher has started 4" in capsys.readouterr().err
+    assert "torchrun or srun has started 4" in capsys.readouterr().err
     assert main(["train", "--batch", "6"]) == 2
-    assert "cannot be divided among 4 processes" in capsys.readouterr().err
+    assert "must be a multiple of the number of processes, 4" in capsys.readouterr().err

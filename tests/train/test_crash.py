@@ -152,7 +152,10 @@ def test_a_rank_whose_peer_is_gone_says_so_and_ends(ranks, tmp_path, number):
             process.join()
     said = (tmp_path / f"err-{1 - victim}").read_text()
     assert f"flatshard train: rank {1 - victim} ends in step " in said
-    assert "another rank is gone or does not answer; started again, it continues from the newest checkpoint in" in said
+    assert (
+        "another rank has ended or does not answer; start the job again to continue from the newest checkpoint in"
+        in said
+    )
     assert "Traceback" not in said
 
 
@@ -178,9 +181,7 @@ def test_a_log_has_every_step_once(tmp_path):
 def test_what_is_no_log_is_not_overwritten(tmp_path):
     path = tmp_path / "notes"
     path.write_text("[1]\n")
-    with pytest.raises(
-        ValueError, match=r"--losses .*notes: not the log of a run, it would be lost; choose another name"
-    ):
+    with pytest.raises(ValueError, match=r"--losses .*notes: exists and is not the log of a run; give another file"):
         check_log(path)
     with pytest.raises(ValueError, match="Is a directory"):
         check_log(tmp_path)

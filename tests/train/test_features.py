@@ -98,7 +98,7 @@ def test_a_model_of_transformers_trains_as_in_one_process(ranks, tmp_path, tied)
 @pytest.mark.full
 def test_models_of_transformers_that_are_not_causal_are_refused(tmp_path):
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    for kind, expected in {"bert": "is not causal, tokens attend to later ones", "vit": "AutoModelForCausalLM"}.items():
+    for kind, expected in {"bert": "is not causal: tokens attend to later ones", "vit": "AutoModelForCausalLM"}.items():
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **small}))
         with pytest.raises(Mistake, match=expected):
             build_model(replace(TINY, model=tmp_path), 256)
@@ -166,7 +166,7 @@ def test_tokens_come_from_text_files_and_datasets(tmp_path):
     with pytest.raises(Mistake, match="has token 4; the vocabulary is 0 to 3: give a larger --vocab"):
         load_text(replace(binary, tokenizer=None, vocab=4))
     (tmp_path / "odd.bin").write_bytes(bytes(2 * 12 + 1))
-    with pytest.raises(Mistake, match="its size does not fit uint16"):
+    with pytest.raises(Mistake, match="its size is not a multiple of 2 bytes; give another --token-dtype"):
         load_text(replace(binary, data=tmp_path / "odd.bin"))
     datasets = pytest.importorskip("datasets")
     columns = {"text": ["the cat", "sat the cat"], "ids": [[2, 3], [4, 2, 3]], "note": ["the", None]}
@@ -260,9 +260,9 @@ def test_of_conversations_answers_alone_are_learned(tmp_path):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("nonsense", "line 1: must be like"),
-        ('{"text": "a"}', "line 1: must be like"),
-        ('{"messages": [{"role": "user", "content": ["a"]}]}', "must be text"),
+        ("nonsense", "line 1: must have the form"),
+        ('{"text": "a"}', "line 1: must have the form"),
+        ('{"messages": [{"role": "user", "content": ["a"]}]}', "must be strings"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "no message has the role assistant"),
     ],
 )
@@ -317,7 +317,7 @@ def test_a_checkpoint_of_hugging_face_is_tuned_on_chats_and_exported(ranks, tmp_
     assert float(loss) < float(expected)
     with pytest.raises(Mistake, match="is not empty"):
         check_settings(replace(settings, export=tmp_path / "out"))
-    with pytest.raises(Mistake, match="give it --model"):
+    with pytest.raises(Mistake, match="give --model"):
         replace(TINY, export=tmp_path / "new").validate()
 
 

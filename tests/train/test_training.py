@@ -111,10 +111,10 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(ranks, tmp_path):
 
 def test_a_checkpoint_of_another_run_is_refused(ranks, tmp_path):
     ranks(2, _resumed, replace(TINY, steps=1, checkpoint=tmp_path), 1)
-    with pytest.raises(RankError, match="was trained with --seed 0, not 7; give it the same flags"):
+    with pytest.raises(RankError, match="was trained with --seed 0, not 7; give the same flags"):
         ranks(2, _resumed, replace(TINY, steps=2, seed=7, checkpoint=tmp_path), 2)
     broken = tmp_path / "step-2"
     broken.mkdir()
     (broken / "manifest.json").write_text("{")
-    with pytest.raises(RankError, match="step-2 is no whole checkpoint, and step 2 is to be saved there: remove it"):
+    with pytest.raises(RankError, match="step-2 is not a complete checkpoint, and step 2 needs its name: remove it"):
         ranks(2, _resumed, replace(TINY, steps=2, checkpoint=tmp_path), 2)
