@@ -1,9 +1,9 @@
-"""`DistributedDataParallelConfig`: every field of megatron_fsdp's and of Megatron-Core's, and what becomes of it."""
+"""`DistributedDataParallelConfig`, with every field that megatron_fsdp and Megatron-Core have."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -14,23 +14,23 @@ from flatshard.policy import SchedulePolicy
 
 _log = logging.getLogger("flatshard")
 
-# Fields that say how buckets are cut. Here units are what travels, and the layout says how they are padded.
+# Fields that concern buckets have no effect: each unit is communicated as a whole.
 _OF_BUCKETS = (
     "bucket_size", "num_buckets", "pad_buckets_for_high_nccl_busbw", "suggested_communication_unit_size",
     "align_param_gather",
 )  # fmt: skip
-_MISSING = {
-    "param_name_patterns_for_fp32_local_accumulation": "give a main_grads_dtype of torch.float32",
-    "reduce_scatter_with_fp32_accumulation": "give a grad_comm_dtype of torch.float32",
+_UNSUPPORTED = {  # and what to do instead
+    "param_name_patterns_for_fp32_local_accumulation": "use main_grads_dtype=torch.float32",
+    "reduce_scatter_with_fp32_accumulation": "use grad_comm_dtype=torch.float32",
     "check_for_large_grads": "use flatshard.grad_norms",
     "delay_wgrad_compute": "let autograd compute weight gradients, or use flatshard.direct_wgrads",
-    "keep_fp8_transpose_cache": "transposes are made anew after each gather",
+    "keep_fp8_transpose_cache": "leave it out: each gather makes the transposes",
 }
 
 
 @dataclass
 class DistributedDataParallelConfig:
-    """Fields as there. What is not there raises in `schedule_of`; what concerns buckets only is named in a warning."""
+    """The same fields as upstream. `schedule_of` raises for unsupported ones, and warns about those of buckets."""
 
     grad_reduce_in_fp32: bool = False
     overlap_grad_reduce: bool = False
@@ -78,39 +78,34 @@ class DistributedDataParallelConfig:
             self.fsdp_double_buffer = True
 
     def precision(self) -> MixedPrecisionPolicy:
-        """The precision that the fields ask for, in their newer or older spelling."""
-        return MixedPrecisionPolicy(
-            self.megatron_fsdp_main_params_dtype if self.preserve_fp32_weights else None,
-            self.megatron_fsdp_main_grads_dtype,
-            self.megatron_fsdp_grad_comm_dtype,
-            grad_reduce_in_fp32=self.grad_reduce_in_fp32,
-        )
+        """The policy of the ``megatron_fsdp_*_dtype`` fields and of their deprecated spellings."""
+        main = self.megatron_fsdp_main_params_dtype if self.preserve_fp32_weights else None
+        gradients = self.megatron_fsdp_main_grads_dtype, self.megatron_fsdp_grad_comm_dtype
+        return MixedPrecisionPolicy(main, *gradients, grad_reduce_in_fp32=self.grad_reduce_in_fp32)
 
 
 def own_config(given: Any) -> DistributedDataParallelConfig:
-    """A configuration of Megatron-Core's class, field by field. One that is not known here must not be set."""
+    """The same configuration as this class. NotImplementedError if a field that we do not know is set."""
     if isinstance(given, DistributedDataParallelConfig):
         return given
     if not is_dataclass(given) or isinstance(given, type):
         raise TypeError(f"ddp_config={given!r}: must be a DistributedDataParallelConfig")
     fresh, known = type(given)(), DistributedDataParallelConfig.__dataclass_fields__
-    said = {name: value for name, value in vars(given).items() if name in known}
     others = [name for name, value in vars(given).items() if name not in known and value != getattr(fresh, name, None)]
     if others:
-        raise NotImplementedError(f"DistributedDataParallelConfig: {', '.join(others)} is not offered")
-    return DistributedDataParallelConfig(**said)
+        raise NotImplementedError(f"ddp_config: {', '.join(others)} is not supported; leave it at its default")
+    return DistributedDataParallelConfig(**{name: value for name, value in vars(given).items() if name in known})
 
 
 def schedule_of(config: DistributedDataParallelConfig) -> SchedulePolicy:
-    """How far communication runs ahead; raises where the configuration asks for what is not there."""
-    for name, instead in _MISSING.items():
+    """The engine's schedule for a configuration. Raises if an unsupported field is set."""
+    for name, instead in _UNSUPPORTED.items():
         if getattr(config, name):
-            raise NotImplementedError(f"{name}={getattr(config, name)} is not offered; {instead}")
+            raise NotImplementedError(f"{name}={getattr(config, name)} is not supported; {instead}")
     for name in ("fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"):
         if getattr(config, name):
             needs_transformer_engine(f"{name}=True")
-    defaults = {field.name: field.default for field in fields(DistributedDataParallelConfig)}
-    idle = [name for name in _OF_BUCKETS if getattr(config, name) != defaults[name]]
+    idle = [name for name in _OF_BUCKETS if getattr(config, name) != getattr(DistributedDataParallelConfig, name)]
     if idle:
-        _log.warning("%s: of no effect; units are what is gathered and reduced here: leave them out", ", ".join(idle))
+        _log.warning("%s: no effect, since units are communicated instead of buckets; leave it out", ", ".join(idle))
     return SchedulePolicy(prefetch=config.overlap_param_gather, async_reduce=config.overlap_grad_reduce)

@@ -115,10 +115,8 @@ def fully_shard_optimizer(optimizer: Optimizer, preproc_state_dict_for_dcp_ckpt:
     found = (getattr(parameter, "_megatron_fsdp_model", None) for parameter in parameters)
     models: list[MegatronFSDP] = list({id(model.module): model for model in found if model is not None}.values())
     if not models:
-        raise ValueError(
-            f"no parameter of this {type(optimizer).__name__} belongs to a model of fully_shard_model; build the "
-            "optimizer on the parameters of the model that fully_shard_model returns"
-        )
+        missing = f"no parameter of this {type(optimizer).__name__} belongs to a model of fully_shard_model"
+        raise ValueError(f"{missing}; build the optimizer on the parameters of the model that it returns")
     if not any(model.ddp_config.megatron_fsdp_use_decoupled_grad for model in models):
         local_step.fully_shard_optimizer(optimizer)
     cls = type(optimizer)

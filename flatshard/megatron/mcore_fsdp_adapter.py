@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from flatshard import _torch
+from flatshard import _arguments, _torch
 from flatshard.api import default_device_type, default_mesh
 from flatshard.buffer.dtensor import without_axis
 from flatshard.megatron.distributed_data_parallel_config import DistributedDataParallelConfig, own_config
@@ -40,8 +40,7 @@ class FullyShardedDataParallel(nn.Module):
         super().__init__()
         if isinstance(ddp_config, nn.Module):
             ddp_config, module = module, ddp_config
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"module must be a module, beside a DistributedDataParallelConfig, not {module!r}")
+        _arguments.module("FullyShardedDataParallel", module)
         self.config, self.ddp_config = config, own_config(ddp_config)
         self.force_all_reduce = False
         if fsdp_unit_modules is None and self.ddp_config.data_parallel_sharding_strategy == "optim_grads_params":
@@ -71,7 +70,7 @@ class FullyShardedDataParallel(nn.Module):
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
         """The sharded main weights, for torch.distributed.checkpoint, with the names that `Names` describes."""
         state, names = self.module.module.state_dict(*args, **kwargs), Names(self)
-        return {prefix + names.outward(name): names.alone(name, value) for name, value in state.items()}
+        return {prefix + names.outward.get(name, name): names.alone(name, value) for name, value in state.items()}
 
     state_dict_for_save_checkpoint = state_dict
 
@@ -82,7 +81,8 @@ class FullyShardedDataParallel(nn.Module):
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load what `state_dict` returned. Entries ``*_extra_state`` may be missing, even if ``strict``."""
         names = Names(self)
-        own = {(name := names.inward(key)): names.together(name, value) for key, value in state_dict.items()}
+        inward = {outward: name for name, outward in names.outward.items()}
+        own = {(name := inward.get(key, key)): names.together(name, value) for key, value in state_dict.items()}
         loaded = self.module.module.load_state_dict(own, strict=False, assign=assign)
         missing = [name for name in loaded.missing_keys if not name.endswith("_extra_state")]
         if strict and (missing or loaded.unexpected_keys):
@@ -92,27 +92,25 @@ class FullyShardedDataParallel(nn.Module):
 
 def index_of(groups: Any, config: DistributedDataParallelConfig) -> FSDPDistributedIndex:
     """The meshes of Megatron-Core's process groups, of a mesh, or of all ranks if ``groups`` is None."""
-    mesh, others = default_mesh(("dp_cp", "tp")) if groups is None else groups, {}
+    mesh, others = default_mesh(("dp_cp", "tp")) if groups is None else groups, dict[str, Any]()
     if not isinstance(mesh, DeviceMesh):
         hybrid = config.num_distributed_optimizer_instances > 1
+        names = ("tp", "ep", "expt_tp", "expt_dp", "intra_expt_dp", "dp_cp_ag", "expt_dp_ag")
+        given = {name: getattr(groups, name, None) for name in names}
         axes = [("outer_fsdp_dp", groups.inter_dist_opt)] if hybrid else []
-        mesh = _mesh([*axes, ("dp_cp", groups.intra_dp_cp if hybrid else groups.dp_cp), ("tp", _of(groups, "tp"))])
-        experts = _of(groups, "intra_expt_dp" if hybrid else "expt_dp")
-        inner = [("dp_cp", experts), ("ep", _of(groups, "ep")), ("tp", _of(groups, "expt_tp"))]
+        mesh = _mesh([*axes, ("dp_cp", groups.intra_dp_cp if hybrid else groups.dp_cp), ("tp", given["tp"])])
+        experts = given["intra_expt_dp" if hybrid else "expt_dp"]
+        inner = [("dp_cp", experts), ("ep", given["ep"]), ("tp", given["expt_tp"])]
         others = {
             "expt_device_mesh": None if experts is None else _mesh([*axes, *inner]),
             "hybrid_fsdp_group": groups.dp_cp if hybrid else None,
-            "fsdp_group_ag": _of(groups, "dp_cp_ag"),
-            "expt_fsdp_group_ag": _of(groups, "expt_dp_ag"),
+            "fsdp_group_ag": given["dp_cp_ag"],
+            "expt_fsdp_group_ag": given["expt_dp_ag"],
         }
-    names = {"dp_shard_dim": "dp_cp", "dp_outer_dim": "outer_fsdp_dp", "tp_dim": "tp"}
-    known: Any = {key: name for key, name in names.items() if name in (mesh.mesh_dim_names or ())}
+    dims = {"dp_shard_dim": "dp_cp", "dp_outer_dim": "outer_fsdp_dp", "tp_dim": "tp"}
+    known: Any = {key: name for key, name in dims.items() if name in (mesh.mesh_dim_names or ())}
     is_outer_sharded = config.outer_dp_sharding_strategy == "optim"
     return FSDPDistributedIndex(mesh, hsdp_outer_dp_shard=is_outer_sharded, **known, **others)
-
-
-def _of(groups: Any, name: str) -> Any:
-    return getattr(groups, name, None)
 
 
 def _mesh(axes: Sequence[tuple[str, Any]]) -> DeviceMesh:
@@ -200,7 +198,7 @@ class DistributedOptimizer:
         for number, chunk in enumerate(self.model_chunks):
             names, prefix = Names(chunk), f"{number}." if self.model_chunks[1:] else ""
             for name, parameter in names.parameters.items():
-                known[id(parameter)] = prefix + names.outward(name), name, names
+                known[id(parameter)] = prefix + names.outward[name], name, names
         return [known[id(parameter)] for parameter in self.get_parameters()]
 
 
@@ -216,45 +214,35 @@ class Names:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """``model``: a `MegatronFSDP` or what contains one."""
         wrapper = find_megatron_fsdp(model)
         assert isinstance(wrapper, MegatronFSDP)
         self._index = index = wrapper.dist_index
         self.parameters = dict(wrapper.module.named_parameters())
-        self._numbered: dict[str, str] = {}  # experts with a number
-        self._outward: dict[str, str] = {}
+        self._numbered: set[str] = set()  # names of experts with a number
+        self.outward: dict[str, str] = {}  # the names in checkpoints
         for name, parameter in self.parameters.items():
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             axes = () if mesh is None else mesh.mesh_dim_names or ()
+            self.outward[name] = name
             if mesh is not None and is_expert(parameter) and index.ep_dim in axes:
                 numbered = _numbered(wrapper.module, name, mesh.get_local_rank(index.ep_dim))
                 if numbered is not None:
-                    self._numbered[name] = numbered
-            stride, outward = getattr(parameter, "partition_stride", 1), self._numbered.get(name, name)
+                    self._numbered.add(name)
+                    self.outward[name] = numbered
+            stride = getattr(parameter, "partition_stride", 1)
             if mesh is not None and stride > 1 and index.tp_dim in axes:
-                outward += f".stride_{stride}_of_{mesh.size(axes.index(index.tp_dim))}"
-            self._outward[name] = outward
-        self._inward = {outward: name for name, outward in self._outward.items()}
-
-    def outward(self, name: str) -> str:
-        """The name in checkpoints."""
-        return self._outward.get(name, name)
-
-    def inward(self, name: str) -> str:
-        """The name in this rank's model."""
-        return self._inward.get(name, name)
+                self.outward[name] += f".stride_{stride}_of_{mesh.size(axes.index(index.tp_dim))}"
 
     def alone(self, name: str, value: Any) -> Any:
         """The part of this rank's expert in ``value``, a tensor of the shape of parameter ``name``."""
         known = name in self._numbered and isinstance(value, DTensor)
         if not known or value.shape != self.parameters[name].shape:
             return value
-        root, axis = self._index.get_root_mesh(is_expert_parallel=True), self._index.ep_dim
-        assert root is not None
+        axis, mine = self._index.ep_dim, self._index.mesh_of(is_expert_parallel=True)
         assert axis is not None
         names = tuple(each for each in value.device_mesh.mesh_dim_names or () if each != axis)
-        mine = self._index.mesh_of(is_expert_parallel=True)
-        return without_axis(value, axis, mine if names == mine.mesh_dim_names else root[names])
+        others = mine if names == mine.mesh_dim_names else self._index.get_submesh(names, is_expert_parallel=True)
+        return without_axis(value, axis, others)
 
     def together(self, name: str, value: Any) -> Any:
         """The inverse of `alone`, for a tensor that is sharded as `alone` returns it, or a plain full one."""

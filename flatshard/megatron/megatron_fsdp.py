@@ -1,4 +1,4 @@
-"""`MegatronFSDP`: a model, sharded, under the methods that Megatron's training loops call."""
+"""`MegatronFSDP`: a sharded model with the methods that Megatron's training loops call."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from flatshard.megatron.utils import FSDPDistributedIndex
 from flatshard.module import FSDPModule
 from flatshard.optim.clip import find_nonfinite
 
-# Arguments that are also fields of the configuration.
+# Arguments that are also fields of ``ddp_config``.
 ASKED = (
     "keep_fp8_transpose_cache", "nccl_ub", "fsdp_double_buffer", "fsdp_db_use_persist_buf_on_alloc_fail",
     "disable_symmetric_registration",
 )  # fmt: skip
 
 
-def _of_root(method: str, says: str, **choices: Any) -> Callable[..., None]:
-    """A method that the outermost unit has by another name."""
+def _of_root(method: str, doc: str, **choices: Any) -> Callable[..., None]:
+    """A method that calls another one of the root, which is an `FSDPModule`."""
 
     def call(self: MegatronFSDP, *unused: Any) -> None:
         getattr(self._root, method)(**choices)
 
-    call.__doc__ = says
+    call.__doc__ = doc
     return call
 
 
@@ -55,14 +55,13 @@ def _during(change: Callable[[Any], None], now: Any, then: Any) -> Iterator[None
 
 
 class MegatronFSDP(nn.Module):
-    """Shards ``module`` in place and stands around it; names of parameters begin with ``module.``.
+    """A wrapper that shards ``module`` in place. The names of its parameters begin with ``module.``.
 
-    With ``sync_model_each_microbatch`` gradients are complete after every backward. Without, those of ``no_sync()`` are
-    reduced as far as they rest between micro-batches, and `finish_grad_sync`, which the optimizer's step calls, does
-    the rest. ``ddp_config`` may be Megatron-Core's; without a policy, its fields say which precision is meant.
+    With ``sync_model_each_microbatch``, gradients are complete after every backward. Otherwise backwards in `no_sync`
+    reduce them over the axes that shard gradients, and `finish_grad_sync`, which the optimizer's step calls, completes
+    them. ``ddp_config`` may be Megatron-Core's. Its fields are the precision if no policy is given.
     """
 
-    # fmt: off
     def __init__(
         self, module: nn.Module, dist_index: FSDPDistributedIndex,
         ddp_config: DistributedDataParallelConfig | None = None,
@@ -76,8 +75,7 @@ class MegatronFSDP(nn.Module):
         enable_fine_grained_param_gather_backward_hook: bool = False,
         fine_grained_recurse_module_types: tuple[type[nn.Module], ...] | None = None,
         report_nan_in_param_grad: bool = False, *, layout: Any = "tensor",
-    ) -> None:
-        # fmt: on
+    ) -> None:  # fmt: skip
         given = locals()
         asked: dict[str, Any] = {name: given[name] for name in ASKED}
         super().__init__()
@@ -87,8 +85,8 @@ class MegatronFSDP(nn.Module):
         elif any(asked.values()):
             raise ValueError(f"{', '.join(name for name, on in asked.items() if on)}: ask for it in ddp_config")
         if fine_grained_recurse_module_types:
-            units = "fine-grained units are all modules with parameters"
-            raise NotImplementedError(f"fine_grained_recurse_module_types is not offered: {units}")
+            units = "every module with parameters is a fine-grained unit"
+            raise NotImplementedError(f"fine_grained_recurse_module_types is not supported: {units}; leave it out")
         self.ddp_config = ddp_config = own_config(ddp_config)
         self.dist_index = dist_index
         self.mp_policy = ddp_config.precision() if mixed_precision_policy is None else mixed_precision_policy
@@ -98,7 +96,7 @@ class MegatronFSDP(nn.Module):
         self._steps = steps.taken()
         if device is not None:
             if torch.device(device).type != dist_index.device_mesh.device_type:
-                raise ValueError(f"device={device}: the mesh is on {dist_index.device_mesh.device_type}")
+                raise ValueError(f"device={device}: the mesh is on {dist_index.device_mesh.device_type}; leave it out")
             if not init_model_with_meta_device:
                 module.to(device)
         fine = enable_fine_grained_param_gather_hook or enable_fine_grained_param_gather_backward_hook
@@ -107,54 +105,47 @@ class MegatronFSDP(nn.Module):
         if init_model_with_meta_device:
             materialize(module)
         elif dist_index.device_mesh.device_type != "cpu":
-            torch.accelerator.empty_cache()  # holes that the whole weights have left, too small for activations
+            torch.accelerator.empty_cache()  # the memory of the full weights, which may be too fragmented to reuse
         self.module = module
         self.param_and_grad_buffer = ParamAndGradBuffer(self)
         if ddp_config.nccl_ub and not ddp_config.fsdp_manual_registration:
             self.param_and_grad_buffer.manual_buffer_registration()
         if ddp_config.megatron_fsdp_use_decoupled_grad:
             self._root.set_decoupled_gradients()
-        me = weakref.proxy(self)  # a parameter that owned its model would keep it alive
+        me = weakref.proxy(self)  # a reference would keep the model alive as long as one of its parameters
         for parameter in module.parameters():
             parameter.__dict__.update(__fsdp_param__=True, _megatron_fsdp_model=me, megatron_fsdp_dist_index=dist_index)
         for group in (group for _, unit in units_below(module) for group in unit.groups):
-            for held in group.main.ranges():  # which elements of a parameter this rank has
+            for held in group.main.ranges():  # the elements of a parameter on this rank
                 group.params[held.tensor].sharded.__dict__["megatron_fsdp_slice"] = slice(held.start, held.stop)
-        self._has_groups = self._hides = False
+        self._hides = False
         self._is_last = self._completes = True
         self.set_model_auto_sync(sync_model_each_microbatch)
         self.log_parameter_groups()
 
     def _shard(self, module: nn.Module, classes: Any, fine_grained: bool, single: bool, layout: Any) -> None:
         index, config = self.dist_index, self.ddp_config
-        # What is refused is refused before anything is changed.
         if config.nccl_ub:
-            utils.register_memory(None, index.dp_mesh)
+            utils.register_memory(None, index.dp_mesh)  # raises before anything is changed
         strategy: Any = config.data_parallel_sharding_strategy
         if not classes and strategy in (3, "optim_grads_params"):
-            strategy = "no_shard"  # replicated, as by DistributedDataParallel
+            strategy = "no_shard"  # as upstream: without units, parameters are replicated
         choices = {"layout": layout, "strategy": strategy, "values": utils.initial_values()}
         choices |= {"mp_policy": engine_policy(self.mp_policy), "schedule": schedule_of(config)}
         planned = utils.plan_units(module, classes, fine_grained=fine_grained, single=single)
         units = [(modules, expert, index.mesh_of(expert)) for modules, expert in [*planned, ([module], False)]]
-        self._has_experts = any(expert for _, expert, _ in units)
+        meshes, given = {expert: mesh for _, expert, mesh in units}, (index.fsdp_group_ag, index.expt_fsdp_group_ag)
+        # Used at the first forward, and not earlier: a model on the meta device has its values by then.
+        self._gather_groups: list[Any] = [(given[e], mesh) for e, mesh in meshes.items() if given[e] is not None]
         utils.distribute_marked(module, index)
         for modules, expert, mesh in units:
             scale: Any = "sum" if self.calculate_per_token_loss else "mean"
-            data = index.dp_mesh if expert and scale == "mean" else None  # the tokens of all ranks reach an expert
+            data = index.dp_mesh if expert and scale == "mean" else None  # experts get tokens of all these ranks
             outer: Any = config.outer_dp_sharding_strategy if mesh.ndim == 2 else None
             fully_shard(modules, mesh=mesh, outer_strategy=outer, gradient_scale=scale, data_mesh=data, **choices)
             for each in modules if expert else ():
                 assert isinstance(each, FSDPModule)
                 each.set_reduce_scatter_unused_params(True)
-
-    def _use_gather_groups(self) -> None:
-        """Before the first forward, and not earlier: a model on the meta device gets its values then."""
-        self._has_groups, index = True, self.dist_index
-        if index.fsdp_group_ag is not None:
-            self._root.set_gather_group(index.fsdp_group_ag)
-        if index.expt_fsdp_group_ag is not None and self._has_experts:
-            self._root.set_gather_group(index.expt_fsdp_group_ag, index.mesh_of(True))
 
     @property
     def _root(self) -> FSDPModule:
@@ -162,15 +153,15 @@ class MegatronFSDP(nn.Module):
         return self.module
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if not self._has_groups:
-            self._use_gather_groups()
+        while self._gather_groups:
+            self._root.set_gather_group(*self._gather_groups.pop())
         with ExitStack() as around:
             if _torch.profiling():
                 around.enter_context(torch.profiler.record_function("CustomFSDP.forward"))
             if self.model_auto_sync or self.microbatch_count == 0 or self._steps != steps.taken():
                 self.microbatch_count = 0
                 self._hide_gradients()
-            else:  # persistent compute weights are those of the first micro-batch
+            else:  # compute weights do not change within a step
                 around.enter_context(microbatch(self.module, is_first=False, is_last=False))
             output = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled():
@@ -178,11 +169,11 @@ class MegatronFSDP(nn.Module):
             self._steps = steps.taken()
         return output
 
-    # When gradients are synchronised
+    # Synchronisation of gradients
 
     @property
     def is_last_microbatch(self) -> bool:
-        """Whether the next backward is the last one of an optimizer step."""
+        """Whether the next backward is the last one before an optimizer step."""
         return self._is_last
 
     @is_last_microbatch.setter
@@ -195,28 +186,27 @@ class MegatronFSDP(nn.Module):
             self._root.set_is_last_backward(completes)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards of micro-batches that are not the last. Of no effect while the model synchronises each one."""
+        """For backwards of micro-batches that are not the last. No effect with ``sync_model_each_microbatch``."""
         return _during(functools.partial(setattr, self, "is_last_microbatch"), False, True)
 
     def sync(self) -> AbstractContextManager[None]:
-        """Gradients are complete after each backward in here."""
+        """Within it, gradients are complete after every backward."""
         return _during(self.set_model_auto_sync, True, False)
 
     def set_model_auto_sync(self, sync_model: bool = True) -> None:
-        """Whether gradients are complete after every backward, whatever `no_sync` says."""
+        """Set whether gradients are complete after every backward, in spite of `no_sync`."""
         self.model_auto_sync = sync_model
         self.is_last_microbatch = self._is_last
         if sync_model:
             self.attach_grad_to_optimizer_state()
 
-    start_grad_sync = _of_root("sync_gradients", "Start reducing what backwards have left unreduced.", wait=False)
-    synchronize_gradient_reduce = _of_root("sync_gradients", "Reduce what backwards have left, and wait for it.")
+    start_grad_sync = _of_root("sync_gradients", "Start the reduces that backwards have left undone.", wait=False)
+    synchronize_gradient_reduce = _of_root("sync_gradients", "Do the reduces that backwards have left undone.")
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Make gradients complete, and the parameters that modules show sharded ones; any optimizer may step then.
+        """Complete the gradients and reshard all units, so that any optimizer can step.
 
-        Gradients that rest in another dtype than main weights become copies in that of these, unless they are decoupled
-        or have to stay where they are.
+        Gradients are cast to the dtype of main weights, unless they are decoupled or ``cuda_graph_mode`` is on.
         """
         self.complete_gradients()
         config = self.ddp_config
@@ -230,7 +220,7 @@ class MegatronFSDP(nn.Module):
                 parameter.grad = grad.to(parameter.dtype)
 
     def complete_gradients(self) -> None:
-        """`finish_grad_sync` for optimizers that take gradients in any dtype, as `fully_shard_optimizer` lets them."""
+        """`finish_grad_sync` without casts, for optimizers of `fully_shard_optimizer`."""
         self.synchronize_gradient_reduce()
         self.attach_grad_to_optimizer_state()
         if self.report_nan_in_param_grad:
@@ -239,13 +229,13 @@ class MegatronFSDP(nn.Module):
         self.microbatch_count = 0
 
     def attach_grad_to_optimizer_state(self) -> None:
-        """Show gradients where optimizers look for them; where micro-batches are not synchronised, none are before."""
+        """Set ``.grad`` of the parameters, which is None before if micro-batches are not synchronised."""
         for each in self._main_grads() if self._hides else ():
             each.unhide()
         self._hides = False
 
     def _hide_gradients(self) -> None:
-        """Show none until they are complete, unless there are some already, of which none must vanish."""
+        """Keep ``.grad`` None until gradients are complete, unless some parameter has a gradient already."""
         if self.model_auto_sync or self._hides or self._gradients():
             return
         for each in self._main_grads():
@@ -256,7 +246,7 @@ class MegatronFSDP(nn.Module):
         return [group.gradients.main_grads for _, unit in units_below(self.module) for group in unit.groups]
 
     def check_for_nan(self) -> None:
-        """Raise, on all ranks, if a gradient is not finite; names parameters, and the ranks that hold those parts."""
+        """Raise RuntimeError on all ranks if a gradient is not finite, with the names of parameters and the ranks."""
         found = find_nonfinite(self.module)
         if found:
             listed = ", ".join(f"'{name}' (rank {rank})" for name, rank in found[:8])
@@ -265,7 +255,7 @@ class MegatronFSDP(nn.Module):
     # Gradients
 
     def scale_gradients(self, scaling_factor: float) -> None:
-        """Multiply all gradients, those that are not reduced yet included."""
+        """Multiply all gradients. Those that are not reduced yet are reduced first."""
         if not isinstance(scaling_factor, (int, float, torch.Tensor)):
             raise TypeError(f"scaling_factor={scaling_factor!r}: must be a number")
         self.synchronize_gradient_reduce()
@@ -274,7 +264,7 @@ class MegatronFSDP(nn.Module):
             torch._foreach_mul_(grads, scaling_factor)
 
     def zero_grad_buffer(self, set_to_none: bool = True) -> None:
-        """Forget gradients, unreduced ones too. In ``cuda_graph_mode`` their memory stays, and is zeroed."""
+        """Drop all gradients, unreduced ones too. In ``cuda_graph_mode`` they are zeroed in place."""
         self._root.zero_grad(set_to_none and not self.ddp_config.megatron_fsdp_cuda_graph_mode)
         self.microbatch_count = 0
 
@@ -287,9 +277,9 @@ class MegatronFSDP(nn.Module):
     # Weights
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Bring compute weights up to date and start gathering: all of them with ``force_sync``, which also waits.
+        """Update compute weights and all-gather all units.
 
-        Without, the outermost unit's, if the configuration overlaps gathers; the forward goes on from there.
+        With ``overlap_param_gather``, unless ``force_sync``, only start that of the root: the forward prefetches more.
         """
         self._root.refresh_weights()
         if force_sync or not self.ddp_config.overlap_param_gather:
@@ -297,26 +287,24 @@ class MegatronFSDP(nn.Module):
         elif self.ddp_config.fsdp_all_gather_in_start_param_sync or force_dispatch:
             self._root.unshard(async_op=True)
 
-    synchronize_param_gather = _of_root("reshard_all", "Release what was gathered; modules show sharded parameters.")
+    synchronize_param_gather = _of_root("reshard_all", "Reshard all units: modules have sharded parameters.")
     _replace_param_with_distributed_if_needed = synchronize_param_gather
-    install_optimized_model_weights = _of_root("refresh_weights", "Bring compute weights up to date with main weights.")
+    install_optimized_model_weights = _of_root("refresh_weights", "Update compute weights from main weights.")
 
     def all_gather_and_wait_parameters_ready(
         self, params: Iterable[nn.Parameter], prefetch: bool = True, prefetch_order: Any = None,
         wait_bucket_ready: bool = True, bwd: bool = False,
     ) -> None:  # fmt: skip
-        """Gather the units that own these parameters, and show them in full if ``wait_bucket_ready``."""
+        """All-gather the units of these parameters and, if ``wait_bucket_ready``, wait for the full parameters."""
         wanted = {id(parameter) for parameter in params}
         for unit in [unit for unit in self.module.modules() if isinstance(unit, FSDPModule)]:
             if any(id(parameter) in wanted for parameter in unit.own_parameters()):
                 unit.unshard(async_op=not wait_bucket_ready)
 
     def broadcast_params(self) -> None:
-        """Give ranks that hold copies of the same part those of the first of them. All ranks call it."""
+        """Broadcast replicated shards from the first rank that has them. All ranks call it."""
         lane = Lane("broadcast", torch.device(self.dist_index.device_mesh.device_type))
-        for parameter in self.parameters():
-            if not isinstance(parameter, DTensor) or not parameter.to_local().numel():
-                continue
+        for parameter in (p for p in self.parameters() if isinstance(p, DTensor) and p.to_local().numel()):
             mesh = parameter.device_mesh
             for axis, placement in enumerate(parameter.placements):
                 if isinstance(placement, Replicate) and mesh.size(axis) > 1:
@@ -324,9 +312,9 @@ class MegatronFSDP(nn.Module):
         self._root.refresh_weights()
 
     def _replace_param_with_raw_if_needed(self) -> None:
-        """A forward shows full parameters by itself."""
+        """Not needed: a forward sets full parameters."""
 
-    # Neighbours
+    # Norms, checkpoints, precision
 
     compute_per_param_norms = _compute_per_param_norms = utils.compute_per_param_norms
     log_per_param_norms = _log_per_param_norms = utils.log_per_param_norms
@@ -336,16 +324,16 @@ class MegatronFSDP(nn.Module):
     state_dict_for_save_checkpoint = nn.Module.state_dict
 
     def get_distributed_index(self) -> FSDPDistributedIndex:
-        """The meshes and groups of the model."""
+        """The meshes and process groups of the model."""
         return self.dist_index
 
     def mixed_precision_context(self, mixed_precision_policy: MixedPrecisionPolicy) -> AbstractContextManager[None]:
-        """Another precision policy for a while."""
+        """Within it, `reset_mixed_precision_policy` is in effect."""
         return _during(self.reset_mixed_precision_policy, mixed_precision_policy, self.mp_policy)
 
     def reset_mixed_precision_policy(self, mixed_precision_policy: MixedPrecisionPolicy) -> None:
-        """Another precision policy between steps. Main weights and main gradients keep their dtypes."""
-        engine_policy(mixed_precision_policy)  # raises where it is none
+        """Use the ``grad_comm_dtype`` of another policy from now on. Main weights and gradients keep their dtypes."""
+        engine_policy(mixed_precision_policy)  # raises unless it is a policy
         policy = replace(self.mp_policy, grad_comm_dtype=mixed_precision_policy.grad_comm_dtype)
         self._root.set_mp_policy(engine_policy(policy))
         self.mp_policy = policy

@@ -1,4 +1,4 @@
-"""The precision policy of Megatron-FSDP, and what it is for the engine."""
+"""The mixed-precision policy of Megatron-FSDP."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ import torch
 
 from flatshard import policy
 
-HAVE_TE_MXFP8TENSOR = False  # Megatron's tests ask; of Transformer Engine's tensors none is of this kind here
+HAVE_TE_MXFP8TENSOR = False  # Megatron's tests read it; these tensors of TransformerEngine are not supported
 
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Dtypes of main weights, main gradients and what travels in a reduce. Compute is in the model's own dtypes.
+    """The dtypes of main weights, of main gradients and of reduces. Compute weights have the model's own dtypes.
 
-    ``main_params_dtype``: None keeps each parameter's own. ``main_grads_dtype``: None keeps that of compute.
-    ``grad_comm_dtype``: None is that of main gradients. The older spellings ``preserve_fp32_weights`` (main weights in
-    float32) and ``grad_reduce_in_fp32`` (gradients in float32, resting and on the wire) say the same where they are
-    given.
+    None for ``main_params_dtype``: the dtype of each parameter; for ``main_grads_dtype``: that of compute weights; for
+    ``grad_comm_dtype``: that of main gradients. Deprecated spellings are ``preserve_fp32_weights`` (float32 main
+    weights) and ``grad_reduce_in_fp32`` (float32 main gradients and reduces).
     """
 
     main_params_dtype: torch.dtype | None = torch.float32
@@ -30,21 +29,20 @@ class MixedPrecisionPolicy:
 
     def __post_init__(self, preserve_fp32_weights: bool | None, grad_reduce_in_fp32: bool | None) -> None:
         if preserve_fp32_weights is not None:
-            object.__setattr__(self, "main_params_dtype", torch.float32 if preserve_fp32_weights else None)
+            vars(self).update(main_params_dtype=torch.float32 if preserve_fp32_weights else None)
         if grad_reduce_in_fp32:
-            object.__setattr__(self, "main_grads_dtype", torch.float32)
-            object.__setattr__(self, "grad_comm_dtype", torch.float32)
+            vars(self).update(main_grads_dtype=torch.float32, grad_comm_dtype=torch.float32)
         self.engine()  # checks the dtypes
 
     def engine(self) -> EnginePolicy:
-        """The same for the engine."""
+        """The engine's policy."""
         return EnginePolicy(
             main_dtype=self.main_params_dtype, grad_dtype=self.main_grads_dtype, reduce_dtype=self.grad_comm_dtype
         )
 
 
 class EnginePolicy(policy.MixedPrecisionPolicy):
-    """Defaults are those of Megatron-FSDP: gradients rest in the compute dtype, and travel as they rest."""
+    """The engine's policy with defaults of Megatron-FSDP: main gradients and reduces are in the compute dtype."""
 
     def grad_of(self, main: torch.dtype, compute: torch.dtype) -> torch.dtype:
         return self.grad_dtype or compute
@@ -54,15 +52,14 @@ class EnginePolicy(policy.MixedPrecisionPolicy):
 
 
 def engine_policy(given: Any) -> EnginePolicy:
-    """What the engine takes for a policy of this surface; None is the default one."""
+    """The engine's policy for a policy of this surface; None is the default one."""
     given = MixedPrecisionPolicy() if given is None else given
     if not hasattr(given, "engine"):
         raise TypeError(f"mixed_precision_policy={given!r}: must be a MixedPrecisionPolicy of flatshard.megatron")
-    found = given.engine()
-    assert isinstance(found, EnginePolicy)
-    return found
+    policy: EnginePolicy = given.engine()
+    return policy
 
 
 def is_float8tensor(tensor: torch.Tensor) -> bool:
-    """Whether TransformerEngine has quantised this tensor."""
+    """Whether a tensor is of a class of TransformerEngine, which are its quantised ones."""
     return any(cls.__module__.startswith("transformer_engine") for cls in type(tensor).__mro__)

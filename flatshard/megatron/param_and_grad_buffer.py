@@ -1,8 +1,9 @@
-"""What others ask of ``model.param_and_grad_buffer``. The buffers themselves are the engine's."""
+"""``model.param_and_grad_buffer``: a view of the engine's buffers, with the names that other code uses."""
 
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,13 +16,12 @@ from flatshard.buffer.dtensor import Parallel, composed
 from flatshard.engine.tree.build import units_below
 from flatshard.engine.units.unit import unit_of
 from flatshard.layout import is_sharded
+from flatshard.megatron import utils
 from flatshard.megatron.experimental.parameter_group import ParameterGroup
 from flatshard.megatron.uneven_dtensor import update_uneven_dtensor_chunk_metadata, validate_uneven_dtensor
-from flatshard.megatron.utils import FSDPDistributedIndex, register_memory, take_first, using_tensor_parallel
-from flatshard.megatron.utils import get_mcore_tensor_parallel_partition_dim as partition_dim
 from flatshard.module import FSDPModule
 
-_OF_MODEL = {  # what the model has too, by these names
+_OF_MODEL = {  # attributes, and their names in the model
     "zero_grad": "zero_grad_buffer",
     "scale_gradients": "scale_gradients",
     "copy_main_weights_to_model_weights": "install_optimized_model_weights",
@@ -30,32 +30,31 @@ _OF_MODEL = {  # what the model has too, by these names
 }
 
 
+@dataclass(frozen=True)
 class TemporaryBucketAllocator:
-    """Where the memory comes from of what is gathered, or is to be reduced: a pool of the engine."""
+    """The allocator of gathered weights, or of gradients in flight: a pool of the engine."""
 
-    def __init__(self, model: weakref.ref[Any], name: str) -> None:
-        self._model, self._name = model, name
+    _model: Any  # a proxy
+    _name: str
 
     @property
     def pool(self) -> Pool | None:
         """None before the first forward."""
-        model = self._model()
-        unit = None if model is None else unit_of(model.module)
+        unit = unit_of(self._model.module)
         return None if unit is None or unit.root is None else getattr(unit.root, self._name)
 
 
-# Of no use by themselves: which of them an allocator is says what the configuration has asked for.
+# They do not differ: the class of an allocator shows which one the configuration asked for.
 StorageResizeBasedBucketAllocator = type("StorageResizeBasedBucketAllocator", (TemporaryBucketAllocator,), {})
 FixedPoolAllocator = type("FixedPoolAllocator", (TemporaryBucketAllocator,), {})
 MaxPoolAllocator = type("MaxPoolAllocator", (TemporaryBucketAllocator,), {})
 
 
 class ParamAndGradBuffer:
-    """The parameters and gradients of a `MegatronFSDP`, which it does not own."""
+    """The parameters and gradients of a `MegatronFSDP`. ReferenceError if the model has been deleted."""
 
     def __init__(self, model: Any) -> None:
-        self._model = weakref.ref(model)
-        config = model.ddp_config
+        self._model, config = weakref.proxy(model), model.ddp_config
         self.use_decoupled_grad = config.megatron_fsdp_use_decoupled_grad
         kind = FixedPoolAllocator if config.fsdp_double_buffer else StorageResizeBasedBucketAllocator
         kind = MaxPoolAllocator if config.megatron_fsdp_max_pool_double_buffer else kind
@@ -63,22 +62,15 @@ class ParamAndGradBuffer:
         self.main_grad_alloc = kind(self._model, "reduce_pool")
 
     @property
-    def _owner(self) -> Any:
-        model = self._model()
-        if model is None:
-            raise RuntimeError("the model of this param_and_grad_buffer has been deleted")
-        return model
-
-    @property
     def optimizer_named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Sharded parameters by their names in the module."""
-        self._owner._replace_param_with_distributed_if_needed()
-        return list(self._owner.module.named_parameters())
+        """The sharded parameters with their names in the module."""
+        self._model._replace_param_with_distributed_if_needed()
+        return list(self._model.module.named_parameters())
 
     @property
     def parameter_groups(self) -> list[ParameterGroup]:
-        """Parameters of one unit that travel together, unit after unit from the outside in."""
-        root = self._owner.module
+        """The parameter groups of all units, outer units first."""
+        root = self._model.module
         return [
             ParameterGroup(root.get_submodule(name), unit, group, number or None)
             for number, (name, unit) in enumerate(units_below(root))
@@ -89,60 +81,59 @@ class ParamAndGradBuffer:
 
     def __getattr__(self, name: str) -> Any:
         if name not in _OF_MODEL:
-            raise AttributeError(f"{name}: not in the param_and_grad_buffer of flatshard.megatron")
-        return getattr(self._owner, _OF_MODEL[name])
+            raise AttributeError(f"{name}: flatshard.megatron's param_and_grad_buffer does not have this attribute")
+        return getattr(self._model, _OF_MODEL[name])
 
     def all_gather_parameters(self, async_op: bool = True) -> None:
-        """Bring compute weights that rest whole up to date. Where they are sharded, a forward gathers them."""
+        """Update replicated compute weights from main weights. RuntimeError if compute weights are sharded."""
         if any(is_sharded(p) for group in self.parameter_groups for p in group.engine.placements.parameter):
-            raise RuntimeError("all_gather_parameters: compute weights are sharded; use start_param_sync()")
-        self._owner.install_optimized_model_weights()
+            raise RuntimeError("all_gather_parameters: compute weights are sharded; use the model's start_param_sync()")
+        self._model.install_optimized_model_weights()
 
     def reduce_scatter_gradients(self, async_op: bool = True) -> None:
-        """Reduce what backwards have left unreduced, and wait for it; so does `all_reduce_gradients`."""
-        self._owner.synchronize_gradient_reduce()
+        """Do the reduces that backwards have left undone, all-reduces too."""
+        self._model.synchronize_gradient_reduce()
 
     all_reduce_gradients = reduce_scatter_gradients
 
     def manual_buffer_registration(self) -> None:
-        """Let what is communicated lie in registered memory from now on. Once is enough."""
+        """Communicate from memory that is registered with NCCL from now on. Call it once."""
         symmetric = not self.ddp_config.disable_symmetric_registration
-        for module in self._owner.module.modules():
+        for module in self._model.module.modules():
             if isinstance(module, FSDPModule):
-                register_memory(module, self.dist_index.dp_mesh, symmetric)
+                utils.register_memory(module, self.dist_index.dp_mesh, symmetric)
 
 
 def make_fsdp_dtensor(
-    local_tensor: torch.Tensor, param: torch.Tensor, dist_index: FSDPDistributedIndex, is_sharded_param: bool = True,
-    is_expert_param: bool = False, run_check: bool = False, update_uneven_dtensor_chunk_meta: bool = False,
-    force_sync_tp_duplicated_param: bool = False,
+    local_tensor: torch.Tensor, param: torch.Tensor, dist_index: utils.FSDPDistributedIndex,
+    is_sharded_param: bool = True, is_expert_param: bool = False, run_check: bool = False,
+    update_uneven_dtensor_chunk_meta: bool = False, force_sync_tp_duplicated_param: bool = False,
 ) -> DTensor:  # fmt: skip
-    """This rank's rows of a parameter, or all of it unless ``is_sharded_param``, as a DTensor over all of its meshes.
+    """A DTensor over data-parallel and tensor-parallel meshes, of this rank's rows (all, unless ``is_sharded_param``).
 
-    ``param`` has the shape and the marks that the parameter has before data parallelism: it may be a DTensor of tensor
-    parallelism. ``run_check``: AssertionError, on all ranks, unless the parts of all of them make up the whole.
-    ``force_sync_tp_duplicated_param``: what every tensor-parallel rank has becomes that of the first of them.
+    ``param`` has the shape and the marks of the parameter before data parallelism; it may be a DTensor of tensor
+    parallelism. ``run_check``: `validate_uneven_dtensor`. ``force_sync_tp_duplicated_param``: if every tensor-parallel
+    rank has all of the parameter, broadcast it from the first of them.
     """
-    part = _torch.local_of(param) if isinstance(param, DTensor) else param
+    part = _torch.held_of(param)
     if not is_sharded_param and local_tensor.numel() != part.numel():
-        found = f"{local_tensor.numel()} elements"
-        raise ValueError(f"a parameter of {tuple(part.shape)} that is not sharded was given as {found}")
+        found = f"has {local_tensor.numel()} elements; the parameter has shape {tuple(part.shape)}"
+        raise ValueError(f"local_tensor {found}, and is_sharded_param=False says that it is not sharded")
     mesh, outer = dist_index.mesh_of(is_expert_param), dist_index.hsdp_outer_dp_shard
     made = param if isinstance(param, DTensor) else None
-    if made is None and using_tensor_parallel(dist_index, is_expert_param):
-        assert dist_index.tp_dim is not None
-        tp, dim = dist_index.get_submesh(dist_index.tp_dim, is_expert_param), partition_dim(param)
+    if made is None and utils.using_tensor_parallel(dist_index, is_expert_param):
+        tp = dist_index.get_submesh(str(dist_index.tp_dim), is_expert_param)
+        dim = utils.get_mcore_tensor_parallel_partition_dim(param)
         if dim is not None:
             made = DTensor.from_local(torch.empty_like(param, device="meta"), tp, [Shard(dim)], run_check=False)
         elif force_sync_tp_duplicated_param:
-            take_first(Lane("duplicates", torch.device(mesh.device_type)), tp, 0, local_tensor)
+            utils.take_first(Lane("duplicates", torch.device(mesh.device_type)), tp, 0, local_tensor)
     local = local_tensor.detach().view(-1, *part.shape[1:]) if part.dim() else local_tensor.detach()
-    meta = torch.empty(part.shape, device="meta")
-    for axis in reversed(range(mesh.ndim)):  # the last one cuts first
+    for axis in reversed(range(mesh.ndim)):  # the last axis shards first
         cut = is_sharded_param and (axis == mesh.ndim - 1 or outer)
         line = mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[axis]]
         if made is None:
-            made = _torch.make_dtensor(local, line, [Shard(0) if cut else Replicate()], meta.shape, meta.stride())
+            made = _torch.make_dtensor(local, line, [Shard(0) if cut else Replicate()], part.shape)
         else:
             made = composed(local, line, [cut], 0, Parallel(_torch.spec_of(made)))
     assert made is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import math
@@ -102,9 +103,8 @@ class FSDPDistributedIndex:
         """The submesh of axes of `get_root_mesh`, by their names."""
         mesh = self.get_root_mesh(is_expert_parallel)
         names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
-        missing = [name for name in names if mesh is None or name not in (mesh.mesh_dim_names or ())]
-        if missing or mesh is None:
-            raise ValueError(f"the mesh {mesh} has no axes {missing or names}")
+        if mesh is None or not contains_submesh(mesh, names):
+            raise ValueError(f"the mesh {mesh} has no axes {names}")
         return mesh[names]
 
     def get_dp_group(self, is_expert_parallel: bool = False) -> ProcessGroup:
@@ -113,8 +113,7 @@ class FSDPDistributedIndex:
             return self.get_fsdp_group(is_expert_parallel)
         given = self.hybrid_fsdp_expt_group if is_expert_parallel else self.hybrid_fsdp_group
         if given is None:
-            name = "hybrid_fsdp_expt_group" if is_expert_parallel else "hybrid_fsdp_group"
-            raise ValueError(f"{name}=None: give the process group of all data-parallel ranks")
+            raise ValueError("hybrid_fsdp_group (of experts: hybrid_fsdp_expt_group) was not given to the index")
         return given
 
     def get_fsdp_group(self, is_expert_parallel: bool = False, independent_all_gather: bool = False) -> ProcessGroup:
@@ -205,10 +204,8 @@ def _expert_modules(module: nn.Module, name: str) -> Iterator[list[nn.Module]]:
         yield [module] if called else [child for child in module.children() if any(True for _ in child.parameters())]
         return
     if any(is_expert(parameter) for parameter in module.parameters(recurse=False)):
-        raise ValueError(
-            f"'{name or type(module).__name__}' has parameters of experts (allreduce=False) and others; put those of "
-            "experts into a module of their own"
-        )
+        mixed = f"'{name or type(module).__name__}' has parameters of experts (allreduce=False) and others"
+        raise ValueError(f"{mixed}; put those of experts into a module of their own")
     for child_name, child in module.named_children():
         yield from _expert_modules(child, f"{name}.{child_name}" if name else child_name)
 
@@ -219,33 +216,25 @@ def distribute_marked(model: nn.Module, index: FSDPDistributedIndex) -> None:
     Their modules still compute with plain local tensors; norms, optimizers and checkpoints see global shapes. The
     parameters of experts with the same name are concatenated on dim 0.
     """
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    replaced = functools.cache(functools.partial(_distributed, index))  # cached: tied parameters stay tied
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is None or isinstance(parameter, DTensor):
-                continue
-            if parameter not in made:
-                replaced = _distributed(parameter, index)
-                if replaced is None:
-                    continue
-                made[parameter] = replaced
-            module._parameters[name] = made[parameter]
+            if parameter is not None and not isinstance(parameter, DTensor):
+                module._parameters[name] = replaced(parameter)
 
 
-def _distributed(parameter: nn.Parameter, index: FSDPDistributedIndex) -> nn.Parameter | None:
-    dim, root = get_mcore_tensor_parallel_partition_dim(parameter), index.get_root_mesh(is_expert(parameter))
-    if root is None:
-        return None
-    cuts = [(index.ep_dim, 0 if parameter.dim() and is_expert(parameter) else None), (index.tp_dim, dim)]
-    axes = {name: Shard(at) for name, at in cuts if at is not None and name in (root.mesh_dim_names or ())}
-    axes = {name: cut for name, cut in axes.items() if root[name].size() > 1}
+def _distributed(index: FSDPDistributedIndex, parameter: nn.Parameter) -> nn.Parameter:
+    """The DTensor of a marked parameter; other parameters as they are."""
+    root: Any = index.get_root_mesh(is_expert(parameter))
+    expert_dim = 0 if parameter.dim() and is_expert(parameter) else None
+    cuts = [(index.ep_dim, expert_dim), (index.tp_dim, get_mcore_tensor_parallel_partition_dim(parameter))]
+    sizes = {} if root is None else dict(zip(root.mesh_dim_names or (), root.shape))
+    axes: dict[Any, Shard] = {name: Shard(at) for name, at in cuts if at is not None and sizes.get(name, 1) > 1}
     if not axes:
-        return None
+        return parameter
     if index.hsdp_outer_dp_shard:
-        raise NotImplementedError(
-            f"outer_dp_sharding_strategy='optim': a parameter of shape {tuple(parameter.shape)} is sharded along "
-            f"{', '.join(axes)}, too, and can be sharded over one data-parallel axis only; use 'no_shard'"
-        )
+        what = f"a parameter of shape {tuple(parameter.shape)} is sharded along {', '.join(axes)}, too"
+        raise NotImplementedError(f"outer_dp_sharding_strategy='optim' is not supported: {what}; use 'no_shard'")
     whole: Any = DTensor.from_local(parameter.detach(), root[tuple(axes)], list(axes.values()), run_check=False)
     replaced = nn.Parameter(whole, requires_grad=parameter.requires_grad)
     replaced.__dict__.update({key: value for key, value in parameter.__dict__.items() if key not in replaced.__dict__})

@@ -873,7 +873,7 @@ def test_gathers_along_the_outer_axis_have_a_lane_of_their_own(ranks):
 def test_fields_of_buckets_are_named_in_a_warning(caplog):
     config = DistributedDataParallelConfig(bucket_size=1000, align_param_gather=True, nccl_ub=True)
     schedule_of(config)
-    assert "bucket_size, align_param_gather: of no effect" in caplog.text
+    assert "bucket_size, align_param_gather: no effect" in caplog.text
 
 
 def _deleted(rank, world):

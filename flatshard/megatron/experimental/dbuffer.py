@@ -76,6 +76,7 @@ class DBuffer:
         if allocation_stream is None and self.device.type == "cuda":
             allocation_stream = torch.cuda.current_stream(self.device)
         self.allocation_stream = allocation_stream  # None on a device without streams
+        self.offset = self._engine.held.first * self.layout.engine.segments[0].piece  # of `local_buffer` in the whole
 
     @classmethod
     def empty(cls, *args: Any, **kwargs: Any) -> DBuffer:
@@ -107,10 +108,6 @@ class DBuffer:
     dtype = property(lambda self: self._engine.dtype)
     device = property(lambda self: self._engine.device)
     is_symmetric_memory = property(lambda self: _torch.is_symmetric(self.local_buffer), doc="False before torch 2.12.")
-    offset = property(
-        lambda self: self._engine.held.first * self.layout.engine.segments[0].piece,
-        doc="The element of the whole at which `local_buffer` starts.",
-    )
 
     def get_local_tensor(self, index: int) -> torch.Tensor:
         """This rank's rows of a tensor: some, none, or all of them."""

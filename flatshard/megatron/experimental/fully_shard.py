@@ -39,8 +39,7 @@ def fully_shard_context(
     """
     if _open.get() is not None:
         raise RuntimeError("fully_shard_context does not support nesting: exit the outer one first")
-    place = None if device is None else torch.device(device)
-    context = FsdpContext(use_symmetric_memory, unify_communication_stream, place)
+    context = FsdpContext(use_symmetric_memory, unify_communication_stream, device and torch.device(device))
     token = _open.set(context)
     try:
         yield context
@@ -80,22 +79,18 @@ def fully_shard(
         "gradient_scale": "mean" if grad_divisor == 1 and not placements.sums else scale,
         "schedule": SchedulePolicy(separate_groups=not context.unify_communication_stream),
     }  # fmt: skip
+    place = torch.device(mesh.device_type)
     for each in reversed(units):
         api.fully_shard(each, **choices)
-        _adopt(each, context, mesh, symmetric)
+        kind: Any = type(each)
+        each.__class__ = _class_of(kind)
+        context.add(each, is_open=not alone)
+        if any(parameter.is_meta for parameter in each.parameters()):
+            each._apply(lambda tensor: torch.empty_like(tensor, device=place) if tensor.is_meta else tensor)
+        if symmetric:
+            register_memory(each, mesh)  # type: ignore[arg-type]
     for each in below if alone else ():  # outside a context, the outermost unit shares its own with all units below
         context.add(each, is_open=False)
-
-
-def _adopt(module: nn.Module, context: FsdpContext, mesh: DeviceMesh, symmetric: bool) -> None:
-    kind: Any = type(module)
-    module.__class__ = _class_of(kind)
-    context.add(module, is_open=_open.get() is context)
-    if any(parameter.is_meta for parameter in module.parameters()):
-        place = torch.device(mesh.device_type)
-        module._apply(lambda tensor: torch.empty_like(tensor, device=place) if tensor.is_meta else tensor)
-    if symmetric:
-        register_memory(module, mesh)  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -103,10 +98,7 @@ def microbatch(
     module: nn.Module | FsdpContext | None = None, is_last: bool = True, *, is_first: bool = True,
     context: FsdpContext | None = None,
 ) -> Iterator[None]:  # fmt: skip
-    """`flatshard.microbatch` for all units that share a context with ``module``, or for the units of ``context``.
-
-    A module without units is accepted, and nothing is done.
-    """
+    """`flatshard.microbatch` for the units of ``context``, or of the contexts that units below ``module`` belong to."""
     target = module if context is None else context
     if (module is None) == (context is None) or not isinstance(target, (nn.Module, FsdpContext)):
         raise TypeError("microbatch takes a module or a context: give exactly one of them")

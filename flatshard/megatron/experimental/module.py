@@ -15,6 +15,7 @@ from flatshard.megatron.experimental.parameter_group import CONTEXTS, ParameterG
 from flatshard.module import FSDPModule, share_comm_ctx
 
 _CONTEXT = "_flatshard_megatron_context"
+_unit: Callable[[Any], Any] = unit_of  # the modules of a context always have one
 
 
 @dataclass(eq=False)
@@ -56,9 +57,8 @@ class FsdpContext:
 
     def close(self) -> None:
         """Let the units run, and their roots share lanes."""
-        for guard in self._guards:
-            guard.remove()
-        self._guards = []
+        while self._guards:
+            self._guards.pop().remove()
         roots: list[Any] = self.roots
         if len(roots) > 1 and not any(parameter.is_meta for root in roots for parameter in root.parameters()):
             share_comm_ctx(roots)
@@ -120,9 +120,3 @@ class FsdpModule(FSDPModule):
     def is_root(self) -> bool:
         """Whether this unit is in no other unit."""
         return cast(nn.Module, self) in self.context.roots
-
-
-def _unit(module: Any) -> Unit:
-    unit = unit_of(module)
-    assert unit is not None
-    return unit

@@ -48,18 +48,15 @@ def to_engine(placement: Placement) -> layout.Placement:
         return placement
     if isinstance(placement, TorchReplicate):
         return layout.Replicate()
-    if isinstance(placement, TorchShard):
-        if placement.dim:
-            raise ValueError(f"{placement}: buffers are sharded on dim 0 only; use Shard(0)")
-        return layout.Flat()
     if isinstance(placement, BlockAtomic):
         return layout.Block(placement.rows)
-    if isinstance(placement, (Partial, TorchPartial)):
-        named = str(placement.reduce_op).rpartition(".")[2].lower()
-        if named not in ("sum", "avg"):
-            raise ValueError(f"{placement}: reduce_op must be a sum or an average")
-        return layout.Partial("avg" if named == "avg" else "sum")
-    raise TypeError(f"{placement!r} is not a placement: use Flat(), Shard(0), Replicate() or Partial(op)")
+    if isinstance(placement, TorchShard) and not placement.dim:
+        return layout.Flat()
+    op = str(getattr(placement, "reduce_op", None)).rpartition(".")[2].lower()
+    if op in ("sum", "avg"):
+        return layout.Partial("avg" if op == "avg" else "sum")
+    kind = ValueError if isinstance(placement, (TorchShard, Partial, TorchPartial)) else TypeError
+    raise kind(f"{placement!r}: the placement must be Flat(), Shard(0), Replicate(), or Partial of a sum or an average")
 
 
 def to_torch(placement: Placement) -> Any:

@@ -61,8 +61,8 @@ class FullyShardMixedPrecisionPolicy:
 
     def __post_init__(self) -> None:
         if self.fp8 is None:
-            made = FullyShardFP8Policy(self.fp8_param_gather, self.fp8_recipe, self.keep_fp8_transpose_cache)
-            object.__setattr__(self, "fp8", made)
+            fields = self.fp8_param_gather, self.fp8_recipe, self.keep_fp8_transpose_cache
+            vars(self).update(fp8=FullyShardFP8Policy(*fields))
 
     def engine(self) -> EnginePolicy:
         """The engine's policy."""
