@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
@@ -294,7 +295,8 @@ def _state_dict(self: Optimizer) -> Any:
 
 def _load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
     """As the optimizer's own, which may read and change what it has loaded: it sees all of it. All ranks call it."""
-    with _whole(self).loading() as loaded:
+    loaded: defaultdict[Any, Any] = defaultdict(dict)  # by parameter, with the same entries on all ranks
+    with _whole(self).with_state(loaded):
         type(self).__mro__[1].load_state_dict(self, state_dict)  # type: ignore[attr-defined]
     self.state = loaded
 
@@ -304,7 +306,7 @@ def _take_state(self: Optimizer, state: dict[str, Any]) -> None:
     base = type(self).__mro__[1].__setstate__  # type: ignore[attr-defined]
     if LOCAL not in self.__dict__ or "state" not in state:
         base(self, state)
-    elif _whole(self).loaded is not None:
+    elif _whole(self).stand_in is not None:  # in `load_state_dict`
         with _whole(self).split_entries(state["state"]) as parts:
             base(self, {**state, "state": parts})
     else:

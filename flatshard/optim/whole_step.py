@@ -61,15 +61,14 @@ class WholeStep:
         self._lane = functools.cache(functools.partial(Lane, "whole"))  # one per device
         self._generation = -1
         self._compared = 0  # batches of which the ranks have the same
-        self._stand_in: Any = None  # what `optimizer.state` is meanwhile
+        self.stand_in: Any = None  # what `optimizer.state` is meanwhile
         self._shown: dict[Any, State] | None = None  # what it was when somebody looked, since the last step
-        self.loaded: defaultdict[Any, State] | None = None  # what is being loaded, by parameter
         self._has_state = False
 
     @property
     def is_stepping(self) -> bool:
         """Whether the optimizer's step is running, or something else that must see only what it is given."""
-        return self._stand_in is not None or self.local.is_stepping
+        return self.stand_in is not None or self.local.is_stepping
 
     # Plan
 
@@ -300,8 +299,8 @@ class WholeStep:
 
     def public_state(self, optimizer: Optimizer) -> Any:
         """The public state: for whole parameters, what this rank owns. The entries are the internal ones."""
-        if self._stand_in is not None:
-            return self._stand_in
+        if self.stand_in is not None:
+            return self.stand_in
         if self.local.is_stepping or not self._has_state:
             return self.local.public_state(optimizer)
         if self._shown is None:
@@ -349,26 +348,19 @@ class WholeStep:
     @contextmanager
     def with_state(self, state: Any) -> Iterator[None]:
         """Within it, this is `optimizer.state`."""
-        before, self._stand_in = self._stand_in, state
+        before, self.stand_in = self.stand_in, state
         try:
             yield
         finally:
-            self._stand_in = before
-
-    @contextmanager
-    def loading(self) -> Iterator[defaultdict[Any, State]]:
-        """In it, `optimizer.state` is what `split_entries` is given, by parameter: the same entries on all ranks."""
-        self.loaded = loaded = defaultdict[Any, State](dict)
-        try:
-            with self.with_state(loaded):
-                yield loaded
-        finally:
-            self.loaded = None
+            self.stand_in = before
 
     @contextmanager
     def split_entries(self, state: Mapping[Any, State]) -> Iterator[dict[Any, State]]:
-        """State that is being loaded, in which parts of parameters have entries by the names that optimizers know."""
-        assert self.loaded is not None
+        """State that is being loaded, in which parts of parameters have entries by the names that optimizers know.
+
+        After it, what `with_state` was given has all of it, by parameter.
+        """
+        loaded = self.stand_in
         split = {p: parts for p, parts in self.parts.items() if p in state and parts[0].matrix.label}
         found: dict[Any, State] = defaultdict(dict, {key: value for key, value in state.items() if key not in split})
         for parameter, parts in split.items():
@@ -379,7 +371,7 @@ class WholeStep:
         together = {
             p: join_entries([(e.matrix.label, found.pop(e.tensor)) for e in parts]) for p, parts in split.items()
         }
-        self.loaded.update({**found, **together})
+        loaded.update({**found, **together})
 
     @contextmanager
     def taking_state(self, optimizer: Optimizer, state: Mapping[Any, State]) -> Iterator[dict[Any, State]]:
