@@ -197,9 +197,8 @@ def _install(optimizer: Opt, side: LocalStep | WholeStep) -> Opt:
         _refuse(optimizer, "rest" if side.leaves_any else "none")
     optimizer.__dict__[LOCAL] = side
     optimizer.__class__ = _local_class(type(optimizer), isinstance(side, WholeStep))  # type: ignore[assignment]
-    if isinstance(side, WholeStep) and state:
-        with side.taking_state(optimizer, state) as rest:
-            optimizer.__dict__["state"] = rest
+    if state:
+        optimizer.state = state
     if scheduled:
         _torch.put_scheduler_patch(optimizer)
     return optimizer
@@ -236,14 +235,21 @@ _CLASSES: dict[tuple[type[Optimizer], bool], type[Optimizer]] = {}
 def _local_class(cls: type[Optimizer], whole: bool) -> type[Optimizer]:
     """A subclass of ``cls`` whose step and state are `Local`'s, or `Whole`'s."""
     if (cls, whole) not in _CLASSES:
-        step = Optimizer.profile_hook_step(_step_over(_plain_step(cls)))
-        step.hooked = True  # type: ignore[attr-defined]
-        state = property(lambda self: _local(self).public_state(self), _set_state)
-        members: dict[str, Any] = {"step": step, "state": state, "zero_grad": _zero_grad}
+        base = _plain_step(cls)
+
+        @functools.wraps(base)
+        def step(self: Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+            loss = evaluated(closure)
+            result = _local(self).step(self, functools.partial(base, self, *((None, *args) if args else ()), **kwargs))
+            return result if closure is None else loss
+
+        members: dict[str, Any] = {"step": Optimizer.profile_hook_step(step), "zero_grad": _zero_grad}
+        members["step"].hooked = True
+        members["state"] = property(lambda self: _local(self).public_state(self), _set_state)
         if whole:
             members.update(state_dict=_state_dict, load_state_dict=_load_state_dict, __setstate__=_take_state)
-        names = {"__doc__": cls.__doc__, "__module__": cls.__module__}
-        _CLASSES[cls, whole] = type(f"FSDP{cls.__name__}", (cls,), {**names, **members})
+        members.update(__doc__=cls.__doc__, __module__=cls.__module__)
+        _CLASSES[cls, whole] = type(f"FSDP{cls.__name__}", (cls,), members)
     return _CLASSES[cls, whole]
 
 
@@ -251,16 +257,6 @@ def _plain_step(cls: type[Optimizer]) -> Callable[..., Any]:
     """The step of a class without hooks: hooks run around our step, not within it, where the optimizer is changed."""
     base = cls.step
     return base.__wrapped__ if getattr(base, "hooked", False) else base  # type: ignore[attr-defined]
-
-
-def _step_over(base: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(base)
-    def step(self: Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        loss = evaluated(closure)
-        result = _local(self).step(self, functools.partial(base, self, *((None, *args) if args else ()), **kwargs))
-        return result if closure is None else loss
-
-    return step
 
 
 def _local(optimizer: Optimizer) -> LocalStep | WholeStep:

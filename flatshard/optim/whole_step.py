@@ -206,21 +206,21 @@ class WholeStep:
 
         Once for each batch; all ranks call it.
         """
-        for batch in self.batches[self._compared :]:
-            for owner_group, here in _by_owner_group(batch):
-                what, then = "other matrices to step", "build the optimizer alike on all of them"
-                lines = [f"{e.name} {e.matrix.shape} {e.dtypes}, owned by number {e.owner}" for e in here]
-                if after:
-                    numbers = sorted({each.number for each in here if each.number is not None})
-                    lines = [
-                        f"{key}={value!r} in parameter group {number}"
-                        for number in numbers
-                        for key, value in sorted(optimizer.param_groups[number].items())
-                        if isinstance(value, (int, float, str))
-                    ]
-                    what = "other options after a step"
-                    then += "; one that adds up over all parameters cannot be used"
-                self._agree(owner_group, lines, what, then)
+        for owner_group, here in _by_owner_group(e for batch in self.batches[self._compared :] for e in batch):
+            what, then = "other matrices to step", "build the optimizer alike on all of them"
+            lines = [f"{e.name} {e.matrix.shape} {e.dtypes}, owned by number {e.owner}" for e in here]
+            if after:
+                what, then = (
+                    "other options after a step",
+                    f"{then}; one that adds up over all parameters cannot be used",
+                )
+                lines = [
+                    f"{key}={value!r} in parameter group {number}"
+                    for number in sorted({each.number for each in here if each.number is not None})
+                    for key, value in sorted(optimizer.param_groups[number].items())
+                    if isinstance(value, (int, float, str))
+                ]
+            self._agree(owner_group, lines, what, then)
         self._compared = len(self.batches) if after else self._compared
 
     def _agree(self, owner_group: OwnerGroup, lines: list[str], what: str, then: str) -> None:
