@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -141,15 +140,14 @@ class WholeStep:
         return not all(parameter in self.parts for parameter in self._listed)
 
     def _owner_group_of(self, parameter: nn.Parameter) -> OwnerGroup:
-        mesh: DeviceMesh | None = None
-        axes: tuple[int, ...] = ()
         device = _torch.held_of(parameter).device
-        if isinstance(parameter, DTensor):
-            mesh, axes = parameter.device_mesh, cut_axes(parameter)
-            if self.options.owners == "all":
-                axes = tuple(axis for axis in range(mesh.ndim) if mesh.size(axis) > 1)
-            if axes and mesh.device_type != device.type:  # weights on the host, which communicate on the device
-                device = torch.empty(0, device=mesh.device_type).device
+        if not isinstance(parameter, DTensor):
+            return self._owner_group(None, (), device)
+        mesh, axes = parameter.device_mesh, cut_axes(parameter)
+        if self.options.owners == "all":
+            axes = tuple(axis for axis in range(mesh.ndim) if mesh.size(axis) > 1)
+        if axes and mesh.device_type != device.type:  # weights on the host, which communicate on the device
+            device = torch.empty(0, device=mesh.device_type).device
         return self._owner_group(mesh, axes, device)
 
     def plan(self, optimizer: Optimizer) -> None:
