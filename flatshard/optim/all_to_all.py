@@ -7,6 +7,7 @@ into one run of bytes, in the order of the matrices, so that both ranks know the
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -39,30 +40,24 @@ class OwnerGroup:
 
     def __init__(self, mesh: DeviceMesh | None, axes: tuple[int, ...], device: torch.device) -> None:
         self.mesh, self.axes, self.device = mesh, axes, device
-        self.places: list[tuple[int, ...]] = [()]
-        self.rank = 0
+        own = () if mesh is None else tuple(mesh.get_coordinate() or ())
+        self.places, self.rank = [own], 0
         if mesh is not None and axes:
-            own = mesh.get_coordinate()
-            assert own is not None
-            reach = [range(mesh.size(axis)) if axis in axes else (own[axis],) for axis in range(mesh.ndim)]
-            places = sorted(itertools.product(*reach), key=lambda place: int(mesh.mesh[place]))
-            self.places, self.rank = places, places.index(tuple(own))
-        elif mesh is not None:
-            self.places = [tuple(mesh.get_coordinate() or ())]
-        self._group: ProcessGroup | None = None
+            reach = [range(mesh.size(axis)) if axis in axes else (at,) for axis, at in enumerate(own)]
+            self.places = sorted(itertools.product(*reach), key=lambda place: int(mesh.mesh[place]))
+            self.rank = self.places.index(own)
 
     @property
     def size(self) -> int:
         return len(self.places)
 
-    @property
+    @functools.cached_property
     def group(self) -> ProcessGroup:
         """Its process group. The first call may be collective among its ranks."""
-        if self._group is None:
-            assert self.mesh is not None
-            self._group = joint_group(self.mesh, self.axes, user=self)
-            assert sorted(dist.get_process_group_ranks(self._group)) == [int(self.mesh.mesh[p]) for p in self.places]
-        return self._group
+        assert self.mesh is not None
+        group = joint_group(self.mesh, self.axes, user=self)
+        assert sorted(dist.get_process_group_ranks(group)) == [int(self.mesh.mesh[place]) for place in self.places]
+        return group
 
     def holders(self, parameter: torch.Tensor) -> Holders:
         """What each of its ranks holds of a parameter."""

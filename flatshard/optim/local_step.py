@@ -39,8 +39,7 @@ class LocalStep:
         self._ids: list[list[int]] = []
         self.flat_state: defaultdict[Any, State] = defaultdict(dict)  # by flat tensor
         self._outer: Any = None  # the optimizer's dict as we know it
-        self._outdated = False
-        self._was_read = True
+        self._outdated = False  # the flat state may have changed since the public one was read
         self.is_stepping = False  # the optimizer's step is running, and has our state
         self.early: Callable[[Optimizer], Any] | None = None  # the step of the optimizer's class, if backwards run it
         self._stepped: set[FlatParam] = set()  # by the backward before this step
@@ -77,7 +76,7 @@ class LocalStep:
             is_new = any(param.sharded.grad is not None and id(param.sharded) not in known for param in group.params)
             if not mine or is_new or not self._is_known(optimizer) or not self._attach(mine):
                 return
-        if self._was_read and not self._agrees():
+        if not self._outdated and not self._agrees():
             return
         self._run(optimizer, mine, [[] for _ in optimizer.param_groups], functools.partial(self.early, optimizer))
         self._stepped.update(mine)
@@ -99,7 +98,7 @@ class LocalStep:
             {**group, "params": others} for group, plain, others in zip(groups, tensors, dtensors) if plain and others
         ]
         optimizer.param_groups, self.is_stepping = [*lent, *more], True
-        self._outdated, self._was_read = True, False
+        self._outdated = True
         try:
             return base()
         finally:
@@ -136,7 +135,6 @@ class LocalStep:
         if outer is not self._outer:
             self._flat_params, self._generation, self.flat_state = [], -1, defaultdict(dict)
             self._outer, self._outdated = outer, False
-        self._was_read = True
         if self._outdated:
             kinds, known = self._kinds(), len(outer)
             for each in self._flat_params:
@@ -155,9 +153,8 @@ class LocalStep:
 
     def settle(self) -> bool:
         """Detect changes of the state now, because a captured step cannot. Returns whether there are none."""
-        if self._was_read and self._generation >= 0 and self._agrees():
-            self._was_read = False
-        return not self._was_read
+        self._outdated = self._outdated or (self._generation >= 0 and self._agrees())
+        return self._outdated
 
     def _is_known(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer has the parameters and the state from which the flat parameters were created."""
@@ -174,7 +171,7 @@ class LocalStep:
             return False
         if not self._attach(each for each in self._flat_params if each not in stepped):
             return False
-        return not self._was_read or self._agrees()
+        return self._outdated or self._agrees()
 
     def _agrees(self) -> bool:
         """Whether the public state that was read has not been changed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
@@ -195,9 +196,8 @@ def _install(optimizer: Opt, side: LocalStep | WholeStep) -> Opt:
         _refuse(optimizer, "rest" if side.leaves_any else "none")
     optimizer.__dict__[LOCAL] = side
     optimizer.__class__ = _local_class(type(optimizer), isinstance(side, WholeStep))  # type: ignore[assignment]
-    if isinstance(side, WholeStep) and state:
-        with side.taking_state(optimizer, state) as rest:
-            optimizer.__dict__["state"] = rest
+    if state:
+        optimizer.state = state
     if scheduled:
         _torch.put_scheduler_patch(optimizer)
     return optimizer
@@ -234,14 +234,21 @@ _CLASSES: dict[tuple[type[Optimizer], bool], type[Optimizer]] = {}
 def _local_class(cls: type[Optimizer], whole: bool) -> type[Optimizer]:
     """A subclass of ``cls`` whose step and state are `Local`'s, or `Whole`'s."""
     if (cls, whole) not in _CLASSES:
-        step = Optimizer.profile_hook_step(_step_over(_plain_step(cls)))
-        step.hooked = True  # type: ignore[attr-defined]
-        state = property(lambda self: _local(self).public_state(self), _set_state)
-        members: dict[str, Any] = {"step": step, "state": state, "zero_grad": _zero_grad}
+        base = _plain_step(cls)
+
+        @functools.wraps(base)
+        def step(self: Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+            loss = evaluated(closure)
+            result = _local(self).step(self, functools.partial(base, self, *((None, *args) if args else ()), **kwargs))
+            return result if closure is None else loss
+
+        members: dict[str, Any] = {"step": Optimizer.profile_hook_step(step), "zero_grad": _zero_grad}
+        members["step"].hooked = True
+        members["state"] = property(lambda self: _local(self).public_state(self), _set_state)
         if whole:
             members.update(state_dict=_state_dict, load_state_dict=_load_state_dict, __setstate__=_take_state)
-        names = {"__doc__": cls.__doc__, "__module__": cls.__module__}
-        _CLASSES[cls, whole] = type(f"FSDP{cls.__name__}", (cls,), {**names, **members})
+        members.update(__doc__=cls.__doc__, __module__=cls.__module__)
+        _CLASSES[cls, whole] = type(f"FSDP{cls.__name__}", (cls,), members)
     return _CLASSES[cls, whole]
 
 
@@ -249,16 +256,6 @@ def _plain_step(cls: type[Optimizer]) -> Callable[..., Any]:
     """The step of a class without hooks: hooks run around our step, not within it, where the optimizer is changed."""
     base = cls.step
     return base.__wrapped__ if getattr(base, "hooked", False) else base  # type: ignore[attr-defined]
-
-
-def _step_over(base: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(base)
-    def step(self: Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        loss = evaluated(closure)
-        result = _local(self).step(self, functools.partial(base, self, *((None, *args) if args else ()), **kwargs))
-        return result if closure is None else loss
-
-    return step
 
 
 def _local(optimizer: Optimizer) -> LocalStep | WholeStep:
@@ -294,7 +291,8 @@ def _state_dict(self: Optimizer) -> Any:
 
 def _load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
     """As the optimizer's own, which may read and change what it has loaded: it sees all of it. All ranks call it."""
-    with _whole(self).loading() as loaded:
+    loaded: defaultdict[Any, Any] = defaultdict(dict)  # by parameter, with the same entries on all ranks
+    with _whole(self).with_state(loaded):
         type(self).__mro__[1].load_state_dict(self, state_dict)  # type: ignore[attr-defined]
     self.state = loaded
 
@@ -304,7 +302,7 @@ def _take_state(self: Optimizer, state: dict[str, Any]) -> None:
     base = type(self).__mro__[1].__setstate__  # type: ignore[attr-defined]
     if LOCAL not in self.__dict__ or "state" not in state:
         base(self, state)
-    elif _whole(self).loaded is not None:
+    elif _whole(self).stand_in is not None:  # in `load_state_dict`
         with _whole(self).split_entries(state["state"]) as parts:
             base(self, {**state, "state": parts})
     else:

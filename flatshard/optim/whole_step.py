@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -61,15 +60,14 @@ class WholeStep:
         self._lane = functools.cache(functools.partial(Lane, "whole"))  # one per device
         self._generation = -1
         self._compared = 0  # batches of which the ranks have the same
-        self._stand_in: Any = None  # what `optimizer.state` is meanwhile
+        self.stand_in: Any = None  # what `optimizer.state` is meanwhile
         self._shown: dict[Any, State] | None = None  # what it was when somebody looked, since the last step
-        self.loaded: defaultdict[Any, State] | None = None  # what is being loaded, by parameter
         self._has_state = False
 
     @property
     def is_stepping(self) -> bool:
         """Whether the optimizer's step is running, or something else that must see only what it is given."""
-        return self._stand_in is not None or self.local.is_stepping
+        return self.stand_in is not None or self.local.is_stepping
 
     # Plan
 
@@ -142,15 +140,14 @@ class WholeStep:
         return not all(parameter in self.parts for parameter in self._listed)
 
     def _owner_group_of(self, parameter: nn.Parameter) -> OwnerGroup:
-        mesh: DeviceMesh | None = None
-        axes: tuple[int, ...] = ()
         device = _torch.held_of(parameter).device
-        if isinstance(parameter, DTensor):
-            mesh, axes = parameter.device_mesh, cut_axes(parameter)
-            if self.options.owners == "all":
-                axes = tuple(axis for axis in range(mesh.ndim) if mesh.size(axis) > 1)
-            if axes and mesh.device_type != device.type:  # weights on the host, which communicate on the device
-                device = torch.empty(0, device=mesh.device_type).device
+        if not isinstance(parameter, DTensor):
+            return self._owner_group(None, (), device)
+        mesh, axes = parameter.device_mesh, cut_axes(parameter)
+        if self.options.owners == "all":
+            axes = tuple(axis for axis in range(mesh.ndim) if mesh.size(axis) > 1)
+        if axes and mesh.device_type != device.type:  # weights on the host, which communicate on the device
+            device = torch.empty(0, device=mesh.device_type).device
         return self._owner_group(mesh, axes, device)
 
     def plan(self, optimizer: Optimizer) -> None:
@@ -207,21 +204,19 @@ class WholeStep:
 
         Once for each batch; all ranks call it.
         """
-        for batch in self.batches[self._compared :]:
-            for owner_group, here in _by_owner_group(batch):
-                what, then = "different matrices to step", "build the same optimizer on all ranks"
-                lines = [f"{e.name} {e.matrix.shape} {e.dtypes}, owned by number {e.owner}" for e in here]
-                if after:
-                    numbers = sorted({each.number for each in here if each.number is not None})
-                    lines = [
-                        f"{key}={value!r} in parameter group {number}"
-                        for number in numbers
-                        for key, value in sorted(optimizer.param_groups[number].items())
-                        if isinstance(value, (int, float, str))
-                    ]
-                    what = "different options after a step"
-                    then += "; an optimizer that accumulates over all parameters cannot be used"
-                self._agree(owner_group, lines, what, then)
+        for owner_group, here in _by_owner_group(e for batch in self.batches[self._compared :] for e in batch):
+            what, then = "different matrices to step", "build the same optimizer on all ranks"
+            lines = [f"{e.name} {e.matrix.shape} {e.dtypes}, owned by number {e.owner}" for e in here]
+            if after:
+                what = "different options after a step"
+                then += "; an optimizer that accumulates over all parameters cannot be used"
+                lines = [
+                    f"{key}={value!r} in parameter group {number}"
+                    for number in sorted({each.number for each in here if each.number is not None})
+                    for key, value in sorted(optimizer.param_groups[number].items())
+                    if isinstance(value, (int, float, str))
+                ]
+            self._agree(owner_group, lines, what, then)
         self._compared = len(self.batches) if after else self._compared
 
     def _agree(self, owner_group: OwnerGroup, lines: list[str], what: str, then: str) -> None:
@@ -300,8 +295,8 @@ class WholeStep:
 
     def public_state(self, optimizer: Optimizer) -> Any:
         """The public state: for whole parameters, what this rank owns. The entries are the internal ones."""
-        if self._stand_in is not None:
-            return self._stand_in
+        if self.stand_in is not None:
+            return self.stand_in
         if self.local.is_stepping or not self._has_state:
             return self.local.public_state(optimizer)
         if self._shown is None:
@@ -349,26 +344,19 @@ class WholeStep:
     @contextmanager
     def with_state(self, state: Any) -> Iterator[None]:
         """Within it, this is `optimizer.state`."""
-        before, self._stand_in = self._stand_in, state
+        before, self.stand_in = self.stand_in, state
         try:
             yield
         finally:
-            self._stand_in = before
-
-    @contextmanager
-    def loading(self) -> Iterator[defaultdict[Any, State]]:
-        """In it, `optimizer.state` is what `split_entries` is given, by parameter: the same entries on all ranks."""
-        self.loaded = loaded = defaultdict[Any, State](dict)
-        try:
-            with self.with_state(loaded):
-                yield loaded
-        finally:
-            self.loaded = None
+            self.stand_in = before
 
     @contextmanager
     def split_entries(self, state: Mapping[Any, State]) -> Iterator[dict[Any, State]]:
-        """State that is being loaded, in which parts of parameters have entries by the names that optimizers know."""
-        assert self.loaded is not None
+        """State that is being loaded, in which parts of parameters have entries by the names that optimizers know.
+
+        After it, what `with_state` was given has all of it, by parameter.
+        """
+        loaded = self.stand_in
         split = {p: parts for p, parts in self.parts.items() if p in state and parts[0].matrix.label}
         found: dict[Any, State] = defaultdict(dict, {key: value for key, value in state.items() if key not in split})
         for parameter, parts in split.items():
@@ -379,7 +367,7 @@ class WholeStep:
         together = {
             p: join_entries([(e.matrix.label, found.pop(e.tensor)) for e in parts]) for p, parts in split.items()
         }
-        self.loaded.update({**found, **together})
+        loaded.update({**found, **together})
 
     @contextmanager
     def taking_state(self, optimizer: Optimizer, state: Mapping[Any, State]) -> Iterator[dict[Any, State]]:

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.optim import Optimizer
 
 from flatshard import _torch, fully_shard, fully_shard_optimizer
+from flatshard.optim.step import is_settled
 from tests.dist.models import batches, loss_of, make_net
 
 pytestmark = pytest.mark.sampled(2)
@@ -313,6 +314,20 @@ def _views(rank, world):
 def test_state_entries_are_views_that_are_built_once(ranks):
     keys = ranks(4, _views)
     assert all(k == keys[0] for k in keys)  # PITFALL 20: the same keys on every rank, whatever it holds (PITFALL 7)
+
+
+def _replayed(rank, world):
+    model, optimizer = ready(rank, world, steps=1)
+    parameter = model.net.blocks[0].up.weight
+    for count in range(1, 4):
+        assert optimizer.state[parameter]["step"].item() == count
+        assert is_settled(optimizer)
+        for state in optimizer.__dict__["_flatshard_local"].flat_state.values():
+            state["step"] += 1  # as the replay of a graph does, of which nobody is told
+
+
+def test_the_state_that_is_read_between_replays_is_that_of_the_last_one(ranks):
+    ranks(2, _replayed)
 
 
 def _round_trip(rank, world, first, second):
