@@ -180,9 +180,8 @@ def load_safetensors(
     folder = _arguments.path("folder", folder)
     check_names(names)
     ranks = Exchange("control")
-    staged: list[dict[str, Any]] = []
 
-    def stage() -> None:
+    def stage() -> dict[str, Any]:
         source = find_tensors(folder)
         if names:
             shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
@@ -192,7 +191,6 @@ def load_safetensors(
         total = sum(file["bytes"] for file in source.files.values()) // ranks.size
         shown = bar("loading", total, progress and ranks.rank == 0)
         with shown as advance, ConvertingReader(source, advance, model, recipes) as reader:
-            staged.append(stage_model(source, reader, model, strict))
+            return stage_model(source, reader, model, strict)
 
-    on_all_ranks(ranks, stage)
-    put_weights(model, staged[0])
+    put_weights(model, on_all_ranks(ranks, stage))

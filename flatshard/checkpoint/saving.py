@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from flatshard import _arguments
 from flatshard.buffer import Exchange
-from flatshard.checkpoint.errors import CheckpointError, on_all_ranks
+from flatshard.checkpoint.errors import CheckpointError, from_all_ranks, on_all_ranks
 from flatshard.checkpoint.files import BLOCK, TensorEntry, sync_folder
 from flatshard.checkpoint.manifest import EXTRA, FORMAT, MANIFEST, Manifest, rank_file, write_manifest
 from flatshard.checkpoint.parts import merge_boxes, pack_boxes
@@ -94,30 +94,29 @@ def save(
         previous.wait()
     ranks = Exchange("checkpoint_save")
     state = {} if optimizer is None else saved_state(optimizer)
-    taken: list[Snapshot] = []
 
-    def prepare() -> tuple[str, dict[str, Any], str]:
+    def prepare() -> Snapshot:
         if path.exists():
             raise CheckpointError(f"{path} exists; a checkpoint is never overwritten: choose another path")
-        taken.append(take_snapshot(model, optimizer, state, extra, ranks.rank, ranks.size))
+        taken = take_snapshot(model, optimizer, state, extra, ranks.rank, ranks.size)
         if asynchronous:
-            taken[0].to_host()
-        kinds = [(key, *kind) for key, kind in taken[0].shared_tensors().items()]
-        return hashlib.sha256(repr(kinds).encode()).hexdigest(), *taken[0].describe_doubtful()
+            taken.to_host()
+        return taken
 
-    found = on_all_ranks(ranks, prepare)
-    for rank, (described, _, _) in enumerate(found):
-        if described != found[0][0]:
+    taken = on_all_ranks(ranks, prepare)
+    digest = hashlib.sha256(repr(list(taken.shared_tensors().items())).encode()).hexdigest()
+    digests, doubtful, samples = zip(*from_all_ranks(ranks, [digest, *taken.describe_doubtful()]))
+    for rank, each in enumerate(digests):
+        if each != digests[0]:
             raise CheckpointError(
                 f"rank {rank} has weights or optimizer state of other names, shapes or dtypes than rank 0; {path} was "
                 "not saved: build the same model and optimizer on all ranks"
             )
-    _, doubtful, samples = map(list, zip(*found))
-    for problem in on_all_ranks(ranks, lambda: taken[0].leave_to_one(doubtful, samples)):
+    for problem in from_all_ranks(ranks, on_all_ranks(ranks, lambda: taken.leave_to_one(doubtful, samples))):
         if problem is not None:
             raise CheckpointError(problem)
     pending = PendingSave(path)
-    arguments = (pending, taken[0], ranks, keep_last, progress and not asynchronous)
+    arguments = (pending, taken, ranks, keep_last, progress and not asynchronous)
     if asynchronous:
         _last = pending
         threading.Thread(target=_run, args=arguments, name="flatshard checkpoint").start()
@@ -150,10 +149,9 @@ def _write(path: Path, taken: Snapshot, ranks: Exchange, keep_last: int | None, 
 
     try:
         on_all_ranks(ranks, start)
-        own: list[Any] = []
-        on_all_ranks(ranks, lambda: own.append(_write_own(folder, taken, progress)))
+        own = on_all_ranks(ranks, lambda: _write_own(folder, taken, progress))
         # These messages are long, so only rank 0 receives them, one after another.
-        written = map(json.loads, ranks.gather(json.dumps(own[0]).encode(), only_first=True))
+        written = map(json.loads, ranks.gather(json.dumps(own).encode(), only_first=True))
         on_all_ranks(ranks, lambda: _publish(path, folder, taken, written, keep_last) if ranks.rank == 0 else None)
     except CheckpointError:
         if ranks.rank == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -99,7 +99,7 @@ class Snapshot:
         """What other ranks need for `leave_to_one`. It is short, because every rank sends it to every other."""
         return pack_boxes(self.shared_tensors(), self.doubtful), json.dumps(self.samples)
 
-    def leave_to_one(self, doubtful: list[dict[str, Any]], samples: list[str]) -> str | None:
+    def leave_to_one(self, doubtful: Sequence[dict[str, Any]], samples: Sequence[str]) -> str | None:
         """Leave tensors that several ranks would write to one of them. The arguments: `describe_doubtful` of all ranks.
 
         Returns an error text if this rank and a rank outside its mesh have different values under one name.
