@@ -22,13 +22,12 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from flatshard import _arguments, _torch
 from flatshard.checkpoint.dcp import METADATA, DcpFolder, check_archive
 from flatshard.checkpoint.errors import CheckpointError
-from flatshard.checkpoint.files import open_file
+from flatshard.checkpoint.files import INDEX, SINGLE, find_tensors, open_file
 from flatshard.checkpoint.json_trees import decode_tree, encode_tree
 from flatshard.checkpoint.manifest import MANIFEST, Manifest
 from flatshard.checkpoint.name_prefixes import with_names
 from flatshard.checkpoint.reader import Reader, read_extra
 from flatshard.checkpoint.safetensors import plan_files, write_files
-from flatshard.checkpoint.safetensors_files import INDEX, SINGLE, find_tensors
 from flatshard.checkpoint.saving import write_snapshot
 from flatshard.checkpoint.state import Snapshot
 

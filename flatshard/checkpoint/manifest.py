@@ -27,10 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from flatshard.checkpoint import manifest_checks
+from flatshard.checkpoint import files, manifest_checks
 from flatshard.checkpoint.errors import CheckpointError
-from flatshard.checkpoint.files import BLOCK, DTYPES, HEADER_LIMIT, Chunk, TensorEntry, TensorFiles, open_file
-from flatshard.checkpoint.safetensors_files import check_places, described_entry, reading, sums_in, with_sums
+from flatshard.checkpoint.files import BLOCK, DTYPES, HEADER_LIMIT, Chunk, TensorEntry, TensorFiles
 
 MANIFEST = "manifest.json"
 FORMAT = "flatshard checkpoint 3"
@@ -133,7 +132,7 @@ class Manifest(TensorFiles):
     def __init__(self, folder: Path) -> None:
         path, text = folder / MANIFEST, b""
         try:
-            with open_file(path) as file:
+            with files.open_file(path) as file:
                 text = file.read()
             outer = json.loads(text)
             body, digest = outer["body"], outer["sha256"]
@@ -203,19 +202,18 @@ class Manifest(TensorFiles):
 
     def take_header(self, name: str, header: bytes) -> None:
         path, rank = self.folder / name, self._ranks[name]
-        with reading(path, "a file of this checkpoint"):
+        with files.reading(path, "a file of this checkpoint"):
             described = json.loads(header[8:])
             metadata = described["__metadata__"]
             sizes = [table.numels.get(rank, 0) * itemsize for table, itemsize in self._kinds]
             begins = list(accumulate(sizes, initial=len(header)))
             blocks = list(accumulate((-(-size // BLOCK) for size in sizes), initial=0))
             own = {key: entry for key, entry in described.items() if key.startswith("extra/")}
-            entries = {key: described_entry(path, key, entry, name, len(header)) for key, entry in own.items()}
-            check_places(path, entries, begins[-1], self.files[name]["bytes"])
-            sums = sums_in(metadata)
+            entries = files.entries_in(path, own, len(header), begins[-1], self.files[name]["bytes"])
+            sums = files.sums_in(metadata)
             if len(sums) != blocks[-1] + sum(-(-entry.nbytes // BLOCK) for entry in entries.values()):
                 raise CheckpointError(f"{path} is inconsistent: {len(sums)} checksums do not fit its tensors")
-            entries = with_sums(entries, sums[blocks[-1] :], BLOCK)
+            entries = files.with_sums(entries, sums[blocks[-1] :], BLOCK)
             extra = json.loads(metadata[EXTRA])
             manifest_checks.tree(extra, entries, "extra")
         self.opened[name] = RankFile(np.array(begins), np.array(blocks), sums, extra, entries)

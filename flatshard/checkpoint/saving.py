@@ -18,11 +18,10 @@ from torch.optim import Optimizer
 from flatshard import _arguments
 from flatshard.buffer import Exchange
 from flatshard.checkpoint.errors import CheckpointError, from_all_ranks, on_all_ranks
-from flatshard.checkpoint.files import BLOCK, TensorEntry, sync_folder
+from flatshard.checkpoint.files import BLOCK, TensorEntry, sync_folder, write_file
 from flatshard.checkpoint.manifest import EXTRA, FORMAT, MANIFEST, Manifest, rank_file, write_manifest
 from flatshard.checkpoint.parts import merge_boxes, pack_boxes
 from flatshard.checkpoint.progress import bar
-from flatshard.checkpoint.safetensors_files import write_file
 from flatshard.checkpoint.state import Snapshot, take_snapshot
 from flatshard.optim.step import saved_state
 

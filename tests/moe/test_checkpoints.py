@@ -23,8 +23,8 @@ from flatshard.checkpoint import (
     CheckpointError,
     StoredAs,
     export_safetensors,
+    files,
     load_safetensors,
-    safetensors_files,
 )
 from flatshard.checkpoint.reader import Reader
 from flatshard.checkpoint.stored_as import pieces_of
@@ -159,9 +159,9 @@ def _exported(rank, world, folder):
         read.append(len(into))
         return readinto(self, name, box, start, into)
 
-    safetensors_files.SUMMED = 16
+    files.SUMMED = 16
     export_safetensors(model, folder, "1KB", names=RULES, progress=False)
-    safetensors_files.SUMMED = 1 << 16
+    files.SUMMED = 1 << 16
     for layout in (LAYOUTS[0], LAYOUTS[2], LAYOUTS[4], None):
         other, _ = make(layout, 3)
         Reader._read = counted
