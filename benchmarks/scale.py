@@ -57,8 +57,7 @@ from benchmarks.growth import ROWS, Chain
 from benchmarks.plan import choice_of, shapes_of
 from benchmarks.table import CASES
 from flatshard.checkpoint.files import BLOCK, TensorEntry, checked_header, file_facts
-from flatshard.checkpoint.manifest import EXTRA, FORMAT, MANIFEST, Manifest, rank_file
-from flatshard.checkpoint.parts import pack_boxes
+from flatshard.checkpoint.manifest import EXTRA, FORMAT, MANIFEST, Manifest, pack_boxes, rank_file
 from flatshard.checkpoint.reader import Reader
 from flatshard.checkpoint.saving import _publish
 from flatshard.checkpoint.state import Snapshot

@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 
 from flatshard import _arguments
 from flatshard.buffer import Exchange
+from flatshard.checkpoint import manifest
 from flatshard.checkpoint.errors import CheckpointError, from_all_ranks, on_all_ranks
 from flatshard.checkpoint.files import BLOCK, TensorEntry, sync_folder, write_file
-from flatshard.checkpoint.manifest import EXTRA, FORMAT, MANIFEST, Manifest, rank_file, write_manifest
-from flatshard.checkpoint.parts import merge_boxes, pack_boxes
+from flatshard.checkpoint.manifest import EXTRA, FORMAT, MANIFEST, Manifest, rank_file
 from flatshard.checkpoint.progress import bar
 from flatshard.checkpoint.state import Snapshot, take_snapshot
 from flatshard.optim.step import saved_state
@@ -170,7 +170,7 @@ def _write_own(folder: Path, taken: Snapshot, progress: bool) -> dict[str, Any]:
     with bar("saving", sum(entry.nbytes for entry in tensors.values()), progress and taken.rank == 0) as advance:
         file = write_file(folder / rank_file(taken.rank), tensors, values, advance, BLOCK, metadata)
     boxes = {key: (offsets, tuple(local.shape)) for key, offsets, local in taken.writes}
-    return {"file": file, **pack_boxes(taken.shared_tensors(), boxes)}
+    return {"file": file, **manifest.pack_boxes(taken.shared_tensors(), boxes)}
 
 
 def _publish(path: Path, folder: Path, taken: Snapshot, written: Iterable[Any], keep_last: int | None) -> None:
@@ -186,7 +186,7 @@ def _publish(path: Path, folder: Path, taken: Snapshot, written: Iterable[Any], 
             yield each
 
     kinds = taken.shared_tensors()
-    numbers, tables = merge_boxes([shape for _, shape in kinds.values()], packed())
+    numbers, tables = manifest.merge_boxes([shape for _, shape in kinds.values()], packed())
     others = complete(path.parent)
     body = {
         "format": FORMAT,
@@ -200,7 +200,7 @@ def _publish(path: Path, folder: Path, taken: Snapshot, written: Iterable[Any], 
             for (key, (dtype, shape)), number in zip(kinds.items(), numbers)
         },
     }
-    write_manifest(folder, body)
+    manifest.write_manifest(folder, body)
     sync_folder(folder)
     folder.rename(path)
     sync_folder(path.parent)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from flatshard import _torch
 from flatshard.checkpoint.files import CODES
 from flatshard.checkpoint.json_trees import encode_tree
-from flatshard.checkpoint.parts import merge_boxes, pack_boxes
+from flatshard.checkpoint.manifest import merge_boxes, pack_boxes
 
 
 @dataclass
