@@ -108,6 +108,11 @@ class TensorFiles:
         return chunk
 
 
+def swapped(sizes: Sequence[int]) -> tuple[int, ...]:
+    """The sizes, or offsets, of a tensor whose last two dims are swapped."""
+    return (*sizes[:-2], sizes[-1], sizes[-2])
+
+
 def _weights(count: int) -> Any:
     """Pseudo-random odd numbers of 64 bits: mixed multiples of the golden ratio."""
     mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)

@@ -200,6 +200,14 @@ def test_experts_are_exported_one_by_one_and_come_back(ranks, tmp_path):
         assert torch.equal(stored[f"layers.{layer}.norm.weight"], model[f"blocks.{layer}.norm.weight"])
 
 
+def test_a_stack_in_one_transposed_tensor_comes_back(tmp_path):
+    model, other, rules = Stacked(), Stacked(), [StoredAs("up", ("stored",), transposed=True)]
+    export_safetensors(model, tmp_path, names=rules, progress=False)
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["stored"], model.up.mT)
+    load_safetensors(other, tmp_path, names=rules, progress=False)
+    assert torch.equal(other.up, model.up)
+
+
 def test_names_that_mean_nothing_are_refused():
     for wrong in (
         {"name": "a.*", "files": ("b",)},
