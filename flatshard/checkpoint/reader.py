@@ -18,15 +18,22 @@ from flatshard.checkpoint.files import Chunk, TensorEntry, TensorFiles, block_ch
 from flatshard.checkpoint.json_trees import decode_tree
 from flatshard.checkpoint.manifest import Manifest, rank_file
 
+MakeTensor = Callable[[torch.dtype, Sequence[int]], torch.Tensor]
 _MOST_OPEN = 256  # files; the usual limit of a process is 1,024, and a checkpoint may have thousands
 
 
 class Reader(ExitStack):
-    """Reads tensors from files, which are opened when needed. ``advance`` is called with numbers of bytes read."""
+    """Reads tensors from files, which are opened when needed.
 
-    def __init__(self, source: TensorFiles, advance: Callable[[int], None] = lambda count: None) -> None:
+    ``advance`` is called with numbers of bytes read, and ``make`` to allocate tensors.
+    """
+
+    def __init__(
+        self, source: TensorFiles, advance: Callable[[int], None] = lambda count: None, make: MakeTensor | None = None
+    ) -> None:
         super().__init__()
         self._source, self._advance = source, advance
+        self._make = make or (lambda dtype, sizes: torch.empty(tuple(sizes), dtype=dtype))
         self._open: dict[str, BinaryIO] = {}
         self._verified: set[str] = set()
         self.callback(self._close)
@@ -57,7 +64,7 @@ class Reader(ExitStack):
                 missing -= math.prod(b - a for a, b in zip(low, high))
         if missing:
             raise CheckpointError(f"{self._source.folder} is incomplete: {missing} elements of '{name}' are in no file")
-        result = torch.empty(tuple(sizes), dtype=entry.dtype)
+        result = self._make(entry.dtype, sizes)
         for chunk, low, high in parts:
             into = result[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets))]
             first, last = ([a - o for a, o in zip(ends, chunk.offsets)] for ends in (low, high))
@@ -132,13 +139,11 @@ class Reader(ExitStack):
         return file
 
 
-def read_extra(
-    manifest: Manifest, reader: Reader, rank: int, keep: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
-) -> Any:
-    """The ``extra`` that a rank has saved, with each tensor replaced by what ``keep`` returns for it."""
+def read_extra(manifest: Manifest, reader: Reader, rank: int) -> Any:
+    """The ``extra`` that a rank has saved."""
     reader._file(rank_file(rank), f"extra/{rank}")
     file = manifest.opened[rank_file(rank)]
-    return decode_tree(file.extra, lambda key: keep(reader.read(key, file.tensors[key])))
+    return decode_tree(file.extra, lambda key: reader.read(key, file.tensors[key]))
 
 
 def verify(path: str | Path) -> None:

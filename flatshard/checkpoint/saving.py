@@ -36,7 +36,6 @@ class PendingSave:
         self.path = path
         self._done = threading.Event()
         self._error: BaseException | None = None
-        self._told = False  # `wait` has raised the error, so the next save does not raise it again
 
     def done(self) -> bool:
         """Whether the save has ended, with success or with an error."""
@@ -44,10 +43,12 @@ class PendingSave:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the save has ended, and raise its error if it failed. Returns False after ``timeout`` seconds."""
+        global _last
         if not self._done.wait(timeout):
             return False
+        if _last is self:
+            _last = None  # the next save does not raise the error again
         if self._error is not None:
-            self._told = True
             raise self._error
         return True
 
@@ -88,9 +89,8 @@ def save(
     _arguments.optimizer(optimizer)
     if keep_last is not None:
         _arguments.whole_number("keep_last", keep_last, 1)
-    previous, _last = _last, None
-    if previous is not None and not (previous._done.wait() and previous._told):
-        previous.wait()
+    if _last is not None:
+        _last.wait()
     ranks = Exchange("checkpoint_save")
     state = {} if optimizer is None else saved_state(optimizer)
 
@@ -103,7 +103,7 @@ def save(
         return taken
 
     taken = on_all_ranks(ranks, prepare)
-    digest = hashlib.sha256(repr(list(taken.shared_tensors().items())).encode()).hexdigest()
+    digest = hashlib.sha256(repr(list(taken.tensors.items())).encode()).hexdigest()
     digests, doubtful, samples = zip(*from_all_ranks(ranks, [digest, *taken.describe_doubtful()]))
     for rank, each in enumerate(digests):
         if each != digests[0]:
@@ -127,7 +127,7 @@ def save(
 
 def _run(pending: PendingSave, taken: Snapshot, ranks: Exchange, keep_last: int | None, progress: bool) -> None:
     try:
-        _write(pending.path, taken, ranks, keep_last, progress)
+        write_snapshot(pending.path, taken, ranks, keep_last, progress)
     except BaseException as error:
         pending._error = error
         if threading.current_thread() is not threading.main_thread():
@@ -137,7 +137,10 @@ def _run(pending: PendingSave, taken: Snapshot, ranks: Exchange, keep_last: int 
         pending._done.set()
 
 
-def _write(path: Path, taken: Snapshot, ranks: Exchange, keep_last: int | None, progress: bool) -> None:
+def write_snapshot(
+    path: Path, taken: Snapshot, ranks: Exchange, keep_last: int | None = None, progress: bool = False
+) -> None:
+    """Write a checkpoint from the snapshots of all ranks."""
     folder = path.parent / f"{_SAVING}{path.name}"
 
     def start() -> None:
@@ -158,11 +161,6 @@ def _write(path: Path, taken: Snapshot, ranks: Exchange, keep_last: int | None, 
         raise
 
 
-def write_snapshot(path: Path, taken: Snapshot) -> None:
-    """Write a checkpoint of one process from a snapshot."""
-    _write(path, taken, Exchange("checkpoint_save"), None, False)
-
-
 def _write_own(folder: Path, taken: Snapshot, progress: bool) -> dict[str, Any]:
     tensors = {key: TensorEntry(local.dtype, tuple(local.shape)) for key, _, local in taken.writes}
     metadata = {"format": FORMAT, EXTRA: json.dumps(taken.extra)}
@@ -170,7 +168,7 @@ def _write_own(folder: Path, taken: Snapshot, progress: bool) -> dict[str, Any]:
     with bar("saving", sum(entry.nbytes for entry in tensors.values()), progress and taken.rank == 0) as advance:
         file = write_file(folder / rank_file(taken.rank), tensors, values, advance, BLOCK, metadata)
     boxes = {key: (offsets, tuple(local.shape)) for key, offsets, local in taken.writes}
-    return {"file": file, **manifest.pack_boxes(taken.shared_tensors(), boxes)}
+    return {"file": file, **manifest.pack_boxes(taken.tensors, boxes)}
 
 
 def _publish(path: Path, folder: Path, taken: Snapshot, written: Iterable[Any], keep_last: int | None) -> None:
@@ -185,8 +183,7 @@ def _publish(path: Path, folder: Path, taken: Snapshot, written: Iterable[Any], 
             files.append(each["file"])
             yield each
 
-    kinds = taken.shared_tensors()
-    numbers, tables = manifest.merge_boxes([shape for _, shape in kinds.values()], packed())
+    numbers, tables = manifest.merge_boxes([shape for _, shape in taken.tensors.values()], packed())
     others = complete(path.parent)
     body = {
         "format": FORMAT,
@@ -197,7 +194,7 @@ def _publish(path: Path, folder: Path, taken: Snapshot, written: Iterable[Any], 
         "tables": tables,
         "tensors": {
             key: {"dtype": dtype, "shape": shape, "table": number}
-            for (key, (dtype, shape)), number in zip(kinds.items(), numbers)
+            for (key, (dtype, shape)), number in zip(taken.tensors.items(), numbers)
         },
     }
     manifest.write_manifest(folder, body)
