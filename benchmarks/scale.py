@@ -56,11 +56,9 @@ import flatshard.trust.watch as watch_module
 from benchmarks.growth import ROWS, Chain
 from benchmarks.plan import choice_of, shapes_of
 from benchmarks.table import CASES
-from flatshard.checkpoint.files import BLOCK, TensorEntry
-from flatshard.checkpoint.manifest import EXTRA, FORMAT, MANIFEST, Manifest, rank_file
-from flatshard.checkpoint.parts import pack_boxes
+from flatshard.checkpoint.files import BLOCK, TensorEntry, checked_header, file_facts
+from flatshard.checkpoint.manifest import EXTRA, FORMAT, MANIFEST, Manifest, pack_boxes, rank_file
 from flatshard.checkpoint.reader import Reader
-from flatshard.checkpoint.safetensors_files import checked_header, file_facts
 from flatshard.checkpoint.saving import _publish
 from flatshard.checkpoint.state import Snapshot
 from flatshard.layout.planner import LayoutName

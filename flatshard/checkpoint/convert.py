@@ -11,8 +11,8 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,22 +20,21 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from flatshard import _arguments, _torch
+from flatshard.buffer import Exchange
 from flatshard.checkpoint.dcp import METADATA, DcpFolder, check_archive
 from flatshard.checkpoint.errors import CheckpointError
-from flatshard.checkpoint.files import open_file
+from flatshard.checkpoint.files import INDEX, SINGLE, find_tensors, open_file
 from flatshard.checkpoint.json_trees import decode_tree, encode_tree
 from flatshard.checkpoint.manifest import MANIFEST, Manifest
 from flatshard.checkpoint.name_prefixes import with_names
-from flatshard.checkpoint.reader import Reader, read_extra
+from flatshard.checkpoint.reader import MakeTensor, Reader, read_extra
 from flatshard.checkpoint.safetensors import plan_files, write_files
-from flatshard.checkpoint.safetensors_files import INDEX, SINGLE, find_tensors
 from flatshard.checkpoint.saving import write_snapshot
 from flatshard.checkpoint.state import Snapshot
 
 Form = Literal["flatshard", "dcp", "safetensors", "torch"]
 FORMS: tuple[Form, ...] = ("flatshard", "dcp", "safetensors", "torch")
 _SUFFIXES: dict[str, Form] = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
-Tensors = Callable[[torch.dtype, Sequence[int]], torch.Tensor]
 
 
 @dataclass
@@ -98,11 +97,10 @@ def convert(
     if target.exists():
         raise CheckpointError(f"{target} exists and is not overwritten: choose another target")
     target.parent.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-")))
-        made = folder / "made"
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as folder:
+        made = Path(folder, "made")
         try:
-            state = _renamed(State.of(_READERS[form_of(source)](source, _scratch(folder), stack)), change)
+            state = _renamed(State.of(_READERS[form_of(source)](source, _scratch(folder))), change)
             if model_only or form == "safetensors":
                 state = State(state.model, None, {}, state.nested)
             _WRITERS[form](made, state)
@@ -130,7 +128,7 @@ def form_of(path: Path) -> Form:
     raise CheckpointError(f"{path} does not exist, or is no checkpoint in a known format ({', '.join(FORMS)})")
 
 
-def _scratch(folder: Path) -> Tensors:
+def _scratch(folder: str) -> MakeTensor:
     """A function that makes tensors whose memory is a file in ``folder``."""
     numbers = itertools.count()
 
@@ -138,7 +136,7 @@ def _scratch(folder: Path) -> Tensors:
         numel = torch.Size(shape).numel()
         if not numel:
             return torch.empty(tuple(shape), dtype=dtype)
-        path = str(folder / f"{next(numbers)}.tensor")
+        path = f"{folder}/{next(numbers)}.tensor"
         raw = torch.from_file(path, shared=True, size=numel * dtype.itemsize, dtype=torch.uint8)
         return raw.view(dtype).view(tuple(shape))
 
@@ -148,30 +146,23 @@ def _scratch(folder: Path) -> Tensors:
 # Reading
 
 
-def _read_own(path: Path, make: Tensors, stack: ExitStack) -> dict[str, Any]:
+def _read_own(path: Path, make: MakeTensor) -> dict[str, Any]:
     manifest = Manifest(path)
-    reader = stack.enter_context(Reader(manifest))
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        return make(tensor.dtype, tensor.shape).copy_(tensor)
-
-    def get(key: str) -> torch.Tensor:
-        return keep(reader.whole(key))
-
-    tree = {"model": decode_tree(manifest.model, get)}
-    if manifest.optimizer is not None:
-        optimizer = decode_tree(manifest.optimizer, get)
-        tree["optimizer"] = {"state": optimizer["state"], "param_groups": optimizer["groups"]}
-    extra = [read_extra(manifest, reader, rank, keep) for rank in range(manifest.world)]
+    with Reader(manifest, make=make) as reader:
+        tree = {"model": decode_tree(manifest.model, reader.whole)}
+        if manifest.optimizer is not None:
+            optimizer = decode_tree(manifest.optimizer, reader.whole)
+            tree["optimizer"] = {"state": optimizer["state"], "param_groups": optimizer["groups"]}
+        extra = [read_extra(manifest, reader, rank) for rank in range(manifest.world)]
     if any(each is not None for each in extra):
         tree["extra"] = extra
     return tree
 
 
-def _read_safetensors(path: Path, make: Tensors, stack: ExitStack) -> dict[str, Any]:
+def _read_safetensors(path: Path, make: MakeTensor) -> dict[str, Any]:
     found = find_tensors(path)
-    reader = stack.enter_context(Reader(found))
-    return {name: make(each.dtype, each.shape).copy_(reader.whole(name)) for name, each in found.tensors.items()}
+    with Reader(found, make=make) as reader:
+        return {name: reader.whole(name) for name in found.tensors}
 
 
 def _listed(tree: Any) -> Any:
@@ -184,7 +175,7 @@ def _listed(tree: Any) -> Any:
     return items
 
 
-def _read_torch(path: Path, make: Tensors, stack: ExitStack) -> dict[str, Any]:
+def _read_torch(path: Path, make: MakeTensor) -> dict[str, Any]:
     size = path.stat().st_size
     try:
         with open_file(path) as file:
@@ -267,8 +258,8 @@ def _write_own(path: Path, state: State) -> None:
     if state.optimizer is not None:
         optimizer = {"groups": state.optimizer["param_groups"], "state": state.optimizer["state"]}
         taken.optimizer = encode_tree(optimizer, taken.put, "optimizer")
-    taken.extra = encode_tree(state.rest or None, taken.put, "extra/0")
-    write_snapshot(path, taken)
+    taken.extra = encode_tree(state.rest or None, partial(taken.put, own=True), "extra/0")
+    write_snapshot(path, taken, Exchange("checkpoint_save"))
 
 
 def _write_safetensors(path: Path, state: State) -> None:
@@ -282,9 +273,9 @@ def _write_safetensors(path: Path, state: State) -> None:
     write_files(path, plan_files(tensors), iter(tensors.values()))
 
 
-_READERS: dict[Form, Callable[[Path, Tensors, ExitStack], dict[str, Any]]] = {
+_READERS: dict[Form, Callable[[Path, MakeTensor], dict[str, Any]]] = {
     "flatshard": _read_own,
-    "dcp": lambda path, make, stack: _listed(DcpFolder(path, stack).read(make)),
+    "dcp": lambda path, make: _listed(DcpFolder(path).read(make)),
     "safetensors": _read_safetensors,
     "torch": _read_torch,
 }

@@ -12,7 +12,7 @@ import math
 import pickle
 import zipfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,6 +21,7 @@ import torch
 from flatshard.checkpoint import manifest_checks
 from flatshard.checkpoint.errors import CheckpointError
 from flatshard.checkpoint.files import open_file
+from flatshard.checkpoint.reader import MakeTensor
 
 METADATA = ".metadata"
 _CHUNK = 1 << 20
@@ -73,9 +74,8 @@ def _set_state(record: Any, state: Any) -> None:
 class DcpFolder:
     """A checkpoint of torch.distributed.checkpoint. CheckpointError names a file that is damaged."""
 
-    def __init__(self, path: Path, stack: ExitStack) -> None:
-        self._path, self._stack = path, stack
-        self._open: dict[str, BinaryIO] = {}
+    def __init__(self, path: Path) -> None:
+        self._path = path
         try:
             with open_file(path / METADATA) as file:
                 found = _Unpickler(io.BytesIO(file.read())).load()
@@ -109,7 +109,8 @@ class DcpFolder:
             taken.setdefault(file, []).append((begin, begin + length))
         for file, ranges in taken.items():
             size = (self._path / file).stat().st_size if (self._path / file).is_file() else 0
-            if not manifest_checks.do_not_overlap(ranges) or max(end for _, end in ranges) > size:
+            overlap = any(before[1] > after[0] for before, after in pairwise(sorted(ranges)))
+            if overlap or max(end for _, end in ranges) > size:
                 raise ValueError(f"{file} is missing or too short, or values overlap in it")
         outline: dict[Any, Any] = {}
         for name, entry in self._described.items():
@@ -133,7 +134,7 @@ class DcpFolder:
         if math.prod(entry.size) * entry.dtype.itemsize > room:
             raise ValueError(f"'{name}' is larger than its parts in the files")
 
-    def read(self, make: Callable[[torch.dtype, Sequence[int]], torch.Tensor]) -> dict[str, Any]:
+    def read(self, make: MakeTensor) -> dict[str, Any]:
         """The contents as a tree of dicts. ``make`` creates the tensors; otherwise one part at a time is in memory."""
         tree: dict[str, Any] = {}
         for name, entry in self._described.items():
@@ -155,11 +156,9 @@ class DcpFolder:
             self._refuse(name, offsets, "the index does not name its file")
         info = self._stored[name, offsets]
         try:
-            if info.relative_path not in self._open:
-                self._open[info.relative_path] = self._stack.enter_context(open_file(self._path / info.relative_path))
-            file = self._open[info.relative_path]
-            file.seek(info.offset)
-            content = io.BytesIO(file.read(info.length))
+            with open_file(self._path / info.relative_path) as file:
+                file.seek(info.offset)
+                content = io.BytesIO(file.read(info.length))
             check_archive(content, info.length)
             return torch.load(content, weights_only=True, map_location="cpu")
         except Exception as error:  # a zip file, a pickle or torch can fail in any way

@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from flatshard.buffer import Exchange
 from flatshard.trust.alarm import PeerError
+
+T = TypeVar("T")
 
 
 class CheckpointError(ValueError):
     """A checkpoint is damaged, incomplete or of another model, or a save failed. The text names file and tensor."""
 
 
-def on_all_ranks(ranks: Exchange, action: Callable[[], Any]) -> list[Any]:
-    """The results of ``action`` on all ranks, sent as JSON. If it raises on any rank, CheckpointError on all ranks."""
+def on_all_ranks(ranks: Exchange, action: Callable[[], T]) -> T:
+    """The result of ``action`` on this rank. If it raises on any rank, CheckpointError on all ranks."""
     own: Exception | None = None
+    text = None
     try:
-        message = {"value": action()}
+        result = action()
     except PeerError:  # a rank has failed, so the exchange below would not end
         raise
     except Exception as error:
         own = error
-        message = {"error": str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"}
-    replies = [json.loads(reply) for reply in ranks.gather(json.dumps(message).encode())]
-    failed = [(rank, reply["error"]) for rank, reply in enumerate(replies) if "error" in reply]
-    if failed:
-        rank, text = failed[0]
-        if isinstance(own, CheckpointError):
-            raise own
-        raise CheckpointError(text if ranks.size == 1 else f"rank {rank}: {text}") from own
-    return [reply["value"] for reply in replies]
+        text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    for rank, problem in enumerate(from_all_ranks(ranks, text)):
+        if problem is not None:
+            if isinstance(own, CheckpointError):
+                raise own
+            raise CheckpointError(problem if ranks.size == 1 else f"rank {rank}: {problem}") from own
+    return result
+
+
+def from_all_ranks(ranks: Exchange, value: Any) -> list[Any]:
+    """The values of all ranks, in rank order, sent as JSON."""
+    return [json.loads(reply) for reply in ranks.gather(json.dumps(value).encode())]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from flatshard import _arguments, _torch
 from flatshard.buffer import Lane
+from flatshard.checkpoint.files import TensorEntry
 from flatshard.checkpoint.state import held_part
 
 _ALIGN = 16  # bytes; a bucket is all-reduced as integers of 4 bytes
@@ -60,19 +61,18 @@ def check_dtype(dtype: Any) -> None:
 def _iterate(
     tensors: dict[str, torch.Tensor], limit: int, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    buckets = _buckets(tensors, limit, dtype)
-    sharded = [sum(_size(tensors[name], dtype) for name in bucket) for bucket, axes in buckets if axes]
+    sent = {name: TensorEntry(cast_dtype(tensor, dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    buckets = _buckets(tensors, sent, limit)
+    most = max((sum(aligned(sent[name]) for name in names) for names, axes in buckets if axes), default=0)
     storage: torch.Tensor | None = None
-    for bucket, axes in buckets:
+    for names, axes in buckets:
         if not axes:
-            for name in bucket:
-                value = tensors[name]
-                yield name, held_part(value).local.to(cast_dtype(value, dtype))
+            for name in names:
+                yield name, held_part(tensors[name]).local.to(sent[name].dtype)
             continue
         if storage is None:
-            first = held_part(tensors[bucket[0]]).local
-            storage = torch.empty(max(sharded), dtype=torch.uint8, device=first.device)
-        yield from _gathered(tensors, bucket, axes, storage, dtype)
+            storage = torch.empty(most, dtype=torch.uint8, device=held_part(tensors[names[0]]).local.device)
+        yield from _gathered(tensors, {name: sent[name] for name in names}, axes, storage)
 
 
 def cast_dtype(tensor: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype:
@@ -80,12 +80,22 @@ def cast_dtype(tensor: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype:
     return tensor.dtype if wanted is None or not tensor.is_floating_point() else wanted
 
 
-def _size(tensor: torch.Tensor, dtype: torch.dtype | None) -> int:
-    return -(-tensor.numel() * cast_dtype(tensor, dtype).itemsize // _ALIGN) * _ALIGN
+def aligned(entry: TensorEntry) -> int:
+    """The bytes that a tensor takes in a buffer of `views_of`."""
+    return -(-entry.nbytes // _ALIGN) * _ALIGN
+
+
+def views_of(storage: torch.Tensor, entries: Mapping[str, TensorEntry]) -> tuple[dict[str, torch.Tensor], int]:
+    """Tensors as views of a buffer, one after another from its start, and the number of bytes that they take."""
+    views, place = {}, 0
+    for name, entry in entries.items():
+        views[name] = storage[place : place + entry.nbytes].view(entry.dtype).view(entry.shape)
+        place += aligned(entry)
+    return views, place
 
 
 def _buckets(
-    tensors: dict[str, torch.Tensor], limit: int, dtype: torch.dtype | None
+    tensors: dict[str, torch.Tensor], sent: dict[str, TensorEntry], limit: int
 ) -> list[tuple[list[str], tuple[int, ...]]]:
     """Names of consecutive tensors that are gathered together, with the mesh axes that they are sharded over."""
     found: list[tuple[list[str], tuple[int, ...]]] = []
@@ -95,20 +105,16 @@ def _buckets(
         placements = tensor.placements if isinstance(tensor, DTensor) else ()
         axes = tuple(axis for axis, placement in enumerate(placements) if not isinstance(placement, Replicate))
         mine = (axes, tensor.device_mesh if isinstance(tensor, DTensor) and axes else None)
-        if mine != kind or size + _size(tensor, dtype) > limit:
+        if mine != kind or size + aligned(sent[name]) > limit:
             found.append(([], axes))
             kind, size = mine, 0
         found[-1][0].append(name)
-        size += _size(tensor, dtype)
+        size += aligned(sent[name])
     return found
 
 
 def _gathered(
-    tensors: dict[str, torch.Tensor],
-    names: list[str],
-    axes: tuple[int, ...],
-    storage: torch.Tensor,
-    dtype: torch.dtype | None,
+    tensors: dict[str, torch.Tensor], bucket: dict[str, TensorEntry], axes: tuple[int, ...], storage: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Gather a bucket into ``storage`` and yield its tensors.
 
@@ -116,23 +122,17 @@ def _gathered(
     zeros where other ranks have values, so the sum of the bits is the full tensor. This takes twice the traffic of an
     all-gather, but no memory beyond the result, for shards of any size.
     """
-    gathered = [name for name in names if _is_gathered(tensors[name], axes, dtype)]
-    added = [name for name in names if name not in gathered]
-    views: dict[str, torch.Tensor] = {}
-    place = 0
-    for name in (*gathered, *added):
-        tensor = tensors[name]
-        kind = cast_dtype(tensor, dtype)
-        views[name] = storage[place : place + tensor.numel() * kind.itemsize].view(kind).view(tensor.shape)
-        place += _size(tensor, dtype)
-    bits = storage[place - sum(_size(tensors[name], dtype) for name in added) : place].zero_().view(torch.int32)
+    gathered = {name: entry for name, entry in bucket.items() if _is_gathered(tensors[name], axes, entry)}
+    added = {name: entry for name, entry in bucket.items() if name not in gathered}
+    views, end = views_of(storage, gathered | added)
+    bits = storage[end - sum(map(aligned, added.values())) : end].zero_().view(torch.int32)
     pieces = []
     for name, view in views.items():
         part = held_part(tensors[name])
         if part.offsets is not None:
             pieces.append(view[part.slices])
             pieces[-1].copy_(part.local)
-    first = tensors[names[0]]
+    first = tensors[next(iter(bucket))]
     assert isinstance(first, DTensor)
     lane, mesh = Lane("full_tensors", storage.device), first.device_mesh
     if gathered:
@@ -141,12 +141,12 @@ def _gathered(
         lane.all_gather(group, wholes, own, after=(lane.mark(),), name="full tensors").wait()
     for axis in axes if bits.numel() else ():
         lane.all_reduce(lane.group(mesh, axis), [bits], after=(lane.mark(),), name="full tensors").wait()
-    yield from ((name, views[name]) for name in names)
+    yield from ((name, views[name]) for name in bucket)
 
 
-def _is_gathered(tensor: torch.Tensor, axes: tuple[int, ...], dtype: torch.dtype | None) -> bool:
+def _is_gathered(tensor: torch.Tensor, axes: tuple[int, ...], entry: TensorEntry) -> bool:
     """Whether a tensor is all-gathered: it is large and all ranks have equally many rows. The same on all ranks."""
-    if not isinstance(tensor, DTensor) or len(axes) != 1 or _size(tensor, dtype) < _LARGE:
+    if not isinstance(tensor, DTensor) or len(axes) != 1 or aligned(entry) < _LARGE:
         return False
     placement = tensor.placements[axes[0]]  # the flat layout has a subclass of `Shard`, which does not count
     return type(placement) is Shard and placement.dim == 0 and tensor.shape[0] % tensor.device_mesh.size(axes[0]) == 0

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from flatshard import _arguments, _torch
 from flatshard.buffer import Exchange
-from flatshard.checkpoint.errors import CheckpointError, on_all_ranks
+from flatshard.checkpoint.errors import CheckpointError, from_all_ranks, on_all_ranks
 from flatshard.checkpoint.files import TensorFiles
 from flatshard.checkpoint.json_trees import decode_tree
 from flatshard.checkpoint.manifest import Manifest
@@ -48,27 +48,19 @@ def load(
     _arguments.module("load", model)
     _arguments.optimizer(optimizer)
     ranks = Exchange("control")
-    staged: list[tuple[dict[str, Any], Any, Any]] = []
-    manifests: list[Manifest] = []
+    manifest = on_all_ranks(ranks, lambda: Manifest(path))
+    if len(set(from_all_ranks(ranks, manifest.digest))) > 1:
+        raise CheckpointError(f"{path} is not the same on all ranks: it must be on storage that all ranks share")
 
-    def open_manifest() -> str:
-        manifests.append(Manifest(path))
-        return manifests[0].digest
-
-    def stage() -> None:
-        manifest = manifests[0]
+    def stage() -> tuple[dict[str, Any], Any, Any]:
         own = ranks.rank if manifest.world == ranks.size else 0
         total = sum(known["bytes"] for known in manifest.files.values()) // ranks.size
         with bar("loading", total, progress and ranks.rank == 0) as advance, Reader(manifest, advance) as reader:
             weights = stage_model(manifest, reader, model, strict)
             state = None if optimizer is None else _stage_optimizer(manifest, reader, model, optimizer)
-            staged.append((weights, state, read_extra(manifest, reader, own)))
+            return weights, state, read_extra(manifest, reader, own)
 
-    digests = on_all_ranks(ranks, open_manifest)
-    if len(set(digests)) > 1:
-        raise CheckpointError(f"{path} is not the same on all ranks: it must be on storage that all ranks share")
-    on_all_ranks(ranks, stage)
-    weights, state, extra = staged[0]
+    weights, state, extra = on_all_ranks(ranks, stage)
     put_weights(model, weights)
     if optimizer is not None:
         optimizer.__setstate__(state)

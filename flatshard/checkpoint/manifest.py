@@ -5,7 +5,9 @@
     rank-00000.safetensors      the boxes that rank 0 wrote, in the order of the manifest's tensors, then the tensors of
                                 its ``extra``; the header has the checksums, and ``extra`` itself
 
-A table is one way to cut a tensor into boxes. The manifest grows with the number of tensors, and with the number of
+A table is one way to cut a tensor into boxes: the boxes of all ranks. A model has thousands of tensors and few ways to
+cut them: blocks repeat, and a weight and its moments are cut alike. So a rank that saves sends its distinct boxes and
+one number per tensor, which compress well, and the manifest grows with the number of tensors, and with the number of
 ranks times the number of tables. A rank that loads reads the whole manifest, and the headers of the files that it
 needs. Every mebibyte of a box has a checksum, so that a part of a box can be verified by reading little more. The
 manifest has its own SHA-256, and a checksum of each tensor's entry, so that an error can name the damaged entry.
@@ -13,13 +15,14 @@ manifest has its own SHA-256, and a checksum of each tensor's entry, so that an 
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import math
 import os
 import re
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -27,10 +30,9 @@ from typing import Any
 
 import numpy as np
 
-from flatshard.checkpoint import manifest_checks
+from flatshard.checkpoint import files, manifest_checks
 from flatshard.checkpoint.errors import CheckpointError
-from flatshard.checkpoint.files import BLOCK, DTYPES, HEADER_LIMIT, Chunk, TensorEntry, TensorFiles, open_file
-from flatshard.checkpoint.safetensors_files import check_places, described_entry, reading, sums_in, with_sums
+from flatshard.checkpoint.files import BLOCK, DTYPES, HEADER_LIMIT, Chunk, TensorEntry, TensorFiles
 
 MANIFEST = "manifest.json"
 FORMAT = "flatshard checkpoint 3"
@@ -83,6 +85,39 @@ def _damaged_tensor(text: bytes) -> str:
     return f" in the entry of '{wrong[0]}'" if wrong else ""
 
 
+def pack_boxes(keys: Iterable[str], boxes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> dict[str, Any]:
+    """The boxes that one rank holds of the tensors ``keys``, as JSON."""
+    known: dict[Any, int] = {}
+    numbers = np.array([known.setdefault(boxes.get(key), len(known)) for key in keys], dtype="<u4")
+    return {"boxes": list(known), "numbers": base64.b64encode(zlib.compress(numbers.tobytes())).decode()}
+
+
+def merge_boxes(
+    shapes: Sequence[tuple[int, ...]], packed: Iterable[dict[str, Any]]
+) -> tuple[list[int], list[list[tuple[int, Sequence[int], Sequence[int]]]]]:
+    """The number of each tensor's table, and the tables: rank, offsets and sizes of each part.
+
+    ``packed``: the results of `pack_boxes` on all ranks, for tensors of these shapes.
+    """
+    known: dict[Any, int] = {}
+    tables = np.array([known.setdefault(shape, len(known)) for shape in shapes], dtype=np.int64)
+    seen: dict[str, Any] = {}
+    ranks: list[tuple[list[Any], Any]] = []
+    for each in packed:
+        text = each["numbers"]
+        if text not in seen:
+            numbers = seen[text] = np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype="<u4")
+            # Tensors share a table if every rank has the same box of each of them.
+            pairs = tables * len(each["boxes"]) + numbers
+            tables = np.unique(pairs, return_inverse=True)[1].reshape(-1)
+        ranks.append((each["boxes"], seen[text]))
+    made = []
+    for tensor in np.unique(tables, return_index=True)[1].tolist():
+        boxes = ((rank, held[numbers[tensor]]) for rank, (held, numbers) in enumerate(ranks))
+        made.append([(rank, *box) for rank, box in boxes if box is not None])
+    return tables.tolist(), made
+
+
 class _Table:
     """One way to cut a tensor into boxes, one per rank."""
 
@@ -133,7 +168,7 @@ class Manifest(TensorFiles):
     def __init__(self, folder: Path) -> None:
         path, text = folder / MANIFEST, b""
         try:
-            with open_file(path) as file:
+            with files.open_file(path) as file:
                 text = file.read()
             outer = json.loads(text)
             body, digest = outer["body"], outer["sha256"]
@@ -203,19 +238,18 @@ class Manifest(TensorFiles):
 
     def take_header(self, name: str, header: bytes) -> None:
         path, rank = self.folder / name, self._ranks[name]
-        with reading(path, "a file of this checkpoint"):
+        with files.reading(path, "a file of this checkpoint"):
             described = json.loads(header[8:])
             metadata = described["__metadata__"]
             sizes = [table.numels.get(rank, 0) * itemsize for table, itemsize in self._kinds]
             begins = list(accumulate(sizes, initial=len(header)))
             blocks = list(accumulate((-(-size // BLOCK) for size in sizes), initial=0))
             own = {key: entry for key, entry in described.items() if key.startswith("extra/")}
-            entries = {key: described_entry(path, key, entry, name, len(header)) for key, entry in own.items()}
-            check_places(path, entries, begins[-1], self.files[name]["bytes"])
-            sums = sums_in(metadata)
+            entries = files.entries_in(path, own, len(header), begins[-1], self.files[name]["bytes"])
+            sums = files.sums_in(metadata)
             if len(sums) != blocks[-1] + sum(-(-entry.nbytes // BLOCK) for entry in entries.values()):
                 raise CheckpointError(f"{path} is inconsistent: {len(sums)} checksums do not fit its tensors")
-            entries = with_sums(entries, sums[blocks[-1] :], BLOCK)
+            entries = files.with_sums(entries, sums[blocks[-1] :], BLOCK)
             extra = json.loads(metadata[EXTRA])
             manifest_checks.tree(extra, entries, "extra")
         self.opened[name] = RankFile(np.array(begins), np.array(blocks), sums, extra, entries)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -95,11 +94,6 @@ def _are_disjoint(boxes: Sequence[Box]) -> bool:
         if meets.all(axis=1).any():
             return False
     return True
-
-
-def do_not_overlap(ranges: Sequence[tuple[int, int]]) -> bool:
-    """Whether no two ranges (begin, end) overlap."""
-    return all(before[1] <= after[0] for before, after in pairwise(sorted(ranges)))
 
 
 def _short(value: Any) -> str:

@@ -14,19 +14,26 @@ import torch
 
 from flatshard import _arguments
 from flatshard.checkpoint.errors import CheckpointError
-from flatshard.checkpoint.files import Chunk, TensorEntry, TensorFiles, block_checksum, bytes_view, open_file
+from flatshard.checkpoint.files import Chunk, TensorEntry, TensorFiles, block_checksum, bytes_view, open_file, swapped
 from flatshard.checkpoint.json_trees import decode_tree
 from flatshard.checkpoint.manifest import Manifest, rank_file
 
+MakeTensor = Callable[[torch.dtype, Sequence[int]], torch.Tensor]
 _MOST_OPEN = 256  # files; the usual limit of a process is 1,024, and a checkpoint may have thousands
 
 
 class Reader(ExitStack):
-    """Reads tensors from files, which are opened when needed. ``advance`` is called with numbers of bytes read."""
+    """Reads tensors from files, which are opened when needed.
 
-    def __init__(self, source: TensorFiles, advance: Callable[[int], None] = lambda count: None) -> None:
+    ``advance`` is called with numbers of bytes read, and ``make`` to allocate tensors.
+    """
+
+    def __init__(
+        self, source: TensorFiles, advance: Callable[[int], None] = lambda count: None, make: MakeTensor | None = None
+    ) -> None:
         super().__init__()
         self._source, self._advance = source, advance
+        self._make = make or (lambda dtype, sizes: torch.empty(tuple(sizes), dtype=dtype))
         self._open: dict[str, BinaryIO] = {}
         self._verified: set[str] = set()
         self.callback(self._close)
@@ -57,44 +64,41 @@ class Reader(ExitStack):
                 missing -= math.prod(b - a for a, b in zip(low, high))
         if missing:
             raise CheckpointError(f"{self._source.folder} is incomplete: {missing} elements of '{name}' are in no file")
-        result = torch.empty(tuple(sizes), dtype=entry.dtype)
+        result = self._make(entry.dtype, sizes)
         for chunk, low, high in parts:
-            self._fill(name, result, offsets, chunk, low, high)
+            into = result[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets))]
+            first, last = ([a - o for a, o in zip(ends, chunk.offsets)] for ends in (low, high))
+            self._fill(name, into, chunk, first, last)
         if entry.dtype == torch.bool and result.numel() and result.view(torch.uint8).max() > 1:
             raise CheckpointError(f"{self._path(parts[0][0].file)} is damaged: '{name}' has values other than 0 and 1")
         return result
 
-    def _fill(
-        self, name: str, result: torch.Tensor, offsets: Sequence[int], chunk: Chunk, low: list[int], high: list[int]
-    ) -> None:
-        """Copy the elements from ``low`` to ``high`` of a tensor from one chunk."""
+    def _fill(self, name: str, into: torch.Tensor, chunk: Chunk, low: Sequence[int], high: Sequence[int]) -> None:
+        """Copy the elements from ``low`` to ``high`` of a chunk into a tensor of their shape."""
         if len(chunk.sizes) > 1 and chunk.sizes[0] == 1:  # drop this dim: then single rows of the next can be read
-            inside = replace(chunk, offsets=chunk.offsets[1:], sizes=chunk.sizes[1:])
-            self._fill(name, result[low[0] - offsets[0]], offsets[1:], inside, low[1:], high[1:])
+            self._fill(name, into[0], replace(chunk, sizes=chunk.sizes[1:]), low[1:], high[1:])
             return
         if chunk.transposed:
-            turned = replace(chunk, offsets=chunk.offsets[::-1], sizes=chunk.sizes[::-1], transposed=False)
-            part = result.new_empty([b - a for a, b in zip(low[::-1], high[::-1])])
-            self._fill(name, part, low[::-1], turned, low[::-1], high[::-1])
-            result[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets))] = part.T
+            part = into.new_empty(swapped(into.shape))
+            turned = replace(chunk, sizes=swapped(chunk.sizes), transposed=False)
+            self._fill(name, part, turned, swapped(low), swapped(high))
+            into.copy_(part.mT)
             return
-        into = result[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets))]
-        row = math.prod(chunk.sizes[1:]) * result.element_size()
-        first, last = (low[0] - chunk.offsets[0], high[0] - chunk.offsets[0]) if low else (0, 1)
-        start, stop = first * row, last * row
-        total = math.prod(chunk.sizes) * result.element_size()
-        whole_rows = into.is_contiguous() and into.numel() * result.element_size() == stop - start
+        if not low:  # a scalar is one row
+            into, low, high = into.view(1), (0,), (1,)
+        total = math.prod(chunk.sizes) * into.element_size()
+        row = math.prod(chunk.sizes[1:]) * into.element_size()
+        start, stop = low[0] * row, high[0] * row
         block = chunk.block if chunk.sums else 1  # only whole blocks can be verified
-        if whole_rows and start % block == 0 and (stop % block == 0 or stop == total):
+        begin, end = start - start % block, min(total, -(-stop // block) * block)
+        if (begin, end) == (start, stop) and into.is_contiguous() and into.nbytes == stop - start:
             self._read(name, chunk, start, bytes_view(into))
             return
-        begin, end = start - start % block, min(total, -(-stop // block) * block)
         scratch = torch.empty(end - begin, dtype=torch.uint8)
         self._read(name, chunk, begin, bytes_view(scratch))
-        part = scratch[start - begin : stop - begin].clone().view(result.dtype).view(last - first, *chunk.sizes[1:])
-        inner = [slice(a - o, b - o) for a, b, o in zip(low[1:], high[1:], chunk.offsets[1:])]
-        index = (slice(None), *inner)
-        into.copy_(part[index] if low else part[0])
+        rows = scratch[start - begin : stop - begin].clone().view(into.dtype).view(high[0] - low[0], *chunk.sizes[1:])
+        index = (slice(None), *(slice(first, last) for first, last in zip(low[1:], high[1:])))
+        into.copy_(rows[index])
 
     def _read(self, name: str, chunk: Chunk, start: int, into: memoryview) -> None:
         """Fill ``into`` with the bytes of a chunk from ``start``, and verify them if the chunk has checksums."""
@@ -135,13 +139,11 @@ class Reader(ExitStack):
         return file
 
 
-def read_extra(
-    manifest: Manifest, reader: Reader, rank: int, keep: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
-) -> Any:
-    """The ``extra`` that a rank has saved, with each tensor replaced by what ``keep`` returns for it."""
+def read_extra(manifest: Manifest, reader: Reader, rank: int) -> Any:
+    """The ``extra`` that a rank has saved."""
     reader._file(rank_file(rank), f"extra/{rank}")
     file = manifest.opened[rank_file(rank)]
-    return decode_tree(file.extra, lambda key: keep(reader.read(key, file.tensors[key])))
+    return decode_tree(file.extra, lambda key: reader.read(key, file.tensors[key]))
 
 
 def verify(path: str | Path) -> None:

@@ -7,7 +7,6 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +16,14 @@ from torch import nn
 from flatshard import _arguments
 from flatshard.buffer import Exchange
 from flatshard.checkpoint.errors import on_all_ranks
-from flatshard.checkpoint.files import CODES, TensorEntry, sync_folder
+from flatshard.checkpoint.files import CODES, INDEX, SINGLE, TensorEntry, find_tensors, sync_folder, write_file
 from flatshard.checkpoint.full import cast_dtype, check_dtype, iter_full_tensors, named_tensors
 from flatshard.checkpoint.loading import put_weights, stage_model
 from flatshard.checkpoint.progress import bar
-from flatshard.checkpoint.safetensors_files import INDEX, SINGLE, find_tensors, write_file
 from flatshard.checkpoint.stored_as import StoredAs, assemble, pieces_of
 from flatshard.checkpoint.transformers_conversion import ConvertingReader, convert_tensors
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-@dataclass
-class FilePlan:
-    """The tensors that a file, or a bucket, is to hold."""
-
-    name: str
-    tensors: dict[str, TensorEntry] = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(entry.nbytes for entry in self.tensors.values())
 
 
 def export_safetensors(
@@ -75,7 +61,8 @@ def export_safetensors(
         else:
             deque(pieces, maxlen=0)
 
-    with bar("exporting", sum(file.nbytes for file in files), progress and ranks.rank == 0) as advance:
+    total = sum(entry.nbytes for file in files for entry in file.values())
+    with bar("exporting", total, progress and ranks.rank == 0) as advance:
         on_all_ranks(ranks, write)
 
 
@@ -109,9 +96,10 @@ def plan_files(
     limit: int = 5 * 10**9,
     dtype: torch.dtype | None = None,
     names: Sequence[StoredAs] = (),
-) -> list[FilePlan]:
-    """Assign tensors to files of at most ``limit`` bytes, or of one larger tensor."""
-    files, size = [FilePlan("")], 0
+) -> list[dict[str, TensorEntry]]:
+    """Assign tensors to files, or buckets, of at most ``limit`` bytes, or of one larger tensor."""
+    files: list[dict[str, TensorEntry]] = [{}]
+    size = 0
     for name, tensor in tensors.items():
         kind = cast_dtype(tensor, dtype)
         if kind not in CODES:
@@ -121,31 +109,31 @@ def plan_files(
         for piece in pieces_of(name, tensor.shape, names):
             entry = TensorEntry(kind, piece.shape)
             if size and size + entry.nbytes > limit:
-                files.append(FilePlan(""))
+                files.append({})
                 size = 0
-            files[-1].tensors[piece.name] = entry
+            files[-1][piece.name] = entry
             size += entry.nbytes
-    for number, file in enumerate(files, 1):
-        file.name = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
     return files
 
 
 def write_files(
     folder: Path,
-    files: Sequence[FilePlan],
+    files: Sequence[Mapping[str, TensorEntry]],
     tensors: Iterator[torch.Tensor],
     advance: Callable[[int], None] = lambda count: None,
 ) -> None:
-    """Write tensors, in the order of the plan, to temporary files, and rename these when all are complete."""
-    names = [file.name for file in files]
+    """Write tensors, in the order of `plan_files`, to temporary files, and rename these when all are complete."""
+    names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    names = [SINGLE] if len(files) == 1 else names
     temporary = {name: folder / f".{name}.part" for name in (*names, INDEX)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for file in files:
-            write_file(temporary[file.name], file.tensors, tensors, advance)
+        for name, file in zip(names, files):
+            write_file(temporary[name], file, tensors, advance)
         if len(names) > 1:
-            weights = {name: file.name for file in files for name in file.tensors}
-            index = {"metadata": {"total_size": sum(file.nbytes for file in files)}, "weight_map": weights}
+            total = sum(entry.nbytes for file in files for entry in file.values())
+            weights = {key: name for name, file in zip(names, files) for key in file}
+            index = {"metadata": {"total_size": total}, "weight_map": weights}
             temporary[INDEX].write_text(json.dumps(index, indent=2) + "\n")
             names.append(INDEX)
         for name in names:
@@ -180,9 +168,8 @@ def load_safetensors(
     folder = _arguments.path("folder", folder)
     check_names(names)
     ranks = Exchange("control")
-    staged: list[dict[str, Any]] = []
 
-    def stage() -> None:
+    def stage() -> dict[str, Any]:
         source = find_tensors(folder)
         if names:
             shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
@@ -192,7 +179,6 @@ def load_safetensors(
         total = sum(file["bytes"] for file in source.files.values()) // ranks.size
         shown = bar("loading", total, progress and ranks.rank == 0)
         with shown as advance, ConvertingReader(source, advance, model, recipes) as reader:
-            staged.append(stage_model(source, reader, model, strict))
+            return stage_model(source, reader, model, strict)
 
-    on_all_ranks(ranks, stage)
-    put_weights(model, staged[0])
+    put_weights(model, on_all_ranks(ranks, stage))

@@ -17,12 +17,11 @@ from torch.optim import Optimizer
 
 from flatshard import _arguments
 from flatshard.buffer import Exchange
-from flatshard.checkpoint.errors import CheckpointError, on_all_ranks
-from flatshard.checkpoint.files import BLOCK, TensorEntry, sync_folder
-from flatshard.checkpoint.manifest import EXTRA, FORMAT, MANIFEST, Manifest, rank_file, write_manifest
-from flatshard.checkpoint.parts import merge_boxes, pack_boxes
+from flatshard.checkpoint import manifest
+from flatshard.checkpoint.errors import CheckpointError, from_all_ranks, on_all_ranks
+from flatshard.checkpoint.files import BLOCK, TensorEntry, sync_folder, write_file
+from flatshard.checkpoint.manifest import EXTRA, FORMAT, MANIFEST, Manifest, rank_file
 from flatshard.checkpoint.progress import bar
-from flatshard.checkpoint.safetensors_files import write_file
 from flatshard.checkpoint.state import Snapshot, take_snapshot
 from flatshard.optim.step import saved_state
 
@@ -37,7 +36,6 @@ class PendingSave:
         self.path = path
         self._done = threading.Event()
         self._error: BaseException | None = None
-        self._told = False  # `wait` has raised the error, so the next save does not raise it again
 
     def done(self) -> bool:
         """Whether the save has ended, with success or with an error."""
@@ -45,10 +43,12 @@ class PendingSave:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the save has ended, and raise its error if it failed. Returns False after ``timeout`` seconds."""
+        global _last
         if not self._done.wait(timeout):
             return False
+        if _last is self:
+            _last = None  # the next save does not raise the error again
         if self._error is not None:
-            self._told = True
             raise self._error
         return True
 
@@ -89,35 +89,33 @@ def save(
     _arguments.optimizer(optimizer)
     if keep_last is not None:
         _arguments.whole_number("keep_last", keep_last, 1)
-    previous, _last = _last, None
-    if previous is not None and not (previous._done.wait() and previous._told):
-        previous.wait()
+    if _last is not None:
+        _last.wait()
     ranks = Exchange("checkpoint_save")
     state = {} if optimizer is None else saved_state(optimizer)
-    taken: list[Snapshot] = []
 
-    def prepare() -> tuple[str, dict[str, Any], str]:
+    def prepare() -> Snapshot:
         if path.exists():
             raise CheckpointError(f"{path} exists; a checkpoint is never overwritten: choose another path")
-        taken.append(take_snapshot(model, optimizer, state, extra, ranks.rank, ranks.size))
+        taken = take_snapshot(model, optimizer, state, extra, ranks.rank, ranks.size)
         if asynchronous:
-            taken[0].to_host()
-        kinds = [(key, *kind) for key, kind in taken[0].shared_tensors().items()]
-        return hashlib.sha256(repr(kinds).encode()).hexdigest(), *taken[0].describe_doubtful()
+            taken.to_host()
+        return taken
 
-    found = on_all_ranks(ranks, prepare)
-    for rank, (described, _, _) in enumerate(found):
-        if described != found[0][0]:
+    taken = on_all_ranks(ranks, prepare)
+    digest = hashlib.sha256(repr(list(taken.tensors.items())).encode()).hexdigest()
+    digests, doubtful, samples = zip(*from_all_ranks(ranks, [digest, *taken.describe_doubtful()]))
+    for rank, each in enumerate(digests):
+        if each != digests[0]:
             raise CheckpointError(
                 f"rank {rank} has weights or optimizer state of other names, shapes or dtypes than rank 0; {path} was "
                 "not saved: build the same model and optimizer on all ranks"
             )
-    _, doubtful, samples = map(list, zip(*found))
-    for problem in on_all_ranks(ranks, lambda: taken[0].leave_to_one(doubtful, samples)):
+    for problem in from_all_ranks(ranks, on_all_ranks(ranks, lambda: taken.leave_to_one(doubtful, samples))):
         if problem is not None:
             raise CheckpointError(problem)
     pending = PendingSave(path)
-    arguments = (pending, taken[0], ranks, keep_last, progress and not asynchronous)
+    arguments = (pending, taken, ranks, keep_last, progress and not asynchronous)
     if asynchronous:
         _last = pending
         threading.Thread(target=_run, args=arguments, name="flatshard checkpoint").start()
@@ -129,7 +127,7 @@ def save(
 
 def _run(pending: PendingSave, taken: Snapshot, ranks: Exchange, keep_last: int | None, progress: bool) -> None:
     try:
-        _write(pending.path, taken, ranks, keep_last, progress)
+        write_snapshot(pending.path, taken, ranks, keep_last, progress)
     except BaseException as error:
         pending._error = error
         if threading.current_thread() is not threading.main_thread():
@@ -139,7 +137,10 @@ def _run(pending: PendingSave, taken: Snapshot, ranks: Exchange, keep_last: int 
         pending._done.set()
 
 
-def _write(path: Path, taken: Snapshot, ranks: Exchange, keep_last: int | None, progress: bool) -> None:
+def write_snapshot(
+    path: Path, taken: Snapshot, ranks: Exchange, keep_last: int | None = None, progress: bool = False
+) -> None:
+    """Write a checkpoint from the snapshots of all ranks."""
     folder = path.parent / f"{_SAVING}{path.name}"
 
     def start() -> None:
@@ -150,20 +151,14 @@ def _write(path: Path, taken: Snapshot, ranks: Exchange, keep_last: int | None, 
 
     try:
         on_all_ranks(ranks, start)
-        own: list[Any] = []
-        on_all_ranks(ranks, lambda: own.append(_write_own(folder, taken, progress)))
+        own = on_all_ranks(ranks, lambda: _write_own(folder, taken, progress))
         # These messages are long, so only rank 0 receives them, one after another.
-        written = map(json.loads, ranks.gather(json.dumps(own[0]).encode(), only_first=True))
+        written = map(json.loads, ranks.gather(json.dumps(own).encode(), only_first=True))
         on_all_ranks(ranks, lambda: _publish(path, folder, taken, written, keep_last) if ranks.rank == 0 else None)
     except CheckpointError:
         if ranks.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-def write_snapshot(path: Path, taken: Snapshot) -> None:
-    """Write a checkpoint of one process from a snapshot."""
-    _write(path, taken, Exchange("checkpoint_save"), None, False)
 
 
 def _write_own(folder: Path, taken: Snapshot, progress: bool) -> dict[str, Any]:
@@ -173,7 +168,7 @@ def _write_own(folder: Path, taken: Snapshot, progress: bool) -> dict[str, Any]:
     with bar("saving", sum(entry.nbytes for entry in tensors.values()), progress and taken.rank == 0) as advance:
         file = write_file(folder / rank_file(taken.rank), tensors, values, advance, BLOCK, metadata)
     boxes = {key: (offsets, tuple(local.shape)) for key, offsets, local in taken.writes}
-    return {"file": file, **pack_boxes(taken.shared_tensors(), boxes)}
+    return {"file": file, **manifest.pack_boxes(taken.tensors, boxes)}
 
 
 def _publish(path: Path, folder: Path, taken: Snapshot, written: Iterable[Any], keep_last: int | None) -> None:
@@ -188,8 +183,7 @@ def _publish(path: Path, folder: Path, taken: Snapshot, written: Iterable[Any], 
             files.append(each["file"])
             yield each
 
-    kinds = taken.shared_tensors()
-    numbers, tables = merge_boxes([shape for _, shape in kinds.values()], packed())
+    numbers, tables = manifest.merge_boxes([shape for _, shape in taken.tensors.values()], packed())
     others = complete(path.parent)
     body = {
         "format": FORMAT,
@@ -200,10 +194,10 @@ def _publish(path: Path, folder: Path, taken: Snapshot, written: Iterable[Any], 
         "tables": tables,
         "tensors": {
             key: {"dtype": dtype, "shape": shape, "table": number}
-            for (key, (dtype, shape)), number in zip(kinds.items(), numbers)
+            for (key, (dtype, shape)), number in zip(taken.tensors.items(), numbers)
         },
     }
-    write_manifest(folder, body)
+    manifest.write_manifest(folder, body)
     sync_folder(folder)
     folder.rename(path)
     sync_folder(path.parent)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from flatshard import _torch
 from flatshard.checkpoint.files import CODES
 from flatshard.checkpoint.json_trees import encode_tree
-from flatshard.checkpoint.parts import merge_boxes, pack_boxes
+from flatshard.checkpoint.manifest import merge_boxes, pack_boxes
 
 
 @dataclass
@@ -64,18 +64,15 @@ class Snapshot:
     model: Any = None
     optimizer: Any = None
     extra: Any = None
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # key -> dtype code, shape
+    # key -> dtype code, shape; without the tensors of ``extra``, which differ between ranks
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     writes: list[tuple[str, tuple[int, ...], torch.Tensor]] = field(default_factory=list)  # key, offsets, local
     # what this rank would write, and ranks outside its mesh may hold too, for example a norm with tensor parallelism
     doubtful: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)  # key -> offsets, sizes
     samples: dict[str, list[float]] = field(default_factory=dict)  # key -> a few values of a doubtful tensor
 
-    def shared_tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The dtype and shape of all tensors except those of ``extra``, which differ between ranks."""
-        return {key: kind for key, kind in self.tensors.items() if not key.startswith("extra/")}
-
     def put(self, key: str, tensor: torch.Tensor, own: bool = False) -> str:
-        """Add a tensor and return its key. ``own``: only this rank has it, so this rank writes it."""
+        """Add a tensor and return its key. ``own``: only this rank has it, in ``extra``, so this rank writes it."""
         if tensor.dtype not in CODES:
             raise TypeError(f"{key} has dtype {tensor.dtype}, which a checkpoint cannot hold")
         if tensor.is_meta:
@@ -84,7 +81,8 @@ class Snapshot:
         if _torch.is_wrapper(part.local):
             raise TypeError(f"{key} is a {type(part.local).__name__}; a checkpoint cannot hold this tensor subclass")
         number = len(self.tensors)
-        self.tensors[key] = (CODES[tensor.dtype], tuple(tensor.shape))
+        if not own:
+            self.tensors[key] = (CODES[tensor.dtype], tuple(tensor.shape))
         # replicas take turns, so that each writes the same number of tensors
         if part.offsets is not None and part.local.numel() and number % part.replicas == part.replica:
             self.writes.append((key, part.offsets, part.local))
@@ -97,21 +95,20 @@ class Snapshot:
 
     def describe_doubtful(self) -> tuple[dict[str, Any], str]:
         """What other ranks need for `leave_to_one`. It is short, because every rank sends it to every other."""
-        return pack_boxes(self.shared_tensors(), self.doubtful), json.dumps(self.samples)
+        return pack_boxes(self.tensors, self.doubtful), json.dumps(self.samples)
 
-    def leave_to_one(self, doubtful: list[dict[str, Any]], samples: list[str]) -> str | None:
+    def leave_to_one(self, doubtful: Sequence[dict[str, Any]], samples: Sequence[str]) -> str | None:
         """Leave tensors that several ranks would write to one of them. The arguments: `describe_doubtful` of all ranks.
 
         Returns an error text if this rank and a rank outside its mesh have different values under one name.
         """
-        kinds = self.shared_tensors()
-        numbers, tables = merge_boxes([shape for _, shape in kinds.values()], doubtful)
+        numbers, tables = merge_boxes([shape for _, shape in self.tensors.values()], doubtful)
         holders: dict[Any, list[int]] = defaultdict(list)
         for number, table in enumerate(tables):
             for rank, offsets, _ in table:
                 holders[number, tuple(offsets)].append(rank)
         read, others = cache(lambda rank: json.loads(samples[rank])), set()
-        for turn, (key, number) in enumerate(zip(kinds, numbers)):
+        for turn, (key, number) in enumerate(zip(self.tensors, numbers)):
             if key in self.doubtful:
                 ranks = holders[number, self.doubtful[key][0]]
                 if key in self.samples and not _are_copies(self.samples[key], read(ranks[0])[key]):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flatshard.checkpoint.errors import CheckpointError
-from flatshard.checkpoint.files import TensorEntry
+from flatshard.checkpoint.files import TensorEntry, swapped
 
 _EXPERT = "{expert}"
 
@@ -63,7 +63,7 @@ class StoredPiece:
     def shape(self) -> tuple[int, ...]:
         """The shape in the file."""
         sizes = self.sizes[self.is_slice :]
-        return (*sizes[:-2], sizes[-1], sizes[-2]) if self.transposed else sizes
+        return swapped(sizes) if self.transposed else sizes
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """The tensor to write to the file, as a view of the full tensor."""

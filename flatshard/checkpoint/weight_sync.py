@@ -6,6 +6,7 @@ the other is sent.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -23,17 +24,16 @@ from torch.distributed.tensor import DTensor
 
 from flatshard import _arguments
 from flatshard.buffer import spread
-from flatshard.checkpoint.files import CODES, DTYPES, TensorEntry
-from flatshard.checkpoint.full import cast_dtype, check_dtype, named_tensors
+from flatshard.checkpoint.files import CODES, DTYPES, TensorEntry, find_tensors
+from flatshard.checkpoint.full import aligned, cast_dtype, check_dtype, named_tensors, views_of
 from flatshard.checkpoint.reader import Reader
-from flatshard.checkpoint.safetensors import FilePlan, check_names, plan_files, stored_tensors, write_files
-from flatshard.checkpoint.safetensors_files import find_tensors
+from flatshard.checkpoint.safetensors import check_names, plan_files, stored_tensors, write_files
 from flatshard.checkpoint.state import Part, held_part
 from flatshard.checkpoint.stored_as import StoredAs
 
+Plan: TypeAlias = "dict[str, TensorEntry]"  # what a bucket is to hold
 Bucket: TypeAlias = "list[tuple[str, torch.Tensor]]"
 Callback: TypeAlias = Callable[[Bucket], object]
-_ALIGN = 16  # bytes
 _NO_MEMBER = GroupMember.NON_GROUP_MEMBER  # what `new_group` returns on a rank that is not in the group
 _LATEST = "latest"  # the file that names the newest complete version in a folder
 _STAGES = 8  # least number of buckets: one is gathered while another is sent and a third is written to the receiver
@@ -139,9 +139,9 @@ def receive_weights(
     return _synced(buckets, began, version)
 
 
-def _synced(buckets: Sequence[FilePlan], began: float, version: int) -> Synced:
-    count = sum(len(bucket.tensors) for bucket in buckets)
-    return Synced(count, sum(bucket.nbytes for bucket in buckets), time.monotonic() - began, version)
+def _synced(buckets: Sequence[Plan], began: float, version: int) -> Synced:
+    sizes = [entry.nbytes for bucket in buckets for entry in bucket.values()]
+    return Synced(len(sizes), sum(sizes), time.monotonic() - began, version)
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -151,37 +151,27 @@ def _device(model: nn.Module) -> torch.device:
 # Buckets in memory
 
 
-def _storages(buckets: Sequence[FilePlan], device: torch.device) -> list[torch.Tensor]:
-    """Two buffers, each large enough for every bucket."""
-    most = max((bucket.nbytes + _ALIGN * len(bucket.tensors) for bucket in buckets), default=0)
-    return [torch.empty(most, dtype=torch.uint8, device=device) for _ in buckets[:2]]
-
-
-def _views(bucket: FilePlan, storage: torch.Tensor) -> tuple[Bucket, torch.Tensor]:
-    """The tensors of a bucket as views of a buffer, and the used part of that buffer."""
-    views, place = [], 0
-    for name, entry in bucket.tensors.items():
-        views.append((name, storage[place : place + entry.nbytes].view(entry.dtype).view(entry.shape)))
-        place += -(-entry.nbytes // _ALIGN) * _ALIGN
-    return views, storage[:place]
+def _staged(buckets: Sequence[Plan], device: torch.device) -> Iterator[tuple[Bucket, torch.Tensor]]:
+    """The tensors of each bucket as views of one of two buffers in turn, and the used part of that buffer."""
+    most = max(sum(map(aligned, bucket.values())) for bucket in buckets)
+    storages = [torch.empty(most, dtype=torch.uint8, device=device) for _ in buckets[:2]]
+    for bucket, storage in zip(buckets, itertools.cycle(storages)):
+        views, size = views_of(storage, bucket)
+        yield list(views.items()), storage[:size]
 
 
 def _packed(
-    buckets: Sequence[FilePlan], pieces: Iterator[torch.Tensor], device: torch.device
+    buckets: Sequence[Plan], pieces: Iterator[torch.Tensor], device: torch.device
 ) -> Iterator[tuple[Bucket, torch.Tensor]]:
-    storages = _storages(buckets, device)
-    for number, bucket in enumerate(buckets):
-        views, used = _views(bucket, storages[number % 2])
+    for views, used in _staged(buckets, device):
         for _, view in views:
             view.copy_(next(pieces))
         yield views, used
 
 
-def _send(
-    group: ProcessGroup, buckets: Sequence[FilePlan], pieces: Iterator[torch.Tensor], device: torch.device
-) -> None:
+def _send(group: ProcessGroup, buckets: Sequence[Plan], pieces: Iterator[torch.Tensor], device: torch.device) -> None:
     """Broadcast names, dtypes and shapes, and then each bucket, from rank 0 of the group."""
-    text = [[(name, CODES[x.dtype], x.shape) for name, x in bucket.tensors.items()] for bucket in buckets]
+    text = [[(name, CODES[x.dtype], x.shape) for name, x in bucket.items()] for bucket in buckets]
     message = torch.frombuffer(bytearray(json.dumps(text).encode()), dtype=torch.uint8).to(device)
     spread(group, torch.tensor([len(message)], device=device)).wait()
     work = spread(group, message)
@@ -191,26 +181,17 @@ def _send(
     work.wait()
 
 
-def _receive(group: ProcessGroup, take: Callback, device: torch.device) -> list[FilePlan]:
+def _receive(group: ProcessGroup, take: Callback, device: torch.device) -> list[Plan]:
     size = torch.zeros(1, dtype=torch.int64, device=device)
     spread(group, size).wait()
     message = torch.empty(int(size), dtype=torch.uint8, device=device)
     spread(group, message).wait()
-    buckets = [
-        FilePlan("", {name: TensorEntry(DTYPES[code], tuple(shape)) for name, code, shape in tensors})
-        for tensors in json.loads(message.cpu().numpy().tobytes())
-    ]
-    storages = _storages(buckets, device)
-    before: tuple[Any, Bucket] | None = None
-    for number, bucket in enumerate([*buckets, None]):
-        coming = None
-        if bucket is not None:
-            views, used = _views(bucket, storages[number % 2])
-            coming = spread(group, used), views
-        if before is not None:
-            before[0].wait()
-            take(before[1])
-        before = coming
+    described = json.loads(message.cpu().numpy().tobytes())
+    buckets = [{name: TensorEntry(DTYPES[code], tuple(shape)) for name, code, shape in each} for each in described]
+    arriving: Iterator[Any] = ((spread(group, used), views) for views, used in _staged(buckets, device))
+    for (work, views), _ in itertools.pairwise(itertools.chain(arriving, [None])):  # the next arrives meanwhile
+        work.wait()
+        take(views)
     return buckets
 
 
@@ -263,9 +244,7 @@ def _version(folder: Path) -> int:
         return 0
 
 
-def _write(
-    folder: Path, tensors: dict[str, torch.Tensor], buckets: list[FilePlan], pieces: Iterator[torch.Tensor]
-) -> int:
+def _write(folder: Path, tensors: dict[str, torch.Tensor], buckets: list[Plan], pieces: Iterator[torch.Tensor]) -> int:
     version = _version(folder) + 1
     coordinates = [x.device_mesh.get_coordinate() for x in tensors.values() if isinstance(x, DTensor)]
     if any(coordinate is None or any(coordinate) for coordinate in coordinates):
@@ -291,7 +270,7 @@ def _wait_for(folder: Path, after: int, timeout: float | None) -> int:
 
 
 @torch.no_grad()
-def _read(folder: Path, take: _ModelWriter | Callback, device: torch.device) -> list[FilePlan]:
+def _read(folder: Path, take: _ModelWriter | Callback, device: torch.device) -> list[Plan]:
     source = find_tensors(folder)
     with Reader(source) as reader:
         for name, entry in source.tensors.items():
@@ -301,4 +280,4 @@ def _read(folder: Path, take: _ModelWriter | Callback, device: torch.device) -> 
             part = take.part_of(name, entry.shape)  # a rank reads only its own rows
             if part is not None:
                 part.local.copy_(reader.read(name, entry, part.offsets, part.local.shape))
-    return [FilePlan("", source.tensors)]
+    return [source.tensors]

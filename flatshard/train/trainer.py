@@ -20,7 +20,7 @@ from flatshard._recording import Recording, recording
 from flatshard.api import microbatch
 from flatshard.buffer import Exchange
 from flatshard.captured import Captured, capture
-from flatshard.checkpoint.errors import CheckpointError, on_all_ranks
+from flatshard.checkpoint.errors import CheckpointError, from_all_ranks, on_all_ranks
 from flatshard.optim.clip import clip_grad_norm_
 from flatshard.train.build import Causal, build_model, build_optimizer, set_capturable, shard
 from flatshard.train.data import Text, batch_rows, held_rows, share_of
@@ -79,7 +79,7 @@ class Trainer:
         if folder is None:
             return 0
         ranks = Exchange("control")
-        newest = on_all_ranks(ranks, lambda: _newest(folder) if ranks.rank == 0 else None)[0]
+        newest = from_all_ranks(ranks, on_all_ranks(ranks, lambda: _newest(folder) if ranks.rank == 0 else None))[0]
         if newest is None:
             return 0
         found = folder / newest
@@ -183,12 +183,10 @@ class Trainer:
 
     def _captured(self, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Run the step that is captured as a CUDA graph. If this fails on one rank, Mistake on all ranks."""
-        made: list[tuple[Tensor, Tensor]] = []
         try:
-            on_all_ranks(Exchange("control"), lambda: made.append(self._update(*batch)))
+            return on_all_ranks(Exchange("control"), lambda: self._update(*batch))
         except CheckpointError as error:
             raise Mistake(f"--capture: {error}") from error
-        return made[0]
 
     def _mean(self, value: Tensor) -> Tensor:
         """The mean of a value over all ranks."""

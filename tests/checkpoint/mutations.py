@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
+from flatshard.checkpoint.files import _CHECK
 from flatshard.checkpoint.manifest import _checks, _encoded
-from flatshard.checkpoint.safetensors_files import _CHECK
 
 # What no size, name, dtype or place of a small model is.
 _LIES = [

@@ -16,11 +16,11 @@ from flatshard import fully_shard
 from flatshard.checkpoint import (
     CheckpointError,
     export_safetensors,
+    files,
     full,
     iter_full_tensors,
     load_safetensors,
     reader,
-    safetensors_files,
 )
 from tests.checkpoint.cases import PLACES, assert_same, full_state, make, shard
 
@@ -65,7 +65,7 @@ def test_whole_tensors_in_one_bucket_of_memory(ranks, place, bucket):
 
 
 def _exported(rank, world, place, folder):
-    safetensors_files.SUMMED = 64  # bytes; so that files of small tensors have many blocks
+    files.SUMMED = 64  # bytes; so that files of small tensors have many blocks
     model = shard(make(1), world, place)
     export_safetensors(model, f"{folder}/one", dtype=None)
     export_safetensors(model, f"{folder}/many", "2KB", bucket_bytes=3000)
@@ -84,9 +84,9 @@ def _exported(rank, world, place, folder):
         load_safetensors(other, f"{folder}/{kind}")
         assert_same(full_state(other), full_state(model))
         own = [value.to_local().nbytes if hasattr(value, "to_local") else value.nbytes for value in _once(other)]
-        around = 2 * safetensors_files.SUMMED * len(own)
+        around = 2 * files.SUMMED * len(own)
         assert sum(own) <= sum(read) < sum(own) + around, "each rank reads its own rows and what is in their blocks"
-    reader.Reader._read, safetensors_files.SUMMED = readinto, 1 << 16
+    reader.Reader._read, files.SUMMED = readinto, 1 << 16
     with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read"):
         load_safetensors(other, f"{folder}/none")
 

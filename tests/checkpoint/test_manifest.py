@@ -11,8 +11,7 @@ from torch import nn
 
 from flatshard import fully_shard
 from flatshard.checkpoint import CheckpointError, load, reader, save, saving, verify
-from flatshard.checkpoint.manifest import _encoded
-from flatshard.checkpoint.parts import merge_boxes, pack_boxes
+from flatshard.checkpoint.manifest import _encoded, merge_boxes, pack_boxes
 from flatshard.checkpoint.state import Snapshot
 from tests.checkpoint.cases import PLACES, assert_same, full_state, make, shard
 from tests.dist.models import Net

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from flatshard.checkpoint import CheckpointError, convert, export_safetensors, load, load_safetensors, save
-from flatshard.checkpoint.safetensors_files import INDEX, SINGLE
+from flatshard.checkpoint.files import INDEX, SINGLE
 from tests.checkpoint import mutations
 from tests.checkpoint.cases import PLACES, assert_same, full_state, groups_of, make, train, trained
 from tests.checkpoint.mutations import hurt

@@ -153,13 +153,13 @@ def test_each_byte_is_written_once(ranks, tmp_path, place):
 def _in_background(rank, world, folder):
     model, optimizer = trained(rank, world, PLACES[1])
     wanted = full_state(model, optimizer)
-    gate, write = threading.Event(), saving._write
+    gate, write = threading.Event(), saving.write_snapshot
 
     def held(*args):
         gate.wait(20)
         write(*args)
 
-    saving._write = held
+    saving.write_snapshot = held
     try:
         pending = save(f"{folder}/a", model, optimizer, asynchronous=True)
         assert not pending.done()
@@ -168,7 +168,7 @@ def _in_background(rank, world, folder):
         gate.set()
         assert pending.wait()
     finally:
-        saving._write = write
+        saving.write_snapshot = write
     load(pending.result(), model, optimizer)
     assert_same(full_state(model, optimizer), wanted)
     # an error surfaces in the handle, and the next save works

@@ -23,8 +23,8 @@ from flatshard.checkpoint import (
     CheckpointError,
     StoredAs,
     export_safetensors,
+    files,
     load_safetensors,
-    safetensors_files,
 )
 from flatshard.checkpoint.reader import Reader
 from flatshard.checkpoint.stored_as import pieces_of
@@ -159,9 +159,9 @@ def _exported(rank, world, folder):
         read.append(len(into))
         return readinto(self, name, box, start, into)
 
-    safetensors_files.SUMMED = 16
+    files.SUMMED = 16
     export_safetensors(model, folder, "1KB", names=RULES, progress=False)
-    safetensors_files.SUMMED = 1 << 16
+    files.SUMMED = 1 << 16
     for layout in (LAYOUTS[0], LAYOUTS[2], LAYOUTS[4], None):
         other, _ = make(layout, 3)
         Reader._read = counted
@@ -198,6 +198,14 @@ def test_experts_are_exported_one_by_one_and_come_back(ranks, tmp_path):
             assert torch.equal(stored[f"{here}.first.weight"], halves[0])
             assert torch.equal(stored[f"{here}.second.weight"], halves[1])
         assert torch.equal(stored[f"layers.{layer}.norm.weight"], model[f"blocks.{layer}.norm.weight"])
+
+
+def test_a_stack_in_one_transposed_tensor_comes_back(tmp_path):
+    model, other, rules = Stacked(), Stacked(), [StoredAs("up", ("stored",), transposed=True)]
+    export_safetensors(model, tmp_path, names=rules, progress=False)
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["stored"], model.up.mT)
+    load_safetensors(other, tmp_path, names=rules, progress=False)
+    assert torch.equal(other.up, model.up)
 
 
 def test_names_that_mean_nothing_are_refused():

@@ -64,7 +64,7 @@ class Killer:
         self._wrap(Llama, "forward")
         self._wrap(torch.Tensor, "backward")
         self._wrap(torch.optim.AdamW, "step")
-        self._wrap(saving, "_write", "save")
+        self._wrap(saving, "write_snapshot", "save")
         self._wrap(checkpoint, "load")
         counted = Trainer._step
 
