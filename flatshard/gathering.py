@@ -15,7 +15,7 @@ from flatshard.engine.tree.build import units_below
 from flatshard.engine.tree.roots import find_root
 from flatshard.engine.units.changes import written
 from flatshard.engine.units.leases import Lease
-from flatshard.engine.units.unit import Unit, unit_with
+from flatshard.engine.units.unit import Phase, Unit, unit_with
 
 
 @contextmanager
@@ -75,7 +75,7 @@ def _hold(unit: Unit) -> None:
 
 def _let_go(unit: Unit) -> None:
     """The last context of a unit has ended: reshard it, or hide its weights if another lease needs them."""
-    if Lease.PASS in unit.leases or unit.is_in_use:
+    if Lease.PASS in unit.leases or unit.phase is not Phase.RESTING:
         return
     if unit.leases or _root(unit).is_about_to_use(unit):
         unit.hide()

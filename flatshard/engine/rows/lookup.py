@@ -52,7 +52,9 @@ class Rows:
         self._anchor = nn.Parameter(torch.empty(0, device=group.home.device))
         self._anchor.register_post_accumulate_grad_hook(functools.partial(_complete, weakref.ref(group)))
 
-    def look_up(self, tokens: torch.Tensor, lane: Lane, name: str, announce: Callable[[str], None]) -> torch.Tensor:
+    def look_up(
+        self, tokens: torch.Tensor, lane: Lane, name: str, announce: Callable[[str], None] | None
+    ) -> torch.Tensor:
         """The rows of ``tokens``, in the compute dtype. ``announce``: called with what all ranks are about to do."""
         group = self._group()
         assert group is not None
@@ -70,7 +72,8 @@ class Rows:
                 f"embedding '{name}' has {self._number} rows over {len(self._first)} ranks, some of which hold none: "
                 "its look-ups cannot be captured; call fully_shard on it without rows=True"
             )
-        announce(f"look up {tokens.numel()} rows of" if even else "look up rows of")
+        if announce is not None:
+            announce(f"look up {tokens.numel()} rows of" if even else "look up rows of")
         trains = group.params[0].sharded.requires_grad
         if self._anchor.requires_grad != trains:
             self._anchor.requires_grad = trains

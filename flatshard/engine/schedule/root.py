@@ -521,11 +521,8 @@ class Root:
     def look_up(self, unit: Unit, tokens: torch.Tensor) -> torch.Tensor:
         """The rows of ``tokens`` in a unit that is an embedding by rows."""
         assert unit.rows is not None
-        return unit.rows.look_up(tokens, self.rows_lane, unit.name, functools.partial(self._announce, unit))
-
-    def _announce(self, unit: Unit, what: str) -> None:
-        if self.program.announces:
-            self.announcer.announce(what, unit)
+        announce = functools.partial(self.announcer.announce, unit=unit) if self.program.announces else None
+        return unit.rows.look_up(tokens, self.rows_lane, unit.name, announce)
 
     # Agreement
 

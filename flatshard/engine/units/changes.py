@@ -20,7 +20,7 @@ from flatshard.engine.groups.changes import Change
 from flatshard.engine.groups.names import Names
 from flatshard.engine.units.leases import Lease
 from flatshard.engine.units.tying import tie
-from flatshard.engine.units.unit import Unit
+from flatshard.engine.units.unit import Phase, Unit
 
 
 def absorb(unit: Unit, ours: bool = False) -> None:
@@ -72,7 +72,7 @@ def written(unit: Unit) -> Iterator[None]:
     """
     if unit.root is not None:
         unit.root.give_up_broken()
-    if unit.is_in_use or unit.is_awaited:
+    if unit.phase is not Phase.RESTING or unit.is_awaited:
         raise RuntimeError(
             f"unit '{unit.name}' cannot be written to between a forward and its backward, which needs the old weights; "
             "run the backward first, or run the forward under torch.no_grad()"

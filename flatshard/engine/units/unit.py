@@ -225,11 +225,6 @@ class Unit:
         return any(group.gradients.expected for group in self.groups)
 
     @property
-    def is_in_use(self) -> bool:
-        """Whether a pass is running through this unit."""
-        return self.phase is not Phase.RESTING
-
-    @property
     def in_backward(self) -> bool:
         return self.phase is Phase.BACKWARD
 
