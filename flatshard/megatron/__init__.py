@@ -1,9 +1,9 @@
-"""The surface of Megatron-FSDP over flatshard's engine.
+"""The API of Megatron-FSDP, on flatshard's engine.
 
     from flatshard.megatron import fully_shard_model, fully_shard_optimizer  # was: from megatron_fsdp import ...
 
-or, with code that is not to be changed, ``flatshard.megatron.install()`` before it is imported.
-docs/from-megatron-fsdp.md goes through it name by name. `experimental` and `v2` are its second version.
+For programs that are not to be changed, call ``flatshard.megatron.install()`` before they import `megatron_fsdp`.
+docs/from-megatron-fsdp.md lists every name. `experimental` and `v2` are Megatron-FSDP's second version.
 """
 
 from flatshard.megatron.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -14,7 +14,7 @@ from flatshard.megatron.megatron_fsdp import MegatronFSDP
 from flatshard.megatron.mixed_precision import MixedPrecisionPolicy
 from flatshard.megatron.utils import FSDPDistributedIndex, fsdp_no_shard
 
-__version__ = "0.6.1"  # of Megatron-FSDP, whose names these are
+__version__ = "0.6.1"  # the version of Megatron-FSDP whose API this is
 
 __all__ = [
     "DistributedDataParallelConfig", "DistributedOptimizer", "FSDPDistributedIndex", "FullyShardedDataParallel",

@@ -86,7 +86,7 @@ class FullyShardedDataParallel(nn.Module):
         loaded = self.module.module.load_state_dict(own, strict=False, assign=assign)
         missing = [name for name in loaded.missing_keys if not name.endswith("_extra_state")]
         if strict and (missing or loaded.unexpected_keys):
-            raise RuntimeError(f"load_state_dict: missing {missing}, unexpected {loaded.unexpected_keys}")
+            raise RuntimeError(f"the state dict does not fit: missing {missing}, unexpected {loaded.unexpected_keys}")
         return loaded
 
 
@@ -123,9 +123,7 @@ def _mesh(axes: Sequence[tuple[str, Any]]) -> DeviceMesh:
     grid = torch.tensor(me - sum(ranks.index(me) * step for ranks, step in zip(members, steps)))
     for name, ranks, step in zip(names, members, steps):
         if ranks != [ranks[0] + number * step for number in range(len(ranks))]:
-            raise ValueError(
-                f"pg_collection: the ranks {ranks} of {name} are not at equal distances; pass a mesh instead"
-            )
+            raise ValueError(f"pg_collection: ranks {ranks} of {name} are not at equal distances; pass a mesh instead")
         grid = grid.unsqueeze(-1) + torch.arange(len(ranks)) * step
     return DeviceMesh.from_group(list(groups), default_device_type(), mesh=grid.tolist(), mesh_dim_names=names)
 

@@ -129,7 +129,7 @@ class MegatronFSDP(nn.Module):
             utils.register_memory(None, index.dp_mesh)  # raises before anything is changed
         strategy: Any = config.data_parallel_sharding_strategy
         if not classes and strategy in (3, "optim_grads_params"):
-            strategy = "no_shard"  # as upstream: without units, parameters are replicated
+            strategy = "no_shard"  # as in Megatron-FSDP: without units, parameters are replicated
         choices = {"layout": layout, "strategy": strategy, "values": utils.initial_values()}
         choices |= {"mp_policy": engine_policy(self.mp_policy), "schedule": schedule_of(config)}
         planned = utils.plan_units(module, classes, fine_grained=fine_grained, single=single)
@@ -259,9 +259,8 @@ class MegatronFSDP(nn.Module):
         if not isinstance(scaling_factor, (int, float, torch.Tensor)):
             raise TypeError(f"scaling_factor={scaling_factor!r}: must be a number")
         self.synchronize_gradient_reduce()
-        grads = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in self._gradients()]
-        if grads:
-            torch._foreach_mul_(grads, scaling_factor)
+        if grads := self._gradients():
+            torch._foreach_mul_([_torch.held_of(grad) for grad in grads], scaling_factor)
 
     def zero_grad_buffer(self, set_to_none: bool = True) -> None:
         """Drop all gradients, unreduced ones too. In ``cuda_graph_mode`` they are zeroed in place."""
@@ -302,7 +301,7 @@ class MegatronFSDP(nn.Module):
                 unit.unshard(async_op=not wait_bucket_ready)
 
     def broadcast_params(self) -> None:
-        """Broadcast replicated shards from the first rank that has them. All ranks call it."""
+        """Broadcast shards that several ranks hold from the first of these ranks. All ranks call it."""
         lane = Lane("broadcast", torch.device(self.dist_index.device_mesh.device_type))
         for parameter in (p for p in self.parameters() if isinstance(p, DTensor) and p.to_local().numel()):
             mesh = parameter.device_mesh

@@ -30,7 +30,7 @@ _OF_MODEL = {  # attributes, and their names in the model
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TemporaryBucketAllocator:
     """The allocator of gathered weights, or of gradients in flight: a pool of the engine."""
 

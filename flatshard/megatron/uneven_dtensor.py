@@ -28,7 +28,7 @@ from flatshard.checkpoint.errors import CheckpointError
 from flatshard.engine.groups.registry import group_of
 from flatshard.optim.clip import gathered_rows
 
-_ANY = Callable[[Any], bool]
+_Condition = Callable[[Any], bool]
 
 
 def gather_and_compute_chunk_metadata(dtensor: DTensor) -> Any:
@@ -114,7 +114,7 @@ def validate_uneven_dtensor(dtensor: DTensor) -> None:
 
 
 def filter_unflattened_state_dict(
-    state_dict: dict[Any, Any], key_chain: Sequence[Any] = (), visit_condition: _ANY = lambda value: False
+    state_dict: dict[Any, Any], key_chain: Sequence[Any] = (), visit_condition: _Condition = lambda value: False
 ) -> list[list[Any]]:
     """The key chains, outermost key first, of all values in nested dicts for which the condition is true."""
     found: list[list[Any]] = []

@@ -37,7 +37,7 @@ def needs_transformer_engine(what: str) -> None:
 
 
 def initial_values() -> Any:
-    """``values`` of `flatshard.fully_shard`: ranks that start with different values are a warning, as upstream."""
+    """``values`` for `flatshard.fully_shard`: FLATSHARD_VALUES, or a warning if ranks start with different values."""
     return os.environ.get("FLATSHARD_VALUES", "warn")
 
 
@@ -94,9 +94,7 @@ class FSDPDistributedIndex:
         if not is_expert_parallel:
             return self.dp_mesh
         if self.expt_dp_mesh is None:
-            raise ValueError(
-                "expt_device_mesh=None: the model has parameters of experts (allreduce=False), which need one"
-            )
+            raise ValueError("expt_device_mesh=None: the model has experts (allreduce=False), which need a mesh")
         return self.expt_dp_mesh
 
     def get_submesh(self, mesh_dim_names: str | Sequence[str], is_expert_parallel: bool = False) -> DeviceMesh:
@@ -113,7 +111,7 @@ class FSDPDistributedIndex:
             return self.get_fsdp_group(is_expert_parallel)
         given = self.hybrid_fsdp_expt_group if is_expert_parallel else self.hybrid_fsdp_group
         if given is None:
-            raise ValueError("hybrid_fsdp_group (of experts: hybrid_fsdp_expt_group) was not given to the index")
+            raise ValueError("hybrid_fsdp_group (experts: hybrid_fsdp_expt_group) is None: give the group of both axes")
         return given
 
     def get_fsdp_group(self, is_expert_parallel: bool = False, independent_all_gather: bool = False) -> ProcessGroup:
@@ -286,7 +284,7 @@ def find_megatron_fsdp(model: nn.Module) -> nn.Module | None:
 def register_memory(unit: FSDPModule | None, mesh: DeviceMesh, symmetric: bool = True) -> None:
     """Let a unit communicate from memory that is registered with NCCL. Without a unit, only check the mesh."""
     if mesh.device_type != "cuda":
-        raise ValueError(f"nccl_ub=True: the mesh is on {mesh.device_type}; NCCL registers memory of CUDA devices only")
+        raise ValueError(f"nccl_ub or use_symm_mem: the mesh is on {mesh.device_type}; NCCL needs a mesh on cuda")
     if unit is not None and symmetric:
         unit.set_force_sum_reduction_for_comms(True)  # NCCL can only sum in symmetric memory
         unit.set_symm_mem_for_comm()

@@ -43,7 +43,7 @@ class FullyShardFP8Policy:
         if self.enabled:
             needs_transformer_engine("FullyShardFP8Policy(enabled=True)")
         if self.keep_transpose_cache:
-            raise NotImplementedError("keep_transpose_cache=True is not supported: each gather makes the transposes")
+            raise NotImplementedError("keep_transpose_cache=True: leave it out, each gather makes the transposes anew")
 
 
 @dataclass(frozen=True)
