@@ -96,7 +96,7 @@ class FlightRecord:
         self.captures = False  # what is launched goes into a CUDA graph: nobody may ask whether it has ended
         self.folder: Path | None = None
         self.header: dict[str, Any] = {"rank": 0, "world": 1}
-        self._map: mmap.mmap = mmap.mmap(-1, _SIZE)
+        self._map = mmap.mmap(-1, _SIZE, mmap.MAP_PRIVATE)  # ranks may be forked from one process
         self._path: Path | None = None
         # What ends on the CPU keeps tensors alive, and is known weakly.
         self._launched: list[Callable[[], Any] | None] = [None] * CAPACITY
@@ -213,7 +213,7 @@ class FlightRecord:
         """Stop using the file, and remove it: there was no error."""
         if self._path is None:
             return
-        copy = mmap.mmap(-1, _SIZE)
+        copy = mmap.mmap(-1, _SIZE, mmap.MAP_PRIVATE)
         copy[:] = self._map[:]
         self._map, path, self._path, self.folder = copy, self._path, None, None
         path.unlink(missing_ok=True)

@@ -241,6 +241,17 @@ def test_a_record_keeps_the_last_launches_and_can_be_read_from_its_file(tmp_path
     assert not (tmp_path / "rank-3.ring").exists()
 
 
+def test_ranks_that_are_forked_have_records_of_their_own():
+    record = FlightRecord()
+    record.tell(rank=1)
+    child = os.fork()
+    if not child:
+        record.tell(rank=2)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert record.read().header["rank"] == 1
+
+
 def test_long_names_errors_and_many_groups_fit(tmp_path):
     record = FlightRecord()
     record.keep_in(tmp_path, 0, world=2)
