@@ -174,8 +174,8 @@ def load_safetensors(
         if names:
             shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
             source.tensors = assemble(source.tensors, shapes, names, folder)
-        source.model = {"dict": [(name, {"tensor": name}) for name in source.tensors]}
         recipes = {} if names else convert_tensors(model, source)
+        source.model = {"dict": [(name, {"tensor": name}) for name in source.tensors]}
         total = sum(file["bytes"] for file in source.files.values()) // ranks.size
         shown = bar("loading", total, progress and ranks.rank == 0)
         with shown as advance, ConvertingReader(source, advance, model, recipes) as reader:

@@ -94,7 +94,6 @@ def convert_tensors(model: Any, found: TensorFiles) -> dict[str, _Recipe]:
         for name, value in on_meta.items():
             tensors[name], made[name] = TensorEntry(value.dtype, tuple(value.shape), ()), recipe
     found.tensors = tensors
-    found.model = {"dict": [(name, {"tensor": name}) for name in tensors]}
     return made
 
 
