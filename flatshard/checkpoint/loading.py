@@ -20,7 +20,7 @@ from flatshard.checkpoint.manifest import Manifest
 from flatshard.checkpoint.name_prefixes import renaming
 from flatshard.checkpoint.progress import bar
 from flatshard.checkpoint.reader import Reader, read_extra
-from flatshard.checkpoint.state import checked_name, held_part
+from flatshard.checkpoint.state import held_part, names_by_group
 from flatshard.optim.step import owner_of_entries
 
 _SHOWN = 8  # problems that one error lists
@@ -82,7 +82,8 @@ def stage_model(manifest: TensorFiles, reader: Reader, model: nn.Module, strict:
     for name, value in here.items():
         tied[id(value)].append(name)
     problems, found = [], {}
-    read: dict[int, tuple[str, torch.Tensor, str]] = {}  # id of the model's tensor -> key, local shard, name
+    read: dict[tuple[int, str], torch.Tensor] = {}  # id of the model's tensor, key -> local shard
+    firsts: dict[int, tuple[str, torch.Tensor]] = {}  # id of the model's tensor -> its first name, local shard
     for name, value in here.items():
         names = [name, *tied[id(value)]]  # a tied weight may have been saved under one of its names only
         source = next((other for other in names if other in saved), None)
@@ -93,20 +94,17 @@ def stage_model(manifest: TensorFiles, reader: Reader, model: nn.Module, strict:
         if not isinstance(value, torch.Tensor):
             found[name] = decode_tree(saved[source], reader.whole)
             continue
-        key = saved[source].get("tensor") if isinstance(saved[source], dict) else None
+        key: Any = saved[source].get("tensor") if isinstance(saved[source], dict) else None
         problem = "is not a tensor in the checkpoint" if key is None else _misfit(manifest, key, value)
         if problem:
             problems.append(f"'{name}' {problem}")
         elif not problems:
-            known, local, first = read.get(id(value), (None, None, name))
-            if known != key:
-                again = _read_part(manifest, reader, name, str(key), value)
-                if local is not None and not torch.equal(local, again):
-                    problem = f"is tied to '{first}' in the model, but differs from it in the checkpoint"
-                    problems.append(f"'{name}' {problem}")
-                local = again
-            assert local is not None
-            read[id(value)] = (str(key), local, first)
+            if (id(value), key) not in read:
+                read[id(value), key] = _read_part(manifest, reader, name, key, value)
+            local = read[id(value), key]
+            first, other = firsts.setdefault(id(value), (name, local))
+            if other is not local and not torch.equal(other, local):
+                problems.append(f"'{name}' is tied to '{first}' in the model, but differs from it in the checkpoint")
             local = local.to(value.device_mesh.device_type) if isinstance(value, DTensor) and value.is_meta else local
             found[name] = _torch.like_dtensor(value, local) if isinstance(value, DTensor) else local
     if strict:
@@ -148,11 +146,10 @@ def _stage_optimizer(manifest: Manifest, reader: Reader, model: nn.Module, optim
             f"{manifest.folder} has {len(groups)} param_groups and the optimizer has {len(optimizer.param_groups)}: "
             "build the optimizer with the same param_groups as when it was saved"
         )
-    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     owned_of = owner_of_entries(optimizer)
     state: dict[Any, Any] = defaultdict(dict)
-    for number, (theirs, ours) in enumerate(zip(groups, optimizer.param_groups)):
-        mine = [checked_name(parameter, names) for parameter in ours["params"]]
+    named = names_by_group(model, optimizer)
+    for number, (theirs, ours, mine) in enumerate(zip(groups, optimizer.param_groups, named)):
         odd = set(mine) ^ {rename(name) for name in theirs.pop("params")}
         if odd:
             sides = ["the optimizer", "the checkpoint"]

@@ -33,6 +33,7 @@ import numpy as np
 from flatshard.checkpoint import files, manifest_checks
 from flatshard.checkpoint.errors import CheckpointError
 from flatshard.checkpoint.files import BLOCK, DTYPES, HEADER_LIMIT, Chunk, TensorEntry, TensorFiles
+from flatshard.checkpoint.json_trees import check_tree
 
 MANIFEST = "manifest.json"
 FORMAT = "flatshard checkpoint 3"
@@ -216,10 +217,17 @@ class Manifest(TensorFiles):
         self.model = body["model"]
         self.optimizer: Any = body["optimizer"]
         for what in ("model", "optimizer"):
-            manifest_checks.tree(body[what], self.tensors, what)
+            check_tree(body[what], self.tensors, what)
         if not all(isinstance(name, str) for name, _ in self.model["dict"]):
             raise ValueError("the model has a name that is not a string")
-        _check_optimizer(self.optimizer)
+        if self.optimizer is not None:
+            parts = dict(self.optimizer["dict"])
+            for group in parts["groups"]:
+                if not all(isinstance(name, str) for name in dict(group["dict"])["params"]):
+                    raise ValueError("the optimizer has a parameter without a name")
+            for name, entries in parts["state"]["dict"]:
+                if not isinstance(name, str) or not isinstance(entries["dict"], list):
+                    raise ValueError("the optimizer has state of a parameter without a name")
 
     def _entry(self, key: str, described: dict[str, Any], tables: list[Any]) -> TensorEntry:
         """The entry of one tensor; ValueError if it is inconsistent."""
@@ -251,7 +259,7 @@ class Manifest(TensorFiles):
                 raise CheckpointError(f"{path} is inconsistent: {len(sums)} checksums do not fit its tensors")
             entries = files.with_sums(entries, sums[blocks[-1] :], BLOCK)
             extra = json.loads(metadata[EXTRA])
-            manifest_checks.tree(extra, entries, "extra")
+            check_tree(extra, entries, "extra")
         self.opened[name] = RankFile(np.array(begins), np.array(blocks), sums, extra, entries)
 
     def located(self, entry: TensorEntry, chunk: Chunk) -> Chunk:
@@ -260,14 +268,3 @@ class Manifest(TensorFiles):
         file = self.opened[chunk.file]
         first, last = file.blocks[entry.number : entry.number + 2].tolist()
         return replace(chunk, begin=int(file.begins[entry.number]), sums=tuple(file.sums[first:last].tolist()))
-
-
-def _check_optimizer(given: Any) -> None:
-    if given is not None:
-        parts = dict(given["dict"])
-        for group in parts["groups"]:
-            if not all(isinstance(name, str) for name in dict(group["dict"])["params"]):
-                raise ValueError("the optimizer has a parameter without a name")
-        for name, entries in parts["state"]["dict"]:
-            if not isinstance(name, str) or not isinstance(entries["dict"], list):
-                raise ValueError("the optimizer has state of a parameter without a name")

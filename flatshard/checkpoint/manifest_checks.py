@@ -7,7 +7,7 @@ than the files have bytes, names no file outside its folder, and gives no elemen
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,20 +15,19 @@ import numpy as np
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 _LARGEST = 2**62  # elements or bytes: the sum of two such numbers fits into 64 bits
-_KINDS: dict[str, Any] = {"tensor": str, "float": str, "bytes": str, "tuple": list, "dict": list}
 
 
 def number(value: Any, what: str, most: int = _LARGEST) -> int:
     """``value``; ValueError unless it is an integer from 0 to ``most``."""
     if type(value) is not int or not 0 <= value <= most:
-        raise ValueError(f"{what} is {_short(value)}, not an integer from 0 to {most}")
+        raise ValueError(f"{what} is {short(value)}, not an integer from 0 to {most}")
     return value
 
 
 def numbers(value: Any, what: str, most: int = _LARGEST) -> tuple[int, ...]:
     """``value`` as a tuple; ValueError unless it is a list of integers from 0 to ``most``."""
     if not isinstance(value, list):
-        raise ValueError(f"{what} is {_short(value)}, not a list of integers")
+        raise ValueError(f"{what} is {short(value)}, not a list of integers")
     return tuple(number(each, what, most) for each in value)
 
 
@@ -37,26 +36,6 @@ def shape(value: Any, what: str) -> tuple[int, ...]:
     found = numbers(value, what)
     number(math.prod(found), what)
     return found
-
-
-def tree(value: Any, tensors: Collection[str], what: str) -> None:
-    """ValueError unless ``value`` has the form of `encode_tree`'s results, with tensors that are in ``tensors``."""
-    if isinstance(value, list):
-        for each in value:
-            tree(each, tensors, what)
-        return
-    if not isinstance(value, dict):
-        return
-    kind: str = next(iter(value), "")
-    content: Any = value.get(kind)
-    if len(value) != 1 or type(content) is not _KINDS.get(kind):
-        raise ValueError(f"{what} has an unknown entry {_short(value)}")
-    if kind == "tensor" and content not in tensors:
-        raise ValueError(f"{what} names the tensor {_short(content)}, which does not exist")
-    for each in content if kind in ("tuple", "dict") else ():
-        if kind == "dict" and not (isinstance(each, list) and len(each) == 2 and isinstance(each[0], (str, int))):
-            raise ValueError(f"{what} has an unknown entry {_short(each)}")
-        tree(each[1] if kind == "dict" else each, tensors, what)
 
 
 def parts(boxes: Iterable[tuple[Any, Any]], shape: tuple[int, ...], name: str) -> list[Box]:
@@ -96,7 +75,7 @@ def _are_disjoint(boxes: Sequence[Box]) -> bool:
     return True
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # a number with more digits than Python prints, or deeply nested lists

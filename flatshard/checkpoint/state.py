@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import defaultdict
@@ -167,21 +168,24 @@ def take_snapshot(
 
     found.model = encode_tree(dict(model.state_dict(keep_vars=True)), put_once, "model")
     if optimizer is not None:
-        names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-        groups = []
-        for group in optimizer.param_groups:
-            options = {key: value for key, value in group.items() if key != "params"}
-            groups.append({**options, "params": [checked_name(p, names) for p in group["params"]]})
-        entries = {names[p]: state[p] for group in optimizer.param_groups for p in group["params"] if p in state}
+        groups: list[Any] = []
+        entries: dict[str, Any] = {}
+        for group, names in zip(optimizer.param_groups, names_by_group(model, optimizer)):
+            groups.append({**group, "params": names})
+            entries |= {name: state[p] for name, p in zip(names, group["params"]) if p in state}
         found.optimizer = encode_tree({"groups": groups, "state": entries}, found.put, "optimizer")
     found.extra = encode_tree(extra, put_extra, f"extra/{rank}")
     return found
 
 
-def checked_name(parameter: torch.Tensor, names: dict[torch.Tensor, str]) -> str:
-    if parameter not in names:
-        raise ValueError(
-            f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not in the model; build the "
-            "optimizer from model.parameters() after fully_shard"
-        )
-    return names[parameter]
+def names_by_group(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """The names of the parameters in each of the optimizer's groups. ValueError for one that is not in the model."""
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    groups = [group["params"] for group in optimizer.param_groups]
+    for parameter in itertools.chain(*groups):
+        if parameter not in names:
+            raise ValueError(
+                f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not in the model; build the "
+                "optimizer from model.parameters() after fully_shard"
+            )
+    return [[names[parameter] for parameter in group] for group in groups]
