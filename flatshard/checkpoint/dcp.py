@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from flatshard import _torch
 from flatshard.checkpoint import manifest_checks
 from flatshard.checkpoint.errors import CheckpointError
 from flatshard.checkpoint.files import open_file
@@ -145,7 +146,7 @@ class DcpFolder:
                     part = self._load(name, offsets)
                     if not isinstance(part, torch.Tensor) or (tuple(part.shape), part.dtype) != (sizes, entry.dtype):
                         self._refuse(name, offsets, "its shape or dtype is not that of the index")
-                    value[tuple(slice(o, o + n) for o, n in zip(offsets, sizes))].copy_(part)
+                    _torch.in_box(value, offsets, sizes).copy_(part)
             else:
                 value = self._load(name, None)
             _put(tree, self._places[name], value)

@@ -7,6 +7,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +55,10 @@ def export_safetensors(
     files = plan_files(named_tensors(model), limit, dtype, names)
     on_all_ranks(ranks, lambda: folder.mkdir(parents=True, exist_ok=True) if ranks.rank == 0 else None)
     pieces = stored_tensors(model, bucket_bytes, None, names)
-
-    def write() -> None:
-        if ranks.rank == 0:
-            write_files(folder, files, pieces, advance)
-        else:
-            deque(pieces, maxlen=0)
-
     total = sum(entry.nbytes for file in files for entry in file.values())
     with bar("exporting", total, progress and ranks.rank == 0) as advance:
-        on_all_ranks(ranks, write)
+        write = partial(write_files, folder, files, pieces, advance)
+        on_all_ranks(ranks, write if ranks.rank == 0 else partial(deque, pieces, maxlen=0))
 
 
 def check_names(names: Any) -> None:

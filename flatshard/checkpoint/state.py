@@ -32,11 +32,6 @@ class Part:
     replicas: int = 1
     ranks: int = 0  # size of the mesh; 0 for a plain tensor
 
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        assert self.offsets is not None
-        return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.local.shape))
-
 
 def held_part(tensor: torch.Tensor, rank: int = 0) -> Part:
     """This rank's part of a tensor. A plain tensor counts as a replica on every rank, of which rank 0 writes."""

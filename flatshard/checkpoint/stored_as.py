@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from flatshard import _torch
 from flatshard.checkpoint.errors import CheckpointError
 from flatshard.checkpoint.files import TensorEntry, swapped
 
@@ -67,7 +68,7 @@ class StoredPiece:
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """The tensor to write to the file, as a view of the full tensor."""
-        part = whole[tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes))]
+        part = _torch.in_box(whole, self.offsets, self.sizes)
         part = part[0] if self.is_slice else part
         return part.transpose(-1, -2) if self.transposed else part
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from flatshard import _torch
 from flatshard.checkpoint.files import TensorEntry, TensorFiles
 from flatshard.checkpoint.reader import Reader
 from flatshard.engine.tree.row_embedding import class_before
@@ -58,9 +59,7 @@ class ConvertingReader(Reader):
             self._made = None, {}  # one at a time
             self._made = recipe, recipe.make(self._model, super().read)
         whole = self._made[1][name]
-        if offsets is None or sizes is None:
-            return whole
-        return whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes))].contiguous()
+        return whole if offsets is None or sizes is None else _torch.in_box(whole, offsets, sizes).contiguous()
 
 
 def convert_tensors(model: Any, found: TensorFiles) -> dict[str, _Recipe]:
