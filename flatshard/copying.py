@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from flatshard import _torch
-from flatshard.checkpoint.transformers_conversion import original_classes
+from flatshard.checkpoint.stored_names import original_classes
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.groups.registry import OWNER, SUCCESSOR, group_of, successor_of
 from flatshard.engine.parameters.sharded_param import attributes_of

@@ -17,10 +17,10 @@ from flatshard.checkpoint.errors import CheckpointError, from_all_ranks, on_all_
 from flatshard.checkpoint.files import TensorFiles
 from flatshard.checkpoint.json_trees import decode_tree
 from flatshard.checkpoint.manifest import Manifest
-from flatshard.checkpoint.name_prefixes import renaming
 from flatshard.checkpoint.progress import bar
 from flatshard.checkpoint.reader import Reader, read_extra
 from flatshard.checkpoint.state import held_part, names_by_group
+from flatshard.checkpoint.stored_names import renaming
 from flatshard.optim.step import owner_of_entries
 
 _SHOWN = 8  # problems that one error lists

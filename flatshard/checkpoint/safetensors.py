@@ -21,8 +21,7 @@ from flatshard.checkpoint.files import CODES, INDEX, SINGLE, TensorEntry, find_t
 from flatshard.checkpoint.full import cast_dtype, check_dtype, iter_full_tensors, named_tensors
 from flatshard.checkpoint.loading import put_weights, stage_model
 from flatshard.checkpoint.progress import bar
-from flatshard.checkpoint.stored_as import StoredAs, assemble, pieces_of
-from flatshard.checkpoint.transformers_conversion import ConvertingReader, convert_tensors
+from flatshard.checkpoint.stored_names import ConvertingReader, StoredAs, assemble, convert_tensors, pieces_of
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 

@@ -29,7 +29,7 @@ from flatshard.checkpoint.full import aligned, cast_dtype, check_dtype, named_te
 from flatshard.checkpoint.reader import Reader
 from flatshard.checkpoint.safetensors import check_names, plan_files, stored_tensors, write_files
 from flatshard.checkpoint.state import Part, held_part
-from flatshard.checkpoint.stored_as import StoredAs
+from flatshard.checkpoint.stored_names import StoredAs
 
 Plan: TypeAlias = "dict[str, TensorEntry]"  # what a bucket is to hold
 Bucket: TypeAlias = "list[tuple[str, torch.Tensor]]"
