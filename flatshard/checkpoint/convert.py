@@ -270,7 +270,7 @@ def _write_safetensors(path: Path, state: State) -> None:
         elif not name.endswith("_extra_state"):
             kind = type(value).__name__
             raise CheckpointError(f"'{name}' is a {kind}; safetensors files hold only tensors: choose another format")
-    write_files(path, plan_files(tensors), iter(tensors.values()))
+    write_files(path, plan_files(tensors, 5 * 10**9), iter(tensors.values()))
 
 
 _READERS: dict[Form, Callable[[Path, MakeTensor], dict[str, Any]]] = {

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -24,6 +24,7 @@ import torch
 
 from flatshard.checkpoint import manifest_checks
 from flatshard.checkpoint.errors import CheckpointError
+from flatshard.checkpoint.progress import Advance
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEADER_LIMIT = 100_000_000  # bytes, as in the safetensors library
@@ -190,7 +191,7 @@ def write_file(
     path: Path,
     tensors: Mapping[str, TensorEntry],
     values: Iterator[torch.Tensor],
-    advance: Callable[[int], None],
+    advance: Advance,
     block: int | None = None,
     metadata: dict[str, str] | None = None,
 ) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from flatshard import _torch
 from flatshard.checkpoint.errors import CheckpointError
 from flatshard.checkpoint.files import TensorEntry, TensorFiles, swapped
+from flatshard.checkpoint.progress import Advance
 from flatshard.checkpoint.reader import Reader
 from flatshard.engine.tree.row_embedding import class_before
 
@@ -238,9 +239,7 @@ class _Recipe:
 class ConvertingReader(Reader):
     """Reads tensors from files, and makes those for which `convert_tensors` has returned a recipe."""
 
-    def __init__(
-        self, source: TensorFiles, advance: Callable[[int], None], model: nn.Module, recipes: dict[str, _Recipe]
-    ) -> None:
+    def __init__(self, source: TensorFiles, advance: Advance, model: nn.Module, recipes: dict[str, _Recipe]) -> None:
         super().__init__(source, advance)
         self._model, self._recipes = model, recipes
         self._made: tuple[_Recipe | None, dict[str, torch.Tensor]] = None, {}
