@@ -126,7 +126,8 @@ class DcpFolder:
         entry.dtype = entry.properties.state[0]
         if not isinstance(entry.dtype, torch.dtype):
             raise ValueError(f"'{name}' has no dtype")
-        parts = manifest_checks.parts([(each.offsets, each.sizes) for each in entry.chunks], entry.size, name)
+        low, high = manifest_checks.parts([(each.offsets, each.sizes) for each in entry.chunks], entry.size, name)
+        parts = [(tuple(offsets), tuple(sizes)) for offsets, sizes in zip(low.tolist(), (high - low).tolist())]
         filled = [(offsets, sizes) for offsets, sizes in parts if 0 not in sizes]  # empty parts are not read
         if sum(math.prod(sizes) for _, sizes in filled) != math.prod(entry.size):
             raise ValueError(f"parts of '{name}' are missing")

@@ -18,7 +18,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 import os
 import re
 import zlib
@@ -125,13 +124,10 @@ class _Table:
     def __init__(self, boxes: list[Any], shape: tuple[int, ...], world: int, key: str) -> None:
         self.shape = shape
         self._ranks = manifest_checks.numbers([rank for rank, _, _ in boxes], f"a rank of '{key}'", world - 1)
-        parts = manifest_checks.parts([(offsets, sizes) for _, offsets, sizes in boxes], shape, key)
-        self.numels = {rank: math.prod(sizes) for rank, (_, sizes) in zip(self._ranks, parts)}
-        if len(self.numels) < len(parts):
+        self._low, self._high = manifest_checks.parts([(offsets, sizes) for _, offsets, sizes in boxes], shape, key)
+        self.numels = dict(zip(self._ranks, (self._high - self._low).prod(axis=1).tolist()))
+        if len(self.numels) < len(boxes):
             raise ValueError(f"one rank has two parts of '{key}'")
-        dims = (len(parts), len(shape))
-        self._low = np.array([offsets for offsets, _ in parts], dtype=np.int64).reshape(dims)
-        self._high = self._low + np.array([sizes for _, sizes in parts], dtype=np.int64).reshape(dims)
 
     def chunks_within(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterable[Chunk]:
         ends = [offset + size for offset, size in zip(offsets, sizes)]

@@ -7,12 +7,10 @@ than the files have bytes, names no file outside its folder, and gives no elemen
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
-
-Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 _LARGEST = 2**62  # elements or bytes: the sum of two such numbers fits into 64 bits
 
@@ -38,9 +36,12 @@ def shape(value: Any, what: str) -> tuple[int, ...]:
     return found
 
 
-def parts(boxes: Iterable[tuple[Any, Any]], shape: tuple[int, ...], name: str) -> list[Box]:
-    """Boxes (offsets, sizes) of a tensor; ValueError if one reaches beyond it, or if two with elements overlap."""
-    found: list[Box] = []
+def parts(boxes: Iterable[tuple[Any, Any]], shape: tuple[int, ...], name: str) -> tuple[Any, Any]:
+    """The starts and ends of boxes (offsets, sizes) of a tensor, as two arrays of numpy with a row for each box.
+
+    ValueError if a box reaches beyond the tensor, or if two with elements overlap.
+    """
+    found = []
     for box in boxes:
         offsets, sizes = (numbers(list(each), f"a part of '{name}'") for each in box)
         if not len(offsets) == len(sizes) == len(shape):
@@ -48,17 +49,18 @@ def parts(boxes: Iterable[tuple[Any, Any]], shape: tuple[int, ...], name: str) -
         if any(offset + count > whole for offset, count, whole in zip(offsets, sizes, shape)):
             raise ValueError(f"a part of '{name}' reaches beyond the tensor")
         found.append((offsets, sizes))
-    if not _are_disjoint([(offsets, sizes) for offsets, sizes in found if 0 not in sizes]):
+    offsets, sizes = np.array(found, dtype=np.int64).reshape(len(found), 2, len(shape)).swapaxes(0, 1)
+    low, high = offsets, offsets + sizes
+    filled = (sizes > 0).all(axis=1)
+    if not _are_disjoint(low[filled], high[filled]):
         raise ValueError(f"parts of '{name}' overlap")
-    return found
+    return low, high
 
 
-def _are_disjoint(boxes: Sequence[Box]) -> bool:
+def _are_disjoint(low: Any, high: Any) -> bool:
     """Whether no two boxes have an element in common."""
-    if len(boxes) < 2:
+    if len(low) < 2:
         return True
-    low = np.array([offsets for offsets, _ in boxes], dtype=np.int64)
-    high = low + np.array([sizes for _, sizes in boxes], dtype=np.int64)
     cut = [
         dim for dim in range(low.shape[1]) if (low[:, dim] != low[0, dim]).any() or (high[:, dim] != high[0, dim]).any()
     ]

@@ -8,7 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -73,6 +73,8 @@ class Snapshot:
             raise TypeError(f"{key} has dtype {tensor.dtype}, which a checkpoint cannot hold")
         if tensor.is_meta:
             raise ValueError(f"{key} is on the meta device and has no values; call flatshard.materialize first")
+        if own and isinstance(tensor, DTensor):
+            raise TypeError(f"{key} is a DTensor; extra takes plain tensors, for example those of to_local()")
         part = held_part(tensor, 0 if own else self.rank)
         if _torch.is_wrapper(part.local):
             raise TypeError(f"{key} is a {type(part.local).__name__}; a checkpoint cannot hold this tensor subclass")
@@ -156,11 +158,6 @@ def take_snapshot(
             known[id(tensor)] = found.put(key, tensor)
         return known[id(tensor)]
 
-    def put_extra(path: str, tensor: torch.Tensor) -> str:
-        if isinstance(tensor, DTensor):
-            raise TypeError(f"{path} is a DTensor; extra takes plain tensors, for example those of to_local()")
-        return found.put(path, tensor, own=True)
-
     found.model = encode_tree(dict(model.state_dict(keep_vars=True)), put_once, "model")
     if optimizer is not None:
         groups: list[Any] = []
@@ -169,7 +166,7 @@ def take_snapshot(
             groups.append({**group, "params": names})
             entries |= {name: state[p] for name, p in zip(names, group["params"]) if p in state}
         found.optimizer = encode_tree({"groups": groups, "state": entries}, found.put, "optimizer")
-    found.extra = encode_tree(extra, put_extra, f"extra/{rank}")
+    found.extra = encode_tree(extra, partial(found.put, own=True), f"extra/{rank}")
     return found
 
 

@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from flatshard import _torch
 from flatshard.checkpoint.errors import CheckpointError
 from flatshard.checkpoint.files import TensorEntry, TensorFiles, swapped
 from flatshard.checkpoint.progress import Advance
 from flatshard.checkpoint.reader import Reader
-from flatshard.engine.tree.row_embedding import class_before
+from flatshard.engine.tree.row_embedding import original_classes
 
 _WRAPPERS = re.compile(r"(?:module\.)*")
 _EXPERT = "{expert}"
@@ -302,19 +300,6 @@ def _mapping(model: Any) -> list[Any]:
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError:  # before version 5 there was nothing to convert
         return []
-    with original_classes(model):
+    with original_classes(model):  # conversions are looked up by the name of the class
         found: list[Any] = get_model_conversion_mapping(model)
     return found
-
-
-@contextmanager
-def original_classes(model: nn.Module) -> Iterator[None]:
-    """A context in which units have their original classes, because Transformers looks up conversions by class name."""
-    units: list[tuple[Any, type]] = [(each, type(each)) for each in model.modules() if isinstance(each, FSDPModule)]
-    for module, cls in units:
-        module.__class__ = class_before(cls)
-    try:
-        yield
-    finally:
-        for module, cls in units:
-            module.__class__ = cls
