@@ -61,7 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gathering": _ENGINE_AND_BELOW,
     "captured": {"optim", "recomputed", *_ENGINE_AND_BELOW},
     "hf": {"gathering", "checkpoint", *_ENGINE_AND_BELOW},
-    "copying": {"state", "checkpoint", *_ENGINE_AND_BELOW},
+    "copying": {"state", *_ENGINE_AND_BELOW},
     "api": {"copying", "module", "state", "hf", "optim", *_ENGINE_AND_BELOW},
     "installing": _API_AND_BELOW,
     "optim": _ENGINE_AND_BELOW,

@@ -200,7 +200,7 @@ def box_at(
 def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """This rank's part of a whole tensor, sharded like the DTensor ``like``: a view of it. Does not communicate."""
     for box in boxes_of(like):
-        return _in_box(whole, *box)
+        return in_box(whole, *box)
     return whole.new_empty(local_of(like).shape)
 
 
@@ -208,10 +208,11 @@ def local_rows(whole: torch.Tensor, spec: Spec) -> torch.Tensor:
     """This rank's part of a whole tensor, as in a DTensor of spec ``spec``. Does not communicate."""
     place = spec.mesh.get_coordinate()
     assert place is not None
-    return _in_box(whole, *box_at(whole.shape, spec.mesh.shape, tuple(place), spec.placements)).contiguous()
+    return in_box(whole, *box_at(whole.shape, spec.mesh.shape, tuple(place), spec.placements)).contiguous()
 
 
-def _in_box(whole: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+def in_box(whole: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """The part of ``sizes`` elements from ``offsets``: a view of the whole tensor."""
     return whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes))]
 
 

@@ -26,11 +26,11 @@ from flatshard.checkpoint.errors import CheckpointError
 from flatshard.checkpoint.files import INDEX, SINGLE, find_tensors, open_file
 from flatshard.checkpoint.json_trees import decode_tree, encode_tree
 from flatshard.checkpoint.manifest import MANIFEST, Manifest
-from flatshard.checkpoint.name_prefixes import with_names
 from flatshard.checkpoint.reader import MakeTensor, Reader, read_extra
 from flatshard.checkpoint.safetensors import plan_files, write_files
 from flatshard.checkpoint.saving import write_snapshot
 from flatshard.checkpoint.state import Snapshot
+from flatshard.checkpoint.stored_names import with_names
 
 Form = Literal["flatshard", "dcp", "safetensors", "torch"]
 FORMS: tuple[Form, ...] = ("flatshard", "dcp", "safetensors", "torch")
@@ -270,7 +270,7 @@ def _write_safetensors(path: Path, state: State) -> None:
         elif not name.endswith("_extra_state"):
             kind = type(value).__name__
             raise CheckpointError(f"'{name}' is a {kind}; safetensors files hold only tensors: choose another format")
-    write_files(path, plan_files(tensors), iter(tensors.values()))
+    write_files(path, plan_files(tensors, 5 * 10**9), iter(tensors.values()))
 
 
 _READERS: dict[Form, Callable[[Path, MakeTensor], dict[str, Any]]] = {

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from flatshard import _torch
 from flatshard.checkpoint import manifest_checks
 from flatshard.checkpoint.errors import CheckpointError
 from flatshard.checkpoint.files import open_file
@@ -125,7 +126,8 @@ class DcpFolder:
         entry.dtype = entry.properties.state[0]
         if not isinstance(entry.dtype, torch.dtype):
             raise ValueError(f"'{name}' has no dtype")
-        parts = manifest_checks.parts([(each.offsets, each.sizes) for each in entry.chunks], entry.size, name)
+        low, high = manifest_checks.parts([(each.offsets, each.sizes) for each in entry.chunks], entry.size, name)
+        parts = [(tuple(offsets), tuple(sizes)) for offsets, sizes in zip(low.tolist(), (high - low).tolist())]
         filled = [(offsets, sizes) for offsets, sizes in parts if 0 not in sizes]  # empty parts are not read
         if sum(math.prod(sizes) for _, sizes in filled) != math.prod(entry.size):
             raise ValueError(f"parts of '{name}' are missing")
@@ -145,7 +147,7 @@ class DcpFolder:
                     part = self._load(name, offsets)
                     if not isinstance(part, torch.Tensor) or (tuple(part.shape), part.dtype) != (sizes, entry.dtype):
                         self._refuse(name, offsets, "its shape or dtype is not that of the index")
-                    value[tuple(slice(o, o + n) for o, n in zip(offsets, sizes))].copy_(part)
+                    _torch.in_box(value, offsets, sizes).copy_(part)
             else:
                 value = self._load(name, None)
             _put(tree, self._places[name], value)

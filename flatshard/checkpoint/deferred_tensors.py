@@ -140,9 +140,18 @@ class DeferredFile:
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, DeferredTensor], metadata: dict[str, str] | None) -> None:
+        from safetensors.torch import save
+
         self._path, self._part = path, path.with_name(f".{path.name}.part")
         self._tensors = tensors
-        self._header, self._places = _layout(tensors, metadata)
+        # The safetensors library decides on the order of tensors: it is taken from a file of empty tensors.
+        empty = save({name: torch.empty(0, dtype=tensor.dtype) for name, tensor in tensors.items()}, metadata)
+        described = json.loads(empty[8 : 8 + int.from_bytes(empty[:8], "little")])
+        ordered = {name: tensors[name] for name in described if name != "__metadata__"}
+        entries = {name: TensorEntry(tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered.items()}
+        self._header = header_of(entries, metadata)
+        begins = itertools.accumulate((entry.nbytes for entry in entries.values()), initial=len(self._header))
+        self._places = dict(zip(entries, begins))
         self.needs = frozenset().union(*(tensor.needs for tensor in tensors.values()))
 
     def write(self, whole: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -162,7 +171,7 @@ class DeferredFile:
                     kept[needed] = value.detach().cpu()
                     known: dict[_Operation, list[Any]] = {}
                     for name in [each for each in todo[needed] if self._tensors[each].needs <= kept.keys()]:
-                        file.seek(len(self._header) + self._places[name])
+                        file.seek(self._places[name])
                         file.write(bytes_view(self._tensors[name].value(kept, known).contiguous()))
                         for other in self._tensors[name].needs:
                             todo[other].remove(name)
@@ -177,18 +186,3 @@ class DeferredFile:
             self._part.rename(self._path)
         finally:
             self._part.unlink(missing_ok=True)
-
-
-def _layout(tensors: Mapping[str, DeferredTensor], metadata: dict[str, str] | None) -> tuple[bytes, dict[str, int]]:
-    """The header of the file, and the place of each tensor after it.
-
-    The safetensors library decides on the order of tensors: it is taken from the header of a file of empty tensors.
-    """
-    from safetensors.torch import save
-
-    empty = save({name: torch.empty(0, dtype=tensor.dtype) for name, tensor in tensors.items()}, metadata)
-    described = json.loads(empty[8 : 8 + int.from_bytes(empty[:8], "little")])
-    ordered = {name: tensors[name] for name in described if name != "__metadata__"}
-    entries = {name: TensorEntry(tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered.items()}
-    begins = itertools.accumulate((entry.nbytes for entry in entries.values()), initial=0)
-    return header_of(entries, metadata), dict(zip(entries, begins))

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -24,6 +24,7 @@ import torch
 
 from flatshard.checkpoint import manifest_checks
 from flatshard.checkpoint.errors import CheckpointError
+from flatshard.checkpoint.progress import Advance
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEADER_LIMIT = 100_000_000  # bytes, as in the safetensors library
@@ -190,7 +191,7 @@ def write_file(
     path: Path,
     tensors: Mapping[str, TensorEntry],
     values: Iterator[torch.Tensor],
-    advance: Callable[[int], None],
+    advance: Advance,
     block: int | None = None,
     metadata: dict[str, str] | None = None,
 ) -> dict[str, Any]:
@@ -286,8 +287,16 @@ def _tensors_of(found: TensorFiles, name: str) -> dict[str, TensorEntry]:
         metadata = described.pop("__metadata__", {})
         ordered = dict(sorted(described.items(), key=lambda item: item[1]["data_offsets"]))
         entries = entries_in(path, ordered, 8 + length, 8 + length, size)
-        if isinstance(metadata, dict) and _CHECK in metadata:
-            entries = _verified_sums(path, entries, metadata, start + text)
+        if isinstance(metadata, dict) and _CHECK in metadata:  # a file that flatshard wrote
+            check, sums = int(metadata[_CHECK], 16), sums_in(metadata)
+            blank = (start + text).replace(_checked(check), _checked(0), 1)
+            block = manifest_checks.number(int(metadata[_BLOCK]), "the block", BLOCK)
+            if check != zlib.crc32(blank) or len(sums) != sum(-(-entry.nbytes // block) for entry in entries.values()):
+                raise CheckpointError(
+                    f"{path} is damaged, or was changed by a program that kept its metadata: its header does not match "
+                    f"its checksum. If the file is right, remove {_CHECK} from its metadata"
+                )
+            entries = with_sums(entries, sums, block)
         found.files[name] = file_facts(size, start + text)
         return entries
 
@@ -321,21 +330,6 @@ def entries_in(path: Path, described: Mapping[str, Any], header: int, begin: int
     if begin != size:
         raise CheckpointError(f"{path} is damaged: it has {size - begin} bytes after its last tensor")
     return entries
-
-
-def _verified_sums(
-    path: Path, entries: dict[str, TensorEntry], metadata: dict[str, Any], header: bytes
-) -> dict[str, TensorEntry]:
-    """Verify the header of a file that flatshard wrote, and add the checksums of their blocks to the tensors."""
-    check, sums = int(metadata[_CHECK], 16), sums_in(metadata)
-    blank = header.replace(_checked(check), _checked(0), 1)
-    block = manifest_checks.number(int(metadata[_BLOCK]), "the block", BLOCK)
-    if check != zlib.crc32(blank) or len(sums) != sum(-(-entry.nbytes // block) for entry in entries.values()):
-        raise CheckpointError(
-            f"{path} is damaged, or was changed by a program that kept its metadata: its header does not match its "
-            f"checksum. If the file is right, remove {_CHECK} from its metadata"
-        )
-    return with_sums(entries, sums, block)
 
 
 def with_sums(entries: dict[str, TensorEntry], sums: Any, block: int) -> dict[str, TensorEntry]:

@@ -130,7 +130,7 @@ def _gathered(
     for name, view in views.items():
         part = held_part(tensors[name])
         if part.offsets is not None:
-            pieces.append(view[part.slices])
+            pieces.append(_torch.in_box(view, part.offsets, part.local.shape))
             pieces[-1].copy_(part.local)
     first = tensors[next(iter(bucket))]
     assert isinstance(first, DTensor)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
+from flatshard.checkpoint.manifest_checks import short
+
 _PLAIN = (bool, int, str, type(None))
+_KINDS: dict[str, Any] = {"tensor": str, "float": str, "bytes": str, "tuple": list, "dict": list}
 
 
 def encode_tree(value: Any, put: Callable[[str, torch.Tensor], str], path: str) -> Any:
@@ -37,20 +40,34 @@ def encode_tree(value: Any, put: Callable[[str, torch.Tensor], str], path: str) 
 
 
 def decode_tree(tree: Any, get: Callable[[str], Any]) -> Any:
-    """The value of a tree of `encode_tree`; ``get(key)`` returns each tensor."""
+    """The value of a tree of `encode_tree`, or that `check_tree` accepts; ``get(key)`` returns each tensor."""
     if isinstance(tree, list):
         return [decode_tree(item, get) for item in tree]
     if not isinstance(tree, dict):
         return tree
     ((kind, content),) = tree.items()
-    if kind == "tensor":
-        return get(content)
-    if kind == "float":
-        return float(content)
-    if kind == "bytes":
-        return base64.b64decode(content)
     if kind == "tuple":
         return tuple(decode_tree(item, get) for item in content)
     if kind == "dict":
         return {key: decode_tree(item, get) for key, item in content}
-    raise ValueError(f"unknown kind of value: {kind!r}")
+    return {"tensor": get, "float": float, "bytes": base64.b64decode}[kind](content)
+
+
+def check_tree(value: Any, tensors: Collection[str], what: str) -> None:
+    """ValueError unless ``value`` has the form of `encode_tree`'s results, with tensors that are in ``tensors``."""
+    if isinstance(value, list):
+        for each in value:
+            check_tree(each, tensors, what)
+        return
+    if not isinstance(value, dict):
+        return
+    kind: str = next(iter(value), "")
+    content: Any = value.get(kind)
+    if len(value) != 1 or type(content) is not _KINDS.get(kind):
+        raise ValueError(f"{what} has an unknown entry {short(value)}")
+    if kind == "tensor" and content not in tensors:
+        raise ValueError(f"{what} names the tensor {short(content)}, which does not exist")
+    for each in content if kind in ("tuple", "dict") else ():
+        if kind == "dict" and not (isinstance(each, list) and len(each) == 2 and isinstance(each[0], (str, int))):
+            raise ValueError(f"{what} has an unknown entry {short(each)}")
+        check_tree(each[1] if kind == "dict" else each, tensors, what)

@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 from flatshard import _arguments, _torch
 from flatshard.buffer import Exchange
 from flatshard.checkpoint.errors import CheckpointError, from_all_ranks, on_all_ranks
-from flatshard.checkpoint.files import TensorFiles
+from flatshard.checkpoint.files import TensorEntry
 from flatshard.checkpoint.json_trees import decode_tree
 from flatshard.checkpoint.manifest import Manifest
-from flatshard.checkpoint.name_prefixes import renaming
 from flatshard.checkpoint.progress import bar
 from flatshard.checkpoint.reader import Reader, read_extra
-from flatshard.checkpoint.state import checked_name, held_part
+from flatshard.checkpoint.state import held_part, names_by_group
+from flatshard.checkpoint.stored_names import renaming
 from flatshard.optim.step import owner_of_entries
 
 _SHOWN = 8  # problems that one error lists
@@ -56,7 +56,7 @@ def load(
         own = ranks.rank if manifest.world == ranks.size else 0
         total = sum(known["bytes"] for known in manifest.files.values()) // ranks.size
         with bar("loading", total, progress and ranks.rank == 0) as advance, Reader(manifest, advance) as reader:
-            weights = stage_model(manifest, reader, model, strict)
+            weights = stage_model(reader, model, strict)
             state = None if optimizer is None else _stage_optimizer(manifest, reader, model, optimizer)
             return weights, state, read_extra(manifest, reader, own)
 
@@ -73,40 +73,39 @@ def put_weights(model: nn.Module, weights: dict[str, Any]) -> None:
     model.load_state_dict(weights, strict=False, assign=meta)  # `stage_model` has compared the names
 
 
-def stage_model(manifest: TensorFiles, reader: Reader, model: nn.Module, strict: bool) -> dict[str, Any]:
+def stage_model(reader: Reader, model: nn.Module, strict: bool) -> dict[str, Any]:
     """Read this rank's shards of a model's state. CheckpointError names the tensors that do not fit the model."""
-    here = model.state_dict(keep_vars=True)
-    rename = renaming([name for name, _ in manifest.model["dict"]], here)
-    saved: dict[str, Any] = {rename(name): tree for name, tree in manifest.model["dict"]}
+    here, source = model.state_dict(keep_vars=True), reader.source
+    rename = renaming([name for name, _ in source.model["dict"]], here)
+    saved: dict[str, Any] = {rename(name): tree for name, tree in source.model["dict"]}
     tied: dict[int, list[str]] = defaultdict(list)
     for name, value in here.items():
         tied[id(value)].append(name)
     problems, found = [], {}
-    read: dict[int, tuple[str, torch.Tensor, str]] = {}  # id of the model's tensor -> key, local shard, name
+    read: dict[tuple[int, str], torch.Tensor] = {}  # id of the model's tensor, key -> local shard
+    firsts: dict[int, tuple[str, torch.Tensor]] = {}  # id of the model's tensor -> its first name, local shard
     for name, value in here.items():
         names = [name, *tied[id(value)]]  # a tied weight may have been saved under one of its names only
-        source = next((other for other in names if other in saved), None)
-        if source is None:
+        stored = next((other for other in names if other in saved), None)
+        if stored is None:
             if strict:
                 problems.append(f"'{name}' is not in the checkpoint")
             continue
+        tree = saved[stored]
         if not isinstance(value, torch.Tensor):
-            found[name] = decode_tree(saved[source], reader.whole)
+            found[name] = decode_tree(tree, reader.whole)
             continue
-        key = saved[source].get("tensor") if isinstance(saved[source], dict) else None
-        problem = "is not a tensor in the checkpoint" if key is None else _misfit(manifest, key, value)
+        key: Any = tree.get("tensor") if isinstance(tree, dict) else None
+        problem = "is not a tensor in the checkpoint" if key is None else _misfit(source.tensors[key], value)
         if problem:
             problems.append(f"'{name}' {problem}")
         elif not problems:
-            known, local, first = read.get(id(value), (None, None, name))
-            if known != key:
-                again = _read_part(manifest, reader, name, str(key), value)
-                if local is not None and not torch.equal(local, again):
-                    problem = f"is tied to '{first}' in the model, but differs from it in the checkpoint"
-                    problems.append(f"'{name}' {problem}")
-                local = again
-            assert local is not None
-            read[id(value)] = (str(key), local, first)
+            if (id(value), key) not in read:
+                read[id(value), key] = _read_part(reader, name, source.tensors[key], value)
+            local = read[id(value), key]
+            first, other = firsts.setdefault(id(value), (name, local))
+            if other is not local and not torch.equal(other, local):
+                problems.append(f"'{name}' is tied to '{first}' in the model, but differs from it in the checkpoint")
             local = local.to(value.device_mesh.device_type) if isinstance(value, DTensor) and value.is_meta else local
             found[name] = _torch.like_dtensor(value, local) if isinstance(value, DTensor) else local
     if strict:
@@ -114,12 +113,11 @@ def stage_model(manifest: TensorFiles, reader: Reader, model: nn.Module, strict:
     if problems:
         more = f", and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         advice = " (strict=False ignores missing names)" if any("' is not in the " in each for each in problems) else ""
-        raise CheckpointError(f"{manifest.folder} does not fit the model: {'; '.join(problems[:_SHOWN])}{more}{advice}")
+        raise CheckpointError(f"{source.folder} does not fit the model: {'; '.join(problems[:_SHOWN])}{more}{advice}")
     return found
 
 
-def _misfit(manifest: TensorFiles, key: str, value: torch.Tensor) -> str | None:
-    entry = manifest.tensors[key]
+def _misfit(entry: TensorEntry, value: torch.Tensor) -> str | None:
     if entry.shape != tuple(value.shape):
         return f"has shape {entry.shape} in the checkpoint and {tuple(value.shape)} in the model"
     if entry.dtype != value.dtype and not (entry.dtype.is_floating_point and value.dtype.is_floating_point):
@@ -127,9 +125,9 @@ def _misfit(manifest: TensorFiles, key: str, value: torch.Tensor) -> str | None:
     return None
 
 
-def _read_part(manifest: TensorFiles, reader: Reader, name: str, key: str, like: torch.Tensor) -> torch.Tensor:
+def _read_part(reader: Reader, name: str, entry: TensorEntry, like: torch.Tensor) -> torch.Tensor:
     """Read the part of a saved tensor that this rank holds of ``like``."""
-    entry, part = manifest.tensors[key], held_part(like)
+    part = held_part(like)
     if part.offsets is None:
         return torch.empty(part.local.shape, dtype=entry.dtype)
     return reader.read(name, entry, part.offsets, part.local.shape)
@@ -148,11 +146,10 @@ def _stage_optimizer(manifest: Manifest, reader: Reader, model: nn.Module, optim
             f"{manifest.folder} has {len(groups)} param_groups and the optimizer has {len(optimizer.param_groups)}: "
             "build the optimizer with the same param_groups as when it was saved"
         )
-    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     owned_of = owner_of_entries(optimizer)
     state: dict[Any, Any] = defaultdict(dict)
-    for number, (theirs, ours) in enumerate(zip(groups, optimizer.param_groups)):
-        mine = [checked_name(parameter, names) for parameter in ours["params"]]
+    named = names_by_group(model, optimizer)
+    for number, (theirs, ours, mine) in enumerate(zip(groups, optimizer.param_groups, named)):
         odd = set(mine) ^ {rename(name) for name in theirs.pop("params")}
         if odd:
             sides = ["the optimizer", "the checkpoint"]
@@ -175,20 +172,17 @@ def _stage_optimizer(manifest: Manifest, reader: Reader, model: nn.Module, optim
                 if owned is None or owned[key]:
                     on_device = (key != "step" or steps_on_device) and not parameter.is_meta
                     device = parameter.device if on_device else torch.device("cpu")
-                    taken[key] = _entry(manifest, reader, f"{name}: {key}", tree, parameter, owned is not None, device)
+                    taken[key] = _entry(reader, f"{name}: {key}", tree, parameter, owned is not None, device)
     kept = [{**ours, **theirs} for theirs, ours in zip(groups, optimizer.param_groups)]
     return {"state": state, "param_groups": kept}
 
 
-def _entry(
-    manifest: Manifest, reader: Reader, name: str, tree: Any, parameter: torch.Tensor, whole: bool, device: torch.device
-) -> Any:
+def _entry(reader: Reader, name: str, tree: Any, parameter: torch.Tensor, whole: bool, device: torch.device) -> Any:
     """Read one entry of a parameter's state: sharded like the parameter if it has its shape and not ``whole``."""
     if not (isinstance(tree, dict) and "tensor" in tree):
         return decode_tree(tree, reader.whole)
-    key = tree["tensor"]
-    entry = manifest.tensors[key]
+    entry = reader.source.tensors[tree["tensor"]]
     per_element = entry.shape == tuple(parameter.shape) and (bool(entry.shape) or not name.endswith(": step"))
     if per_element and isinstance(parameter, DTensor) and not whole:
-        return _torch.like_dtensor(parameter, _read_part(manifest, reader, name, key, parameter).to(device))
+        return _torch.like_dtensor(parameter, _read_part(reader, name, entry, parameter).to(device))
     return reader.read(name, entry).to(device)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 import os
 import re
 import zlib
@@ -33,6 +32,7 @@ import numpy as np
 from flatshard.checkpoint import files, manifest_checks
 from flatshard.checkpoint.errors import CheckpointError
 from flatshard.checkpoint.files import BLOCK, DTYPES, HEADER_LIMIT, Chunk, TensorEntry, TensorFiles
+from flatshard.checkpoint.json_trees import check_tree
 
 MANIFEST = "manifest.json"
 FORMAT = "flatshard checkpoint 3"
@@ -124,13 +124,10 @@ class _Table:
     def __init__(self, boxes: list[Any], shape: tuple[int, ...], world: int, key: str) -> None:
         self.shape = shape
         self._ranks = manifest_checks.numbers([rank for rank, _, _ in boxes], f"a rank of '{key}'", world - 1)
-        parts = manifest_checks.parts([(offsets, sizes) for _, offsets, sizes in boxes], shape, key)
-        self.numels = {rank: math.prod(sizes) for rank, (_, sizes) in zip(self._ranks, parts)}
-        if len(self.numels) < len(parts):
+        self._low, self._high = manifest_checks.parts([(offsets, sizes) for _, offsets, sizes in boxes], shape, key)
+        self.numels = dict(zip(self._ranks, (self._high - self._low).prod(axis=1).tolist()))
+        if len(self.numels) < len(boxes):
             raise ValueError(f"one rank has two parts of '{key}'")
-        dims = (len(parts), len(shape))
-        self._low = np.array([offsets for offsets, _ in parts], dtype=np.int64).reshape(dims)
-        self._high = self._low + np.array([sizes for _, sizes in parts], dtype=np.int64).reshape(dims)
 
     def chunks_within(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterable[Chunk]:
         ends = [offset + size for offset, size in zip(offsets, sizes)]
@@ -216,10 +213,17 @@ class Manifest(TensorFiles):
         self.model = body["model"]
         self.optimizer: Any = body["optimizer"]
         for what in ("model", "optimizer"):
-            manifest_checks.tree(body[what], self.tensors, what)
+            check_tree(body[what], self.tensors, what)
         if not all(isinstance(name, str) for name, _ in self.model["dict"]):
             raise ValueError("the model has a name that is not a string")
-        _check_optimizer(self.optimizer)
+        if self.optimizer is not None:
+            parts = dict(self.optimizer["dict"])
+            for group in parts["groups"]:
+                if not all(isinstance(name, str) for name in dict(group["dict"])["params"]):
+                    raise ValueError("the optimizer has a parameter without a name")
+            for name, entries in parts["state"]["dict"]:
+                if not isinstance(name, str) or not isinstance(entries["dict"], list):
+                    raise ValueError("the optimizer has state of a parameter without a name")
 
     def _entry(self, key: str, described: dict[str, Any], tables: list[Any]) -> TensorEntry:
         """The entry of one tensor; ValueError if it is inconsistent."""
@@ -251,7 +255,7 @@ class Manifest(TensorFiles):
                 raise CheckpointError(f"{path} is inconsistent: {len(sums)} checksums do not fit its tensors")
             entries = files.with_sums(entries, sums[blocks[-1] :], BLOCK)
             extra = json.loads(metadata[EXTRA])
-            manifest_checks.tree(extra, entries, "extra")
+            check_tree(extra, entries, "extra")
         self.opened[name] = RankFile(np.array(begins), np.array(blocks), sums, extra, entries)
 
     def located(self, entry: TensorEntry, chunk: Chunk) -> Chunk:
@@ -260,14 +264,3 @@ class Manifest(TensorFiles):
         file = self.opened[chunk.file]
         first, last = file.blocks[entry.number : entry.number + 2].tolist()
         return replace(chunk, begin=int(file.begins[entry.number]), sums=tuple(file.sums[first:last].tolist()))
-
-
-def _check_optimizer(given: Any) -> None:
-    if given is not None:
-        parts = dict(given["dict"])
-        for group in parts["groups"]:
-            if not all(isinstance(name, str) for name in dict(group["dict"])["params"]):
-                raise ValueError("the optimizer has a parameter without a name")
-        for name, entries in parts["state"]["dict"]:
-            if not isinstance(name, str) or not isinstance(entries["dict"], list):
-                raise ValueError("the optimizer has state of a parameter without a name")

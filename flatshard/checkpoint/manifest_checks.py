@@ -7,28 +7,25 @@ than the files have bytes, names no file outside its folder, and gives no elemen
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
-Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-
 _LARGEST = 2**62  # elements or bytes: the sum of two such numbers fits into 64 bits
-_KINDS: dict[str, Any] = {"tensor": str, "float": str, "bytes": str, "tuple": list, "dict": list}
 
 
 def number(value: Any, what: str, most: int = _LARGEST) -> int:
     """``value``; ValueError unless it is an integer from 0 to ``most``."""
     if type(value) is not int or not 0 <= value <= most:
-        raise ValueError(f"{what} is {_short(value)}, not an integer from 0 to {most}")
+        raise ValueError(f"{what} is {short(value)}, not an integer from 0 to {most}")
     return value
 
 
 def numbers(value: Any, what: str, most: int = _LARGEST) -> tuple[int, ...]:
     """``value`` as a tuple; ValueError unless it is a list of integers from 0 to ``most``."""
     if not isinstance(value, list):
-        raise ValueError(f"{what} is {_short(value)}, not a list of integers")
+        raise ValueError(f"{what} is {short(value)}, not a list of integers")
     return tuple(number(each, what, most) for each in value)
 
 
@@ -39,29 +36,12 @@ def shape(value: Any, what: str) -> tuple[int, ...]:
     return found
 
 
-def tree(value: Any, tensors: Collection[str], what: str) -> None:
-    """ValueError unless ``value`` has the form of `encode_tree`'s results, with tensors that are in ``tensors``."""
-    if isinstance(value, list):
-        for each in value:
-            tree(each, tensors, what)
-        return
-    if not isinstance(value, dict):
-        return
-    kind: str = next(iter(value), "")
-    content: Any = value.get(kind)
-    if len(value) != 1 or type(content) is not _KINDS.get(kind):
-        raise ValueError(f"{what} has an unknown entry {_short(value)}")
-    if kind == "tensor" and content not in tensors:
-        raise ValueError(f"{what} names the tensor {_short(content)}, which does not exist")
-    for each in content if kind in ("tuple", "dict") else ():
-        if kind == "dict" and not (isinstance(each, list) and len(each) == 2 and isinstance(each[0], (str, int))):
-            raise ValueError(f"{what} has an unknown entry {_short(each)}")
-        tree(each[1] if kind == "dict" else each, tensors, what)
+def parts(boxes: Iterable[tuple[Any, Any]], shape: tuple[int, ...], name: str) -> tuple[Any, Any]:
+    """The starts and ends of boxes (offsets, sizes) of a tensor, as two arrays of numpy with a row for each box.
 
-
-def parts(boxes: Iterable[tuple[Any, Any]], shape: tuple[int, ...], name: str) -> list[Box]:
-    """Boxes (offsets, sizes) of a tensor; ValueError if one reaches beyond it, or if two with elements overlap."""
-    found: list[Box] = []
+    ValueError if a box reaches beyond the tensor, or if two with elements overlap.
+    """
+    found = []
     for box in boxes:
         offsets, sizes = (numbers(list(each), f"a part of '{name}'") for each in box)
         if not len(offsets) == len(sizes) == len(shape):
@@ -69,17 +49,18 @@ def parts(boxes: Iterable[tuple[Any, Any]], shape: tuple[int, ...], name: str) -
         if any(offset + count > whole for offset, count, whole in zip(offsets, sizes, shape)):
             raise ValueError(f"a part of '{name}' reaches beyond the tensor")
         found.append((offsets, sizes))
-    if not _are_disjoint([(offsets, sizes) for offsets, sizes in found if 0 not in sizes]):
+    offsets, sizes = np.array(found, dtype=np.int64).reshape(len(found), 2, len(shape)).swapaxes(0, 1)
+    low, high = offsets, offsets + sizes
+    filled = (sizes > 0).all(axis=1)
+    if not _are_disjoint(low[filled], high[filled]):
         raise ValueError(f"parts of '{name}' overlap")
-    return found
+    return low, high
 
 
-def _are_disjoint(boxes: Sequence[Box]) -> bool:
+def _are_disjoint(low: Any, high: Any) -> bool:
     """Whether no two boxes have an element in common."""
-    if len(boxes) < 2:
+    if len(low) < 2:
         return True
-    low = np.array([offsets for offsets, _ in boxes], dtype=np.int64)
-    high = low + np.array([sizes for _, sizes in boxes], dtype=np.int64)
     cut = [
         dim for dim in range(low.shape[1]) if (low[:, dim] != low[0, dim]).any() or (high[:, dim] != high[0, dim]).any()
     ]
@@ -96,7 +77,7 @@ def _are_disjoint(boxes: Sequence[Box]) -> bool:
     return True
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # a number with more digits than Python prints, or deeply nested lists

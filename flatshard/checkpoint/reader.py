@@ -17,6 +17,7 @@ from flatshard.checkpoint.errors import CheckpointError
 from flatshard.checkpoint.files import Chunk, TensorEntry, TensorFiles, block_checksum, bytes_view, open_file, swapped
 from flatshard.checkpoint.json_trees import decode_tree
 from flatshard.checkpoint.manifest import Manifest, rank_file
+from flatshard.checkpoint.progress import Advance, ignore
 
 MakeTensor = Callable[[torch.dtype, Sequence[int]], torch.Tensor]
 _MOST_OPEN = 256  # files; the usual limit of a process is 1,024, and a checkpoint may have thousands
@@ -28,11 +29,9 @@ class Reader(ExitStack):
     ``advance`` is called with numbers of bytes read, and ``make`` to allocate tensors.
     """
 
-    def __init__(
-        self, source: TensorFiles, advance: Callable[[int], None] = lambda count: None, make: MakeTensor | None = None
-    ) -> None:
+    def __init__(self, source: TensorFiles, advance: Advance = ignore, make: MakeTensor | None = None) -> None:
         super().__init__()
-        self._source, self._advance = source, advance
+        self.source, self._advance = source, advance
         self._make = make or (lambda dtype, sizes: torch.empty(tuple(sizes), dtype=dtype))
         self._open: dict[str, BinaryIO] = {}
         self._verified: set[str] = set()
@@ -43,7 +42,7 @@ class Reader(ExitStack):
             file.close()
 
     def whole(self, key: str) -> torch.Tensor:
-        return self.read(key, self._source.tensors[key])
+        return self.read(key, self.source.tensors[key])
 
     def read(
         self, name: str, entry: TensorEntry, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
@@ -60,10 +59,10 @@ class Reader(ExitStack):
             high = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, chunk.offsets, chunk.sizes)]
             if all(a < b for a, b in zip(low, high)):
                 self._file(chunk.file, name)
-                parts.append((self._source.located(entry, chunk), low, high))
+                parts.append((self.source.located(entry, chunk), low, high))
                 missing -= math.prod(b - a for a, b in zip(low, high))
         if missing:
-            raise CheckpointError(f"{self._source.folder} is incomplete: {missing} elements of '{name}' are in no file")
+            raise CheckpointError(f"{self.source.folder} is incomplete: {missing} elements of '{name}' are in no file")
         result = self._make(entry.dtype, sizes)
         for chunk, low, high in parts:
             into = result[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets))]
@@ -114,12 +113,12 @@ class Reader(ExitStack):
             self._advance(count)
 
     def _path(self, file: str) -> Path:
-        return self._source.folder / file
+        return self.source.folder / file
 
     def _file(self, name: str, tensor: str) -> BinaryIO:
         if name in self._open:
             return self._open[name]
-        path, known = self._path(name), self._source.files[name]
+        path, known = self._path(name), self.source.files[name]
         if len(self._open) >= _MOST_OPEN:
             self._open.pop(next(iter(self._open))).close()
         try:
@@ -134,7 +133,7 @@ class Reader(ExitStack):
             raise CheckpointError(f"{path}, which holds '{tensor}', has {size} bytes instead of {known['bytes']}")
         if hashlib.sha256(header).hexdigest() != known["sha256"]:
             raise CheckpointError(f"{path}, which holds '{tensor}', is damaged: its header does not match its checksum")
-        self._source.take_header(name, header)
+        self.source.take_header(name, header)
         self._verified.add(name)
         return file
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,8 @@ from flatshard.checkpoint.errors import on_all_ranks
 from flatshard.checkpoint.files import CODES, INDEX, SINGLE, TensorEntry, find_tensors, sync_folder, write_file
 from flatshard.checkpoint.full import cast_dtype, check_dtype, iter_full_tensors, named_tensors
 from flatshard.checkpoint.loading import put_weights, stage_model
-from flatshard.checkpoint.progress import bar
-from flatshard.checkpoint.stored_as import StoredAs, assemble, pieces_of
-from flatshard.checkpoint.transformers_conversion import ConvertingReader, convert_tensors
+from flatshard.checkpoint.progress import Advance, bar, ignore
+from flatshard.checkpoint.stored_names import ConvertingReader, StoredAs, assemble, convert_tensors, pieces_of
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -54,16 +54,10 @@ def export_safetensors(
     files = plan_files(named_tensors(model), limit, dtype, names)
     on_all_ranks(ranks, lambda: folder.mkdir(parents=True, exist_ok=True) if ranks.rank == 0 else None)
     pieces = stored_tensors(model, bucket_bytes, None, names)
-
-    def write() -> None:
-        if ranks.rank == 0:
-            write_files(folder, files, pieces, advance)
-        else:
-            deque(pieces, maxlen=0)
-
     total = sum(entry.nbytes for file in files for entry in file.values())
     with bar("exporting", total, progress and ranks.rank == 0) as advance:
-        on_all_ranks(ranks, write)
+        write = partial(write_files, folder, files, pieces, advance)
+        on_all_ranks(ranks, write if ranks.rank == 0 else partial(deque, pieces, maxlen=0))
 
 
 def check_names(names: Any) -> None:
@@ -92,10 +86,7 @@ def stored_tensors(
 
 
 def plan_files(
-    tensors: Mapping[str, torch.Tensor],
-    limit: int = 5 * 10**9,
-    dtype: torch.dtype | None = None,
-    names: Sequence[StoredAs] = (),
+    tensors: Mapping[str, torch.Tensor], limit: int, dtype: torch.dtype | None = None, names: Sequence[StoredAs] = ()
 ) -> list[dict[str, TensorEntry]]:
     """Assign tensors to files, or buckets, of at most ``limit`` bytes, or of one larger tensor."""
     files: list[dict[str, TensorEntry]] = [{}]
@@ -117,10 +108,7 @@ def plan_files(
 
 
 def write_files(
-    folder: Path,
-    files: Sequence[Mapping[str, TensorEntry]],
-    tensors: Iterator[torch.Tensor],
-    advance: Callable[[int], None] = lambda count: None,
+    folder: Path, files: Sequence[Mapping[str, TensorEntry]], tensors: Iterator[torch.Tensor], advance: Advance = ignore
 ) -> None:
     """Write tensors, in the order of `plan_files`, to temporary files, and rename these when all are complete."""
     names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
@@ -174,11 +162,11 @@ def load_safetensors(
         if names:
             shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
             source.tensors = assemble(source.tensors, shapes, names, folder)
-        source.model = {"dict": [(name, {"tensor": name}) for name in source.tensors]}
         recipes = {} if names else convert_tensors(model, source)
+        source.model = {"dict": [(name, {"tensor": name}) for name in source.tensors]}
         total = sum(file["bytes"] for file in source.files.values()) // ranks.size
         shown = bar("loading", total, progress and ranks.rank == 0)
         with shown as advance, ConvertingReader(source, advance, model, recipes) as reader:
-            return stage_model(source, reader, model, strict)
+            return stage_model(reader, model, strict)
 
     put_weights(model, on_all_ranks(ranks, stage))

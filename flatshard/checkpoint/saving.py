@@ -115,23 +115,22 @@ def save(
         if problem is not None:
             raise CheckpointError(problem)
     pending = PendingSave(path)
-    arguments = (pending, taken, ranks, keep_last, progress and not asynchronous)
     if asynchronous:
         _last = pending
-        threading.Thread(target=_run, args=arguments, name="flatshard checkpoint").start()
+        arguments = (pending, taken, ranks, keep_last)
+        threading.Thread(target=_write_in_thread, args=arguments, name="flatshard checkpoint").start()
     else:
-        _run(*arguments)
-        pending.wait()
+        write_snapshot(path, taken, ranks, keep_last, progress)
+        pending._done.set()
     return pending
 
 
-def _run(pending: PendingSave, taken: Snapshot, ranks: Exchange, keep_last: int | None, progress: bool) -> None:
+def _write_in_thread(pending: PendingSave, taken: Snapshot, ranks: Exchange, keep_last: int | None) -> None:
     try:
-        write_snapshot(pending.path, taken, ranks, keep_last, progress)
+        write_snapshot(pending.path, taken, ranks, keep_last)
     except BaseException as error:
         pending._error = error
-        if threading.current_thread() is not threading.main_thread():
-            _LOG.error("checkpoint %s was not saved: %s", pending.path, error)
+        _LOG.error("checkpoint %s was not saved: %s", pending.path, error)
     finally:
         taken.writes = []
         pending._done.set()

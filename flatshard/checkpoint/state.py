@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -30,11 +31,6 @@ class Part:
     replica: int = 0  # the index of this rank among the `replicas` ranks that hold the same box
     replicas: int = 1
     ranks: int = 0  # size of the mesh; 0 for a plain tensor
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        assert self.offsets is not None
-        return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.local.shape))
 
 
 def held_part(tensor: torch.Tensor, rank: int = 0) -> Part:
@@ -77,6 +73,8 @@ class Snapshot:
             raise TypeError(f"{key} has dtype {tensor.dtype}, which a checkpoint cannot hold")
         if tensor.is_meta:
             raise ValueError(f"{key} is on the meta device and has no values; call flatshard.materialize first")
+        if own and isinstance(tensor, DTensor):
+            raise TypeError(f"{key} is a DTensor; extra takes plain tensors, for example those of to_local()")
         part = held_part(tensor, 0 if own else self.rank)
         if _torch.is_wrapper(part.local):
             raise TypeError(f"{key} is a {type(part.local).__name__}; a checkpoint cannot hold this tensor subclass")
@@ -160,28 +158,26 @@ def take_snapshot(
             known[id(tensor)] = found.put(key, tensor)
         return known[id(tensor)]
 
-    def put_extra(path: str, tensor: torch.Tensor) -> str:
-        if isinstance(tensor, DTensor):
-            raise TypeError(f"{path} is a DTensor; extra takes plain tensors, for example those of to_local()")
-        return found.put(path, tensor, own=True)
-
     found.model = encode_tree(dict(model.state_dict(keep_vars=True)), put_once, "model")
     if optimizer is not None:
-        names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-        groups = []
-        for group in optimizer.param_groups:
-            options = {key: value for key, value in group.items() if key != "params"}
-            groups.append({**options, "params": [checked_name(p, names) for p in group["params"]]})
-        entries = {names[p]: state[p] for group in optimizer.param_groups for p in group["params"] if p in state}
+        groups: list[Any] = []
+        entries: dict[str, Any] = {}
+        for group, names in zip(optimizer.param_groups, names_by_group(model, optimizer)):
+            groups.append({**group, "params": names})
+            entries |= {name: state[p] for name, p in zip(names, group["params"]) if p in state}
         found.optimizer = encode_tree({"groups": groups, "state": entries}, found.put, "optimizer")
-    found.extra = encode_tree(extra, put_extra, f"extra/{rank}")
+    found.extra = encode_tree(extra, partial(found.put, own=True), f"extra/{rank}")
     return found
 
 
-def checked_name(parameter: torch.Tensor, names: dict[torch.Tensor, str]) -> str:
-    if parameter not in names:
-        raise ValueError(
-            f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not in the model; build the "
-            "optimizer from model.parameters() after fully_shard"
-        )
-    return names[parameter]
+def names_by_group(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """The names of the parameters in each of the optimizer's groups. ValueError for one that is not in the model."""
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    groups = [group["params"] for group in optimizer.param_groups]
+    for parameter in itertools.chain(*groups):
+        if parameter not in names:
+            raise ValueError(
+                f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not in the model; build the "
+                "optimizer from model.parameters() after fully_shard"
+            )
+    return [[names[parameter] for parameter in group] for group in groups]

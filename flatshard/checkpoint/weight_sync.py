@@ -22,14 +22,14 @@ from torch import nn
 from torch.distributed import GroupMember, ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from flatshard import _arguments
+from flatshard import _arguments, _torch
 from flatshard.buffer import spread
 from flatshard.checkpoint.files import CODES, DTYPES, TensorEntry, find_tensors
 from flatshard.checkpoint.full import aligned, cast_dtype, check_dtype, named_tensors, views_of
 from flatshard.checkpoint.reader import Reader
 from flatshard.checkpoint.safetensors import check_names, plan_files, stored_tensors, write_files
 from flatshard.checkpoint.state import Part, held_part
-from flatshard.checkpoint.stored_as import StoredAs
+from flatshard.checkpoint.stored_names import StoredAs
 
 Plan: TypeAlias = "dict[str, TensorEntry]"  # what a bucket is to hold
 Bucket: TypeAlias = "list[tuple[str, torch.Tensor]]"
@@ -206,7 +206,7 @@ class _ModelWriter:
         self._seen: set[int] = set()
 
     def part_of(self, name: str, shape: Sequence[int]) -> Part | None:
-        """This rank's part of a received tensor, or None if it has none or the tensor does not fit."""
+        """This rank's part of a received tensor, or None if the tensor does not fit."""
         mine = self._tensors.get(name)
         if mine is None:
             self._wrong.append(f"'{name}' is not in the model")
@@ -215,15 +215,14 @@ class _ModelWriter:
         if tuple(mine.shape) != tuple(shape):
             self._wrong.append(f"'{name}' was received with shape {tuple(shape)}; the model has {tuple(mine.shape)}")
             return None
-        part = held_part(mine)
-        return None if part.offsets is None else part
+        return held_part(mine)
 
     @torch.no_grad()
     def __call__(self, bucket: Bucket) -> None:
         for name, value in bucket:
             part = self.part_of(name, value.shape)
-            if part is not None:
-                part.local.copy_(value[part.slices])
+            if part is not None and part.offsets is not None:
+                part.local.copy_(_torch.in_box(value, part.offsets, part.local.shape))
 
     def finish(self) -> None:
         unseen = [name for name, value in self._tensors.items() if id(value) not in self._seen]
@@ -278,6 +277,6 @@ def _read(folder: Path, take: _ModelWriter | Callback, device: torch.device) -> 
                 take([(name, reader.whole(name).to(device))])
                 continue
             part = take.part_of(name, entry.shape)  # a rank reads only its own rows
-            if part is not None:
+            if part is not None and part.offsets is not None:
                 part.local.copy_(reader.read(name, entry, part.offsets, part.local.shape))
     return [source.tensors]

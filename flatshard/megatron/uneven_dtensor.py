@@ -173,7 +173,7 @@ def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> torch.Tensor:
     padded = torch.nn.functional.pad(local.flatten(), (0, int(sizes.prod(1).max()) - local.numel()))
     whole = local.new_zeros(dtensor.shape)
     for part, place, size in zip(gathered_rows(lane, group, padded, "uneven"), boxes.tolist(), sizes.tolist()):
-        into = whole[tuple(slice(offset, offset + length) for offset, length in zip(place, size))]
+        into = _torch.in_box(whole, place, size)
         into.copy_(part[: into.numel()].view(size))
     return whole
 

@@ -27,7 +27,7 @@ from flatshard.checkpoint import (
     load_safetensors,
 )
 from flatshard.checkpoint.reader import Reader
-from flatshard.checkpoint.stored_as import pieces_of
+from flatshard.checkpoint.stored_names import pieces_of
 from tests.moe.cases import Model, Stacked, build, meshes, spread
 
 pytestmark = [pytest.mark.sampled(2), pytest.mark.limit(120)]

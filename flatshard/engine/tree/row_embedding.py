@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -23,6 +27,19 @@ def look_up_rows(unit: Unit, module: nn.Embedding) -> None:
 def class_before(cls: type) -> type:
     """The class of a module before it became a unit."""
     return next(base for base in cls.__mro__ if not issubclass(base, (FSDPModule, RowEmbedding)))
+
+
+@contextmanager
+def original_classes(model: nn.Module) -> Iterator[None]:
+    """A context in which units below ``model`` have their original classes."""
+    units: list[tuple[Any, type]] = [(each, type(each)) for each in model.modules() if isinstance(each, FSDPModule)]
+    for module, cls in units:
+        module.__class__ = class_before(cls)
+    try:
+        yield
+    finally:
+        for module, cls in units:
+            module.__class__ = cls
 
 
 class RowEmbedding(nn.Embedding):
