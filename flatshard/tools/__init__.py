@@ -1,1 +1,1 @@
-"""Tools around training: they read shapes, policies and layouts, and know nothing of the engine."""
+"""``flatshard plan`` and ``flatshard report``."""

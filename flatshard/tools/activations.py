@@ -1,8 +1,8 @@
-"""What a forward leaves for its backward: the model runs on the meta device, and what autograd saves is counted.
+"""The memory of activations: the model runs on the meta device, and the tensors that autograd saves are counted.
 
-Every distinct storage that is saved counts once; parameters do not. Attention is taken to be a fused kernel, which
-saves its inputs, its result and one number per row and head. With recompute, a block leaves its inputs, and while it
-runs again in backward, what it saves itself: the largest block counts once.
+Every saved storage counts once; parameters do not count. Attention counts as a fused kernel, which saves its inputs,
+its result and one number per row and head. With recompute, each block saves only its inputs, and the largest block
+counts once in full, for the time when it is recomputed in backward.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of one micro-batch. ``blocks``: what each block saves; ``inputs``: what goes into it."""
+    """Bytes of one micro-batch. ``blocks``: what each block saves. ``inputs``: the inputs of each block."""
 
     blocks: tuple[int, ...]
     inputs: tuple[int, ...]
-    rest: int  # outside of blocks: embeddings, the head, the loss
+    rest: int  # what is saved outside of blocks: embeddings, head, loss
 
     @property
     def saved(self) -> int:
-        """Without recompute."""
+        """Bytes without recompute."""
         return sum(self.blocks) + self.rest
 
     @property
     def recomputed(self) -> int:
-        """With every block recomputed."""
+        """Bytes if every block is recomputed."""
         return sum(self.inputs) + max(self.blocks, default=0) + self.rest
 
 
 class _Fused(torch.autograd.Function):
-    """Attention as a kernel does it, without values."""
+    """Attention on the meta device that saves what a fused kernel saves."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        # Rows before heads in memory, as kernels have it: what follows need not copy it.
+        # Rows before heads in memory, as in the results of kernels, so that the next operation need not copy.
         out = q.transpose(-3, -2).new_empty(*q.transpose(-3, -2).shape[:-1], v.shape[-1]).transpose(-3, -2)
         ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError("a forward is counted, not trained")
+        raise NotImplementedError("this attention only counts what forward saves; it has no backward")
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -57,14 +57,14 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **
 
 
 class _Count:
-    """Sums storages that are saved, each once, by the block that is running."""
+    """Adds up the bytes of saved storages, each once, for the block that is running."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-        self.saved = [0] * (len(blocks) + 1)  # the last: outside of blocks
+        self.saved = [0] * (len(blocks) + 1)  # the last entry is for what is outside of blocks
         self.inputs = [0] * len(blocks)
         self._number = -1
         self._seen = {_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        self._alive: list[Any] = []  # so that no storage takes the place of another
+        self._alive: list[Any] = []  # keeps storages alive, so that no other storage gets the same key
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         key = _key(tensor)
@@ -102,9 +102,9 @@ def _key(tensor: torch.Tensor) -> int:
 def activations_of(
     model: nn.Module, blocks: Sequence[nn.Module], batch: int, length: int, dtype: torch.dtype | None
 ) -> Activations:
-    """What a language model saves, on the meta device, given tokens (batch, length); it computes in ``dtype``.
+    """The activations of a language model on the meta device, for tokens (batch, length) and compute in ``dtype``.
 
-    A model of Transformers computes its loss too, with the logits of the whole batch.
+    A model of Transformers also computes its loss, with the logits of the whole batch.
     """
     kinds = {name: value.dtype for name, value in (*model.named_parameters(), *model.named_buffers())}
     if dtype is not None:
@@ -115,18 +115,18 @@ def activations_of(
     try:
         with patch.object(nn.functional, "scaled_dot_product_attention", _attention), count.watching(blocks):
             if is_transformers:
-                # A mask that is ready keeps it from looking at values; the fused kernel needs none.
+                # With this mask the model does not read values of tokens; the fused kernel ignores it.
                 mask = torch.ones(batch, 1, length, length, dtype=torch.bool, device="meta")
                 masks = {"attention_mask": mask}
-                if getattr(model.config, "is_encoder_decoder", False):  # as many tokens out as in
+                if getattr(model.config, "is_encoder_decoder", False):  # the decoder has as many tokens as the encoder
                     masks["decoder_attention_mask"] = mask
                 model(input_ids=tokens, labels=tokens, use_cache=False, **masks)
             else:
                 model(tokens)
     except Exception as error:
         raise ValueError(
-            f"activations: {type(model).__name__} does not run on tokens ({batch} x {length}) on the meta device: "
-            f"{type(error).__name__}: {error}; give --activations SIZE"
+            f"--batch {batch} --length {length}: activations are unknown, because {type(model).__name__} does not run "
+            f"on the meta device: {type(error).__name__}: {error}; give --activations SIZE instead"
         ) from error
     finally:
         for name, value in (*model.named_parameters(), *model.named_buffers()):

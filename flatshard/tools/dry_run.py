@@ -1,8 +1,8 @@
-"""A dry run: the engine goes through a step of a model of stand-ins, and what it does is noted in bytes.
+"""A dry run: the engine runs a step of a stand-in model, and the bytes that it would allocate and send are counted.
 
-Units, root and program are the engine's own, and so are the hooks, on modules that hold one number for every parameter
-of the model. Only where weights would be gathered and gradients reduced do stand-ins count bytes instead. It needs no
-process group, and no memory worth mentioning.
+Units, root, program and hooks are the engine's own. The modules have a parameter of one element for every parameter of
+the model. Stand-ins for the source of weights and for gradients count bytes instead of gathering and reducing. A dry
+run needs no process group, and almost no memory.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from flatshard.tools.group_bytes import GroupBytes, TrainingSetup
 from flatshard.tools.model_shapes import ModelShape, ModuleCall
 from flatshard.tools.timing import Estimate, StepClock
 
-# Called with the bytes that come, or go: of main gradients, of gathered weights, of gradients on their way.
+# Called with changes in bytes: of main gradients, of gathered weights, of staging.
 Note = Callable[[int, int, int], None]
 
 
 class DryRun:
-    """``gathers``: of each group of each unit, how often the last step has gathered it in forward, and in backward."""
+    """A dry run of a model. ``gathers``: for each group of each unit, its all-gathers per forward and per backward."""
 
     def __init__(
         self, model: ModelShape, groups: Sequence[Sequence[GroupBytes]], setup: TrainingSetup, note: Note
@@ -44,7 +44,7 @@ class DryRun:
         self._note, self.is_noting = note, False
         self._accumulates = setup.microbatches > 1
         self.clock: StepClock | None = None
-        self.is_last = True  # of the micro-batches of a step
+        self.is_last = True  # this is the last micro-batch of a step
         self._refreshed: set[_Source] = set()
         self._model = model
         self._root = self._module(model.root)
@@ -62,8 +62,8 @@ class DryRun:
         self._root_unit = next(unit for unit in self._units if self._root in unit.modules)
 
     def step(self) -> None:
-        """The last micro-batch of a step. A pass before it tells the engine in which order units are needed, and where
-        there are several micro-batches, the one before it leaves reduces on their way."""
+        """Run the last micro-batch of a step. One pass before it records the order of units. If there are several
+        micro-batches, another one runs before it, because its last reduces are still in flight."""
         passes = [(False, True), *[(True, False)] * self._accumulates, (True, True)]
         for self.is_noting, is_last in passes:
             for unit in self._units:
@@ -73,8 +73,8 @@ class DryRun:
             self._root(torch.zeros(1)).sum().backward()
 
     def timed(self, clock: StepClock, microbatches: int) -> Estimate:
-        """How long a step takes. Micro-batches after the second, but the last, are taken to be like the second."""
-        self.step()  # tells the engine the order
+        """The estimated time of a step. Of many micro-batches, the first, the second and the last are run."""
+        self.step()  # records the order of units
         self.clock = clock
         passes = min(microbatches, 3)
         for number in range(passes):
@@ -89,7 +89,7 @@ class DryRun:
         return clock.finish(groups, len(self._units) * microbatches)
 
     def launched(self, source: _Source, group: GroupBytes, is_parked: bool) -> Ticket:
-        """A gather, and before it, once a step, what derives the weights that it gathers."""
+        """Launch the all-gather of a group and, before the first one of a step, the refresh of its compute weights."""
         clock = self.clock
         if clock is None:
             return Ticket()
@@ -99,7 +99,7 @@ class DryRun:
         return Ticket(then=lambda: clock.wait(end))
 
     def moved(self, count: int) -> None:
-        """So many bytes are read and written by what encodes and decodes."""
+        """Count bytes that encoding and decoding read and write."""
         if self.clock is not None:
             self.clock.move(count)
 
@@ -129,7 +129,7 @@ class DryRun:
 
 
 class _Module(nn.Module):
-    """Runs modules of other units one after the other, and uses its own parameters before, between and after them."""
+    """Runs the modules of inner units in order, and uses its own parameters before, between and after them."""
 
     def __init__(self, inner: Sequence[_Module], groups: Sequence[_Group], is_table: bool) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class _Module(nn.Module):
 
 
 class _Use(torch.autograd.Function):
-    """Uses parameters of a group. In backward, their gradients appear."""
+    """Uses parameters of a group in forward, and creates their gradients in backward."""
 
     @staticmethod
     def forward(ctx: Any, group: _Group, position: int, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
@@ -164,13 +164,13 @@ class _Use(torch.autograd.Function):
 
 
 class _Group(ParamGroup):
-    """Weights that are one number each, and take the bytes that ``sizes`` says."""
+    """A group whose parameters have one element each, and count as the bytes in ``sizes``."""
 
     def __init__(self, sizes: GroupBytes, setup: TrainingSetup, run: DryRun, unit: int) -> None:
         self.sizes, self.run, self.number = sizes, run, unit
-        self.calls = 0  # forwards of a pass that use it
+        self.calls = 0  # forwards per pass that use the group
         self.gathers = [0, 0]
-        self._appeared = 0  # how often a backward has given gradients
+        self._appeared = 0  # calls of `gradients_appear` in this backward
         parameters = [nn.Parameter(torch.zeros(1), requires_grad=sizes.trainable) for _ in sizes.tensors]
         self.params = [ShardedParam("", [], parameter, parameter) for parameter in parameters]
         self.placements, self.is_extended = sizes.placements, False
@@ -204,7 +204,7 @@ class _Group(ParamGroup):
         if self._appeared == self.calls * len({tensor.after for tensor in sizes.tensors}):
             self._appeared = 0
             if self.calls > 1:
-                # Several forwards have given gradients of the same weights; autograd adds them up in other memory.
+                # Autograd has added the gradients of several forwards in a new tensor.
                 self.run.note(staging=sizes.arriving)
                 self.run.note(staging=-self.calls * sizes.arriving)
 
@@ -213,7 +213,7 @@ class _Source(Source):
     def __init__(self, group: _Group) -> None:
         self._group = group
         self._pool: Pool | None = None
-        self._taken = 0  # bytes
+        self._taken = 0  # bytes that are allocated now
         self._is_parked, self._is_open = False, True
         self.is_resident = group.sizes.is_resident
 
@@ -268,7 +268,7 @@ class _Gradients(Gradients):
     has_partial = property(lambda self: False)
 
     def rest(self, always: bool = False) -> None:
-        """As main gradients: there is nothing to give back."""
+        """Called as a method of `main_grads`; there is nothing to free."""
 
     def reduce(self, pool: Pool, goal: Goal, name: str) -> Reduction:
         self.take()

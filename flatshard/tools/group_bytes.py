@@ -1,4 +1,4 @@
-"""One group of a unit under a choice of strategy: its bytes on one rank, and its collectives."""
+"""One parameter group under a strategy: its bytes on one rank, and its collectives."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ StateOf: TypeAlias = Callable[[tuple[int, ...], int], float]
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """How a model is to be trained.
+    """How a model is trained.
 
-    ``mesh``: the sizes of its axes, (shard) or (outer, inner).
-    ``state``: tensors of a parameter's size that the optimizer keeps, in the dtype of main weights: 2 for AdamW. Or a
-    function of a parameter's shape and of the bytes of a main weight: bytes of state for each of its elements.
-    ``microbatches``: of one optimizer step, each inside `flatshard.microbatch`.
-    ``expert_parts``: so many neighbours along the last axis have different experts; each part is sharded over the rest.
-    ``stride``: how far apart, in ranks, neighbours along the last axis are.
+    ``mesh``: the sizes of the mesh axes, (shard) or (outer, inner).
+    ``state``: the number of tensors of a parameter's size in the optimizer state, in the dtype of main weights (2 for
+    AdamW); or a function of a parameter's shape and of the bytes of a main weight that returns bytes per element.
+    ``microbatches``: micro-batches per optimizer step, each inside `flatshard.microbatch`.
+    ``expert_parts``: size of expert parallelism: this many neighbours along the last axis have different experts.
+    ``stride``: the distance, in ranks, of neighbours along the last axis.
     """
 
     mesh: tuple[int, ...]
@@ -48,38 +48,39 @@ class TrainingSetup:
 
     def __post_init__(self) -> None:
         if len(self.placements.parameter) != len(self.mesh):
-            raise ValueError(f"placements name {len(self.placements.parameter)} axes; the mesh has {len(self.mesh)}")
+            raise ValueError(f"placements are for {len(self.placements.parameter)} axes; the mesh has {len(self.mesh)}")
         if any(size < 1 for size in self.mesh) or self.microbatches < 1 or self.state_of((1,), 1) < 0:
-            raise ValueError("sizes of axes and micro-batches are at least 1, tensors of optimizer state at least 0")
+            given = f"mesh {self.mesh}, microbatches {self.microbatches}, state {self.state}"
+            raise ValueError(f"{given}: sizes of axes and microbatches must be at least 1, and state at least 0")
 
     def of_experts(self) -> TrainingSetup:
-        """How experts are sharded, of which this rank has one part."""
+        """The setup of experts: each part is sharded over the ranks that hold the same experts."""
         *outer, last = self.mesh
         return replace(self, mesh=(*outer, last // self.expert_parts), stride=self.expert_parts)
 
     def state_of(self, shape: tuple[int, ...], size: int) -> float:
-        """Bytes of optimizer state for each element of a parameter, whose main weights have ``size`` bytes each."""
+        """Bytes of optimizer state per element of a parameter. ``size``: bytes per element of main weights."""
         return self.state(shape, size) if callable(self.state) else float(self.state * size)
 
     @property
     def park(self) -> int | None:
-        """Over how many neighbours weights stay sharded between forward and backward, if that is not all or one."""
+        """The number of neighbours over which weights stay sharded between forward and backward; None: all, or one."""
         size = self.reshard_after_forward
         return size if isinstance(size, int) and not isinstance(size, bool) and 1 < size < self.mesh[-1] else None
 
     @property
     def reshards(self) -> bool | None:
-        """Whether weights are released after forward; None: all but those of the root."""
+        """Whether weights are resharded after forward; None: all except those of the root."""
         given = self.reshard_after_forward
         return given if given is None or isinstance(given, bool) else given != 1
 
 
 @dataclass(frozen=True)
 class PlannedCollective:
-    """``times`` collectives of a step on a full message of ``size`` bytes each, among ranks along one axis.
+    """A collective that runs ``times`` times per step, with a full message of ``size`` bytes, along one mesh axis.
 
-    ``among``: how many neighbours along that axis take part, ``stride`` ranks apart. ``reduces``: it brings gradients,
-    whatever its kind.
+    ``among``: the number of ranks that take part, which are ``stride`` ranks apart. ``reduces``: it belongs to the
+    reduce of gradients, whatever its kind.
     """
 
     kind: CollectiveKind
@@ -92,29 +93,29 @@ class PlannedCollective:
     stride: int = 1
 
     def reach(self, network: Network) -> Reach:
-        """How far it goes."""
+
         return _reach(network, self.among, self.stride)
 
     def seconds(self, network: Network) -> float:
-        """On the wire, of one of them."""
+        """The wire time of one such collective."""
         return network.seconds(self.kind, self.size, self.reach(network), self.segments)
 
 
-@lru_cache(maxsize=1 << 10)  # units have the same groups
+@lru_cache(maxsize=1 << 10)  # many units have the same groups
 def _reach(network: Network, among: int, stride: int) -> Reach:
     return network.reach(range(0, among * stride, stride))
 
 
 class GroupBytes:
-    """Tensors that travel together, and what they take on one rank, in bytes.
+    """The tensors of one parameter group, and their memory on one rank, in bytes.
 
-    ``main``, ``compute`` (where compute weights have a copy that stays), ``state``: always.
-    ``gathered``: while the unit is in use; what is cut on another dim than 0 is there twice.
-    ``passing``: from its gather on until the unit is used, where what travels is decoded then.
-    ``parked``: between forward and backward, with a smaller group.
-    ``arriving``: gradients as autograd leaves them, full size. ``main_grad``: reduced ones, until `zero_grad`.
-    ``reducing``: what a reduce takes beyond these two, until it has been waited for.
-    ``accumulated``: gradients that earlier micro-batches have left; ``ends``: they are gone after the last reduce.
+    ``main``, ``compute`` (if there is a persistent copy of compute weights) and ``state``: always.
+    ``gathered``: while the unit is unsharded; tensors that are sharded on another dim than 0 count twice.
+    ``passing``: encoded weights, from their all-gather until the unit is used and they are decoded.
+    ``parked``: between forward and backward, if weights stay sharded over a smaller group.
+    ``arriving``: full gradients, as autograd leaves them. ``main_grad``: reduced gradients, until `zero_grad`.
+    ``reducing``: memory of a reduce beyond these two, until the reduce has ended.
+    ``accumulated``: gradients of earlier micro-batches; ``ends``: they are freed after the last reduce.
     """
 
     def __init__(self, tensors: Sequence[ParamShape], setup: TrainingSetup) -> None:
@@ -165,22 +166,22 @@ class GroupBytes:
         inner, outer = self.formats.reduces[-1], self.formats.reduces[0]
         result = torch.float32 if outer is not None else self.reduce
         if grad != result or (several and not self.ends):
-            self.reducing += held * result.itemsize  # reduced into memory of its own, then added or cast
+            self.reducing += held * result.itemsize  # reduced into a temporary buffer, then added or cast
         if axes > 1:
             halfway = torch.float32 if inner is not None and outer is not None else self.reduce
             self.reducing += self._numel(self._halfway) * halfway.itemsize
         for launch in self._reduces(1):
             if launch.kind == "all_to_all":
-                self.reducing += 2 * launch.size  # sent, and received; a gradient that is a whole one, only received
+                self.reducing += 2 * launch.size  # the encoded gradients that are sent, and those that are received
             elif launch.kind == "all_gather":
                 self.reducing += launch.size + launch.size // launch.among
 
     def _planned(self, shards: int) -> Layout:
-        """As `flatshard.shard_model` has it: cut on a dim that pads little, if the layout allows any."""
+        """The layout of `flatshard.shard_model`: unless it is flat, each tensor is sharded on the least padded dim."""
         shapes = [tensor.shape for tensor in self.tensors]
         layout = self.setup.layout
         if layout == "auto" and not _torch.SUBCLASSES_DISPATCH:
-            layout = "tensor"  # as `fully_shard` does with this torch
+            layout = "tensor"  # `fully_shard` does the same with this version of torch
         if layout == "flat":
             return plan(shapes, shards, layout=layout, apart=self._marks)
         dims = [least_padded_dim(shape, shards) for shape in shapes]
@@ -192,11 +193,11 @@ class GroupBytes:
 
     @property
     def _halfway(self) -> tuple[Placement, ...]:
-        """Where the last axis is reduced and the first one is not."""
+        """The placements after the last axis has been reduced, and before the first one."""
         return (Replicate(), self.placements.optimizer[-1])
 
     def _ranks_of(self, placements: Sequence[Placement]) -> int:
-        """Over how many ranks these cut a buffer."""
+        """The number of ranks that a buffer with these placements is sharded over."""
         return math.prod(size for size, p in zip(self.setup.mesh, placements) if is_sharded(p))
 
     def _pieces(self, placements: Sequence[Placement]) -> int:
@@ -206,14 +207,14 @@ class GroupBytes:
         return self.layout.buffer_numel(self._pieces(placements))
 
     def _resting(self, grad: torch.dtype) -> int:
-        """Bytes of gradients between micro-batches."""
+        """Bytes of accumulated gradients between micro-batches."""
         innermost = self.placements.gradient[-1]
         if self.ends and not is_sharded(innermost):
             return self.layout.buffer_numel(self.layout.num_shards) * grad.itemsize
         return self._numel(self.placements.gradient) * grad.itemsize
 
     def _staged(self, several: bool, grad: torch.dtype) -> int:
-        """Elements of staging. A gradient in the reduce dtype that fills its segment is sent from where it is."""
+        """Elements of the staging buffer. A gradient in the reduce dtype that fills its segment needs none."""
         shards = self.layout.num_shards
         if several and self.ends and not is_sharded(self.placements.gradient[-1]):
             as_it_is = grad == self.reduce or self.formats.reduces[-1] is not None
@@ -222,25 +223,25 @@ class GroupBytes:
         return sum(shards * segment.piece for segment, sole in pairs if sole is None or self.wire != self.reduce)
 
     def arriving_after(self, position: int) -> int:
-        """Bytes of the gradients that arrive when so many units inside are still to come in backward."""
+        """Bytes of the gradients that arrive at this position: when backward has this many inner units left."""
         return self.wire.itemsize * sum(math.prod(tensor.shape) for tensor in self.tensors if tensor.after == position)
 
     # Collectives of a step
 
     def launches(self, forward: int, backward: int) -> list[PlannedCollective]:
-        """The collectives of a step whose micro-batches gather the weights so many times each."""
+        """The collectives of a step. ``forward``, ``backward``: how often each micro-batch gathers the weights."""
         rounds, parked = self.setup.microbatches, backward if self.parked else 0
         found = [*self.refreshes(), *self.gathers(rounds * (forward + backward - parked))]
         found += self.gathers(rounds * parked, parked=True)
         return [*found, *self.reduces()]
 
     def refreshes(self) -> list[PlannedCollective]:
-        """Once a step: compute weights that are sharded otherwise than main weights are derived from these."""
+        """The collectives that refresh a persistent copy of compute weights from main weights, once per step."""
         parameter, main = self.placements.parameter, self.placements.optimizer
         return _real(self._gathers(main, parameter, 1)) if self.is_resident or parameter != main else []
 
     def gathers(self, times: int = 1, parked: bool = False) -> list[PlannedCollective]:
-        """Full weights for a pass; ``parked``: from a smaller group."""
+        """The all-gathers of full weights. ``parked``: from shards over a smaller group."""
         if self.is_resident:
             return []
         everywhere = replicated(len(self.setup.mesh)).parameter
@@ -249,13 +250,13 @@ class GroupBytes:
         return _real(self._gathers(self.placements.parameter, everywhere, times))
 
     def reduces(self, is_last: bool | None = None) -> list[PlannedCollective]:
-        """The reduces of all micro-batches; or of one, the last or another."""
+        """The reduces of all micro-batches or, with ``is_last``, of one: the last one, or another."""
         rounds = self.setup.microbatches
         found = _real(self._reduces(rounds))
         return found if is_last is None else [x for x in found if is_last or x.times == rounds]
 
     def encoding(self, is_last: bool) -> int:
-        """Bytes that are read and written in one reduce to encode what is sent, and to decode what is received."""
+        """Bytes that one reduce reads and writes to encode and decode gradients."""
         moved, inner = 0, len(self.setup.mesh) - 1
         for launch in self.reduces(is_last):
             if launch.kind in ("all_to_all", "all_gather"):
@@ -266,7 +267,7 @@ class GroupBytes:
 
     @property
     def _told(self) -> int:
-        """Elements of a reduce that say which parameters ranks have used."""
+        """The number of elements in a reduce that say which parameters this rank has used."""
         return len(self.tensors) if len(self.tensors) > 1 else 0
 
     def _gathers(self, source: Sequence[Placement], target: Sequence[Placement], times: int) -> list[PlannedCollective]:
@@ -309,7 +310,7 @@ class GroupBytes:
         times: int,
         among: int | None = None,
     ) -> PlannedCollective:
-        """``full``: what the full message of the collective holds. ``among``: of parked weights, which are decoded."""
+        """A collective. ``full``: placements of its full message. ``among``: size of the group of parked weights."""
         if kind == "all_gather" and self.piece and among is None:
             return self._collective(kind, axis, self.piece * self._pieces(full), times)
         dtype = self.wire if kind == "all_gather" else self.reduce
@@ -324,7 +325,7 @@ class GroupBytes:
         self, kind: CollectiveKind, axis: int, size: int, times: int, segments: int = 1, among: int | None = None,
         reduces: bool = False,
     ) -> PlannedCollective:  # fmt: skip
-        """One among all ranks of an axis, or so many neighbours."""
+        """A collective among all ranks of an axis, or ``among`` neighbours."""
         stride = self.setup.stride * math.prod(self.setup.mesh[axis + 1 :])
         return PlannedCollective(kind, axis, among or self.setup.mesh[axis], size, segments, times, reduces, stride)
 
@@ -334,12 +335,12 @@ def _real(launches: list[PlannedCollective]) -> list[PlannedCollective]:
 
 
 def split_into_groups(unit: Sequence[ParamShape], setup: TrainingSetup) -> list[GroupBytes]:
-    """The groups that tensors of a unit make: of the same dtype, need of a gradient and mesh, with and without dims."""
+    """The groups of a unit's tensors: same dtype, ``requires_grad`` and mesh; scalars are separate."""
     by_kind: dict[tuple[object, ...], list[ParamShape]] = {}
     parts = setup.expert_parts
     for tensor in unit:
         is_divided = parts > 1 and tensor.is_expert
-        if is_divided:  # those of this rank, which get the tokens of all its neighbours
+        if is_divided:  # this rank has 1 of ``parts`` experts, which get the tokens of all neighbours
             count, *rest = tensor.shape
             tensor = replace(tensor, shape=(count // parts, *rest), used=tensor.used * parts)
         by_kind.setdefault((tensor.dtype, tensor.trainable, len(tensor.shape) > 0, is_divided), []).append(tensor)

@@ -1,25 +1,25 @@
-"""The bytes of a rank: between steps, and at the fullest moment of a step.
+"""The memory of a rank: between steps, and at the peak of a step.
 
-Between `zero_grad` and the next forward, a rank holds per group
+Between `zero_grad` and the next forward, a rank holds for each group
 
     main      shard x main dtype
-    compute   what its placement says x compute dtype, where that placement is not main's (ZeRO 1 and 2, HFSDP)
+    compute   elements of the compute placement x compute dtype, if that placement is not main's (ZeRO 1, 2 and HFSDP)
     state     tensors of optimizer state x shard x main dtype
 
-with ``shard`` the elements of the layout on one rank, padding included. A step adds
+``shard`` is the number of elements of the layout on one rank, including padding. A step adds
 
-    gradients of main     shard x gradient dtype, from the reduce of the group on
-    gathered              all elements x compute dtype, of the unit in use and of those gathered ahead of it
-                          (``max_gathered`` together, or more under ``max_gathered_bytes``), and of units
-                          kept for backward; under a format those ahead take the bytes that travel
-    staging               gradients as autograd leaves them, all elements x compute dtype, until their reduce has been
-                          waited for: those of the unit in backward and of ``max_reducing`` groups in flight; where they
-                          are not in the reduce dtype or a segment has padding, also a copy x reduce dtype; and what a
-                          reduce needs on its way where it cannot write main gradients directly
+    main gradients        shard x gradient dtype, from the reduce of the group on
+    gathered              all elements x compute dtype, for the unit in use, for prefetched units (``max_gathered``
+                          together, or more under ``max_gathered_bytes``), and for units that are kept for backward;
+                          with a format, prefetched units take their encoded size
+    staging               gradients as autograd leaves them, all elements x compute dtype, until the end of their
+                          reduce: for the unit in backward and for ``max_reducing`` groups in flight; also a copy x
+                          reduce dtype if they have another dtype or a segment has padding; and temporary buffers of
+                          reduces that cannot write main gradients directly
 
-`memory_of` lets the engine go through a step (`flatshard/tools/dry_run.py`) and notes the fullest moment.
-Not counted: activations and their gradients, temporaries of the optimizer's own step, buffers of the model, what the
-allocator reserves beyond what is used, and the communication library's buffers.
+`memory_of` lets the engine run a step without tensors (`flatshard/tools/dry_run.py`) and finds the peak.
+Not counted: activations and their gradients, temporaries of the optimizer's own step, buffers of the model, memory
+that the allocator reserves but does not use, and buffers of the communication library.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from flatshard.tools.timing import Estimate, Speed, StepClock
 
 @dataclass(frozen=True)
 class Bytes:
-    """The memory of one rank at one moment, by what it is for."""
+    """The memory of one rank at one moment, by purpose."""
 
     main: int = 0
     compute: int = 0
@@ -51,10 +51,10 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Memory:
-    """``resting``: between steps. ``peak``: the fullest moment of a step.
+    """The memory of one rank. ``resting``: between steps. ``peak``: at the peak of a step.
 
-    ``most_gathered`` and ``most_staging``: the most that gathered weights and staging take, perhaps at other moments.
-    ``launches``: the collectives of one step. ``host``: bytes in host memory, where weights are offloaded.
+    ``most_gathered`` and ``most_staging``: the maximum of each in a step, possibly at other moments than the peak.
+    ``launches``: the collectives of one step. ``host``: bytes in host memory, if weights are offloaded.
     """
 
     resting: Bytes
@@ -66,7 +66,7 @@ class Memory:
 
 
 def memory_of(model: ModelShape, setup: TrainingSetup) -> Memory:
-    """What training ``model`` takes of one rank, and sends."""
+    """The memory and the collectives of one rank that trains ``model``."""
     groups = _groups(model, setup)
     every = [group for unit in groups for group in unit]
     resting = Bytes(*(sum(getattr(group, name) for group in every) for name in ("main", "compute", "state")))
@@ -83,15 +83,15 @@ def memory_of(model: ModelShape, setup: TrainingSetup) -> Memory:
 
 
 def offloaded(model: ModelShape, setup: TrainingSetup) -> Memory:
-    """The same under `CPUOffloadPolicy`: main weights, their gradients and optimizer state are in host memory.
+    """`memory_of` with `CPUOffloadPolicy`: main weights, main gradients and optimizer state are in host memory.
 
-    The peak is an upper bound: the most that gathered weights and staging can take together, and the shards of two
-    units on their way to the host or from it.
+    The peak is an upper bound: the maxima of gathered weights and of staging, and the shards of two units that are
+    copied to or from the host.
     """
     memory = memory_of(model, setup)
     shards = [sum(group.main + group.main_grad for group in unit) for unit in _groups(model, setup)]
     resting = Bytes(compute=memory.resting.compute)
-    moving = memory.peak.total - memory.resting.total  # with gradients, which are in host memory then
+    moving = memory.peak.total - memory.resting.total  # includes main gradients, although they are in host memory
     gathered = min(memory.most_gathered, moving)
     staging = min(memory.most_staging, moving - gathered) + 2 * max(shards)
     peak = replace(resting, gathered=gathered, staging=staging)
@@ -100,7 +100,7 @@ def offloaded(model: ModelShape, setup: TrainingSetup) -> Memory:
 
 
 def time_of(model: ModelShape, setup: TrainingSetup, speed: Speed, network: Network) -> Estimate:
-    """How long a step of that takes."""
+    """The estimated time of a step."""
     run = DryRun(model, _groups(model, setup), setup, lambda *sizes: None)
     return run.timed(StepClock(speed, network, model.width), setup.microbatches)
 
@@ -113,7 +113,7 @@ def _groups(model: ModelShape, setup: TrainingSetup) -> list[list[GroupBytes]]:
 
 
 class _Fullest:
-    """Remembers the fullest moment."""
+    """Adds up changes of memory, and remembers the peak."""
 
     def __init__(self, resting: Bytes) -> None:
         self.now = self.peak = resting

@@ -1,4 +1,4 @@
-"""What planning needs to know of a model: its units, the shapes of their parameters, the order of their forwards."""
+"""The shape of a model for planning: its units, their parameters, and the order of their forwards."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from flatshard.wrapping import unit_modules
 
 @dataclass(frozen=True)
 class ParamShape:
-    """A parameter. ``after``: so many of the units inside its own are registered before it, and run before it.
+    """A parameter. ``after``: the number of inner units of its unit that run before it.
 
-    ``used``: the part of it that a token is multiplied with; of stacked experts, those that it is sent to.
-    ``encoded``: it travels in one byte where gathers or reduces have such a format.
-    ``is_expert``: stacked experts, which may be divided among ranks. ``queries``: the width of a layer of queries.
+    ``used``: the fraction that each token is multiplied with; for stacked experts, that of the chosen experts.
+    ``encoded``: it is sent encoded if all-gathers or reduces have a format.
+    ``is_expert``: it is a stack of experts. ``queries``: the output width, if it is the weight of a query projection.
     """
 
     shape: tuple[int, ...]
@@ -40,9 +40,9 @@ class ParamShape:
 
 @dataclass(frozen=True)
 class UnitShape:
-    """``is_embedding``: consists of embeddings only, whose backward does not read their weights.
+    """A unit. ``is_embedding``: it has only embeddings, whose backward does not read their weights.
 
-    ``is_block``: neither that, nor a head, nor the root; it may be recomputed.
+    ``is_block``: it is not an embedding, a head or the root; it can be recomputed.
     """
 
     name: str
@@ -56,13 +56,13 @@ class UnitShape:
 
     @property
     def used(self) -> float:
-        """Elements that a token is multiplied with."""
+        """The number of elements that each token is multiplied with."""
         return 0 if self.is_embedding else sum(t.used * torch.Size(t.shape).numel() for t in self.tensors)
 
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """A forward of a module of unit number ``unit``, and those within it. ``is_table``: it is an embedding."""
+    """A forward of a module of unit number ``unit``, and the calls inside it. ``is_table``: it is an embedding."""
 
     unit: int
     inner: tuple[ModuleCall, ...] = ()
@@ -71,9 +71,9 @@ class ModuleCall:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Units, and the forward of the root, which is taken to run modules in the order of their registration.
+    """The units of a model, and the forward of its root, which is assumed to run modules in the order of registration.
 
-    ``experts``: classes of the modules that hold experts, and nothing else, by their import paths.
+    ``experts``: import paths of the classes of modules that hold only experts.
     """
 
     units: tuple[UnitShape, ...]
@@ -86,13 +86,13 @@ class ModelShape:
 
     @property
     def width(self) -> int:
-        """Numbers that a token is, between blocks; 0 where there is no embedding to tell."""
+        """The hidden size, from the first embedding; 0 if there is none."""
         found = (tensor.shape[-1] for unit in self.units if unit.is_embedding for tensor in unit.tensors)
         return next(found, 0)
 
     @property
     def expert_counts(self) -> set[int]:
-        """How many experts a layer has; several numbers where layers differ."""
+        """The numbers of experts per layer; more than one if layers differ."""
         return {tensor.shape[0] for unit in self.units for tensor in unit.tensors if tensor.is_expert}
 
 
@@ -101,9 +101,9 @@ def model_of(
     units: Literal["auto"] | Sequence[type[nn.Module] | str] = "auto",
     experts_per_token: int | None = None,
 ) -> ModelShape:
-    """The shapes of ``model`` with the units that `flatshard.shard_model` would make; it may be on the meta device.
+    """The shape of ``model`` with the units of `flatshard.shard_model`. The model may be on the meta device.
 
-    Modules whose class name ends with "Experts" hold experts, if all they hold are stacks of as many tensors.
+    A module counts as experts if its class name ends with "Experts" and its parameters all have the same size of dim 0.
     """
     made = unit_modules(model, units)
     stacks = _stacks(model)
@@ -154,16 +154,16 @@ def _path(kind: type) -> str:
     return "your_model.Experts" if kind is _Experts else f"{kind.__module__}.{kind.__qualname__}"
 
 
-_QUERIES = {"q", "q_proj", "wq", "query"}  # how layers that make queries are called
+_QUERIES = {"q", "q_proj", "wq", "query"}  # usual names of query projections
 
 
 def _stacks(model: nn.Module) -> dict[nn.Module, None]:
-    """Modules that hold experts, stacked, and nothing else; in order."""
+    """The modules that hold only stacked experts, in order."""
 
     def is_stack(module: nn.Module) -> bool:
         shapes = [parameter.shape for parameter in module.parameters()]
         alike = len({shape[:1] for shape in shapes}) == 1 and all(len(shape) > 1 for shape in shapes)
-        inner = any(True for child in module.children() for _ in child.parameters())  # an activation has none
+        inner = any(True for child in module.children() for _ in child.parameters())  # activation functions are allowed
         return type(module).__name__.endswith("Experts") and alike and not inner
 
     return dict.fromkeys(module for module in model.modules() if is_stack(module))
@@ -177,11 +177,11 @@ def _calls(module: nn.Module, number: Mapping[nn.Module, int], seen: set[nn.Modu
     return (ModuleCall(number[module], inner, type(module) is nn.Embedding),) if module in number else inner
 
 
-# Where models come from
+# Sources of models
 
-_USED = "_flatshard_used"  # on a parameter of a skeleton: the part of it that a token uses
+_USED = "_flatshard_used"  # attribute of a parameter: see `ParamShape.used`
 
-# By the model type of a Hugging Face configuration: biases of q, k, v and of o; norms of q and k.
+# For each model type of Hugging Face: whether q, k and v have biases, whether o has one, whether q and k have norms.
 _TYPES: dict[str, tuple[bool | str, bool | str, bool]] = {
     "llama": ("attention_bias", "attention_bias", False),
     "mistral": (False, False, False),
@@ -190,17 +190,17 @@ _TYPES: dict[str, tuple[bool | str, bool | str, bool]] = {
     "mixtral": (False, False, False),
     "qwen3_moe": ("attention_bias", "attention_bias", True),
 }
-# Of mixtures: what the width of their experts is called. Their number has two names, by version.
+# For models with experts, the name of the expert width. The number of experts has two names, by version.
 _MIXTURES = {"mixtral": "intermediate_size", "qwen3_moe": "moe_intermediate_size"}
 
 
 def load_model(
     source: str, units: Literal["auto"] | Sequence[str] = "auto", experts_per_token: int | None = None
 ) -> ModelShape:
-    """A named shape, a Hugging Face ``config.json`` (or its folder), or ``module:callable`` that returns a module.
+    """The shape of a model. ``source``: a name, a ``config.json`` (or its folder), or ``module:callable``.
 
-    The callable is called without arguments and under the meta device, so parameters take no memory.
-    ``experts_per_token``: to how many of its experts a layer sends a token, where the configuration does not say.
+    The callable must return a module. It is called without arguments on the meta device, so parameters take no memory.
+    ``experts_per_token``: the number of experts that each token is sent to, if the configuration does not have it.
     """
     check_source(source)
     config = _config(source)
@@ -214,7 +214,7 @@ def load_model(
 
 
 def load_runnable(source: str) -> tuple[nn.Module, list[nn.Module]]:
-    """The same on the meta device as a module that can be run there, and its blocks, to be recomputed one by one."""
+    """The model as a module that runs on the meta device, and its blocks."""
     config = _config(source)
     model = _imported(source) if config is None else _from_transformers(source, config)
     blocks = {module for modules in unit_modules(model, "auto") for module in modules if module is not model}
@@ -223,7 +223,7 @@ def load_runnable(source: str) -> tuple[nn.Module, list[nn.Module]]:
 
 
 def _config(source: str) -> dict[str, Any] | None:
-    """The configuration that ``source`` names, or None if it is module:callable."""
+    """The configuration of ``source``, or None if it is module:callable."""
     if source in NAMED:
         return NAMED[source]
     path = config_file(source)
@@ -234,61 +234,63 @@ def _config(source: str) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         raise ValueError(f"model {source!r}: cannot be read as JSON: {error}") from error
     if not isinstance(config, dict):
-        raise ValueError(f"model {source!r}: a configuration is a JSON object")
+        raise ValueError(f"model {source!r}: must hold one JSON object, the configuration of a Hugging Face model")
     return config
 
 
 def _from_transformers(source: str, config: Mapping[str, Any]) -> nn.Module:
-    """What Transformers makes of a configuration, on the meta device. ValueError where it knows no such model."""
+    """The model of a configuration, built by Transformers on the meta device. ValueError if this is not possible."""
     kind = config.get("model_type")
     try:
         import transformers
     except ImportError as error:
         known = ", ".join(_TYPES)
         raise ValueError(
-            f"model_type is {kind!r}; without transformers only {known} are known: pip install 'flatshard[hf]'"
+            f"model_type {kind!r}: needs transformers (without it, {known} are known): pip install 'flatshard[hf]'"
         ) from error
     configs = transformers.AutoConfig
     try:
         made = configs.for_model(**config) if source in NAMED else configs.from_pretrained(source)
         named = next((name for name in made.architectures or () if hasattr(transformers, name)), None)
-        # AutoModelForCausalLM would make the decoder of an encoder-decoder alone.
+        # For an encoder-decoder, AutoModelForCausalLM would build only the decoder.
         auto = transformers.AutoModelForSeq2SeqLM if made.is_encoder_decoder else transformers.AutoModelForCausalLM
         with torch.device("meta"):
             try:
                 model: nn.Module = auto.from_config(made) if named is None else getattr(transformers, named)(made)
-            except ValueError:  # no language model
+            except ValueError:  # not a language model
                 model = transformers.AutoModel.from_config(made)
             if getattr(made, "tie_word_embeddings", False):
                 model.tie_weights()  # type: ignore[operator]
         return model
-    except Exception as error:  # any type: each model checks its own configuration, and may lack a package
+    except Exception as error:  # of any type: models check their configurations, and may need other packages
         raise ValueError(
-            f"model_type is {kind!r}, which transformers cannot make: {shorten(str(error), 300)}; give module:callable"
+            f"model_type {kind!r}: transformers cannot build it: {shorten(str(error), 300)}; give module:callable"
         ) from error
 
 
 def _imported(source: str) -> nn.Module:
     if "" not in sys.path:
-        sys.path.insert(0, "")  # a package of the current folder can be named, as for `python -m`
+        sys.path.insert(0, "")  # allows modules in the current folder, as `python -m` does
     try:
         make = pkgutil.resolve_name(source)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"model {source!r}: cannot be imported: {error}") from error
     if not callable(make):
-        raise ValueError(f"model {source!r}: is not callable")
+        raise ValueError(
+            f"model {source!r}: is not callable; give a function or a class that returns a torch.nn.Module"
+        )
     try:
         with torch.device("meta"):
             made = make()
     except Exception as error:
         raise ValueError(f"model {source!r}: calling it raised {type(error).__name__}: {error}") from error
     if not isinstance(made, nn.Module):
-        raise ValueError(f"model {source!r}: returned {type(made).__name__}, not a module")
+        raise ValueError(f"model {source!r}: returned {type(made).__name__}, not a torch.nn.Module")
     return made
 
 
 class _Experts(nn.Module):
-    """Experts that are stacked, of which each token is sent to ``chosen``."""
+    """Stacked experts. Each token is sent to ``chosen`` of them."""
 
     def __init__(self, width: int, ffn: int, experts: int, chosen: int) -> None:
         super().__init__()
@@ -299,14 +301,11 @@ class _Experts(nn.Module):
 
 
 def skeleton(config: Mapping[str, Any]) -> nn.Module:
-    """The parameters of a Hugging Face configuration of Llama's or Mixtral's shape, on the meta device.
-
-    It cannot be run.
-    """
+    """A module with the parameters of a Hugging Face configuration, on the meta device. It cannot be run."""
     kind = config.get("model_type")
     if kind not in _TYPES:
         raise ValueError(
-            f"model_type is {kind!r}; known are {', '.join(_TYPES)}. For another model give module:callable"
+            f"model_type {kind!r}: must be one of {', '.join(_TYPES)}. For another model give module:callable"
         )
     width, ffn, layers, heads, vocab = (
         _count(config, name)
@@ -314,7 +313,7 @@ def skeleton(config: Mapping[str, Any]) -> nn.Module:
     )
     kv_heads = _count(config, "num_key_value_heads", heads)
     if config.get("head_dim") is None and width % heads:
-        raise ValueError(f"hidden_size {width} is not a multiple of num_attention_heads {heads}")
+        raise ValueError(f"hidden_size {width}: must be a multiple of num_attention_heads, {heads}")
     head_dim = _count(config, "head_dim", width // heads)
     biases = [bool(config.get(given, False)) if isinstance(given, str) else given for given in _TYPES[kind]]
     mlp_bias = bool(config.get("mlp_bias", False))
@@ -338,7 +337,7 @@ def skeleton(config: Mapping[str, Any]) -> nn.Module:
 
 
 def _linears(shapes: Mapping[str, tuple[int, int, bool]]) -> nn.ModuleDict:
-    """Linear layers by name, each of (inputs, outputs, whether it has a bias)."""
+    """Linear layers by name. ``shapes``: (inputs, outputs, whether there is a bias)."""
     return nn.ModuleDict({name: nn.Linear(*shape) for name, shape in shapes.items()})
 
 
@@ -350,7 +349,7 @@ def _mixture(config: Mapping[str, Any], width: int) -> nn.Module:
 
 
 def _is_sparse(config: Mapping[str, Any], layer: int) -> bool:
-    """Whether this layer of a mixture has experts."""
+    """Whether this layer has experts."""
     every = _count(config, "decoder_sparse_step", 1)
     return layer not in (config.get("mlp_only_layers") or ()) and (layer + 1) % every == 0
 
@@ -359,5 +358,5 @@ def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> 
     found = config.get(name)
     found = default if found is None else found
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-        raise ValueError(f"{name} is {found!r}; it must be a positive number")
+        raise ValueError(f"{name} is {found!r} in the configuration; it must be a positive integer")
     return found

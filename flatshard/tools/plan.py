@@ -1,4 +1,4 @@
-"""``flatshard plan``: what each strategy takes and sends, whether it fits, and which to take."""
+"""`compare_strategies`: memory and traffic of each strategy, whether it fits, and which one to use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Kind(NamedTuple):
     strategy: Strategy
     outer: Strategy | None = None
     offload: bool = False
-    pods: bool = False  # the inner axis is a pod and not a node
+    pods: bool = False  # the inner axis is a pod instead of a node
 
 
 _STRATEGIES = (
@@ -39,7 +39,7 @@ _MOST_DEVICES = 1 << 16
 
 
 def compare_strategies(model: ModelShape, machine: Machine, training: Training) -> StrategyPlan:
-    """Compare the strategies that fit the number of devices."""
+    """Compare all strategies that are possible on this number of devices."""
     rows = tuple(
         _row(kind, ep, model, machine, training)
         for ep in _parts(model, machine, training)
@@ -50,9 +50,8 @@ def compare_strategies(model: ModelShape, machine: Machine, training: Training) 
     plan = StrategyPlan(model.numel, len(model.units), machine, training, rows, None, "", experts=model.experts)
     if not fitting:
         least = min(rows, key=lambda row: row.peak)
-        why = (
-            f"Nothing fits: {least.name} takes least, {gigabytes(least.peak)}; {gigabytes(machine.usable)} are usable. "
-        )
+        needed = f"{gigabytes(least.peak)}; {gigabytes(machine.usable)} are usable"
+        why = f"Nothing fits: {least.name} needs the least memory, {needed}. "
         return replace(plan, why=why + _instead(model, machine, training, rows))
     best = min(fitting, key=lambda row: row.cost)
     why = f"{best.name}: {gigabytes(machine.memory - best.peak)} of each device are left, and "
@@ -60,48 +59,49 @@ def compare_strategies(model: ModelShape, machine: Machine, training: Training) 
         why += f"{gigabytes(best.memory.host)} of host memory are used per rank. Without offload nothing fits. "
         why += _instead(model, machine, training, [row for row in rows if not row.offload])
     elif all(row.offload or row is best for row in fitting):
-        why += "nothing else fits on the device."
+        why += "no other strategy fits on the device."
     else:
         others = [row for row in fitting if not row.offload]
         these = f"of the {len(others)} that fit without offload"
         if best.step is not None:
             why += f"{these} none is clearly faster: {1e3 * best.step.total:,.0f} ms per step."
         else:
-            why += f"{these} it takes least time on the network: {1e3 * best.wire:,.1f} ms per step."
+            why += f"{these} it takes the least time on the network: {1e3 * best.wire:,.1f} ms per step."
         leaner = min(others, key=lambda row: row.peak)
         why += (
             ""
             if leaner is best
-            else f" Of these, {leaner.name} takes least memory: {gigabytes(best.peak - leaner.peak)} less."
+            else f" Of these, {leaner.name} needs the least memory: {gigabytes(best.peak - leaner.peak)} less."
         )
     if not best.offload:
         better = [row for row in _with_recompute(machine, training, rows) if _is_faster(row, best)]
         if better:
             name = min(better, key=lambda row: row.cost).name
-            why += f" With --recompute {name} fits, too, and is likely to be faster."
+            why += f" With --recompute, {name} also fits, and is likely to be faster."
     return replace(plan, advice=best.name, why=why, formats=_formats(model, machine, training, best))
 
 
 def _with_recompute(machine: Machine, training: Training, rows: Sequence[StrategyRow]) -> list[StrategyRow]:
-    """Those that would fit on the device with recompute, where it is known what that saves."""
+    """The strategies that fit on the device with recompute, if the activations with recompute are known."""
     saved = 0.0 if training.recomputed is None else (training.activations or 0.0) - training.recomputed
     return [row for row in rows if saved > 0 and row.peak - saved <= machine.usable and not row.offload]
 
 
 def _is_faster(row: StrategyRow, best: StrategyRow) -> bool:
-    """Whether it is with recompute, which adds a third to compute; without step times, if it halves the time sent."""
+    """Whether ``row`` with recompute is faster than ``best``. Without step times: whether it halves the wire time."""
     if row.step is None or best.step is None:
         return row.wire < best.wire / 2
-    return row.step.total * 4 / 3 < 0.97 * best.step.total
+    return row.step.total * 4 / 3 < 0.97 * best.step.total  # recompute adds a third to compute
 
 
 def _parts(model: ModelShape, machine: Machine, training: Training) -> list[int]:
-    """Among how many ranks experts may be divided: 1, and as many as a node, the devices and the experts allow."""
+    """Sizes of expert parallelism to try: 1, and the largest that divides a node, the devices and the experts."""
     counts = model.expert_counts
     if not counts:
         if training.expert_parts not in (None, 1):
             raise ValueError(
-                "the model has no experts to divide among ranks: modules whose class name ends with 'Experts'"
+                f"--ep {training.expert_parts}: the model has no stacked experts (modules whose class name ends with "
+                "'Experts'); leave --ep out"
             )
         return [1]
 
@@ -111,22 +111,22 @@ def _parts(model: ModelShape, machine: Machine, training: Training) -> list[int]
     given = training.expert_parts
     if given is not None:
         if not divides(given):
-            what = f"{', '.join(map(str, sorted(counts)))} experts on {machine.devices} devices"
-            raise ValueError(f"{what} cannot be in {given} parts")
+            what = f"the number of devices, {machine.devices}, and of experts, {', '.join(map(str, sorted(counts)))}"
+            raise ValueError(f"--ep {given}: must divide {what}")
         return [given]
     inside = min(machine.network.ranks_per_node, machine.devices)
     return sorted({1, max(parts for parts in range(1, inside + 1) if divides(parts) and inside % parts == 0)})
 
 
 def _can_part(ep: int, kind: _Kind, machine: Machine) -> bool:
-    """Whether experts can be divided: on one axis, or where the inner one has room; those of HFSDP cannot."""
+    """Whether expert parallelism is possible: with one axis, or if it divides the inner axis; not with HFSDP."""
     outer = kind.outer
     return ep == 1 or outer is None or (outer != "optim" and machine.devices // _outer(kind, machine) % ep == 0)
 
 
 def _formats(model: ModelShape, machine: Machine, training: Training, best: StrategyRow) -> str:
-    """Whether formats of fewer bytes pay: those chosen, beside none; or where none are, those of int8 that help most:
-    of all that travels; on two axes also of the outer one alone, which is that of the slower links."""
+    """A sentence about what encoded collectives save: those that were chosen, compared with none; or if none were
+    chosen, the best choice of int8 (for all collectives or, with two axes, for the slower outer axis only)."""
     precision, has = training.precision, training.precision.has_formats
     tried: list[dict[str, Any]] = [{"gather_format": None, "reduce_format": None}]
     if not has:
@@ -147,19 +147,19 @@ def _formats(model: ModelShape, machine: Machine, training: Training, best: Stra
     text = "The formats take" if has else f"{chosen} (docs/formats.md) would take"
     text += f" the wire from {1e3 * plain.wire:,.1f} to {1e3 * coded.wire:,.1f} ms"
     if plain.step is None or coded.step is None:
-        return f"{text}. Give --tokens and --tflops to see whether a step is bound by it."
+        return f"{text}. Give --tokens and --tflops to see whether this makes a step faster."
     if coded.step.total < 0.97 * plain.step.total:
         added = "" if has else f" Then: policy = MixedPrecisionPolicy(..., {chosen})"
         return f"{text}, and a step from {1e3 * plain.step.total:,.1f} to {1e3 * coded.step.total:,.1f} ms.{added}"
-    text += ". That does not pay: compute can hide it in either case"
+    text += ". That does not make a step faster: compute hides the communication in either case"
     if coded.step.total > plain.step.total:
-        text += f", and with what encodes and decodes a step takes {1e3 * coded.step.total:,.1f} ms instead of"
+        text += f", and with encoding and decoding a step takes {1e3 * coded.step.total:,.1f} ms instead of"
         text += f" {1e3 * plain.step.total:,.1f}"
     return f"{text}."
 
 
 def picture(model: ModelShape, machine: Machine, training: Training) -> str:
-    """What fits at which number of devices: a row for each strategy, a mark for each power of two."""
+    """A drawing of which strategies fit: a row for each strategy, a column for each power of two of devices."""
     counts = [1 << power for power in range(13) if 1 << power <= 8 * max(machine.devices, 8)]
     bytes_only = replace(training, speed=None)
     plans = [compare_strategies(model, replace(machine, devices=count), bytes_only) for count in counts]
@@ -171,18 +171,18 @@ def picture(model: ModelShape, machine: Machine, training: Training) -> str:
         lines.append(name.ljust(wide) + "".join(each.get(name, " ").rjust(width) for each in marks).rstrip())
     lines += ["", f"#: fits in {gigabytes(machine.usable)}, .: does not"]
     if any(name.endswith(" ep") for name in names):
-        lines.append("ep: experts in as many parts as a node allows")
+        lines.append("ep: expert parallelism over as many ranks of a node as possible")
     return "\n".join(lines)
 
 
 def _place(name: str) -> tuple[bool, int]:
-    """Where a strategy stands in a list."""
+    """The sort key of a strategy."""
     kind = name.removesuffix(" ep")
     return kind != name, [each for each, *_ in _STRATEGIES].index(kind)
 
 
 def _outer(kind: _Kind, machine: Machine) -> int:
-    """How many nodes, or pods, the devices fill exactly; 1 if they do not."""
+    """The number of nodes, or pods, that the devices fill; 1 if one is not full."""
     network = machine.network
     if kind.pods and network.across is None:
         return 1
@@ -216,28 +216,28 @@ def _row(kind: _Kind, ep: int, model: ModelShape, machine: Machine, training: Tr
 
 
 def _instead(model: ModelShape, machine: Machine, training: Training, rows: Sequence[StrategyRow]) -> str:
-    """What helps where ``rows`` do not fit: recompute, more devices, or neither."""
+    """What to try if ``rows`` do not fit: recompute, more devices, or smaller units."""
     activations, recomputed = training.activations or 0.0, training.recomputed
     if recomputed is not None and recomputed < activations:
-        text = f"With --recompute activations take {gigabytes(recomputed)} instead of {gigabytes(activations)}"
+        text = f"With --recompute, activations take {gigabytes(recomputed)} instead of {gigabytes(activations)}"
         fitting = _with_recompute(machine, training, rows)
         if fitting:
             return f"{text}, and {min(fitting, key=lambda row: row.cost).name} fits."
         training = replace(training, activations=recomputed, recomputed=None)
         return f"{text}. {_instead(model, machine, training, rows)}"
     least, devices = math.inf, machine.devices
-    while devices <= _MOST_DEVICES // 2:  # padding grows with the number of devices: at some time they do not help
+    while devices <= _MOST_DEVICES // 2:  # padding grows with the number of devices, so at some point more do not help
         devices *= 2
         more = replace(machine, devices=devices)
         found = [_row(_ZERO_3, ep, model, more, training) for ep in _parts(model, more, training)]
         row = min(found, key=lambda row: row.peak)
         if row.fits:
-            return f"On {devices} devices {row.name} takes {gigabytes(row.peak)} and fits."
+            return f"On {devices} devices, {row.name} takes {gigabytes(row.peak)} and fits."
         if row.peak >= least:
             break
         least = row.peak
     parts, batch = (" and activations", ", or a smaller batch") if activations else ("", "")
     return (
         f"More devices do not help: gathered weights and gradients that are being reduced{parts} take "
-        f"{gigabytes(least)} on any number of them. Try smaller units{batch}."
+        f"{gigabytes(least)} on any number of devices. Try smaller units{batch}."
     )

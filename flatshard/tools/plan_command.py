@@ -1,4 +1,4 @@
-"""The command ``flatshard plan``: what is wrong with its arguments is said before torch is imported."""
+"""The command ``flatshard plan``. Its arguments are checked before torch is imported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Print the memory and traffic of every sharding strategy for MODEL, whether it fits, and which one to take. "
+        "Estimate memory and traffic of every sharding strategy for MODEL, show which ones fit, and recommend one. "
         "MODEL is a named shape (llama-8b, mixtral-8x7b, ...), a Hugging Face config.json "
         "(or its folder), or module:callable that returns a module. No GPU is needed."
     )
@@ -23,45 +23,43 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, required=True, metavar="W", help="number of devices, one rank each")
     parser.add_argument("--memory", required=True, help="memory of one device, in GB, or with a unit: 80GB, 80GiB")
     add_network(parser)
-    parser.add_argument(
-        "--optimizer", default="adamw", help=f"for the size of its state: {', '.join(OPTIMIZERS)} (default adamw)"
-    )
+    parser.add_argument("--optimizer", default="adamw", help=f"optimizer: {', '.join(OPTIMIZERS)} (default adamw)")
     parser.add_argument("--main-dtype", default="float32", help="dtype of main weights and state (default float32)")
-    parser.add_argument("--param-dtype", default="bfloat16", help="dtype of compute (default bfloat16)")
-    parser.add_argument("--reduce-dtype", help="dtype of reduce-scatters (default: that of compute)")
-    parser.add_argument("--grad-dtype", help="dtype of reduced gradients (default: that of main)")
-    parser.add_argument("--gather-format", choices=("int8", "float8"), help="format of all-gathers (docs/formats.md)")
+    parser.add_argument("--param-dtype", default="bfloat16", help="dtype of compute weights (default bfloat16)")
+    parser.add_argument("--reduce-dtype", help="dtype of reduce-scatters (default: --param-dtype)")
+    parser.add_argument("--grad-dtype", help="dtype of reduced gradients (default: --main-dtype)")
+    parser.add_argument("--gather-format", choices=("int8", "float8"), help="encoding of all-gathers (docs/formats.md)")
     parser.add_argument(
         "--reduce-format",
         nargs="+",
         choices=("int8", "bf16_fp32"),
-        help="format of reduce-scatters; two formats: of the outer and of the inner mesh axis",
+        help="encoding of reduce-scatters; give two for the outer and the inner mesh axis",
     )
     parser.add_argument(
         "--layout", default="tensor", choices=("tensor", "flat", "auto"), help="layout of parameters in buffers"
     )
     parser.add_argument("--units", nargs="+", metavar="CLASS", help="import paths of unit classes (default: automatic)")
     parser.add_argument("--microbatches", type=int, default=1, metavar="N", help="micro-batches per step (default 1)")
-    parser.add_argument("--activations", metavar="SIZE", help="activations of one rank, if you know them")
-    parser.add_argument("--batch", type=int, metavar="ROWS", help="rows per micro-batch and rank; for activations")
-    parser.add_argument("--length", type=int, metavar="TOKENS", help="tokens per row; for activations and attention")
-    parser.add_argument("--recompute", action="store_true", help="blocks recompute their activations in backward")
+    parser.add_argument("--activations", metavar="SIZE", help="memory of activations per rank, if you know it")
+    parser.add_argument("--batch", type=int, metavar="ROWS", help="rows per micro-batch and rank, for activations")
+    parser.add_argument("--length", type=int, metavar="TOKENS", help="tokens per row, for activations and attention")
+    parser.add_argument("--recompute", action="store_true", help="recompute the activations of blocks in backward")
     parser.add_argument(
         "--ep",
         type=int,
         metavar="N",
-        help="expert parallelism among N neighbouring ranks (default: plan tries several)",
+        help="expert parallelism over N neighbouring ranks (default: plan tries several)",
     )
-    parser.add_argument("--experts-per-token", type=int, metavar="N", help="if the model's configuration does not say")
-    parser.add_argument("--picture", action="store_true", help="also draw what fits on which number of devices")
+    parser.add_argument("--experts-per-token", type=int, metavar="N", help="experts per token, if not in the config")
+    parser.add_argument("--picture", action="store_true", help="also draw which strategies fit on how many devices")
     parser.add_argument("--spare", type=float, default=0.1, help="fraction of the memory to leave free (default 0.1)")
     parser.add_argument(
-        "--tokens", type=float, help="tokens per micro-batch and rank, for the step time (default: batch x length)"
+        "--tokens", type=float, help="tokens per micro-batch and rank, for step times (default: batch x length)"
     )
     parser.add_argument(
         "--tflops",
         metavar="N",
-        help="TFLOP/s that matrix products reach, for the step time; 'measured': measure them here",
+        help="TFLOP/s that matrix products reach, for step times; 'measured': measure on this machine",
     )
     parser.add_argument(
         "--memory-bandwidth",
@@ -71,35 +69,37 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         help="memory bandwidth of a device (default 3.35)",
     )
     parser.add_argument(
-        "--host-ms", type=float, default=2.7, help="host time per unit and micro-batch (default 2.7); 0: CUDA graphs"
+        "--host-ms", type=float, default=2.7, help="host ms per unit and micro-batch (default 2.7); 0: CUDA graphs"
     )
     parser.add_argument(
         "--peak-tflops", type=float, default=989.0, metavar="N", help="peak TFLOP/s of a device, for MFU (default 989)"
     )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures here too")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures to this file")
 
 
 def add_network(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `get_network`."""
-    parser.add_argument("--network", default="h100-nvlink", help=f"{', '.join(PRESETS)} (default h100-nvlink)")
-    parser.add_argument("--ranks-per-node", type=int, help="how many consecutive ranks share a node (default 8)")
-    parser.add_argument("--ranks-per-pod", type=int, help="how many share a pod (h100-pods; default 1024)")
-    parser.add_argument("--algorithm", help="how latency grows with ranks: constant, ring, tree or hierarchical")
+    """Add the arguments of `get_network`."""
+    parser.add_argument("--network", default="h100-nvlink", help=f"network: {', '.join(PRESETS)} (default h100-nvlink)")
+    parser.add_argument("--ranks-per-node", type=int, help="number of ranks in a node (default 8)")
+    parser.add_argument("--ranks-per-pod", type=int, help="number of ranks in a pod of h100-pods (default 1024)")
+    parser.add_argument("--algorithm", help="growth of latency with ranks: constant, ring, tree or hierarchical")
 
 
 def plan(options: argparse.Namespace) -> int:
     """Print the plan; OSError, TypeError and ValueError say what is wrong with the arguments."""
     if options.optimizer not in OPTIMIZERS:
-        raise ValueError(f"optimizer {options.optimizer!r} is not known; choose one of {', '.join(OPTIMIZERS)}")
+        raise ValueError(f"--optimizer {options.optimizer!r}: must be one of {', '.join(OPTIMIZERS)}")
     if (options.batch is not None and options.length is None) or min(options.batch or 1, options.length or 1) < 1:
-        raise ValueError("activations are estimated from both --batch and --length, at least 1")
+        raise ValueError(f"--batch {options.batch} --length {options.length}: give both, at least 1, for activations")
     if options.tokens is None and options.batch is not None and options.tflops is not None:
         options.tokens = float(options.batch * options.length)
     if (options.tokens is None) != (options.tflops is None):
-        raise ValueError("a step time needs both --tokens, or --batch and --length, and --tflops")
+        missing = "--tflops" if options.tflops is None else "--tokens (or --batch and --length)"
+        raise ValueError(f"{missing} is missing: the step time needs both --tokens and --tflops")
     tflops = _tflops(options.tflops)
-    if any(given is not None and given < 1 for given in (options.ep, options.experts_per_token)):
-        raise ValueError("--ep and --experts-per-token are at least 1")
+    for flag, given in (("--ep", options.ep), ("--experts-per-token", options.experts_per_token)):
+        if given is not None and given < 1:
+            raise ValueError(f"{flag} {given}: must be at least 1")
     network = get_network(options.network, options.ranks_per_node, options.ranks_per_pod, options.algorithm)
     memory = _size("memory", options.memory)
     activations = None if options.activations is None else _size("activations", options.activations)
@@ -107,7 +107,7 @@ def plan(options: argparse.Namespace) -> int:
     if options.devices < 1:
         raise ValueError(f"--devices {options.devices}: must be at least 1")
     if not 0 <= options.spare < 1:
-        raise ValueError(f"--spare {options.spare:g}: must be a fraction, from 0 to below 1")
+        raise ValueError(f"--spare {options.spare:g}: must be a fraction of at least 0 and less than 1")
     check_source(options.model)
     check_writable("json", options.json)
 
@@ -169,7 +169,7 @@ def _tflops(given: str | None) -> Any:
 
 
 def _size(name: str, given: str) -> float:
-    """Bytes: a number of GB, or one with its unit."""
+    """The bytes of a size that is given in GB, or with a unit."""
     units = {"GiB": 2**30, "MiB": 2**20, "TB": 1e12, "GB": 1e9, "MB": 1e6}
     unit = next((unit for unit in units if given.endswith(unit)), "")
     try:
@@ -177,7 +177,7 @@ def _size(name: str, given: str) -> float:
     except ValueError:
         size = -1.0
     if not 0 <= size < float("inf"):
-        raise ValueError(f"--{name} {given!r}: must be a number of GB, or one with its unit ({', '.join(units)})")
+        raise ValueError(f"--{name} {given!r}: must be a number of GB, or a number with a unit ({', '.join(units)})")
     return size
 
 
@@ -186,7 +186,7 @@ def _dtype(name: str, given: str | None) -> torch.dtype | None:
 
     found = None if given is None else getattr(torch, given, None)
     if given is not None and not isinstance(found, torch.dtype):
-        raise ValueError(f"--{name.replace('_', '-')} {given!r} is no dtype of torch; for example bfloat16 or float32")
+        raise ValueError(f"--{name.replace('_', '-')} {given!r}: must be a dtype of torch, for example bfloat16")
     return found
 
 

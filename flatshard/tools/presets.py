@@ -1,4 +1,4 @@
-"""Names that ``flatshard plan`` knows. Needs no torch."""
+"""Names of models and optimizers for ``flatshard plan``. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def _eight_bits(shape: tuple[int, ...], size: int) -> float:
 
 
 def _muon(shape: tuple[int, ...], size: int) -> float:
-    """One moment for matrices, at their owners, and AdamW's two for all else."""
+    """One moment for matrices, on their owners, and AdamW's two for all other parameters."""
     return float(size if len(shape) > 1 else 2 * size)
 
 
-# Tensors of a parameter's size in the state of an optimizer; or bytes for each element of a parameter, by its shape and
-# the bytes of a main weight.
+# Optimizer state: the number of tensors of a parameter's size, or a function of a parameter's shape and of the bytes of
+# a main weight that returns bytes per element.
 OPTIMIZERS: dict[str, int | Callable[[tuple[int, ...], int], float]] = {
     "adamw": 2,
     "adamw-8bit": _eight_bits,
@@ -32,7 +32,7 @@ OPTIMIZERS: dict[str, int | Callable[[tuple[int, ...], int], float]] = {
     "lion": 1,
 }
 
-# FLOP/s at best, dense in bfloat16, of devices whose name has this in it.
+# Peak FLOP/s, dense in bfloat16, of devices whose name contains this.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
 
 _SIZES = (
@@ -40,7 +40,7 @@ _SIZES = (
 )  # fmt: skip
 _MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
 _QWEN = {"head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
-# Configurations as Hugging Face has them.
+# Configurations in Hugging Face's format.
 NAMED: dict[str, dict[str, Any]] = {
     name: {"model_type": kind, **dict(zip(_SIZES, sizes)), **others}
     for name, kind, sizes, others in (
@@ -55,17 +55,17 @@ NAMED: dict[str, dict[str, Any]] = {
 
 
 def config_file(source: str) -> Path:
-    """The file of a configuration that is named by itself, or by its folder."""
+    """The file of a configuration, which is given by its own path or by that of its folder."""
     path = Path(source)
     return path / "config.json" if path.is_dir() else path
 
 
 def check_source(source: str) -> None:
-    """ValueError where ``source`` is neither a named shape, nor a file or folder, nor module:callable."""
+    """ValueError unless ``source`` is a named shape, a file or folder, or module:callable."""
     if source in NAMED or ":" in source:
         return
     path = config_file(source)
     if path.suffix != ".json":
         raise ValueError(f"model {source!r}: must be one of {', '.join(NAMED)}, a config.json, or module:callable")
     if not path.is_file():
-        raise ValueError(f"model {source!r}: cannot be read as JSON: there is no file {path}")
+        raise ValueError(f"model {source!r}: cannot be read as JSON: {path} does not exist")

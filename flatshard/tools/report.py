@@ -1,4 +1,4 @@
-"""``flatshard report``: a recording as one HTML file that needs nothing else, and as a trace for Perfetto."""
+"""``flatshard report``: draw a recording as one HTML file, or convert it to a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 
 from flatshard.tools.presets import PEAK_FLOPS
 
-_LITTLE = 0.002  # of a step: a wait shorter than that is not worth a line
-_MAKES_ONE = "`flatshard rehearse --record FILE` or `flatshard train --record FILE` makes one"
+_LITTLE = 0.002  # fraction of a step; shorter waits are not listed
+_MAKES_ONE = "make one with `flatshard rehearse --record FILE` or `flatshard train --record FILE`"
 _PARTS = ("steps", "spans", "waits", "memory", "units")
-_FIXED = ("parameters", "optimizer state")  # memory that stays, and that comes and goes
+_FIXED = ("parameters", "optimizer state")  # memory that does not change during a step
 _MOVING = ("gradients", "gathered", "staging")
 
 
 class Figure(NamedTuple):
-    """A number of a report, and how it is written."""
+    """A number of a report, and a function that formats it."""
 
     name: str
     value: float
@@ -31,24 +31,24 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """What a run or a rehearsal has recorded (``--record``), and the log of the run, if there is one."""
+    """A recording of a run or a rehearsal (``--record``), and the log of the run (``--losses``), if there is one."""
 
     title: str
     data: Mapping[str, Any] = field(repr=False)
     curve: Sequence[Mapping[str, Any]] = field(default=(), repr=False)
     file: str = ""
-    peak_flops: float | None = None  # FLOP/s of the device at best, for MFU; None: looked up by its name
+    peak_flops: float | None = None  # peak FLOP/s of the device, for MFU; None: looked up by the device's name
 
     @classmethod
     def read(cls, path: str | Path, losses: str | Path | None = None, peak_flops: float | None = None) -> Record:
-        """ValueError where a file is something else."""
+        """Read a recording and a log. ValueError if a file cannot be read or is something else."""
         path = Path(path)
         data = (_parsed(path, lines=False) or [None])[0]
         if not isinstance(data, dict) or not all(isinstance(data.get(part), list) for part in _PARTS):
             raise ValueError(f"{path}: is not a recording; {_MAKES_ONE}")
         lines = _parsed(Path(losses), lines=True) if losses else []
         if lines is None or not all(isinstance(line, dict) and {"step", "loss"} <= line.keys() for line in lines):
-            raise ValueError(f"{losses}: is not the log of a run (`flatshard train --losses FILE`)")
+            raise ValueError(f"{losses}: is not the log of a run; make one with `flatshard train --losses FILE`")
         try:
             found = cls(str(data.get("title") or path.name), _with_root(data), lines, path.name, peak_flops)
             found._shown(), found.trace()
@@ -70,7 +70,7 @@ class Record:
         return found
 
     def exposed(self) -> list[dict[str, Any]]:
-        """Where compute waits, the longest first, a row for all that the same advice is for."""
+        """Where compute waits, the longest first. Waits with the same advice are in one row."""
         rows: dict[str, dict[str, Any]] = {}
         for (phase, unit), seconds in sorted(self.waited().items(), key=lambda item: -item[1]):
             advice = self._advice(phase, unit)
@@ -84,7 +84,7 @@ class Record:
         return sorted(listed, key=lambda row: -row["seconds"])
 
     def _advice(self, phase: str, unit: str) -> str:
-        """What might hide a wait, from what ran at the same time."""
+        """What to try against a wait, judged by what ran at the same time."""
         lane = "reduce" if phase == "reduce" else "gather"
         sent = [span for span in self.data["spans"] if span["lane"] == lane and span["unit"] == unit]
         wire = sum(span["end"] - span["begin"] for span in sent) / max(1, len(sent))
@@ -95,7 +95,7 @@ class Record:
             )
         order = [wait["unit"] for wait in self.data["waits"] if wait["phase"] == phase]
         if unit in order[:2]:
-            return "No compute runs before it in its pass to hide it. Try a smaller first unit" + (
+            return "No compute runs before it in the pass to hide it. Try a smaller first unit" + (
                 ", or reshard_after_forward=False for it." if phase == "backward" else "."
             )
         before = order[order.index(unit) - 1]
@@ -111,7 +111,7 @@ class Record:
         return "It is launched too late. Try SchedulePolicy(max_gathered=3), or max_gathered_bytes."
 
     def figures(self) -> list[Figure]:
-        """The few numbers to look at first."""
+        """The most important numbers of the recording."""
         steps, known, step = len(self.data["steps"]), self._known, self.step_seconds
         if not step:
             return []
@@ -137,12 +137,12 @@ class Record:
 
     @property
     def _known(self) -> Mapping[str, Any]:
-        """What the rehearsal, or the run, has said of itself."""
+        """The description of the rehearsal or run in the recording."""
         found: Mapping[str, Any] = self.data.get("rehearsal") or self.data.get("run") or {}
         return found
 
     def about(self) -> str:
-        """One line: where it ran."""
+        """One line about rank, network, device and version of torch."""
         known = self._known
         rank = f"rank {known['rank']} of {known['world']}" if "rank" in known else ""
         network = f"modelled network {known['network']}" if "network" in known else ""
@@ -163,7 +163,7 @@ class Record:
         }
 
     def trace(self) -> str:
-        """The recording as Perfetto and chrome://tracing read it."""
+        """The recording as JSON for Perfetto and chrome://tracing."""
         lanes = {name: number for number, name in enumerate(["compute", "waits", "gather", "reduce"])}
         events: list[dict[str, Any]] = []
         for span in self.data["spans"]:
@@ -180,7 +180,7 @@ class Record:
         return json.dumps({"traceEvents": events})
 
     def _repr_html_(self) -> str:
-        """In a notebook: the page, in a frame of its own."""
+        """The page in a frame, for notebooks."""
         page = html([self]).replace("&", "&amp;").replace('"', "&quot;")
         return f'<iframe srcdoc="{page}" style="width: 100%; height: 900px; border: 0"></iframe>'
 
@@ -191,14 +191,14 @@ def _event(name: str, thread: int, span: Mapping[str, Any], details: dict[str, A
 
 
 def html(records: Sequence[Record]) -> str:
-    """One page for one recording, or for two side by side with their differences. It needs no other file."""
+    """A page that shows one recording, or two side by side with their differences. It needs no other file."""
     page = resources.files("flatshard.tools").joinpath("report.html").read_text(encoding="utf-8")
     shown = {"reports": [record._shown() for record in records], "differences": differences(records)}
     return page.replace("@DATA@", json.dumps(shown, allow_nan=False).replace("<", "\\u003c"))
 
 
 def differences(records: Sequence[Record]) -> list[tuple[str, str, str, str]]:
-    """Of two recordings: each figure that both have, in the first, in the second, and by how much it differs."""
+    """For two recordings, each figure that both have: its name, both values, and the difference."""
     first, *others = ({figure.name: figure for figure in record.figures()} for record in records)
     rows = []
     for name, before in first.items():
@@ -212,7 +212,7 @@ def differences(records: Sequence[Record]) -> list[tuple[str, str, str, str]]:
 
 
 def _parsed(path: Path, lines: bool) -> list[Any] | None:
-    """The file's JSON, or that of each of its lines; None if it is something else."""
+    """The JSON of a file, or of each of its lines; None if it is not JSON."""
     try:
         text = path.read_text()
         return [json.loads(each) for each in (text.splitlines() if lines else [text])]
@@ -223,7 +223,7 @@ def _parsed(path: Path, lines: bool) -> list[Any] | None:
 
 
 def _with_root(data: dict[str, Any]) -> dict[str, Any]:
-    """The recording with one name for the root unit, which has no path and is called by its class."""
+    """The recording with the name "root" for the root unit, which has no path."""
 
     def renamed(row: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**row, "unit": "root"} if row["unit"].startswith(("(root)", "FSDP")) else row

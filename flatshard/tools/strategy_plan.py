@@ -1,4 +1,4 @@
-"""What a plan of ``flatshard plan`` holds, and how it is printed."""
+"""The input and the result of ``flatshard plan``, and how the result is printed."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from flatshard.tools.timing import Estimate, Speed
 
 @dataclass(frozen=True)
 class Machine:
-    """``memory`` is of one device, in bytes; ``spare`` the part of it that is left to others than this formula knows:
+    """Devices and their network. ``memory``: bytes per device.
 
-    the allocator's gaps, the communication library, temporaries of the optimizer's step.
+    ``spare``: the fraction of memory that a plan leaves free for what it does not count: fragmentation, buffers of the
+    communication library, temporaries of the optimizer's step.
     """
 
     devices: int
@@ -31,7 +32,8 @@ class Machine:
 
     def __post_init__(self) -> None:
         if self.devices < 1 or not self.memory > 0 or not 0 <= self.spare < 1:
-            raise ValueError("devices must be at least 1, memory more than 0, and spare from 0 to below 1")
+            given = f"Machine(devices={self.devices}, memory={self.memory}, spare={self.spare})"
+            raise ValueError(f"{given}: must have devices >= 1, memory > 0 and 0 <= spare < 1")
 
     @property
     def usable(self) -> float:
@@ -40,11 +42,11 @@ class Machine:
 
 @dataclass(frozen=True)
 class Training:
-    """``activations``: bytes of one rank; None if they are not known. ``recompute``: blocks recompute them in backward;
-    ``recomputed``: if not, what they would be then. ``speed``: what a device does, for the time of a step.
+    """How the model is trained. ``state`` and ``microbatches``: as in `TrainingSetup`.
 
-    ``state`` and ``microbatches`` are as in `Choice`. ``expert_parts``: in how many parts experts are tried, beside not
-    at all; None: in as many as a node allows.
+    ``activations``: bytes per rank; None if unknown. ``recompute``: blocks are recomputed in backward; if they are not,
+    ``recomputed`` is what activations would take then. ``speed``: the speed of a device; None: no step times.
+    ``expert_parts``: size of expert parallelism; None: try 1, and as many ranks of a node as possible.
     """
 
     precision: MixedPrecisionPolicy = MixedPrecisionPolicy()
@@ -60,9 +62,9 @@ class Training:
 
 @dataclass(frozen=True)
 class StrategyRow:
-    """One strategy. ``gathers`` and ``reduces``: bytes that a rank sends in a step; ``wire``: modelled seconds.
+    """One strategy. ``gathers`` and ``reduces``: bytes that a rank sends per step. ``wire``: their modelled seconds.
 
-    ``step``: its estimated time; None if nobody has said how fast a device is. ``ep``: parts of the experts.
+    ``step``: the estimated step time; None if the speed of a device is unknown. ``ep``: size of expert parallelism.
     """
 
     kind: str
@@ -75,7 +77,7 @@ class StrategyRow:
     gathers: float
     reduces: float
     wire: float
-    peak: float  # with activations
+    peak: float  # including activations
     fits: bool
     step: Estimate | None
 
@@ -85,16 +87,16 @@ class StrategyRow:
 
     @property
     def cost(self) -> tuple[bool, float, float]:
-        """What is least in the best one: no offload, then time (to two digits), then memory."""
+        """The sort key: the best strategy has no offload, the least time (to two digits), and the least memory."""
         seconds = self.wire if self.step is None else float(f"{self.step.total:.2g}")
         return self.offload, seconds, self.peak
 
 
 @dataclass(frozen=True)
 class StrategyPlan:
-    """``advice`` is the strategy to take, or None if none fits; ``why`` says it in words.
+    """A comparison of strategies. ``advice``: the strategy to use, or None if none fits; ``why``: the reason.
 
-    ``formats``: what formats of fewer bytes do for it, or would do, in words.
+    ``formats``: a sentence about what encoded collectives save, or would save.
     """
 
     numel: int
@@ -105,12 +107,12 @@ class StrategyPlan:
     advice: str | None
     why: str
     formats: str = ""
-    experts: tuple[str, ...] = ()  # classes of modules that hold nothing else
+    experts: tuple[str, ...] = ()  # classes of modules that hold only experts
 
     @property
     def state_per_parameter(self) -> float:
-        """Bytes of optimizer state for each parameter, all ranks together; what is frozen has none."""
-        return self.rows[0].memory.resting.state / max(self.numel, 1)  # ZeRO 0 has all of it, without padding
+        """Bytes of optimizer state per parameter, over all ranks; frozen parameters have none."""
+        return self.rows[0].memory.resting.state / max(self.numel, 1)  # in ZeRO 0 a rank has all of it, without padding
 
     def to_json(self) -> str:
         rows: list[dict[str, Any]] = []
@@ -145,7 +147,7 @@ class StrategyPlan:
         return next((row for row in self.rows if row.name == self.advice), None)
 
     def python(self) -> str:
-        """The lines that shard a model as advised; none if nothing fits."""
+        """Code that shards a model with the recommended strategy; empty if none fits."""
         row = self.best
         if row is None:
             return ""
@@ -171,7 +173,7 @@ class StrategyPlan:
         lines = [_mesh("mesh", row.mesh, axes), f"policy = MixedPrecisionPolicy({dtypes})"]
         if self.training.recompute:
             lines.insert(
-                0, "# first: torch.utils.checkpoint in every block (Transformers: gradient_checkpointing_enable)"
+                0, "# before: torch.utils.checkpoint in every block (Transformers: gradient_checkpointing_enable)"
             )
         if row.ep > 1:
             names.append("Experts")
@@ -182,8 +184,8 @@ class StrategyPlan:
             lines.append(f'experts = Experts({list(self.experts)}, mesh=sparse[{same}], apart=sparse["ep"])')
             choices.append("experts=experts")
             kind = self.experts[0].rpartition(".")[2]
-            part = f"stacked, 1 in {row.ep} of them on each rank, which sends tokens to the others"
-            lines.append(f"# {kind} of the model must be so already: {part} (docs/meshes.md)")
+            part = f"stacked experts, 1 in {row.ep} of them on each rank, and send tokens to the other ranks"
+            lines.append(f"# {kind} of the model must already hold {part} (docs/meshes.md)")
         return "\n".join(
             [
                 "import torch",
@@ -196,7 +198,7 @@ class StrategyPlan:
 
     @property
     def kept_bytes(self) -> int:
-        """Memory that is left for weights to be kept from forward to backward; 0 if activations are not known."""
+        """Bytes that are left for weights to stay gathered from forward to backward; 0 if activations are unknown."""
         row = self.best
         if row is None or self.training.activations is None or not row.gathers or not row.memory.peak.gathered:
             return 0
@@ -205,11 +207,10 @@ class StrategyPlan:
         return max(left, 0)
 
     def _repr_html_(self) -> str:
-        """In a notebook."""
         return f"<pre>{escape(self.table())}</pre>"
 
     def table(self) -> str:
-        """Text for a terminal."""
+        """The comparison as text for a terminal."""
         speed = self.training.speed
         unit, scale = ("GB", 1e9) if max(row.peak for row in self.rows) >= 1e8 else ("MB", 1e6)
         header = ["", "mesh", "idle", "main", "compute", "state", "grads", "gathered", "staging", "peak", "host"]
@@ -242,38 +243,38 @@ class StrategyPlan:
         return "\n".join([*head, "", *table, "", *self._legend(unit), "", *said])
 
     def _legend(self, unit: str) -> list[str]:
-        """What the columns are, and what to know of the rows."""
+        """Explanations of columns and rows."""
         training, timed = self.training, self.training.speed is not None
         known = training.activations is not None
         with_ = f"with {gigabytes(training.activations or 0)} of activations" if known else "WITHOUT activations"
         notes = [
-            f"Sizes are in {unit} (decimal) per rank. idle: between steps. peak: the most during a step, {with_};",
-            "main to staging are its parts. main: what the optimizer steps. compute: weights in the dtype of compute.",
-            "staging: buffers of collectives. gathers, reduces: sent per step. wire: their time on the network,",
+            f"Sizes are in {unit} (decimal) per rank. idle: between steps. peak: the maximum during a step, {with_};",
+            "main to staging are its parts. main: main weights. compute: compute weights that stay in memory.",
+            "staging: gradients until they are reduced. gathers, reduces: sent per step. wire: time on the network,",
             f"hidden behind compute or not. fits: the peak leaves {100 * self.machine.spare:.0f}% of the memory free.",
-            f"The optimizer's state takes {self.state_per_parameter:.2f} bytes per parameter.",
+            f"Optimizer state takes {self.state_per_parameter:.2f} bytes per parameter.",
         ]
         if timed:
             notes.append(
-                "step: estimated (docs/plan.md). waits: the part of it in which compute waits for the network."
+                "step: the estimated step time (docs/plan.md). waits: how much of it compute waits for the network."
             )
-            notes.append("tokens/s: of all devices. MFU: FLOPs of the model, without recompute, of --peak-tflops.")
+            notes.append("tokens/s: on all devices. MFU: model FLOP/s, without recompute, relative to --peak-tflops.")
         slow = [row.name for row in self.rows if row.step is not None and row.step.total <= row.step.host]
         if slow:
-            notes.append(f"The host limits a step of {', '.join(slow)}; with captured steps it does not (--host-ms 0).")
+            notes.append(f"The host bounds the step of {', '.join(slow)}; captured steps avoid this (--host-ms 0).")
         if training.microbatches == 1:
-            notes.append("ZeRO 1 and 2 are equal: they differ in gradients between micro-batches (--microbatches).")
+            notes.append("ZeRO 1 and 2 are equal here: they differ only between micro-batches (--microbatches).")
         notes.append(
             "offload: main weights, gradients and optimizer state are in host memory (host). Its peak is an upper"
         )
         notes.append("bound" + ("; its step time is not estimated." if timed else "."))
         if any(row.ep > 1 for row in self.rows):
-            told = "wire and step include the tokens that they send each other."
+            told = "wire and step include the tokens that they send to each other."
             told = told if timed else "Tokens that they send are not counted: give --tokens and --tflops."
-            notes.append(f"ep: so many neighbouring ranks have different experts. {told}")
+            notes.append(f"ep N: expert parallelism; N neighbouring ranks hold different experts. {told}")
         if not known:
             notes.append(
-                "Activations are not known. Give --batch and --length, or --activations, to see what fits with them,\n"
+                "Activations are unknown. Give --batch and --length, or --activations, to see what fits with them,\n"
                 "and how many weights can stay gathered from forward to backward (keep_for_backward)."
             )
         return notes
@@ -285,7 +286,7 @@ def _mesh(name: str, sizes: tuple[int, ...], axes: tuple[str, ...]) -> str:
 
 
 def gigabytes(size: float) -> str:
-    """In words: GB, or MB of little."""
+    """A size in GB, or in MB if it is small."""
     return f"{_digits(size / 1e9)} GB" if size >= 1e8 or not size else f"{_digits(size / 1e6)} MB"
 
 

@@ -1,10 +1,9 @@
-"""How long a step takes: compute, two lanes and two links, as the engine orders them in a dry run.
+"""The estimated time of a step, from the order of launches in a dry run.
 
-Compute goes unit by unit, at the rate that matrix products reach. A gather begins when the engine launches it, that is
-when compute has come to where memory for it is free; a reduce, when its gradients are there. Lanes work in order, and a
-link serves one collective at a time, as in a rehearsal. Compute waits where the engine waits. What moves meanwhile
-takes memory bandwidth from kernels, and so does what encodes and decodes formats. After the last reduce comes the
-optimizer, at the speed of memory.
+Compute runs unit by unit, at the rate that matrix products reach. A gather starts when the engine launches it, which is
+when its memory is free; a reduce starts when its gradients are complete. Lanes run in order, and each link runs one
+collective at a time, as in a rehearsal. Compute waits where the engine waits. Collectives, encoding and decoding take
+memory bandwidth from kernels. After the last reduce the optimizer runs, at the speed of memory.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from flatshard.rehearsal.network import Level, Network
 from flatshard.tools.group_bytes import GroupBytes, PlannedCollective
 from flatshard.tools.model_shapes import ModelShape, UnitShape
 
-# Bytes that are read or written in the device's memory, while kernels run, for a byte that is sent or received: by
-# traces of cases (a) and (d), 0.3 to 0.4 ms for each GB on a device of 4.8 TB/s.
+# Bytes of device memory that a collective reads or writes for each byte that it sends or receives: in traces of cases
+# (a) and (d) of the benchmarks, kernels lose 0.3 to 0.4 ms per GB on a device of 4.8 TB/s.
 _MOVED = 1.5
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What a device does, and what it is given in one micro-batch.
+    """The speed of a device, and its work in one micro-batch.
 
-    ``flops`` per second of products; ``tokens`` of one rank, in rows of ``length`` (None: attention is not counted);
-    ``recompute``: blocks run again in backward. ``bandwidth``: bytes per second of its memory. ``host``: seconds that
-    the host takes to launch a unit's forward and backward; 0 for captured steps. ``peak``: FLOP per second that the
-    device is sold with, for the MFU.
+    ``flops``: FLOP/s of matrix products. ``tokens``: tokens per rank, in rows of ``length`` (None: attention is not
+    counted). ``recompute``: blocks are recomputed in backward. ``bandwidth``: of device memory, in bytes per second.
+    ``host``: seconds that the host takes to launch forward and backward of a unit; 0 for captured steps. ``peak``: peak
+    FLOP/s of the device, for the MFU.
     """
 
     flops: float
@@ -45,15 +44,16 @@ class Speed:
 
     def __post_init__(self) -> None:
         if not min(self.flops, self.tokens, self.bandwidth, self.peak) > 0 or self.host < 0:
-            raise ValueError("TFLOP/s, tokens and memory bandwidth are more than 0, host time is 0 or more")
+            flags = "--tflops, --tokens, --memory-bandwidth and --peak-tflops"
+            raise ValueError(f"{flags} must be more than 0, and --host-ms at least 0; given: {self}")
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The time of a step, in seconds: ``total``; in it, compute ``waits`` for the wire, and the ``optimizer``.
+    """The time of a step in seconds: ``total``, which includes ``waits`` of compute for the wire, and ``optimizer``.
 
-    ``exchanges``: of tokens among ranks that have different experts, on the wire. ``host``: what the host takes; where
-    that is more than the rest, it is the total. ``flops``: of the model on one rank, recompute not counted.
+    ``exchanges``: wire time of tokens between ranks with different experts. ``host``: time of the host; if it is more
+    than the rest, it is the total. ``flops``: model FLOPs on one rank, without recompute.
     """
 
     total: float
@@ -65,7 +65,7 @@ class Estimate:
 
 
 class StepClock:
-    """``now``: where compute stands. ``waits``: how long it has waited."""
+    """The clock of an estimate. ``now``: the time that compute has reached. ``waits``: how long it has waited."""
 
     def __init__(self, speed: Speed, network: Network, width: int) -> None:
         self.now = self.waits = self._exchanged = self._done = 0.0
@@ -74,7 +74,7 @@ class StepClock:
         self._links: dict[Level, float] = dict.fromkeys(network.links, 0.0)
 
     def launch(self, lane: str, launches: Sequence[PlannedCollective]) -> float:
-        """When these collectives end, one after another, on a lane that is ordered after compute as it stands."""
+        """Launch collectives on a lane, which start after the compute so far; returns the time when they end."""
         self._lanes[lane] = end = self._carried(max(self._lanes[lane], self.now), launches)
         return end
 
@@ -85,18 +85,18 @@ class StepClock:
         return begin
 
     def wait(self, until: float) -> None:
-        """Compute waits for something that ends then."""
+        """Let compute wait until this time."""
         self.waits += max(0.0, until - self.now)
         self.now = max(self.now, until)
 
     def move(self, count: int) -> None:
-        """Something that is no product reads and writes so many bytes; products wait, even if it is beside them."""
+        """Read or write this many bytes outside of matrix products, which wait, also on another stream."""
         self.now += count / self._speed.bandwidth
 
     def use(self, unit: UnitShape, group: GroupBytes, position: int, backward: bool) -> None:
-        """Compute with a group's tensors of one position: once in forward; twice in backward, and again if recomputed.
+        """Compute with the group's tensors at this position. Backward counts twice, and once more if recomputed.
 
-        Tokens go to the experts of other ranks and come back before compute goes on.
+        Tokens are sent to the experts of other ranks before, and back after it; compute waits for both.
         """
         again = self._speed.recompute and unit.is_block
         flops = 0.0 if unit.is_embedding else self._flops(group, position)
@@ -111,7 +111,7 @@ class StepClock:
         tokens, length = self._speed.tokens, self._speed.length or 0
         found = [tensor for tensor in group.tensors if tensor.after == position]
         products = sum(2 * tensor.used * math.prod(tensor.shape) for tensor in found if len(tensor.shape) > 1)
-        return tokens * (products + sum(2 * tensor.queries * length for tensor in found))  # half of a square: causal
+        return tokens * (products + sum(2 * tensor.queries * length for tensor in found))  # causal: half of the square
 
     def _exchange(self, sent: Sequence[PlannedCollective]) -> None:
         self._exchanged += sum(launch.seconds(self._network) for launch in sent)
@@ -132,7 +132,7 @@ class StepClock:
         self.now += seconds + _MOVED * moved / self._speed.bandwidth
 
     def repeat(self, times: int, since: tuple[float, ...]) -> None:
-        """What has happened since `marks` were these happens so many times more."""
+        """Repeat what has happened since `marks` were ``since``."""
         now, waits, exchanged, done = (times * (end - begin) for end, begin in zip(self.marks, since))
         self.now += now
         self.waits += waits
@@ -146,16 +146,16 @@ class StepClock:
         return self.now, self.waits, self._exchanged, self._done
 
     def finish(self, groups: Sequence[GroupBytes], passes: int) -> Estimate:
-        """After the last reduce: the optimizer reads and writes its state and main weights, and reads gradients."""
+        """Add the optimizer's step, which reads and writes its state and main weights, and reads gradients."""
         moved = sum(2 * group.main + group.main_grad + 2 * group.state for group in groups if group.trainable)
         optimizer, host = moved / self._speed.bandwidth, self._speed.host * passes
         return Estimate(max(self.now + optimizer, host), self.waits, optimizer, self._exchanged, host, self._done)
 
 
 def measured_flops(model: ModelShape, tokens: float, dtype: torch.dtype | None) -> float:
-    """FLOP per second that the products of the largest block reach on this machine, one after another.
+    """FLOP/s that the matrix products of the largest block reach on this machine, one after another.
 
-    A whole model reaches less: norms, attention and the loss take time and have few FLOPs.
+    A whole model reaches less, because norms, attention and the loss take time and have few FLOPs.
     """
     found = torch.accelerator.current_accelerator()
     device = torch.device("cpu") if found is None else found
@@ -170,12 +170,12 @@ def measured_flops(model: ModelShape, tokens: float, dtype: torch.dtype | None) 
         seconds += _seconds_of(x, weight.T, device)
         done += 2.0 * rows * weight.numel()
     if not seconds:
-        raise ValueError("the model has no matrices to measure; give --tflops a number")
+        raise ValueError("--tflops measured: the model has no matrices to measure; give a number")
     return done / seconds
 
 
 def _seconds_of(x: torch.Tensor, weight: torch.Tensor, device: torch.device, least: float = 0.03) -> float:
-    """The time of one product: the mean of as many as take ``least`` seconds."""
+    """The time of one product: the mean over at least ``least`` seconds."""
 
     def several(times: int) -> float:
         began = time.perf_counter()

@@ -1195,13 +1195,13 @@ COMMANDS = {
             "a dtype",
             _command("plan", "llama-1b", "--devices", "8", "--memory", "80", "--main-dtype", "f7"),
             SystemExit,
-            "no dtype of torch",
+            "must be a dtype of torch",
         ),
         Case(
             "optimizer",
             _command("plan", "llama-1b", "--devices", "8", "--memory", "80", "--optimizer", "x"),
             SystemExit,
-            "choose one of adamw",
+            "must be one of adamw",
         ),
     ],
     "flatshard blame": [

@@ -88,8 +88,8 @@ def test_waits_are_told_with_what_to_try(files):
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ("nonsense", "is not a recording; `flatshard rehearse"),
-        ("{}", "is not a recording; `flatshard rehearse"),
+        ("nonsense", "is not a recording; make one with `flatshard rehearse"),
+        ("{}", "is not a recording; make one with `flatshard rehearse"),
         ('{"steps": [], "spans": [{}], "waits": [], "memory": [], "units": []}', "is damaged, or not a recording"),
         (None, "No such file"),
     ],
