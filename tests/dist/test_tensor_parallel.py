@@ -73,7 +73,7 @@ def test_tensor_parallel_parameters_train_as_on_one_process(ranks, strategy):
 def _flat(rank, world):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     layer = parallelize_module(Layer(), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    with pytest.raises(ValueError, match="layout 'tensor'"):
+    with pytest.raises(ValueError, match="layout='tensor'"):
         fully_shard(layer, mesh=mesh["dp"], layout="flat")
 
 

@@ -514,7 +514,7 @@ def test_what_stays_as_it_is_by_default(ranks):
         ({"gather_format": "int4"}, "gather_format"),
         ({"reduce_format": "float8"}, "reduce_format"),
         ({"reduce_format": ("int8", "fp8")}, "reduce_format"),
-        ({"reduce_format": ("int8", "int8", "int8")}, "pair"),
+        ({"reduce_format": ("int8", "int8", "int8")}, "must have two formats"),
         ({"block": 100}, "power of two"),
         ({"block": 8}, "at least 16"),
         ({"encodes": "all"}, "encodes"),

@@ -118,7 +118,7 @@ def _changed(rank, world):
     assert [grad.shape for grad in calls] == [parameter.shape] * 2
     handle.remove()
     parameter.register_hook(lambda grad: grad.full_tensor())
-    with pytest.raises(TypeError, match=r"up.weight.*sharded as the parameter"):
+    with pytest.raises(TypeError, match=r"up.weight.*sharded like the parameter"):
         loss_of(model, data[0]).backward()
     return "done"
 

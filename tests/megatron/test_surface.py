@@ -770,7 +770,7 @@ class Counted(nn.Module):
 def _unset(rank, world):
     with torch.device("meta"):
         models = [nn.Sequential(Counted()), nn.Sequential(Counted())]
-    with pytest.raises(ValueError, match=r"'0\.table' has no values"):
+    with pytest.raises(ValueError, match=r"'0\.table' was not initialised"):
         fully_shard_model(models[0], fsdp_unit_modules=[Counted], init_model_with_meta_device=True)
     models[1][0].sets = True
     model = fully_shard_model(models[1], fsdp_unit_modules=[Counted], init_model_with_meta_device=True)
