@@ -85,9 +85,7 @@ def _check(module: nn.Module, units: Sequence[Unit], memo: dict[int, Any]) -> No
             reason = "an object with its parameters, such as an optimizer, was copied before it; copy the model first"
         elif any(group.is_extended for group in unit.groups):
             reason = "it has parameters of tensor subclasses"
-        elif any(
-            member.inner is not None and not member.is_parallel for group in unit.groups for member in group.params
-        ):
+        elif any(member.inner is not None and member.inner.hidden for group in unit.groups for member in group.params):
             reason = "it has parameters with Sharding(apart=...)"
         elif any(group.mesh != unit.mesh for group in unit.groups):
             reason = "it has parameters on another mesh"

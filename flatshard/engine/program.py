@@ -52,13 +52,11 @@ class Turns:
 
     def see(self, number: int) -> None:
         """All gradients of a group have arrived, but its unit may still be in use."""
-        if number not in self.seen:
-            self.seen[number] = None
+        self.seen[number] = None  # a dict keeps the place of a known key
 
     def mark(self, number: int, over: bool = True) -> None:
         """The gradients of a group are complete. ``over``: the backward has also left its unit."""
-        if number not in self.seen:
-            self.seen[number] = None
+        self.seen[number] = None
         if self._marked.get(number):
             if over:  # by another recompute of the same unit
                 self._again.add(number)

@@ -349,7 +349,7 @@ class Gradients:
             self.main_grads.uncouple(own)
         if finished:
             mine = functools.partial(self._used_of, finished, used, asked, noted)
-            reduction.then = call_finished(self.params, mine)
+            reduction.then = functools.partial(call_finished, self.params, mine)
         if noted is not None:
             self.main_grads.open.update(asked)
             reduction.asks = functools.partial(self._learn, asked, noted)

@@ -84,12 +84,8 @@ class Stage:
         self._mesh, self._axis = mesh, axis
         self._scatters = is_sharded(placements[axis])
         self.copies = mesh.size(axis) if self._scatters else 1  # how many ranks get a piece of what it is given
+        self.room = int(not self._scatters)  # additional elements of a result per parameter
         self._group: tuple[object, ProcessGroup] | None = None
-
-    @property
-    def room(self) -> int:
-        """1 if a result needs additional elements for one number per parameter, otherwise 0."""
-        return int(not self._scatters)
 
     def launch(self, inputs: Tensors, out: DBuffer, of: Reduction, after: Tickets = (), then: Action = None) -> Ticket:
         """Reduce runs into ``out`` and call ``then``, inside the lane. ``held`` keeps other tensors that it reads."""
@@ -141,13 +137,12 @@ class EncodedStage(Stage):
     """
 
     is_encoded = True
-    room = 0
 
     def __init__(
         self, mesh: DeviceMesh, axis: int, placements: tuple[Placement, ...], coder: Coder, stochastic: bool
     ) -> None:
         super().__init__(mesh, axis, placements)
-        self.copies = 1
+        self.copies, self.room = 1, 0
         self._coder = coder
         before = (*placements[:axis], Partial(), *placements[axis + 1 :])
         self._from = held_by_this_rank(coder.wire.layout, mesh, before)

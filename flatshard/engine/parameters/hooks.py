@@ -44,13 +44,9 @@ def change_gradients(
             view.copy_(_torch.local_of(changed))
 
 
-def call_finished(params: Sequence[ShardedParam], hooked: Callable[[], Sequence[int]]) -> Callable[[], None]:
-    """What to call when the gradients of the params ``hooked`` are final."""
-
-    def call() -> None:
-        with torch.no_grad():
-            for index in hooked():
-                for hook in _torch.hooks_of(params[index].sharded, post_accumulate=True):
-                    hook(params[index].sharded)
-
-    return call
+@torch.no_grad()
+def call_finished(params: Sequence[ShardedParam], hooked: Callable[[], Sequence[int]]) -> None:
+    """Call the post-accumulate hooks of the params ``hooked``, whose gradients are final."""
+    for index in hooked():
+        for hook in _torch.hooks_of(params[index].sharded, post_accumulate=True):
+            hook(params[index].sharded)

@@ -68,11 +68,6 @@ class ShardedParam:
     attributes: dict[str, object] = field(default_factory=dict)  # of `sharded`, should it be replaced
     made_of: tuple[Structure, list[bool]] | None = None  # a subclass that is gathered leaf by leaf, and which are cut
 
-    @property
-    def is_parallel(self) -> bool:
-        """Whether the full parameter is a DTensor."""
-        return self.inner is not None and not self.inner.hidden
-
     def make_full(self, values: torch.Tensor) -> None:
         """Create the full parameter from its values."""
         if self.inner is not None and not self.inner.hidden:

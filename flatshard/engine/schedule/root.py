@@ -465,7 +465,8 @@ class Root:
         if backward and self.policy.keep_for_next and self.optional is None:
             # Prefetch for the next micro-batch, which starts with units that this backward does not gather.
             for other in self.units:
-                if other.is_kept_for_next and not other.unshard_in_backward and not other.is_gathered:
+                kept = other.place.keeps_for_next and not other.is_last
+                if kept and not other.unshard_in_backward and not other.is_gathered:
                     self.gather(other)
 
     def _bytes_with(self, unit: Unit, other: Unit) -> int:

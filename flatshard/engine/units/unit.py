@@ -452,8 +452,7 @@ class Unit:
         Otherwise checkpointing is reentrant, and creates a graph now. A unit that is used both ways counts as the first
         kind: the end of its backward cannot be detected, so it is reduced at the end of the whole backward.
         """
-        calls = [ref() for ref in self._calls]
-        return any(call is not None and not call.in_recompute and not call.passed for call in calls)
+        return any(call and not call.in_recompute and not call.passed for call in (ref() for ref in self._calls))
 
     @property
     def is_awaited(self) -> bool:
@@ -598,11 +597,6 @@ class Unit:
         if self.root.program.running is Pass.BACKWARD:
             return not self._reshards_now
         return self.reshard_after_forward is False or Lease.USER in self.leases
-
-    @property
-    def is_kept_for_next(self) -> bool:
-        """Whether the weights stay gathered for the next micro-batch."""
-        return self.place.keeps_for_next and not self._is_last
 
     def recover(self, broken_backward: bool) -> None:
         """An exception interrupted a pass: release. Gradients of an interrupted backward are dropped."""
