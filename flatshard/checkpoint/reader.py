@@ -41,10 +41,7 @@ class Reader(ExitStack):
     def read(
         self, name: str, entry: TensorEntry, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """Read a tensor, or the part of ``sizes`` elements from ``offsets``, to the CPU.
-
-        ``name`` is used in errors. Memory is allocated only after the files were found to have all of the elements.
-        """
+        """Read a tensor, or the part of ``sizes`` elements from ``offsets``, to the CPU. ``name`` is used in errors."""
         offsets = (0,) * len(entry.shape) if offsets is None else offsets
         sizes = entry.shape if sizes is None else sizes
         missing, parts = math.prod(sizes), []
@@ -57,7 +54,7 @@ class Reader(ExitStack):
                 missing -= math.prod(b - a for a, b in zip(low, high))
         if missing:
             raise CheckpointError(f"{self._source.folder} is incomplete: {missing} elements of '{name}' are in no file")
-        result = torch.empty(tuple(sizes), dtype=entry.dtype)
+        result = torch.empty(tuple(sizes), dtype=entry.dtype)  # not before all elements were found in the files
         for chunk, low, high in parts:
             self._fill(name, result, offsets, chunk, low, high)
         if entry.dtype == torch.bool and result.numel() and result.view(torch.uint8).max() > 1:

@@ -109,8 +109,7 @@ def save(
     for rank, (described, _, _) in enumerate(found):
         if described != found[0][0]:
             raise CheckpointError(
-                f"rank {rank} has weights or optimizer state of other names, shapes or dtypes than rank 0; {path} was "
-                "not saved: build the same model and optimizer on all ranks"
+                f"rank {rank} has tensors of other names, shapes or dtypes than rank 0; nothing saved"
             )
     _, doubtful, samples = map(list, zip(*found))
     for problem in on_all_ranks(ranks, lambda: taken[0].leave_to_one(doubtful, samples)):

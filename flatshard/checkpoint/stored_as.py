@@ -87,10 +87,7 @@ def _pieces(name: str, shape: tuple[int, ...], rule: StoredAs, found: tuple[str,
     if len(shape) < stacked + 2 * rule.transposed or (
         parts > 1 and (len(shape) <= rule.dim or shape[rule.dim] % parts)
     ):
-        raise ValueError(
-            f"'{name}' of shape {shape} cannot be stored by StoredAs(files={rule.files}, dim={rule.dim}, transposed="
-            f"{rule.transposed}): it needs more dims, or a size of dim {rule.dim} that {parts} divides"
-        )
+        raise ValueError(f"'{name}' of shape {shape} cannot be stored by {rule}: too few dims, or an indivisible one")
     sizes = list(shape)
     if parts > 1:
         sizes[rule.dim] //= parts
