@@ -216,7 +216,7 @@ def _rehearse(options: argparse.Namespace) -> int:
     from flatshard.rehearsal.network import changed, get_network
 
     if options.world < 1 or not 0 <= options.rank < options.world:
-        raise ValueError(f"--world {options.world} --rank {options.rank}: --rank must be from 0 to W - 1")
+        raise ValueError(f"--world {options.world} --rank {options.rank}: must be at least 1, and 0 <= rank < world")
     if options.warmup < 1:
         raise ValueError(f"--warmup {options.warmup}: must be at least 1, because the first step has no start time")
     check_writable("json", options.json)
@@ -264,9 +264,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="a file or a folder in any of these formats")
     parser.add_argument("target", metavar="DST", help="the file or folder to write; it must not exist")
     parser.add_argument(
-        "--to",
-        choices=("flatshard", "dcp", "safetensors", "torch"),
-        help="format of DST (default: torch for .pt, .pth and .bin, safetensors for .safetensors, else flatshard)",
+        "--to", choices=("flatshard", "dcp", "safetensors", "torch"), help="format (default: by suffix, or flatshard)"
     )
     parser.add_argument(
         "--rename",

@@ -47,10 +47,7 @@ class Reader(ExitStack):
     def read(
         self, name: str, entry: TensorEntry, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """Read a tensor, or the part of ``sizes`` elements from ``offsets``, to the CPU.
-
-        ``name`` is used in errors. Memory is allocated only after the files were found to have all of the elements.
-        """
+        """Read a tensor, or the part of ``sizes`` elements from ``offsets``, to the CPU. ``name`` is used in errors."""
         offsets = (0,) * len(entry.shape) if offsets is None else offsets
         sizes = entry.shape if sizes is None else sizes
         missing, parts = math.prod(sizes), []

@@ -108,8 +108,7 @@ def save(
     for rank, each in enumerate(digests):
         if each != digests[0]:
             raise CheckpointError(
-                f"rank {rank} has weights or optimizer state of other names, shapes or dtypes than rank 0; {path} was "
-                "not saved: build the same model and optimizer on all ranks"
+                f"rank {rank} has tensors of other names, shapes or dtypes than rank 0; nothing saved"
             )
     for problem in from_all_ranks(ranks, on_all_ranks(ranks, lambda: taken.leave_to_one(doubtful, samples))):
         if problem is not None:

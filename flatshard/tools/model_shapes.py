@@ -276,9 +276,7 @@ def _imported(source: str) -> nn.Module:
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"model {source!r}: cannot be imported: {error}") from error
     if not callable(make):
-        raise ValueError(
-            f"model {source!r}: is not callable; give a function or a class that returns a torch.nn.Module"
-        )
+        raise ValueError(f"model {source!r}: is not callable; give a function that returns a torch.nn.Module")
     try:
         with torch.device("meta"):
             made = make()

@@ -208,8 +208,8 @@ def held_rows(text: Text, settings: TrainSettings, rank: int, world: int) -> tup
     rows = min(settings.val_rows, (held - 1) // settings.context) // world
     if not rows:
         raise Mistake(
-            f"--val-every {settings.val_every}: the {held} tokens for validation, and --val-rows {settings.val_rows}, "
-            f"must give each of {world} processes a row of --context {settings.context}; give more of them"
+            f"--val-every {settings.val_every}: needs one row of --context {settings.context} for each of {world} "
+            f"processes; {held} tokens are for validation, and --val-rows is {settings.val_rows}"
         )
     mine = torch.arange(rank * rows, (rank + 1) * rows)
     return _windows(text, training + mine * settings.context, settings.context)

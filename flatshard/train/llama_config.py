@@ -32,9 +32,7 @@ class LlamaConfig:
         if self.heads % self.kv_heads:
             raise ValueError(f"heads {self.heads}: must be a multiple of kv-heads, {self.kv_heads}")
         if self.experts and not 1 <= self.chosen <= self.experts:
-            raise ValueError(
-                f"experts-per-token {self.chosen}: must be from 1 to the number of experts, {self.experts}"
-            )
+            raise ValueError(f"experts-per-token {self.chosen}: must be from 1 to experts, {self.experts}")
 
     @property
     def head_dim(self) -> int:
