@@ -175,11 +175,10 @@ class Manifest(TensorFiles):
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            where = _damaged_tensor(text)
-            raise CheckpointError(f"{path} is damaged{where or ', or is not a manifest of flatshard'}") from error
+            where = _damaged_tensor(text) or ", or is not a manifest of flatshard"
+            raise CheckpointError(f"{path} is damaged{where}") from error
         if not isinstance(body, dict) or hashlib.sha256(_encoded(body)).hexdigest() != digest:
-            where = _damaged_tensor(text)
-            raise CheckpointError(f"{path} is damaged{where}: its content does not match its checksum")
+            raise CheckpointError(f"{path} is damaged{_damaged_tensor(text)}: its content does not match its checksum")
         if body.get("format") != FORMAT:
             raise CheckpointError(
                 f"{path} is of format {body.get('format')!r}, and this version reads {FORMAT!r}: convert it with the "

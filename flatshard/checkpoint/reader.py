@@ -69,7 +69,9 @@ class Reader(ExitStack):
             first, last = ([a - o for a, o in zip(ends, chunk.offsets)] for ends in (low, high))
             self._fill(name, into, chunk, first, last)
         if entry.dtype == torch.bool and result.numel() and result.view(torch.uint8).max() > 1:
-            raise CheckpointError(f"{self._path(parts[0][0].file)} is damaged: '{name}' has values other than 0 and 1")
+            raise CheckpointError(
+                f"{self.source.folder / parts[0][0].file} is damaged: '{name}' has values other than 0 and 1"
+            )
         return result
 
     def _fill(self, name: str, into: torch.Tensor, chunk: Chunk, low: Sequence[int], high: Sequence[int]) -> None:
@@ -109,16 +111,13 @@ class Reader(ExitStack):
             number = (start + place) // chunk.block
             if count != len(block) or (chunk.sums and block_checksum(block) != chunk.sums[number]):
                 reason = "is too short" if count != len(block) else "is damaged"
-                raise CheckpointError(f"{self._path(chunk.file)} {reason}: '{name}' cannot be read from it")
+                raise CheckpointError(f"{self.source.folder / chunk.file} {reason}: '{name}' cannot be read from it")
             self._advance(count)
-
-    def _path(self, file: str) -> Path:
-        return self.source.folder / file
 
     def _file(self, name: str, tensor: str) -> BinaryIO:
         if name in self._open:
             return self._open[name]
-        path, known = self._path(name), self.source.files[name]
+        path, known = self.source.folder / name, self.source.files[name]
         if len(self._open) >= _MOST_OPEN:
             self._open.pop(next(iter(self._open))).close()
         try:
