@@ -59,7 +59,7 @@ class Reader(ExitStack):
             high = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, chunk.offsets, chunk.sizes)]
             if all(a < b for a, b in zip(low, high)):
                 self._file(chunk.file, name)
-                parts.append((self.source.located(entry, chunk), low, high))
+                parts.append((entry.located(chunk), low, high))
                 missing -= math.prod(b - a for a, b in zip(low, high))
         if missing:
             raise CheckpointError(f"{self.source.folder} is incomplete: {missing} elements of '{name}' are in no file")
