@@ -480,7 +480,7 @@ def _locate(manifest: Manifest, reader: Reader, key: str, offsets: Sequence[int]
     entry = manifest.tensors[key]
     for chunk in entry.chunks_within(offsets, sizes):
         reader._file(chunk.file, key)
-        manifest.located(entry, chunk)
+        entry.located(chunk)
 
 
 def _dcp_plan(world: int, tensors: Sequence[Simulated], _: None) -> Row:

@@ -60,7 +60,7 @@ class State:
         if not self.nested:
             return self.model
         optimizer = {} if self.optimizer is None else {"optimizer": self.optimizer}
-        return {"model": self.model, **optimizer, **self.rest}
+        return {**self.rest, "model": self.model, **optimizer}  # the rest may have the model's name as "model"
 
 
 def convert(

@@ -66,10 +66,7 @@ class _Unpickler(pickle._Unpickler):
 
 
 def _set_state(record: Any, state: Any) -> None:
-    if isinstance(state, dict):
-        record.__dict__.update(state)
-    else:
-        record.__dict__["state"] = state
+    record.__dict__.update(state if isinstance(state, dict) else {"state": state})
 
 
 class DcpFolder:

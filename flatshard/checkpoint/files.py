@@ -88,6 +88,10 @@ class TensorEntry:
         """All chunks that have elements of this box, and possibly others."""
         return self.chunks
 
+    def located(self, chunk: Chunk) -> Chunk:
+        """The chunk with its place in the file and its checksums. Its file must have been opened."""
+        return chunk
+
 
 @dataclass
 class TensorFiles:
@@ -103,10 +107,6 @@ class TensorFiles:
 
     def take_header(self, name: str, header: bytes) -> None:
         """Called with the verified header of each file when it is opened."""
-
-    def located(self, entry: TensorEntry, chunk: Chunk) -> Chunk:
-        """The chunk with its place in the file and its checksums. Its file must have been opened."""
-        return chunk
 
 
 def swapped(sizes: Sequence[int]) -> tuple[int, ...]:

@@ -173,8 +173,7 @@ def _stage_optimizer(manifest: Manifest, reader: Reader, model: nn.Module, optim
                     on_device = (key != "step" or steps_on_device) and not parameter.is_meta
                     device = parameter.device if on_device else torch.device("cpu")
                     taken[key] = _entry(reader, f"{name}: {key}", tree, parameter, owned is not None, device)
-    kept = [{**ours, **theirs} for theirs, ours in zip(groups, optimizer.param_groups)]
-    return {"state": state, "param_groups": kept}
+    return {"state": state, "param_groups": [{**a, **b} for a, b in zip(optimizer.param_groups, groups)]}
 
 
 def _entry(reader: Reader, name: str, tree: Any, parameter: torch.Tensor, whole: bool, device: torch.device) -> Any:

@@ -22,7 +22,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -137,18 +137,6 @@ class _Table:
 
 
 @dataclass(frozen=True)
-class _SavedTensor(TensorEntry):
-    """A tensor of a checkpoint. `Manifest.located` adds places and checksums to its chunks."""
-
-    number: int = 0
-    table: _Table | None = None
-
-    def chunks_within(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterable[Chunk]:
-        assert self.table is not None
-        return self.table.chunks_within(offsets, sizes)
-
-
-@dataclass(frozen=True)
 class RankFile:
     """The header of one rank's file, in arrays of numpy: there may be thousands of these objects."""
 
@@ -157,6 +145,24 @@ class RankFile:
     sums: Any
     extra: Any
     tensors: dict[str, TensorEntry]  # those of ``extra``
+
+
+@dataclass(frozen=True)
+class _SavedTensor(TensorEntry):
+    """A tensor of a checkpoint. Places and checksums of its chunks are in the headers of their files, ``opened``."""
+
+    number: int = 0
+    table: _Table | None = None
+    opened: Mapping[str, RankFile] = field(default_factory=dict)
+
+    def chunks_within(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterable[Chunk]:
+        assert self.table is not None
+        return self.table.chunks_within(offsets, sizes)
+
+    def located(self, chunk: Chunk) -> Chunk:
+        file = self.opened[chunk.file]
+        first, last = file.blocks[self.number : self.number + 2].tolist()
+        return replace(chunk, begin=int(file.begins[self.number]), sums=tuple(file.sums[first:last].tolist()))
 
 
 class Manifest(TensorFiles):
@@ -175,11 +181,10 @@ class Manifest(TensorFiles):
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            where = _damaged_tensor(text)
-            raise CheckpointError(f"{path} is damaged{where or ', or is not a manifest of flatshard'}") from error
+            where = _damaged_tensor(text) or ", or is not a manifest of flatshard"
+            raise CheckpointError(f"{path} is damaged{where}") from error
         if not isinstance(body, dict) or hashlib.sha256(_encoded(body)).hexdigest() != digest:
-            where = _damaged_tensor(text)
-            raise CheckpointError(f"{path} is damaged{where}: its content does not match its checksum")
+            raise CheckpointError(f"{path} is damaged{_damaged_tensor(text)}: its content does not match its checksum")
         if body.get("format") != FORMAT:
             raise CheckpointError(
                 f"{path} is of format {body.get('format')!r}, and this version reads {FORMAT!r}: convert it with the "
@@ -238,7 +243,7 @@ class Manifest(TensorFiles):
         if table.shape != shape:
             raise ValueError(f"'{key}' has shape {shape}, and its table is for shape {table.shape}")
         self._kinds.append((table, dtype.itemsize))
-        return _SavedTensor(dtype, shape, (), len(self.tensors), table)
+        return _SavedTensor(dtype, shape, (), len(self.tensors), table, self.opened)
 
     def take_header(self, name: str, header: bytes) -> None:
         path, rank = self.folder / name, self._ranks[name]
@@ -257,10 +262,3 @@ class Manifest(TensorFiles):
             extra = json.loads(metadata[EXTRA])
             check_tree(extra, entries, "extra")
         self.opened[name] = RankFile(np.array(begins), np.array(blocks), sums, extra, entries)
-
-    def located(self, entry: TensorEntry, chunk: Chunk) -> Chunk:
-        if not isinstance(entry, _SavedTensor):
-            return chunk
-        file = self.opened[chunk.file]
-        first, last = file.blocks[entry.number : entry.number + 2].tolist()
-        return replace(chunk, begin=int(file.begins[entry.number]), sums=tuple(file.sums[first:last].tolist()))

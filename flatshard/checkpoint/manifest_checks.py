@@ -61,10 +61,8 @@ def _are_disjoint(low: Any, high: Any) -> bool:
     """Whether no two boxes have an element in common."""
     if len(low) < 2:
         return True
-    cut = [
-        dim for dim in range(low.shape[1]) if (low[:, dim] != low[0, dim]).any() or (high[:, dim] != high[0, dim]).any()
-    ]
-    if not cut:
+    cut = np.flatnonzero(((low != low[0]) | (high != high[0])).any(axis=0))  # dims in which boxes differ
+    if not len(cut):
         return False
     order = np.argsort(low[:, cut[0]], kind="stable")
     low, high = low[order][:, cut], high[order][:, cut]

@@ -56,7 +56,7 @@ class Reader(ExitStack):
             high = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, chunk.offsets, chunk.sizes)]
             if all(a < b for a, b in zip(low, high)):
                 self._file(chunk.file, name)
-                parts.append((self.source.located(entry, chunk), low, high))
+                parts.append((entry.located(chunk), low, high))
                 missing -= math.prod(b - a for a, b in zip(low, high))
         if missing:
             raise CheckpointError(f"{self.source.folder} is incomplete: {missing} elements of '{name}' are in no file")
@@ -66,7 +66,9 @@ class Reader(ExitStack):
             first, last = ([a - o for a, o in zip(ends, chunk.offsets)] for ends in (low, high))
             self._fill(name, into, chunk, first, last)
         if entry.dtype == torch.bool and result.numel() and result.view(torch.uint8).max() > 1:
-            raise CheckpointError(f"{self._path(parts[0][0].file)} is damaged: '{name}' has values other than 0 and 1")
+            raise CheckpointError(
+                f"{self.source.folder / parts[0][0].file} is damaged: '{name}' has values other than 0 and 1"
+            )
         return result
 
     def _fill(self, name: str, into: torch.Tensor, chunk: Chunk, low: Sequence[int], high: Sequence[int]) -> None:
@@ -106,16 +108,13 @@ class Reader(ExitStack):
             number = (start + place) // chunk.block
             if count != len(block) or (chunk.sums and block_checksum(block) != chunk.sums[number]):
                 reason = "is too short" if count != len(block) else "is damaged"
-                raise CheckpointError(f"{self._path(chunk.file)} {reason}: '{name}' cannot be read from it")
+                raise CheckpointError(f"{self.source.folder / chunk.file} {reason}: '{name}' cannot be read from it")
             self._advance(count)
-
-    def _path(self, file: str) -> Path:
-        return self.source.folder / file
 
     def _file(self, name: str, tensor: str) -> BinaryIO:
         if name in self._open:
             return self._open[name]
-        path, known = self._path(name), self.source.files[name]
+        path, known = self.source.folder / name, self.source.files[name]
         if len(self._open) >= _MOST_OPEN:
             self._open.pop(next(iter(self._open))).close()
         try:

@@ -96,7 +96,7 @@ def sync_weights(
     elif isinstance(target, ProcessGroup):
         _send(target, buckets, pieces, device)
     elif callable(given):
-        for views, _ in _packed(buckets, pieces, device):
+        for views, _ in _staged(buckets, device, pieces):
             given(views)
     deque(pieces, maxlen=0)  # every rank must take part in all gathers
     return _synced(buckets, began, version)
@@ -151,22 +151,21 @@ def _device(model: nn.Module) -> torch.device:
 # Buckets in memory
 
 
-def _staged(buckets: Sequence[Plan], device: torch.device) -> Iterator[tuple[Bucket, torch.Tensor]]:
-    """The tensors of each bucket as views of one of two buffers in turn, and the used part of that buffer."""
+def _staged(
+    buckets: Sequence[Plan], device: torch.device, pieces: Iterator[torch.Tensor] | None = None
+) -> Iterator[tuple[Bucket, torch.Tensor]]:
+    """The tensors of each bucket as views of one of two buffers in turn, and the used part of that buffer.
+
+    ``pieces``: the values to fill them with.
+    """
     most = max(sum(map(aligned, bucket.values())) for bucket in buckets)
     storages = [torch.empty(most, dtype=torch.uint8, device=device) for _ in buckets[:2]]
     for bucket, storage in zip(buckets, itertools.cycle(storages)):
         views, size = views_of(storage, bucket)
+        if pieces is not None:
+            for view in views.values():
+                view.copy_(next(pieces))
         yield list(views.items()), storage[:size]
-
-
-def _packed(
-    buckets: Sequence[Plan], pieces: Iterator[torch.Tensor], device: torch.device
-) -> Iterator[tuple[Bucket, torch.Tensor]]:
-    for views, used in _staged(buckets, device):
-        for _, view in views:
-            view.copy_(next(pieces))
-        yield views, used
 
 
 def _send(group: ProcessGroup, buckets: Sequence[Plan], pieces: Iterator[torch.Tensor], device: torch.device) -> None:
@@ -175,7 +174,7 @@ def _send(group: ProcessGroup, buckets: Sequence[Plan], pieces: Iterator[torch.T
     message = torch.frombuffer(bytearray(json.dumps(text).encode()), dtype=torch.uint8).to(device)
     spread(group, torch.tensor([len(message)], device=device)).wait()
     work = spread(group, message)
-    for _, used in _packed(buckets, pieces, device):
+    for _, used in _staged(buckets, device, pieces):
         work.wait()  # the previous bucket was sent, so its buffer is free for the next one
         work = spread(group, used)
     work.wait()

@@ -134,6 +134,14 @@ def test_one_file_of_safetensors(tmp_path):
     assert all(map(torch.equal, found.values(), model.state_dict().values()))
 
 
+def test_weights_are_kept_beside_the_name_of_the_model(tmp_path):
+    model, _ = trained()
+    torch.save({"state_dict": model.state_dict(), "model": "Net"}, tmp_path / "theirs.pt")
+    convert(tmp_path / "theirs.pt", tmp_path / "made.pt")
+    found = torch.load(tmp_path / "made.pt", weights_only=True)["model"]
+    assert all(map(torch.equal, found.values(), model.state_dict().values()))
+
+
 def test_an_index_of_an_earlier_torch(tmp_path):
     """Up to 2.2 the description of a tensor was a class of another module, and there was less beside it."""
     model, _ = trained()
