@@ -19,16 +19,16 @@ from flatshard.rehearsal.clock_cuda import CudaClock, CudaLink
 from flatshard.rehearsal.network import Kind, Level, Network, wire_bytes
 from flatshard.rehearsal.torch_private import NEW_NAMES, ProcessGroup, premul_factor
 from flatshard.rehearsal.traffic import Traffic, TrafficTotal
-from flatshard.rehearsal.transfer import Clock, Transfer
+from flatshard.rehearsal.transfer import Transfer
 
 BACKEND = "rehearsal"
-_SUM, _AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
-_IDEMPOTENT = (dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.BAND, dist.ReduceOp.BOR)
+# Reductions of equal values that return this value.
+_SAME = (dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.BAND, dist.ReduceOp.BOR)
 
+Clock = CpuClock | CudaClock
 Tensors = Sequence[torch.Tensor]
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 _is_contiguous, _nbytes = torch.Tensor.is_contiguous, operator.attrgetter("nbytes")
-Pair = tuple[torch.Tensor, torch.Tensor]
-Pairs = list[Pair]
 
 
 class Medium:
@@ -97,7 +97,8 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
         device = pairs[0][0].device if pairs else self._device()
         key = (kind, size, segments)
         if key not in self._costs:
-            self._costs[key] = self._cost(*key)
+            took = self._medium.network.seconds(kind, size, self._reach, segments)
+            self._costs[key] = self._medium.traffic.entries[kind], wire_bytes(kind, size, self._count), took
         entry, wire, seconds = self._costs[key]
         entry.add(size, wire, seconds)
         clock = self._clocks.get(device)
@@ -113,21 +114,15 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
             self._coalesced[:] = [work]
         return work
 
-    def _cost(self, kind: Kind, size: int, segments: int) -> tuple[TrafficTotal, float, float]:
-        seconds = self._medium.network.seconds(kind, size, self._reach, segments)
-        return self._medium.traffic.entry(kind), wire_bytes(kind, size, self._count), seconds
-
     def _scale(self, opts: Any) -> float:
         """The factor from this rank's value to the reduction of W equal values."""
-        op = _SUM if opts is None else getattr(opts, "reduceOp", opts)  # some calls pass the ReduceOp itself
-        if op == _AVG:
-            return 1.0
-        if op == _SUM:
+        op = getattr(opts, "reduceOp", opts)  # some calls pass the ReduceOp itself
+        if op is None or op == dist.ReduceOp.SUM:
             return float(self._count)
+        if any(op == same for same in _SAME):
+            return 1.0
         if op == dist.ReduceOp.PREMUL_SUM:
             return self._count * premul_factor(op)
-        if any(op == same for same in _IDEMPOTENT):
-            return 1.0
         raise ValueError(f"{op} cannot be rehearsed; use SUM, AVG, MIN, MAX, BAND, BOR or PREMUL_SUM")
 
     def _launch_sharded(
@@ -250,8 +245,7 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
             clock.close()
         self._clocks.clear()
 
-    def abort(self) -> None:
-        self.shutdown()
+    abort = shutdown
 
 
 for _old, _new in NEW_NAMES.items():

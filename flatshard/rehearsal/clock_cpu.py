@@ -35,26 +35,19 @@ class CpuWork(TransferWork):
     def __init__(self, transfer: Transfer) -> None:
         super().__init__(transfer)
         self._done = threading.Event()
-        self._has_ended = False
-        self._lock = threading.Lock()
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
+        self._future: torch.futures.Future[Any] = torch.futures.Future()
 
-    def finish(self, error: BaseException | None = None) -> None:
+    def finish(self, error: Exception | None = None) -> None:
         """Complete the future before the work, as Gloo does: a caller of ``wait`` may read results of its callbacks."""
-        with self._lock:
-            self._error, self._has_ended = error, True
-            future = self._future
+        self._error = error
         try:
-            if future is not None:
-                self._complete(future)
+            if error is None:
+                self._future.set_result(self._transfer.outputs())
+            else:
+                self._future.set_exception(error)
         finally:
             self._done.set()
-
-    def _complete(self, future: torch.futures.Future[Any]) -> None:
-        if self._error is None:
-            future.set_result(self._transfer.outputs())
-        else:
-            future.set_exception(self._error)
 
     def wait(self, timeout: object = None) -> bool:
         self._done.wait()
@@ -65,7 +58,7 @@ class CpuWork(TransferWork):
     def is_completed(self) -> bool:
         return self._done.is_set()
 
-    def exception(self) -> BaseException | None:
+    def exception(self) -> Exception | None:
         return self._error
 
     def result(self) -> list[torch.Tensor]:
@@ -73,14 +66,7 @@ class CpuWork(TransferWork):
         return self._transfer.outputs()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        with self._lock:
-            if self._future is not None:
-                return self._future
-            future = self._future = torch.futures.Future()
-            has_ended = self._has_ended
-        if has_ended:
-            self._complete(future)
-        return future
+        return self._future
 
 
 class CpuClock:
@@ -90,7 +76,7 @@ class CpuClock:
         self._links = links
         self._queue: queue.SimpleQueue[tuple[Transfer, CpuWork] | None] = queue.SimpleQueue()
         ready = threading.Event()
-        self._thread = threading.Thread(target=_serve, args=(self._queue, links, ready), daemon=True)
+        self._thread = threading.Thread(target=self._serve, args=(ready,), daemon=True)
         threads = torch.get_num_threads()
         self._thread.start()
         ready.wait()
@@ -106,53 +92,45 @@ class CpuClock:
         self._queue.put(None)
         self._thread.join()
 
-
-def _serve(
-    calls: queue.SimpleQueue[tuple[Transfer, CpuWork] | None], links: dict[str, CpuLink], ready: threading.Event
-) -> None:
-    # One intra-op thread: a second team of workers would take cores from the computation.  Threads that are created
-    # later inherit the setting, so the creator sets its own number again after `ready`.
-    torch.set_num_threads(1)
-    torch.set_grad_enabled(False)
-    ready.set()
-    while (call := calls.get()) is not None:
-        transfer, work = call
-        try:
-            end = links[transfer.level].reserve(transfer.seconds) if transfer.seconds else 0.0
-            carry_out(transfer)
-            del call, transfer  # their memory must be free when a caller's wait returns
-            _sleep_until(end)
-        except BaseException as error:
-            work.finish(error)
-        else:
-            work.finish()
-        del work
+    def _serve(self, ready: threading.Event) -> None:
+        # One intra-op thread: a second team of workers would take cores from the computation.  Threads that are created
+        # later inherit the setting, so the creator sets its own number again after `ready`.
+        torch.set_num_threads(1)
+        torch.set_grad_enabled(False)
+        ready.set()
+        while (call := self._queue.get()) is not None:
+            transfer, work = call
+            try:
+                end = self._links[transfer.level].reserve(transfer.seconds) if transfer.seconds else 0.0
+                carry_out(transfer)
+                del call, transfer  # their memory must be free when a caller's wait returns
+                _sleep_until(end)
+            except Exception as error:
+                work.finish(error)
+            else:
+                work.finish()
+            del work
 
 
 def carry_out(transfer: Transfer) -> None:
     """Move the bytes."""
-    for dst, src in transfer.pairs:
-        _move(transfer, dst, src)
-
-
-def _move(transfer: Transfer, dst: torch.Tensor, src: torch.Tensor) -> None:
-    # `.data` has a separate version counter: like any other backend, this one does not change autograd's.
-    dst, src = dst.data.view(-1), src.data.view(-1)
-    if not transfer.fold:
-        if dst.numel():
+    for pair in transfer.pairs:
+        # `.data` has a separate version counter: like any other backend, this one does not change autograd's.
+        dst, src = (tensor.data.view(-1) for tensor in pair)
+        if transfer.fold:
+            if transfer.slots > 1:
+                src.view(torch.uint8).max()  # read the slots of the other ranks too, as a reduction does
+            own = src.view(transfer.slots, -1)[transfer.own]
+            if own.data_ptr() != dst.data_ptr():
+                dst.copy_(own)
+            if transfer.scale != 1.0:
+                dst.mul_(transfer.scale if dst.is_floating_point() else int(transfer.scale))
+        elif dst.numel():
             # Skip the slot that is the source, if there is one: a copy must not overlap its input.
             slots = dst.view(transfer.slots, -1)
             at = (src.data_ptr() - dst.data_ptr()) // (slots.shape[1] * dst.element_size())
             for part in (slots[:at], slots[at + 1 :]) if 0 <= at < transfer.slots else (slots,):
                 part.copy_(src)
-        return
-    if transfer.slots > 1:
-        src.view(torch.uint8).max()  # read the slots of the other ranks too, as a reduction does
-    own = src.view(transfer.slots, -1)[transfer.own]
-    if own.data_ptr() != dst.data_ptr():
-        dst.copy_(own)
-    if transfer.scale != 1.0:
-        dst.mul_(transfer.scale if dst.is_floating_point() else int(transfer.scale))
 
 
 def _sleep_until(end: float) -> None:

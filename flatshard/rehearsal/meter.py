@@ -13,11 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from flatshard.rehearsal.network import Kind, Network
 from flatshard.rehearsal.report import Report

@@ -131,15 +131,13 @@ class Network:
         """
         if self.algorithm == "constant" or reach.ranks == 1:
             return 0.0
-        per_node, per_pod = math.ceil(reach.ranks / reach.nodes), math.ceil(reach.nodes / reach.pods)
-        steps: tuple[int, int, int]
+        counts = math.ceil(reach.ranks / reach.nodes), math.ceil(reach.nodes / reach.pods), reach.pods
         if self.algorithm == "ring":
-            steps = reach.ranks - reach.nodes, reach.nodes - reach.pods, reach.pods - 1
+            steps = [reach.ranks - reach.nodes, reach.nodes - reach.pods, reach.pods - 1]
         elif self.algorithm == "tree":
-            inside, between, across = (math.ceil(math.log2(count)) for count in (per_node, per_pod, reach.pods))
-            steps = inside, between, across
+            steps = [math.ceil(math.log2(count)) for count in counts]
         else:
-            steps = per_node - 1, per_pod - 1, reach.pods - 1
+            steps = [count - 1 for count in counts]
         found = sum(count * link.hop for count, link in zip(steps, self.links.values()))
         return 2 * found if kind == "all_reduce" else found
 

@@ -28,7 +28,7 @@ class Rehearsal:
         self.network = network
         self.medium = Medium(network)
         self.meter = Meter(self.medium.traffic, warmup)
-        self._unclaimed: object = None
+        self._unclaimed: object = None  # the first default group, until init_process_group is called
 
     def mark_step(self, tokens: int | None = None, flops: float | None = None) -> None:
         """Mark the end of a step.  ``tokens``, ``flops``: of this rank in that step (model FLOPs, without recompute).
@@ -55,10 +55,6 @@ class Rehearsal:
             bound.arguments.pop(name, None)
         return real(**bound.arguments)
 
-    def open(self, real: Callable[..., None]) -> None:
-        self.init_process_group(real)
-        self._unclaimed = dist.group.WORLD
-
 
 @contextmanager
 def rehearse(
@@ -82,12 +78,12 @@ def rehearse(
         raise RuntimeError("a process group already exists; call rehearse() before init_process_group")
     register_backend(BACKEND, _create)
     rehearsal = _current = Rehearsal(world, rank, get_network(network, ranks_per_node), warmup)
-    real_init = dist.init_process_group
     with ExitStack() as stack:
         stack.callback(_leave)
         stack.enter_context(_environment(rehearsal))
         stack.enter_context(replaced_group_constructors(rehearsal.init_process_group, rehearsal.new_group))
-        rehearsal.open(real_init)
+        dist.init_process_group()
+        rehearsal._unclaimed = dist.group.WORLD
         stack.enter_context(rehearsal.meter.watching_optimizers())
         yield rehearsal
 
@@ -126,13 +122,11 @@ def _environment(rehearsal: Rehearsal) -> Iterator[None]:
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": 0,
     }
-    before = {name: os.environ.get(name) for name in wanted}
+    before = {name: os.environ[name] for name in wanted.keys() & os.environ.keys()}
     os.environ.update({name: str(value) for name, value in wanted.items()})
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in wanted:
+            os.environ.pop(name, None)
+        os.environ.update(before)

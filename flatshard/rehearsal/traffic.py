@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from dataclasses import astuple, dataclass, field, replace
 
 from flatshard.rehearsal.network import Kind
@@ -28,11 +29,7 @@ class TrafficTotal:
 class Traffic:
     """Sums over all process groups of a rehearsal since it began.  Not thread-safe."""
 
-    entries: dict[Kind, TrafficTotal] = field(default_factory=dict)
-
-    def entry(self, kind: Kind) -> TrafficTotal:
-        """The sums of one kind, which a launch adds to."""
-        return self.entries.setdefault(kind, TrafficTotal())
+    entries: dict[Kind, TrafficTotal] = field(default_factory=lambda: defaultdict(TrafficTotal))
 
     def snapshot(self) -> dict[Kind, TrafficTotal]:
         return {kind: replace(entry) for kind, entry in self.entries.items()}

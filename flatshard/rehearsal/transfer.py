@@ -13,7 +13,7 @@ An all-reduce is a fold over one slot, a plain copy is a tile over one slot.  ``
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -63,11 +63,3 @@ class TransferWork(Work):  # type: ignore[misc]
 
     def exception(self) -> BaseException | None:
         return None
-
-
-class Clock(Protocol):
-    """Runs the transfers of one process group in order, each when the link is free."""
-
-    def submit(self, transfer: Transfer) -> torch.distributed.Work: ...
-
-    def close(self) -> None: ...

@@ -6,57 +6,37 @@ import random
 from functools import cache
 
 _LEAST = 200_000
-_WOMEN = ("Mara", "Ines", "Tilda", "Rosa", "Hanna", "Wanda", "Ada", "Selma", "Lotte", "Olive", "Freya", "Nora")
-_MEN = ("Anton", "Bruno", "Emil", "Jonas", "Oskar", "Peter", "Simon", "Victor", "Hugo", "Leo", "Arne", "Theo")
-_TRADES = (
-    "baker",
-    "miller",
-    "fisher",
-    "weaver",
-    "gardener",
-    "clockmaker",
-    "shepherd",
-    "carpenter",
-    "painter",
-    "teacher",
-    "sailor",
-    "potter",
-)
-_HOMES = (
-    "by the old bridge",
-    "at the edge of the forest",
-    "near the harbour",
-    "on the hill above the village",
-    "behind the mill",
-    "in a narrow street",
-    "beside the lake",
-    "under the castle wall",
-)
-_PLACES = ("the market", "the river", "the forest", "the tower", "the village square", "the harbour", "the orchard")
-_ANIMALS = ("a grey cat", "a small dog", "a young fox", "an old horse", "a white goose", "a lost lamb", "a black crow")
-_THINGS = (
-    "a silver key",
-    "a wooden box",
-    "a letter without a name",
-    "a broken lantern",
-    "a map of the valley",
-    "a blue stone",
-    "a bag of seeds",
-    "an empty bottle",
-    "a book with no cover",
-)
-_GOODS = ("bread", "apples", "wool", "honey", "fish", "flour", "candles", "pots", "flowers", "cheese")
-_WEATHER = (
-    "It had rained all night",
-    "The wind came from the sea",
-    "Snow lay on the roofs",
-    "The sun was warm",
-    "Fog covered the fields",
-    "The air smelled of summer",
-)
-_SEASONS = ("spring", "summer", "autumn", "winter")
-_MOODS = ("happy", "tired", "curious", "afraid", "proud", "hungry", "quiet")
-_SIZES = ("small", "tall", "narrow", "crooked", "bright", "quiet")
+
+
+def _listed(words: str) -> list[str]:
+    return " ".join(words.split()).split(", ")
+
+
+_WOMEN = _listed("Mara, Ines, Tilda, Rosa, Hanna, Wanda, Ada, Selma, Lotte, Olive, Freya, Nora")
+_MEN = _listed("Anton, Bruno, Emil, Jonas, Oskar, Peter, Simon, Victor, Hugo, Leo, Arne, Theo")
+_TRADES = _listed("""
+    baker, miller, fisher, weaver, gardener, clockmaker, shepherd, carpenter, painter, teacher, sailor, potter
+""")
+_HOMES = _listed("""
+    by the old bridge, at the edge of the forest, near the harbour, on the hill above the village, behind the mill,
+    in a narrow street, beside the lake, under the castle wall
+""")
+_ANIMALS = _listed("a grey cat, a small dog, a young fox, an old horse, a white goose, a lost lamb, a black crow")
+_THINGS = _listed("""
+    a silver key, a wooden box, a letter without a name, a broken lantern, a map of the valley, a blue stone,
+    a bag of seeds, an empty bottle, a book with no cover
+""")
+_SEASONS = _listed("spring, summer, autumn, winter")
+_LOOSE = {  # words that every sentence draws anew
+    "place": _listed("the market, the river, the forest, the tower, the village square, the harbour, the orchard"),
+    "goods": _listed("bread, apples, wool, honey, fish, flour, candles, pots, flowers, cheese"),
+    "weather": _listed("""
+        It had rained all night, The wind came from the sea, Snow lay on the roofs, The sun was warm,
+        Fog covered the fields, The air smelled of summer
+    """),
+    "mood": _listed("happy, tired, curious, afraid, proud, hungry, quiet"),
+    "size": _listed("small, tall, narrow, crooked, bright, quiet"),
+}
 
 _OPENINGS = (
     "Once there was a {trade} called {name}, who lived in a {size} house {home}.",
@@ -98,46 +78,26 @@ _ENDINGS = (
 
 
 def _story(draw: random.Random) -> str:
-    (name, she), (friend, his) = draw.sample([*((woman, "she") for woman in _WOMEN), *((man, "he") for man in _MEN)], 2)
+    people = [*((name, "she", "her") for name in _WOMEN), *((name, "he", "his") for name in _MEN)]
+    (name, she, _), (friend, _, his) = draw.sample(people, 2)
     trade, trade2 = draw.sample(_TRADES, 2)
     season, season2 = draw.sample(_SEASONS, 2)
-    fixed = {
-        "name": name,
-        "she": she,
-        "She": she.capitalize(),
-        "friend": friend,
-        "his": {"she": "her", "he": "his"}[his],
-        "trade": trade,
-        "trade2": trade2,
-        "season": season,
-        "season2": season2,
-        "home": draw.choice(_HOMES),
-        "animal": draw.choice(_ANIMALS),
-        "thing": draw.choice(_THINGS),
-    }
-    patterns = [
-        draw.choice(_OPENINGS),
-        draw.choice(_HABITS),
-        draw.choice(_EVENTS),
-        *draw.sample(_DEEDS, 2),
-        draw.choice(_TALK),
-        draw.choice(_ENDINGS),
-    ]
-    loose = {"place": _PLACES, "goods": _GOODS, "weather": _WEATHER, "mood": _MOODS, "size": _SIZES}
-    sentences = (
-        pattern.format(**fixed, **{word: draw.choice(choices) for word, choices in loose.items()})
+    fixed = {"name": name, "she": she, "She": she.capitalize(), "friend": friend, "his": his}
+    fixed |= {"trade": trade, "trade2": trade2, "season": season, "season2": season2}
+    fixed |= {"home": draw.choice(_HOMES), "animal": draw.choice(_ANIMALS), "thing": draw.choice(_THINGS)}
+    patterns = [draw.choice(choices) for choices in (_OPENINGS, _HABITS, _EVENTS)]
+    patterns += [*draw.sample(_DEEDS, 2), draw.choice(_TALK), draw.choice(_ENDINGS)]
+    return " ".join(
+        pattern.format(**fixed, **{word: draw.choice(choices) for word, choices in _LOOSE.items()})
         for pattern in patterns
     )
-    return " ".join(sentences)
 
 
 @cache
 def bundled_text() -> str:
     """At least `_LEAST` characters of stories, plain ASCII, separated by empty lines."""
     draw = random.Random(1)
-    told: list[str] = []
-    length = 0
-    while length <= _LEAST:
-        told.append(_story(draw))
-        length += len(told[-1]) + 2
-    return "\n\n".join(told) + "\n"
+    text = ""
+    while len(text) <= _LEAST:
+        text += _story(draw) + "\n\n"
+    return text.removesuffix("\n")
