@@ -78,7 +78,12 @@ def compare_strategies(model: ModelShape, machine: Machine, training: Training) 
         if better:
             name = min(better, key=lambda row: row.cost).name
             why += f" With --recompute, {name} also fits, and is likely to be faster."
-    return replace(plan, advice=best.name, why=why, formats=_formats(model, machine, training, best))
+    plan = replace(plan, advice=best.name, formats=_formats(model, machine, training, best))
+    if plan.offload_bytes:
+        why += (
+            f" It is enough to offload {gigabytes(plan.offload_bytes)} of main weights, with their gradients and state."
+        )
+    return replace(plan, why=why)
 
 
 def _with_recompute(machine: Machine, training: Training, rows: Sequence[StrategyRow]) -> list[StrategyRow]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, astuple, dataclass
 from html import escape
 from typing import Any
@@ -162,6 +163,7 @@ class StrategyPlan:
         choices += [f'outer_strategy="{row.outer}"'] if row.outer == "optim" else []
         choices += [f'layout="{self.training.layout}"'] if self.training.layout != "tensor" else []
         choices += ["offload_policy=CPUOffloadPolicy()"] if row.offload else []
+        choices += [f"offload_bytes={self.offload_bytes:,}".replace(",", "_")] if self.offload_bytes else []
         kept = self.kept_bytes
         if kept:
             choices += [
@@ -195,6 +197,20 @@ class StrategyPlan:
                 f"shard_model(model, {', '.join(choices)})",
             ]
         )
+
+    @property
+    def offload_bytes(self) -> int:
+        """Bytes of main weights per rank that must be offloaded; 0 if all must, or if activations are unknown."""
+        row = self.best
+        if row is None or not row.offload or self.training.activations is None:
+            return 0
+        same = [each for each in self.rows if (each.strategy, each.outer, each.ep) == (row.strategy, row.outer, row.ep)]
+        whole = next(each for each in same if not each.offload)
+        # Offloaded units are still gathered and staged on the device.
+        too_much = whole.peak + row.memory.peak.gathered + row.memory.peak.staging - self.machine.usable
+        peak = whole.memory.peak
+        needed = math.ceil(too_much / (peak.main + peak.state + peak.gradients) * peak.main / 10**8) * 10**8
+        return needed if needed < peak.main else 0
 
     @property
     def kept_bytes(self) -> int:

@@ -194,6 +194,26 @@ def test_offload_leaves_gathered_weights_and_staging_on_the_device():
     assert max(device.most_gathered, device.most_staging) < host.peak.total < moving + 0.1 * device.resting.total
 
 
+def test_only_what_does_not_fit_is_offloaded():
+    model, network = load_model("llama-8b"), get_network("h100-nvlink")
+
+    def plan(memory, activations):
+        return compare_strategies(model, Machine(1, memory, network), Training(activations=activations))
+
+    found = plan(80e9, 8e9)
+    rows = {row.name: row for row in found.rows}
+    whole, all_of_it = rows["ZeRO 3"], rows["ZeRO 3 offload"]
+    peak = whole.memory.peak
+    assert found.advice == "ZeRO 3 offload"
+    assert 0 < found.offload_bytes < peak.main
+    left = whole.peak - found.offload_bytes * (1 + (peak.state + peak.gradients) / peak.main)
+    assert left + all_of_it.memory.peak.gathered + all_of_it.memory.peak.staging <= found.machine.usable
+    assert f"offload_bytes={found.offload_bytes:_})" in found.python()
+    assert plan(60e9, 8e9).offload_bytes > found.offload_bytes  # a smaller device keeps less
+    assert "offload_bytes" not in plan(26e9, 8e9).python()  # all of it goes
+    assert "offload_bytes" not in plan(80e9, None).python()  # activations are unknown
+
+
 def test_stacked_experts_are_not_padded_where_there_are_fewer_than_devices():
     machine = Machine(64, 80e9, get_network("h100-nvlink"))
     training = Training(speed=Speed(400e12, 8192, host=0.0), expert_parts=1)
