@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ import torch
 from flatshard import _torch
 from flatshard.checkpoint.files import TensorEntry, bytes_view, header_of
 
+# Computes a value from the needed tensors; with a dict of the results of recorded operations, to which it adds others.
+Value = Callable[[Mapping[str, torch.Tensor], dict[Any, list[torch.Tensor]]], torch.Tensor]
 _ADDRESSES = itertools.count(1 << 12, 1 << 50)  # far enough from each other that no two storages overlap
 
 
@@ -35,24 +37,6 @@ class DeferredStorage:
         return self._size
 
 
-@dataclass(eq=False)
-class _Operation:
-    """A recorded operation, with deferred tensors among its arguments."""
-
-    operation: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    needs: frozenset[str]
-
-    def results(self, tensors: Mapping[str, torch.Tensor], known: dict[_Operation, list[Any]]) -> list[Any]:
-        if self not in known:
-            args, kwargs = _torch.map_leaves(
-                DeferredTensor, lambda each: each.value(tensors, known), (self.args, self.kwargs)
-            )
-            known[self] = _torch.pytree_leaves(self.operation(*args, **kwargs))
-        return known[self]
-
-
 class DeferredTensor(torch.Tensor):
     """A CPU tensor without values: it has a shape, a dtype, strides, and a storage that it may share with others.
 
@@ -61,14 +45,15 @@ class DeferredTensor(torch.Tensor):
 
     _shown: torch.Tensor  # a tensor of the same shape on the meta device
     _memory: DeferredStorage
-    _made: str | tuple[_Operation, int]  # the name of a tensor, or an operation and the index of its result
+    needs: frozenset[str]  # the names of the tensors that its value is computed from
+    value: Value
 
     @staticmethod
     def __new__(
-        cls, shown: torch.Tensor, memory: DeferredStorage, made: str | tuple[_Operation, int]
+        cls, shown: torch.Tensor, memory: DeferredStorage, needs: frozenset[str], value: Value
     ) -> DeferredTensor:
         self: DeferredTensor = _torch.wrapper_like(cls, shown, torch.device("cpu"))
-        self._shown, self._memory, self._made = shown, memory, made
+        self._shown, self._memory, self.needs, self.value = shown, memory, needs, value
         return self
 
     __torch_function__ = _torch.no_torch_function
@@ -90,11 +75,19 @@ class DeferredTensor(torch.Tensor):
         shown_kwargs |= {"device": "meta"} if moved else {}
         results, shape = _torch.tree_flatten(func(*shown_args, **shown_kwargs))
         memories = {_torch.storage_id(each._shown): each._memory for each in given}
-        call = _Operation(func, args, kwargs, frozenset().union(*(each.needs for each in given)))
+        needs = frozenset[str]().union(*(each.needs for each in given))
+
+        def compute(number: int, tensors: Mapping[str, torch.Tensor], known: dict[Any, list[torch.Tensor]]) -> Any:
+            if compute not in known:
+                given = _torch.map_leaves(DeferredTensor, lambda each: each.value(tensors, known), (args, kwargs))
+                known[compute] = _torch.pytree_leaves(func(*given[0], **given[1]))
+            return known[compute][number]
+
         made = []
         for number, result in enumerate(results):
             memory = DeferredStorage(result.untyped_storage().nbytes())
-            made.append(cls(result, memories.setdefault(_torch.storage_id(result), memory), (call, number)))
+            memory = memories.setdefault(_torch.storage_id(result), memory)
+            made.append(cls(result, memory, needs, partial(compute, number)))
         return _torch.tree_unflatten(made, shape)
 
     def data_ptr(self) -> int:
@@ -109,19 +102,6 @@ class DeferredTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(f"{self!r} has no values, and cannot be pickled; write it to a safetensors file")
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """The names of the tensors that its value is computed from."""
-        return frozenset([self._made]) if isinstance(self._made, str) else self._made[0].needs
-
-    def value(self, tensors: Mapping[str, torch.Tensor], known: dict[_Operation, list[Any]]) -> torch.Tensor:
-        """Compute the value from ``tensors``. ``known``: results of operations so far; new results are added."""
-        if isinstance(self._made, str):
-            return tensors[self._made]
-        call, number = self._made
-        result: torch.Tensor = call.results(tensors, known)[number]
-        return result
-
 
 def defer(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict with deferred tensors in place of tensors. A tied tensor needs the first of its names."""
@@ -129,8 +109,13 @@ def defer(state: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and id(value) not in made:
             shown = torch.empty(value.shape, dtype=value.dtype, device="meta")
-            made[id(value)] = DeferredTensor(shown, DeferredStorage(shown.nbytes), name)
+            memory = DeferredStorage(shown.nbytes)
+            made[id(value)] = DeferredTensor(shown, memory, frozenset([name]), partial(_named, name))
     return {name: made.get(id(value), value) for name, value in state.items()}
+
+
+def _named(name: str, tensors: Mapping[str, torch.Tensor], known: Any) -> torch.Tensor:
+    return tensors[name]
 
 
 class DeferredFile:
@@ -169,7 +154,7 @@ class DeferredFile:
                 file.write(self._header)
                 for needed, value in whole:
                     kept[needed] = value.detach().cpu()
-                    known: dict[_Operation, list[Any]] = {}
+                    known: dict[Any, list[torch.Tensor]] = {}
                     for name in [each for each in todo[needed] if self._tensors[each].needs <= kept.keys()]:
                         file.seek(self._places[name])
                         file.write(bytes_view(self._tensors[name].value(kept, known).contiguous()))
