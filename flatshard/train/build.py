@@ -64,7 +64,7 @@ def _from_transformers(path: Path, vocab: int) -> Any:
         known = getattr(config.get_text_config(), "vocab_size", vocab)
         if known < vocab:
             raise Mistake(f"--model {path}: has a vocabulary of {known} tokens; that of the data, {vocab}, is larger")
-        if has_weights(path):
+        if any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin")):
             logging.disable_progress_bar()  # otherwise every rank shows one
             return AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -75,11 +75,6 @@ def _from_transformers(path: Path, vocab: int) -> Any:
         raise
     except Exception as error:  # of any type: models check their configurations, and may need other packages
         raise Mistake(f"--model {path}: {shorten(str(error), 300)}") from error
-
-
-def has_weights(path: Path) -> bool:
-    """Whether a folder has the weights of a Hugging Face model, not only its configuration."""
-    return any(True for pattern in ("*.safetensors", "pytorch_model*.bin") for _ in path.glob(pattern))
 
 
 @torch.no_grad()

@@ -38,11 +38,16 @@ def check_settings(settings: TrainSettings) -> None:
     if settings.losses is not None:
         log.check_log(settings.losses)
     if settings.tensorboard is not None:
-        log.check_board(settings.tensorboard)
+        log.check_installed("tensorboard")
+        with told(f"--tensorboard {settings.tensorboard}"):
+            log.check_folder(settings.tensorboard)
     if settings.wandb is not None:
         log.check_installed("wandb")
     if settings.export is not None:
-        _check_new(settings.export)
+        with told(f"--export {settings.export}"):
+            settings.export.mkdir(parents=True, exist_ok=True)
+            if any(settings.export.iterdir()):
+                raise Mistake(f"--export {settings.export}: is not empty; give a new folder")
     if settings.record is not None:
         with told(f"--record {settings.record}"):
             settings.record.open("a").close()
@@ -65,14 +70,6 @@ def check_data(settings: TrainSettings) -> None:
     if size <= settings.context:
         source = path or "the bundled text"
         raise Mistake(f"{source} has {size} bytes; --context {settings.context} needs more: give a smaller --context")
-
-
-def _check_new(folder: Path) -> None:
-    """Mistake if the folder for the trained model is not empty, or cannot be created."""
-    with told(f"--export {folder}"):
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise Mistake(f"--export {folder}: is not empty; give a new folder")
 
 
 def _check_folder(settings: TrainSettings, folder: Path) -> None:

@@ -36,8 +36,8 @@ class Text:
     def prompt(self, text: str) -> list[int]:
         """The tokens of a prompt; for conversations, of a message of the user with this text."""
         if self.render is None:
-            return list(text.encode()) if self.tokenizer is None else list(self.tokenizer.encode(text).ids)
-        return _encode(self.tokenizer, self.render([{"role": "user", "content": text}], True))
+            return _encode(self.tokenizer, text)
+        return _encode(self.tokenizer, self.render([{"role": "user", "content": text}], True), special=False)
 
     def decode(self, tokens: Sequence[int]) -> str:
         if self.tokenizer is not None:
@@ -63,7 +63,7 @@ def load_text(settings: TrainSettings) -> Text:
     answers = render = None
     if path is not None and path.suffix == ".jsonl":
         render = chat_template(file and file.parent)
-        tokens, answers = load_chat(path, partial(_encode, tokenizer), render)
+        tokens, answers = load_chat(path, partial(_encode, tokenizer, special=False), render)
     elif path is None or (path.is_file() and path.suffix != ".bin"):
         tokens = _text(path, tokenizer)
     elif path.is_dir():
@@ -76,14 +76,16 @@ def load_text(settings: TrainSettings) -> Text:
         tokens = _binary(path, settings.token_dtype)
     name = path.name if path else "bundled stories"
     text = Text(tokens, settings.vocab or vocab, name, tokenizer, answers, render)
-    _check_size(text, settings)
-    _check_range(text, settings)
+    _check(text, settings)
     return text
 
 
-def _encode(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a rendered conversation. Its template has written the special tokens, so none are added."""
-    return list(text.encode()) if tokenizer is None else list(tokenizer.encode(text, add_special_tokens=False).ids)
+def _encode(tokenizer: Any, text: str, special: bool = True) -> list[int]:
+    """The tokens of a text. For a rendered conversation, whose template has written special tokens, add none."""
+    if tokenizer is None:
+        return list(text.encode())
+    found: list[int] = tokenizer.encode(text, add_special_tokens=special).ids
+    return found
 
 
 def _binary(path: Path, dtype: str) -> Tensor:
@@ -95,17 +97,13 @@ def _binary(path: Path, dtype: str) -> Tensor:
 
 
 def _text(path: Path | None, tokenizer: Any) -> Tensor:
-    if path is None:
-        written = bytearray(bundled_text(), "ascii")
-        if tokenizer is None:
-            return torch.frombuffer(written, dtype=torch.uint8)
-        return torch.tensor(tokenizer.encode(written.decode()).ids, dtype=torch.int32)
-    if tokenizer is None:
+    if path is not None and tokenizer is None:
         return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
     try:
-        return torch.tensor(tokenizer.encode(path.read_text()).ids, dtype=torch.int32)
+        text = bundled_text() if path is None else path.read_text()
     except UnicodeDecodeError as error:
         raise Mistake(f"--data {path}: is not UTF-8 text; a file of tokens must end in .bin") from error
+    return torch.tensor(_encode(tokenizer, text), dtype=torch.int32)
 
 
 def _tokenizer(path: Path) -> Any:
@@ -137,7 +135,7 @@ def _dataset(path: Path, settings: TrainSettings, tokenizer: Any, vocab: int) ->
     packed: list[Tensor] = []
     for number, document in enumerate(found[settings.column]):
         if isinstance(document, str):
-            document = list(document.encode()) if tokenizer is None else tokenizer.encode(document).ids
+            document = _encode(tokenizer, document)
         elif not isinstance(document, list):
             what = f"row {number} of column {settings.column} is {document!r}"
             raise Mistake(f"--data {path}: {what}, neither text nor a list of tokens; remove such rows")
@@ -147,23 +145,22 @@ def _dataset(path: Path, settings: TrainSettings, tokenizer: Any, vocab: int) ->
     return torch.cat(packed) if packed else torch.empty(0, dtype=torch.int32), max(vocab, max(end, default=0) + 1)
 
 
-def _check_size(text: Text, settings: TrainSettings) -> None:
+def _check(text: Text, settings: TrainSettings) -> None:
+    """Mistake if the text is too short, or a token is outside of the vocabulary."""
+    data = settings.data or "the bundled text"
     training, held = _parts(text, settings)
     if training <= settings.context or (settings.val_every and held <= settings.context):
         what = "bytes" if text.tokenizer is None and text.vocab == 256 else "tokens"
         part = f", {held} of them for validation" if settings.val_every else ""
         raise Mistake(
-            f"{settings.data or 'the bundled text'} has {len(text.tokens)} {what}{part}; "
+            f"{data} has {len(text.tokens)} {what}{part}; "
             f"--context {settings.context} needs more: give a smaller --context"
         )
-
-
-def _check_range(text: Text, settings: TrainSettings) -> None:
-    """Mistake if a token is outside of the vocabulary. On a GPU, a kernel would fail without naming the token."""
+    # On a GPU, a kernel would fail without naming the token.
     most = int(text.tokens.numpy().max())  # torch has no maximum of unsigned integers; 1 GB takes a tenth of a second
     if most >= text.vocab:
         raise Mistake(
-            f"{settings.data or 'the bundled text'} has token {most}; the vocabulary is 0 to {text.vocab - 1}: "
+            f"{data} has token {most}; the vocabulary is 0 to {text.vocab - 1}: "
             "give a larger --vocab, the --tokenizer that made the tokens, or their --token-dtype"
         )
 

@@ -21,7 +21,10 @@ def slurm_ranks(environ: Mapping[str, str]) -> dict[str, str]:
     # Node list "gpu[07-12,20]-ib,login1": the first node, gpu07-ib, is MASTER_ADDR. Tasks "4(x2),1": 4, 4 and 1.
     first = re.match(r"(?:[^\[,]|\[[^\]]*\])+", environ["SLURM_STEP_NODELIST"])
     assert first is not None
-    tasks = _tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
+    tasks: list[int] = []
+    for part in environ["SLURM_STEP_TASKS_PER_NODE"].split(","):
+        count, _, times = part.rstrip(")").partition("(x")
+        tasks += [int(count)] * int(times or 1)
     return {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
@@ -36,11 +39,3 @@ def slurm_ranks(environ: Mapping[str, str]) -> dict[str, str]:
 def has_own_gpus(environ: Mapping[str, str]) -> bool:
     """Whether every task of srun sees only its own GPUs (--gpus-per-task), not all of the node."""
     return "SLURM_GPUS_PER_TASK" in environ or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
-
-
-def _tasks_per_node(text: str) -> list[int]:
-    counts: list[int] = []
-    for part in text.split(","):
-        count, _, times = part.rstrip(")").partition("(x")
-        counts += [int(count)] * int(times or 1)
-    return counts

@@ -1,4 +1,7 @@
-"""The log of a run: one line of JSON per step. Each step has one line, also if the run was interrupted."""
+"""The log of a run: one line of JSON per step. Each step has one line, also if the run was interrupted.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,35 @@ import json
 import os
 import tempfile
 import time
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from flatshard.train.settings import Mistake, told
-from flatshard.train.step import Step
+from flatshard.train.settings import Mistake, TrainSettings, told
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _BEGINNING = b'{"step": '  # the beginning of every line
 _SECONDS = 1.0  # least time between two writes, because each waits for the device
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step. The tensors are scalars and equal on all ranks; reading one waits for the device.
+
+    ``loss``: mean over the whole batch before the update, in nats per token. ``grad_norm``: before clipping.
+    ``val_loss`` and ``sample``: of the model after the update; None in steps without validation or sample.
+    """
+
+    number: int
+    loss: Tensor
+    grad_norm: Tensor
+    lr: float
+    val_loss: Tensor | None = None
+    sample: str | None = None
 
 
 def check_log(path: Path) -> None:
@@ -35,13 +57,6 @@ def check_installed(name: str) -> None:
     """Mistake if the package with the name of this flag is not installed."""
     if find_spec(name) is None:
         raise Mistake(f"--{name}: {name} is not installed: pip install {name}")
-
-
-def check_board(folder: Path) -> None:
-    """Mistake if TensorBoard is not installed, or if the folder cannot be written to."""
-    check_installed("tensorboard")
-    with told(f"--tensorboard {folder}"):
-        check_folder(folder)
 
 
 def check_folder(folder: Path) -> None:
@@ -71,28 +86,25 @@ def _end_of(path: Path, done: int) -> int:
 class Log:
     """The log of a run that continues after step ``done``. Lines of later steps in an existing file are removed.
 
-    Numbers are written with all of their bits. ``board``: a folder for TensorBoard. ``project``: a project of Weights &
-    Biases, which gets ``config`` too. ``tokens``: tokens per step on all ranks, for the speed.
+    Numbers are written with all of their bits. They go to --losses, TensorBoard and Weights & Biases, where given.
     """
 
-    def __init__(
-        self,
-        path: Path | None,
-        done: int,
-        board: Path | None = None,
-        tokens: int = 0,
-        project: str | None = None,
-        config: dict[str, str] | None = None,
-    ) -> None:
+    def __init__(self, settings: TrainSettings, done: int) -> None:
         self._file: BinaryIO | None = None
-        if path is not None:
-            end = _end_of(path, done)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("ab")
+        self._board: Any = None
+        self._wandb: Any = None
+        if settings.losses is not None:
+            end = _end_of(settings.losses, done)
+            settings.losses.parent.mkdir(parents=True, exist_ok=True)
+            self._file = settings.losses.open("ab")
             self._file.truncate(end)
-        self._board: Any = None if board is None else _board(board, done)
-        self._wandb: Any = None if project is None else import_module("wandb").init(project=project, config=config)
-        self._tokens, self._last = tokens, done
+        if settings.tensorboard is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(settings.tensorboard), purge_step=done + 1 if done else None)
+        if settings.wandb is not None:
+            self._wandb = import_module("wandb").init(project=settings.wandb, config=settings.recipe)
+        self._tokens, self._last = settings.batch * settings.context, done
         self._waiting: list[Step] = []
         self._written = time.monotonic()
 
@@ -113,11 +125,12 @@ class Log:
                 line["tokens_per_second"] = round(speed)
                 if self._file is not None:
                     self._file.write(json.dumps(line).encode() + b"\n")
+                number = line.pop("step")
                 if self._board is not None:
-                    for name in line.keys() - {"step"}:
-                        self._board.add_scalar(name, line[name], line["step"])
+                    for name, value in line.items():
+                        self._board.add_scalar(name, value, number)
                 if self._wandb is not None:
-                    self._wandb.log({name: line[name] for name in line.keys() - {"step"}}, step=line["step"])
+                    self._wandb.log(line, step=number)
         self._waiting.clear()
         if self._file is not None:
             self._file.flush()
@@ -132,9 +145,3 @@ def _line(step: Step) -> dict[str, Any]:
     if step.val_loss is not None:
         line["val_loss"] = float(step.val_loss)
     return line
-
-
-def _board(folder: Path, done: int) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder), purge_step=done + 1 if done else None)

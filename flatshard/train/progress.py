@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from flatshard.train.log import Step
 from flatshard.train.settings import FILE, TrainSettings
-from flatshard.train.step import Step
 from flatshard.train.stop import reader_is_gone, signal_name
 from flatshard.train.trainer import Trainer
 

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
@@ -252,7 +252,7 @@ def read(path: Path) -> TrainSettings:
             text = path.read_text()
     except UnicodeDecodeError as error:
         raise Mistake(f"--config {path}: is not text") from error
-    given = _toml(path, text) if path.suffix == ".toml" else _yaml(path, text)
+    given = _parsed(path, text)
     if not isinstance(given, dict):
         raise Mistake(f"--config {path}: must be a mapping of settings, such as 'steps: 100'")
     known = {each.name: each for each in fields(TrainSettings)}
@@ -275,8 +275,9 @@ def _converted(path: Path, field: dataclasses.Field[Any], value: Any) -> Any:
         return None
     if wanted == "Path" and isinstance(value, str):
         return Path(value)
-    if wanted == "float" and _is_number(value):
-        return float(value)
+    if wanted == "float" and not isinstance(value, bool):
+        with suppress(TypeError, ValueError):
+            return float(value)  # YAML reads 3e-4 as a string
     choices = get_args(get_type_hints(TrainSettings)[field.name]) if wanted.startswith("Literal[") else ()
     if type(value).__name__ == wanted or value in choices:
         return value
@@ -284,30 +285,12 @@ def _converted(path: Path, field: dataclasses.Field[Any], value: Any) -> Any:
     raise Mistake(f"--config {path}: {field.name} is {value!r}; it must be {must}")
 
 
-def _is_number(value: Any) -> bool:
-    """Whether a value of a file is a number. YAML reads 3e-4 as a string."""
-    try:
-        float(value)
-    except (TypeError, ValueError):
-        return False
-    return not isinstance(value, bool)
-
-
-def _yaml(path: Path, text: str) -> Any:
+def _parsed(path: Path, text: str) -> Any:
     import yaml
 
     try:
-        return yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        raise Mistake(f"--config {path}: {' '.join(str(error).split())}") from error
-
-
-def _toml(path: Path, text: str) -> Any:
-    try:
-        tomllib = import_module("tomllib")
+        return import_module("tomllib").loads(text) if path.suffix == ".toml" else yaml.safe_load(text) or {}
     except ImportError as error:
         raise Mistake(f"--config {path}: TOML needs Python 3.11 or newer; use a YAML file") from error
-    try:
-        return tomllib.loads(text)
-    except ValueError as error:
-        raise Mistake(f"--config {path}: {error}") from error
+    except (ValueError, yaml.YAMLError) as error:
+        raise Mistake(f"--config {path}: {' '.join(str(error).split())}") from error

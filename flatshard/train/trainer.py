@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,9 @@ from flatshard.checkpoint.errors import CheckpointError, from_all_ranks, on_all_
 from flatshard.optim.clip import clip_grad_norm_
 from flatshard.train.build import Causal, build_model, build_optimizer, set_capturable, shard
 from flatshard.train.data import Text, batch_rows, held_rows, share_of
-from flatshard.train.log import Log
+from flatshard.train.log import Log, Step
 from flatshard.train.model import NO_TARGET
 from flatshard.train.settings import FILE, Mistake, TrainSettings
-from flatshard.train.step import Step
 from flatshard.train.stop import Stop
 
 _LOOK = 16  # tokens of a sample between two checks whether the run is to end
@@ -67,8 +65,7 @@ class Trainer:
         if settings.checkpoint is not None:
             settings.write(settings.checkpoint / FILE)
         if any(each is not None for each in (settings.losses, settings.tensorboard, settings.wandb)):
-            tokens = settings.batch * settings.context
-            self._log = Log(settings.losses, self.done, settings.tensorboard, tokens, settings.wandb, settings.recipe)
+            self._log = Log(settings, self.done)
 
     def _resume(self) -> int:
         """Load the newest checkpoint of the run; returns the number of its step, or 0 if there is none.
@@ -103,7 +100,7 @@ class Trainer:
                 for number in range(self.done + 1, self.settings.steps + 1):
                     if self._record is not None and number == self.done + _RECORDED[0]:
                         recorded = stack.enter_context(recording())
-                    step = self._looked_at(self._step(number))
+                    step = self._step(number)
                     if self._record is not None and number == self.done + _RECORDED[1]:
                         stack.close()
                         self._record.write_text(json.dumps(self._recorded(recorded, number)))
@@ -122,15 +119,6 @@ class Trainer:
         finally:
             if saving is not None:
                 saving.wait()
-
-    def _looked_at(self, step: Step) -> Step:
-        """The step with a validation loss and a sample, if they are due."""
-        settings, number = self.settings, step.number
-        if settings.val_every and number % settings.val_every == 0:
-            step = replace(step, val_loss=self.validate())
-        if settings.sample and settings.sample_every and number % settings.sample_every == 0:
-            step = replace(step, sample=self.sample())
-        return step
 
     def _save(self, path: Path, number: int) -> checkpoint.PendingSave:
         if self._log is not None:
@@ -151,18 +139,23 @@ class Trainer:
         return {"title": f"flatshard train, steps {number - 1} and {number}", "run": run, **steps}
 
     def _step(self, number: int) -> Step:
-        tokens, targets = batch_rows(self.text, self.settings, number, self.mesh.get_rank(), self.mesh.size())
-        lr = self.settings.lr_at(number)
+        settings = self.settings
+        tokens, targets = batch_rows(self.text, settings, number, self.mesh.get_rank(), self.mesh.size())
+        lr = settings.lr_at(number)
         if self._lr is not None:
             self._lr.fill_(lr)
         else:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-        share = torch.tensor(share_of(self.text, self.settings, number))
+        share = torch.tensor(share_of(self.text, settings, number))
         batch = tokens.to(self.device), targets.to(self.device), share.to(self.device)
         is_first = isinstance(self._update, Captured) and self._update.captures_next
         loss, norm = self._captured(batch) if is_first else self._update(*batch)
-        return Step(number, self._mean(loss), norm.clone(), lr)  # a CUDA graph overwrites its results in the next step
+        loss, norm = self._mean(loss), norm.clone()  # a CUDA graph overwrites its results in the next step
+        validates = settings.val_every and number % settings.val_every == 0
+        val_loss = self.validate() if validates else None
+        samples = settings.sample and settings.sample_every and number % settings.sample_every == 0
+        return Step(number, loss, norm, lr, val_loss, self.sample() if samples else None)
 
     def _eager(self, tokens: Tensor, targets: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
         """Run one step; returns the mean loss of this rank's rows, and the norm of the gradient before clipping.

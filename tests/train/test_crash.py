@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from flatshard.cli import main
-from flatshard.train.log import Log, check_log
+from flatshard.train.log import Log, Step, check_log
 from flatshard.train.rendezvous import fresh_store
-from flatshard.train.step import Step
+from flatshard.train.settings import TrainSettings
 from tests.bench.script import as_command, free_port
 from tests.train import crash
 
@@ -160,7 +160,7 @@ def test_a_rank_whose_peer_is_gone_says_so_and_ends(ranks, tmp_path, number):
 
 
 def _written(path, done, *numbers):
-    log = Log(path, done)
+    log = Log(TrainSettings(losses=path), done)
     for number in numbers:
         log.add(Step(number, torch.tensor(number / 7), torch.tensor(1.0), 0.1))
     log.write()

@@ -17,10 +17,9 @@ from flatshard.train.build import build_mesh, build_model
 from flatshard.train.command import check_settings
 from flatshard.train.data import batch_rows, held_rows, load_text, share_of
 from flatshard.train.environment import has_own_gpus, slurm_ranks
-from flatshard.train.log import Log
+from flatshard.train.log import Log, Step
 from flatshard.train.model import Llama, mean_loss
 from flatshard.train.settings import Mistake, TrainSettings
-from flatshard.train.step import Step
 from flatshard.train.trainer import Trainer
 
 TINY = TrainSettings(steps=3, batch=4, context=32, width=32, layers=2, heads=4, kv_heads=2, ffn=64, warmup=2, sample=4)
@@ -203,7 +202,7 @@ def test_tensorboard_gets_what_the_log_gets(tmp_path):
 
     numbers = torch.arange(9.0)
     for done, last in ((0, 6), (4, 8)):  # broken off after a checkpoint of step 4
-        log = Log(tmp_path / "log.jsonl", done, tmp_path / "board", tokens=100)
+        log = Log(TrainSettings(losses=tmp_path / "log.jsonl", tensorboard=tmp_path / "board"), done)
         for step in range(done + 1, last + 1):
             log.add(Step(step, numbers[step], 2 * numbers[step], 0.5, val_loss=numbers[1] if step == 5 else None))
         log.write()
@@ -220,11 +219,11 @@ def test_weights_and_biases_gets_what_the_log_gets(tmp_path, monkeypatch):
     got = []
 
     def init(project, config):
-        assert (project, config) == ("stories", {"--lr": "0.1"})
+        assert (project, config["--lr"]) == ("stories", "0.1")
         return SimpleNamespace(log=lambda values, step: got.append((step, values["loss"], sorted(values))))
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    log = Log(None, 0, tokens=100, project="stories", config={"--lr": "0.1"})
+    log = Log(TrainSettings(wandb="stories", lr=0.1), 0)
     for step in (1, 2):
         log.add(Step(step, torch.tensor(5.0 / step), torch.tensor(1.0), 0.5))
     log.write()
