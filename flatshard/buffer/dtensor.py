@@ -64,7 +64,7 @@ def as_dtensor(
 
     It is ``Shard`` of the dim that its rows are slices of where an axis is sharded. Where the rows that this rank
     holds are not torch.chunk's, it is a `RaggedDTensor`, which knows them. ``inner`` is given where the tensor is
-    itself the local part of a DTensor, as tensor parallelism makes it; the result then lives on both meshes. ``local``
+    itself the local part of a DTensor, as tensor parallelism makes it; the result is then on both meshes. ``local``
     is given where this rank's part is not in the buffer.
     """
     slot = buffer.layout.slots[index]
@@ -107,7 +107,7 @@ def _is_canonical(buffer: DBuffer, index: int, sharded: tuple[bool, ...]) -> boo
 def composed(local: torch.Tensor, mesh: DeviceMesh, sharded: Sequence[bool], dim: int, parallel: Parallel) -> DTensor:
     """A DTensor over ``local``, the local part of a ``parallel`` one after a cut on ``dim`` over axes of ``mesh``.
 
-    It lives on the axes of both meshes. Where tensor parallelism has cut that dim too, ours is the second cut of it.
+    It is on the axes of both meshes. If tensor parallelism shards the same dim, data parallelism shards it second.
     """
     inner = parallel.spec
     meta = inner.tensor_meta

@@ -317,7 +317,7 @@ class Lane:
             began = self.inside.began
             _recording.launches.launched(self.name, kind, name, numbytes, began, works, self.device)
         record.append(self._group_record(group), _KINDS[kind], name, numbytes, ticket)
-        if alarm.verdict.is_failure and self.stream is not None:  # on the CPU whoever waits for it is told
+        if alarm.verdict.is_failure and self.stream is not None:  # on the CPU, the wait for it raises
             raise alarm.verdict.error(f"{kind} {name or '(unnamed)'}, launched just now (step {record.step})")
         self.history.append(ticket)
         return ticket

@@ -174,7 +174,7 @@ class Pool:
         fitting = [slot for slot in self._free if slot.least <= size <= slot.size]
         if not fitting:
             return self._make(size)
-        # Of equal ones, that which was released first: the lane waits the least for it.
+        # Among slots of equal size, the one released first, for which the lane waits the least.
         slot = min(fitting, key=lambda slot: slot.size)
         self._free.remove(slot)
         return slot

@@ -97,7 +97,7 @@ def _pairs() -> Iterator[tuple[Any, Any]]:
 class _Finder(MetaPathFinder, Loader):
     """Finds our module for a name of theirs.
 
-    The finder at the end of ``sys.meta_path`` (``is_last``) gives what nobody else has found: our adapter, and the
+    The finder at the end of ``sys.meta_path`` (``is_last``) finds what no other finder has found: our adapter, and the
     packages above Megatron-Core's copy, which are empty.
     """
 

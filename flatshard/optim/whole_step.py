@@ -61,7 +61,7 @@ class WholeStep:
         self._generation = -1
         self._compared = 0  # batches of which the ranks have the same
         self.stand_in: Any = None  # what `optimizer.state` is meanwhile
-        self._shown: dict[Any, State] | None = None  # what it was when somebody looked, since the last step
+        self._shown: dict[Any, State] | None = None  # the state that was read since the last step
         self._has_state = False
 
     @property

@@ -219,7 +219,7 @@ class Alarm:
             watch.close()
         if self._loop is not None:
             self._loop.stop()
-        self._of = None  # a process group that nobody has destroyed goes with the modules
+        self._of = None  # a process group that was not destroyed is freed with the modules
         if has_failed and (self.gave_up or record.is_on_device or record.oldest_open() is not None):
             exits.end_failed(self.verdict.explanation)
         self._terminate.remove()

@@ -188,7 +188,7 @@ class Links:
         return True
 
     def _remove(self, link: _Link) -> None:
-        if link is self._above and link.rank is None:  # it was an address of before, which somebody else has now
+        if link is self._above and link.rank is None:  # an old address, which another process has now
             self._above = None
         self._links.remove(link)
         self._selector.unregister(link.socket)

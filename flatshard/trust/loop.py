@@ -40,7 +40,7 @@ class Loop:
             before = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
             if before == -1:
                 signal.signal(signal.SIGUSR1, _leave_to_loop)
-            else:  # somebody's event loop: then a dump waits until Python runs
+            else:  # an event loop of other code: a dump then waits until Python runs
                 signal.set_wakeup_fd(before)
                 signal.signal(signal.SIGUSR1, lambda *_: self._dump())
         self._thread.start()

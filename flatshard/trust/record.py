@@ -93,7 +93,7 @@ class FlightRecord:
         self.step, self.phase = 0, 0
         self.number = 0
         self.is_on_device = False  # what was launched ends on a GPU, if it does
-        self.captures = False  # what is launched goes into a CUDA graph: nobody may ask whether it has ended
+        self.captures = False  # launches are captured into a CUDA graph, so their events must not be queried
         self.folder: Path | None = None
         self.header: dict[str, Any] = {"rank": 0, "world": 1}
         self._map = mmap.mmap(-1, _SIZE, mmap.MAP_PRIVATE)  # ranks may be forked from one process
@@ -146,11 +146,11 @@ class FlightRecord:
         ref = self._launched[slot]
         if ref is None:
             return True
-        launched = ref()  # None: it has been waited for, or nobody cares
+        launched = ref()  # None: it has been waited for, or is no longer used
         try:
             if launched is not None and not launched.has_ended():
                 return False
-        except RuntimeError:  # an error of CUDA, which whoever waits for it will see
+        except RuntimeError:  # an error of CUDA, which the wait for it raises
             return False
         self._launched[slot] = None
         _ENDED.pack_into(self._map, _HEADER + _GROUPS + slot * _ENTRY.size + _ENDED_AT, time.time())

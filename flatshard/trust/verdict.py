@@ -66,7 +66,7 @@ class Verdict:
         """Whether this rank has to end now, since it has not ended by itself."""
         if self.reason is None or time.monotonic() - self._since <= self._grace:
             return False
-        entry = record.oldest_open() if record.is_on_device else None  # on the CPU whoever waits is told
+        entry = record.oldest_open() if record.is_on_device else None  # on the CPU, the wait raises
         return self.is_failure or (entry is not None and self._lost in in_range(entry.group.split()[-1]))
 
     def error(self, what: str) -> PeerError:

@@ -396,7 +396,7 @@ class Gradients:
         for number, stage in enumerate(stages[:-1], start=1):
             reduced = self._buffer(stage.placements, self._result(number - 1, stages), pool.temporary)
             held.append(reduced.local)
-            runs = reduced.runs()  # whatever raises does so before the launch: nobody would wait for it
+            runs = reduced.runs()  # before the launch: if this raised after it, the launch would not be waited for
             ticket = stage.launch(inputs, reduced, reduction, after)
             inputs, after, reduction.comm = runs, (ticket,), None
             if number == self._rests_after and self._resting is not None:

@@ -198,7 +198,7 @@ class MainGrads:
     def _bring(self, others: Sequence[int], buffer: DBuffer, lane: Lane) -> list[torch.Tensor]:
         """Copy gradients that users replaced or set to None into the buffer; returns what the lane reads for it."""
         replaced: list[torch.Tensor] = []
-        for index in others:  # whoever holds what was shown there keeps it, the parameter of another place too
+        for index in others:  # gradients that are still referenced keep their values
             known = weakref.ref(self.shown[index])
             self.shown[index].__dict__.pop(MAIN_GRAD)
             self.shown[index] = _torch.like_dtensor(self.params[index].sharded, buffer.local_view(index))

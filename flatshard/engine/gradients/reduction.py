@@ -159,7 +159,7 @@ class EncodedStage(Stage):
         ranks = group.size()
         with lane.entered(after):
             if of.uses is not None:
-                of.uses = of.uses.clone()  # the next stage, or whoever asks, is given another
+                of.uses = of.uses.clone()  # the next stage and `asks` read another tensor
                 of.held.append(of.uses)
             sent = coder.as_they_are(inputs)
             if sent is None:

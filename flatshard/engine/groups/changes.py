@@ -230,7 +230,7 @@ def _as_main(group: ParamGroup, found: Sequence[nn.Parameter], names: Names) -> 
 
 
 def _refuse_others(group: ParamGroup, found: Sequence[nn.Parameter], names: Names, ours: bool = False) -> None:
-    """Raise if one of the parameters found is not such as ours are; or, unless only values count, is somebody's."""
+    """Raise if a parameter found is not sharded like ours or, unless ``ours``, belongs to another group."""
     foreign = [] if ours else _foreign(group, found)
     for index in foreign:
         raise ValueError(

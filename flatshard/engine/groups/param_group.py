@@ -209,7 +209,7 @@ class ParamGroup:
         self.source.mark_stale()
         if self.source.is_resident:
             if self.ticket is not None and not self.is_full:
-                self.ticket.wait()  # a refresh that nobody used may still be on its way
+                self.ticket.wait()  # an unused refresh may still be in flight
             self.swap_out()
             self.ticket = None
 
@@ -338,7 +338,7 @@ class ParamGroup:
         if self.ticket is None:
             return
         if not self.is_full:
-            # A prefetch that nobody used may still be on its way.
+            # An unused prefetch may still be in flight.
             self.ticket.wait()
         self.swap_out()
         if not self.source.is_resident:

@@ -10,7 +10,7 @@ from torch import nn
 
 from flatshard.engine.groups.param_group import ParamGroup
 
-# By the identity of the sharded parameter, which lives as long as its group. Kept beside the parameters, not on them:
+# By the identity of the sharded parameter, which exists as long as its group. Kept beside the parameters, not on them:
 # what is put on a parameter is pickled and copied with it.
 _GROUPS: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
 SUCCESSOR = "_flatshard_successor"

@@ -121,7 +121,7 @@ class Rows:
             taken = ((until - counts)[:, None] + of_rank + 1).clamp_(max=len(ids))
             is_taken = of_rank < counts[:, None]
             found = torch.searchsorted(number, taken).clamp_(max=len(ids) - 1)
-            # What is asked for in vain is spread: of one row, all these zeros would be added one after another.
+            # Unneeded requests are spread over rows: their zero gradients would be added to one row one by one.
             ask = torch.where(is_taken, here[found], of_rank % self._least).view(-1)
             if ids.is_cuda:
                 _torch.assert_on_device(((ids >= 0) & (ids < self._number)).all())

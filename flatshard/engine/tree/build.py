@@ -127,7 +127,7 @@ class Where:
     choose: Callable[[nn.Parameter], Any] | None = None  # the user's ``shard_placement_fn``
     mesh: DeviceMesh | None = None  # of all parameters, if data parallelism has axes of it
     axes: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # those axes: that shard, that replicate
-    by_waste: bool = False  # where nobody has said on which dim, take one that pads little
+    by_waste: bool = False  # choose a dim with little padding, unless the user has chosen one
 
     def of(self, name: str, parameter: nn.Parameter) -> tuple[Sharding, bool]:
         """How it is sharded; and whether its gradient is the mean over its own mesh, whatever ranks have data."""
@@ -426,7 +426,7 @@ def _build_group(params: list[Named], dims: list[int], kind: Kind, choices: Choi
     else:
         group = _build_plain(params, whole, planned, kind, choices, home, owner, apart)
     group.gradients.ask(scale=kind.scale)
-    # Whoever still holds an original (a tied module, an optimizer), or a module that two units share, finds out.
+    # Code that still holds an original (a tied module, an optimizer), or a module of two units, can detect this.
     for param, (name, parameter, _) in zip(group.params, params):
         parameter.__dict__[OWNER] = param.sharded.__dict__[OWNER] = (name, owner)
     register(group, (parameter for _, parameter, _ in params), in_main=kind.extended is None)
@@ -462,7 +462,7 @@ def _build_plain(
     if initial is not None:
         initial.parts, group.initial = initial.of_parts(main), initial
     for _, parameter, _ in params:
-        # Whoever still holds the original (a tied module, an optimizer) holds no memory.
+        # An original that is still referenced (by a tied module, an optimizer) keeps no memory.
         if kind.parallel is None:
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
     return group

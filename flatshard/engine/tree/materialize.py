@@ -172,7 +172,7 @@ def _initialise(
                 )
 
 
-# The first bytes of memory that nobody has written to yet.
+# The first bytes of memory that has not been initialised.
 _MARK, _MARKED = 0xA5, 64
 
 

@@ -39,7 +39,7 @@ def _tie(
     assert unit.root is not None
     param = group.params[index]
     for other in unit.root.units if group_of(found) is None else ():
-        # Nobody's yet: the innermost unit is to have it.
+        # No unit has it yet: the innermost unit adopts it.
         if other.index > unit.index and any(place.look() is found for each in _params(other) for place in each.sites):
             take_over(other)
             break

@@ -346,9 +346,9 @@ class Gathered(Source):
 
     def give_up(self) -> None:
         if self.compute is not None:
-            self.compute.done.wait()  # nobody else will wait for a refresh
+            self.compute.done.wait()  # nothing else waits for a refresh
         if self._pool is not None:
-            self._pool.lane.join()  # what it was given of the memory comes before whoever takes that next
+            self._pool.lane.join()  # the lane finishes with the memory before its next user
         self.release()
 
     def mark_stale(self) -> None:
