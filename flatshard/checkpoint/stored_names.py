@@ -180,7 +180,7 @@ def assemble(
     found, misfit = dict(tensors), f"{where} does not fit the model"
     for name, shape in shapes.items():
         pieces = pieces_of(name, shape, rules)
-        if len(pieces) == 1 and pieces[0].name == name:
+        if pieces == pieces_of(name, shape, ()):  # as without rules
             continue
         chunks, dtypes = [], set()
         for piece in pieces:

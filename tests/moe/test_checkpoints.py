@@ -200,12 +200,20 @@ def test_experts_are_exported_one_by_one_and_come_back(ranks, tmp_path):
         assert torch.equal(stored[f"layers.{layer}.norm.weight"], model[f"blocks.{layer}.norm.weight"])
 
 
-def test_a_stack_in_one_transposed_tensor_comes_back(tmp_path):
-    model, other, rules = Stacked(), Stacked(), [StoredAs("up", ("stored",), transposed=True)]
+def test_transposed_tensors_of_any_shape_come_back(tmp_path):
+    rules = [StoredAs("whole.*", ("whole.*",), transposed=True), StoredAs("each.*", ("{expert}.*",), transposed=True)]
+    shapes = [(2, 3, 4), (1, 3, 4), (2, 1, 4), (2, 3, 1), (1, 1, 4)]
+    model, other = nn.Module(), nn.Module()
+    for each in (model, other):
+        each.whole = nn.ParameterList(torch.randn(shape) for shape in [*shapes, (3, 4), (1, 4), (3, 1)])
+        each.each = nn.ParameterList(torch.randn(shape) for shape in shapes)
     export_safetensors(model, tmp_path, names=rules, progress=False)
-    assert torch.equal(load_file(tmp_path / "model.safetensors")["stored"], model.up.mT)
+    stored = load_file(tmp_path / "model.safetensors")
     load_safetensors(other, tmp_path, names=rules, progress=False)
-    assert torch.equal(other.up, model.up)
+    for number, weight in enumerate(model.whole):
+        assert torch.equal(stored[f"whole.{number}"], weight.mT)
+        assert torch.equal(other.whole[number], weight)
+    assert all(map(torch.equal, other.each, model.each))
 
 
 def test_names_that_mean_nothing_are_refused():
