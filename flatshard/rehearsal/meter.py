@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 import weakref
 from collections.abc import Iterable, Iterator
@@ -15,6 +13,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from flatshard._sizes import peak_resident_bytes
 from flatshard.rehearsal.network import Kind, Network
 from flatshard.rehearsal.report import Report
 from flatshard.rehearsal.torch_private import cuda
@@ -131,8 +130,7 @@ class Meter:
             memory["peak"] = peak
             memory["reserved"] = cuda.max_memory_reserved()
         else:
-            resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            memory["resident set, peak"] = resident * (1 if sys.platform == "darwin" else 1024)
+            memory["resident set, peak"] = peak_resident_bytes()
         return memory
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +11,7 @@ from typing import Any
 
 import torch
 
+from flatshard._sizes import peak_resident_bytes
 from flatshard.train.log import Step
 from flatshard.train.settings import FILE, TrainSettings
 from flatshard.train.stop import reader_is_gone, signal_name
@@ -27,6 +26,7 @@ _REFRESH = 0.1  # least seconds between two updates of the bar, because each wai
 class Reading:
     """The progress of a run. ``speed``: tokens per second of all ranks since the last reading; ``flops``: FLOP/s.
 
+    ``memory``: peak in bytes, allocated on an accelerator, or the resident set of this process on a CPU.
     ``left``: estimate of the seconds left; None in the first reading.
     """
 
@@ -48,23 +48,11 @@ class Reading:
         parts = [f"loss {self.loss:.3f}"]
         if self.val_loss is not None:
             parts.append(f"val {self.val_loss:.3f}" + f" (step {self.validated})" * (self.validated < self.step))
-        parts += [f"{self.speed:6,.0f} tokens/s", f"{self.flops / scale:.1f} {unit}FLOP/s", format_bytes(self.memory)]
+        memory = f"{self.memory / 2**20:,.0f} MiB" if self.memory < 2**30 else f"{self.memory / 2**30:,.1f} GiB"
+        parts += [f"{self.speed:6,.0f} tokens/s", f"{self.flops / scale:.1f} {unit}FLOP/s", memory]
         while len(parts) > 1 and len("  ".join(parts)) > width:
             parts.pop()
         return "  ".join(parts)
-
-
-def peak_memory(device: torch.device) -> int:
-    """Peak memory in bytes: allocated on an accelerator, or the resident set of this process on a CPU."""
-    if device.type != "cpu":
-        return torch.accelerator.max_memory_allocated()
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def format_bytes(count: int) -> str:
-    """``count`` in MiB, or in GiB from 1 GiB on."""
-    return f"{count / 2**20:,.0f} MiB" if count < 2**30 else f"{count / 2**30:,.1f} GiB"
 
 
 def headline(trainer: Trainer) -> str:
@@ -174,7 +162,8 @@ class ProgressMeter:
         else:
             each = (now - self._first[1]) / (step.number - self._first[0])
             left = each * (self._trainer.settings.steps - step.number)
-        memory = peak_memory(self._trainer.device)
+        on_cpu = self._trainer.device.type == "cpu"
+        memory = peak_resident_bytes() if on_cpu else torch.accelerator.max_memory_allocated()
         return Reading(step.number, loss, speed, speed * self._trainer.flops_per_token, memory, left, *self._val)
 
 
