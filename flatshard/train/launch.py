@@ -169,7 +169,7 @@ def _launching(signals: _Signals) -> Iterator[None]:
     listener = threading.Thread(target=done.wait, daemon=True)
     listener.start()
     logging.disable(logging.ERROR)
-    handlers = {number: signal.signal(number, signals) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = signals.listen()
     resource_tracker.ensure_running()  # Python would start it with the first rank, which would unblock SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
