@@ -39,10 +39,7 @@ class Reading:
     val_loss: float | None = None
     validated: int = 0  # the step of ``val_loss``
 
-    def __str__(self) -> str:
-        return self.within(1000)
-
-    def within(self, width: int) -> str:
+    def within(self, width: int = 1000) -> str:
         """As much of the reading as fits into ``width`` characters, the most important first."""
         scale, unit = next((s, u) for s, u in ((1e15, "P"), (1e12, "T"), (1e9, "G")) if self.flops >= s or u == "G")
         parts = [f"loss {self.loss:.3f}"]
@@ -53,6 +50,8 @@ class Reading:
         while len(parts) > 1 and len("  ".join(parts)) > width:
             parts.pop()
         return "  ".join(parts)
+
+    __str__ = within
 
 
 def headline(trainer: Trainer) -> str:
@@ -156,12 +155,10 @@ class ProgressMeter:
         now = time.monotonic()
         speed = (step.number - self._step) * self._tokens / max(now - self._time, 1e-9)
         self._step, self._time = step.number, now
+        first, since = self._first = self._first or (step.number, now)
         left = None
-        if self._first is None:
-            self._first = step.number, now
-        else:
-            each = (now - self._first[1]) / (step.number - self._first[0])
-            left = each * (self._trainer.settings.steps - step.number)
+        if step.number > first:
+            left = (now - since) / (step.number - first) * (self._trainer.settings.steps - step.number)
         on_cpu = self._trainer.device.type == "cpu"
         memory = peak_resident_bytes() if on_cpu else torch.accelerator.max_memory_allocated()
         return Reading(step.number, loss, speed, speed * self._trainer.flops_per_token, memory, left, *self._val)

@@ -113,8 +113,15 @@ class TrainSettings:
         self._require("seed", lambda value: 0 <= value < 2**32, "0 or more, and below 2^32")
         self._require("timeout", lambda value: value <= 10**9, "at most 10^9")
         self._require("prompt", lambda value: value != "", "at least one character")
-        if self.capture:
-            self._check_capture()
+        uncaptured = {
+            "--offload": (self.offload, "a CUDA graph cannot update weights in host memory"),
+            "--experts": (self.experts > 0, "the host reads how many tokens each expert gets"),
+            "--optimizer muon": (self.optimizer == "muon", "Muon reads its learning rate on the host"),
+            "--record": (self.record is not None, "a replayed step cannot be recorded"),
+        }
+        for flag, (given, reason) in uncaptured.items():
+            if self.capture and given:
+                raise Mistake(f"--capture with {flag}: {reason}; leave out one of the two")
         if self.export is not None and self.model is None:
             raise Mistake(f"--export {self.export}: only a model of Transformers can be exported: give --model")
         if self.replicas is not None and self.strategy not in ("hsdp", "hfsdp"):
@@ -129,18 +136,6 @@ class TrainSettings:
         except ValueError as error:
             raise Mistake(str(error)) from error
         return self
-
-    def _check_capture(self) -> None:
-        """Mistake if a step with these settings cannot be captured as a CUDA graph."""
-        reasons = {
-            "--offload": (self.offload, "a CUDA graph cannot update weights in host memory"),
-            "--experts": (self.experts > 0, "the host reads how many tokens each expert gets"),
-            "--optimizer muon": (self.optimizer == "muon", "Muon reads its learning rate on the host"),
-            "--record": (self.record is not None, "a replayed step cannot be recorded"),
-        }
-        for flags, (given, reason) in reasons.items():
-            if given:
-                raise Mistake(f"--capture with {flags}: {reason}; leave out one of the two")
 
     def _require(self, name: str, holds: Any, wanted: str) -> None:
         value = getattr(self, name)
