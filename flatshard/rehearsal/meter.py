@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -111,12 +111,7 @@ class Meter:
             tokens_per_step=sum(tokens) / steps if tokens else None,
             flops_per_step=sum(flops) / steps if flops else None,
             traffic={
-                kind: {
-                    "launches": entry.launches / steps,
-                    "bytes": entry.size / steps,
-                    "wire_bytes": entry.wire / steps,
-                    "wire_seconds": entry.seconds / steps,
-                }
+                kind: {name: total / steps for name, total in asdict(entry).items()}
                 for kind, entry in sorted(traffic.items())
             },
             memory=self._memory_categories(),
