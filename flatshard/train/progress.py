@@ -67,13 +67,6 @@ def headline(trainer: Trainer) -> str:
     return f"{size} parameters on {ranks} ({', '.join(how)}), {text}"
 
 
-def resumed(settings: TrainSettings, done: int) -> str:
-    """The second line of a run that is continued."""
-    if done < settings.steps:
-        return f"continues after step {done} of {settings.checkpoint}"
-    return f"{settings.checkpoint} has step {done} already: to train on, give more --steps or another --checkpoint"
-
-
 class PlainLines:
     """Lines for logs: a dozen per run, and in long runs at least one per minute."""
 
@@ -167,6 +160,7 @@ class ProgressMeter:
 def run_with_display(trainer: Trainer) -> None:
     """Train, sample and print the progress. If stdout is a closed pipe, the run ends as after a signal."""
     began = time.monotonic()
+    steps, folder = trainer.settings.steps, trainer.settings.checkpoint
 
     def say(text: str) -> None:
         try:
@@ -175,8 +169,10 @@ def run_with_display(trainer: Trainer) -> None:
             trainer.stop.lose_reader()
 
     say(headline(trainer))
-    if trainer.done:
-        say(resumed(trainer.settings, trainer.done))
+    if 0 < trainer.done < steps:
+        say(f"continues after step {trainer.done} of {folder}")
+    elif trainer.done:
+        say(f"{folder} has step {trainer.done} already: to train on, give more --steps or another --checkpoint")
     meter = ProgressMeter(trainer)
     first = last = float("nan")
     with display(trainer.settings, say) as shown:
@@ -193,15 +189,11 @@ def run_with_display(trainer: Trainer) -> None:
     if trainer.reached > trainer.done:
         say(f"loss {first:.3f} -> {last:.3f} in {time.monotonic() - began:.0f} s")
     if trainer.stopped:
-        say(how_to_go_on(trainer.settings, trainer.reached, trainer.stopped))
+        ended = f"ended by {signal_name(trainer.stopped)} after step {trainer.reached} of {steps}"
+        kept = "; nothing was saved: give --checkpoint FOLDER to save runs"
+        if folder is not None:
+            saved = folder / f"step-{trainer.reached}"
+            kept = f", saved in {saved}; continue with: flatshard train --config {folder / FILE}"
+        say(ended + kept)
     elif trainer.settings.sample:
         say(f"\n{trainer.sample()}")
-
-
-def how_to_go_on(settings: TrainSettings, reached: int, signal: int) -> str:
-    """The last line of a run that a signal has ended."""
-    ended = f"ended by {signal_name(signal)} after step {reached} of {settings.steps}"
-    folder = settings.checkpoint
-    if folder is None:
-        return f"{ended}; nothing was saved: give --checkpoint FOLDER to save runs"
-    return f"{ended}, saved in {folder / f'step-{reached}'}; continue with: flatshard train --config {folder / FILE}"
