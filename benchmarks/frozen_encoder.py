@@ -67,7 +67,7 @@ def measure(marked: bool, scale: int, world: int = 8) -> dict[str, float]:
         tensors = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
         return {
             "launches": sum(entry.launches for entry in traffic.values()),
-            "wire MB": sum(entry.wire for entry in traffic.values()) / 1e6,
+            "wire MB": sum(entry.wire_bytes for entry in traffic.values()) / 1e6,
             "resting MB": sum(t.numel() * t.element_size() for t in tensors) / 1e6,
             "gathered MB": gathered / 1e6,
         }

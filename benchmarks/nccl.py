@@ -304,7 +304,7 @@ def rehearsed(setup: Setup, network: Network, rank: int, budget: float) -> dict[
                 step()
             before = entries.snapshot()
             step()
-            wire = sum(entry.seconds for entry in difference(entries.snapshot(), before).values())
+            wire = sum(entry.wire_seconds for entry in difference(entries.snapshot(), before).values())
             synchronize(setup.device)
             begin = time.perf_counter()
             step()

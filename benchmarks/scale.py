@@ -119,7 +119,7 @@ def start(world: int) -> Row:
             row[f"{name}_groups"] = len(dist.distributed_c10d._world.pg_map)
             row[f"{name}_launches"] = sum(entry.launches for entry in sent.values())
             row[f"{name}_all_reduces"] = sent["all_reduce"].launches if "all_reduce" in sent else 0
-            row[f"{name}_all_reduce_bytes"] = sent["all_reduce"].size if "all_reduce" in sent else 0
+            row[f"{name}_all_reduce_bytes"] = sent["all_reduce"].bytes if "all_reduce" in sent else 0
     return row
 
 

@@ -91,7 +91,7 @@ def measure(case: str, row: str, steps: int, warmup: int = 5, network: str = "fl
         "ms": 1e3 * statistics.median(durations),
         "min_ms": 1e3 * min(durations),
         "host_ms": 1e3 * min(host),
-        "wire_ms": 1e3 * sum(entry.seconds for entry in traffic.values()) / steps,
+        "wire_ms": 1e3 * sum(entry.wire_seconds for entry in traffic.values()) / steps,
         "launches": sum(entry.launches for entry in traffic.values()) / steps,
         "peak": memory[0],
         "reserved": memory[1],

@@ -169,7 +169,7 @@ def measure(system: str, options: argparse.Namespace) -> dict[str, float]:
         "ms": 1e3 * statistics.median(durations),
         "min_ms": 1e3 * min(durations),
         "host_ms": 1e3 * host,
-        "wire_ms": 1e3 * sum(entry.seconds for entry in traffic.values()) / options.steps,
+        "wire_ms": 1e3 * sum(entry.wire_seconds for entry in traffic.values()) / options.steps,
         "launches": sum(entry.launches for entry in traffic.values()) / options.steps,
         "peak": memory[0],
         "reserved": memory[1],

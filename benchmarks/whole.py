@@ -128,7 +128,7 @@ def measure(case: str, row: str, steps: int, warmup: int = 3) -> dict[str, float
     found = {
         "step_ms": 1e3 * statistics.median(alone),
         "training_ms": 1e3 * statistics.median(whole),
-        "wire_ms": 1e3 * sum(entry.seconds for entry in traffic.values()) / steps,
+        "wire_ms": 1e3 * sum(entry.wire_seconds for entry in traffic.values()) / steps,
         "launches": sum(entry.launches for entry in traffic.values()) / steps,
         "peak": peak,
         "state": flatshard.summary(model, optimizer).state[0],

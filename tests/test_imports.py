@@ -15,7 +15,8 @@ import pytest
 
 _ROOT = Path(__file__).parents[1]
 
-_ENGINE_AND_BELOW = {"engine", "buffer", "policy", "layout", "trust", "_arguments", "_epochs", "_torch", "_recording"}
+_ENGINE_AND_BELOW = {"engine", "buffer", "policy", "layout", "trust"}
+_ENGINE_AND_BELOW |= {"_arguments", "_epochs", "_recording", "_sizes", "_torch"}
 _API_AND_BELOW = {"api", "copying", "module", "state", "hf", *_ENGINE_AND_BELOW}
 _ANY = {
     "api",
@@ -48,13 +49,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_lazy": set(),
     "_torch": set(),
     "_recording": set(),
+    "_sizes": set(),
     "layout": set(),
     "wrapping": set(),
     "recomputed": set(),
     "policy": {"layout", "_arguments", "_torch"},
     "trust": set(),
     "buffer": {"layout", "trust", "_epochs", "_recording", "_torch"},
-    "engine": {"buffer", "policy", "layout", "trust", "_arguments", "_torch", "_recording"},
+    "engine": {"buffer", "policy", "layout", "trust", "_arguments", "_torch", "_recording", "_sizes"},
     "experimental": {"buffer", "policy", "_arguments", "_torch"},
     "state": _ENGINE_AND_BELOW,
     "module": {"state", *_ENGINE_AND_BELOW},
@@ -70,7 +72,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"optim", *_ENGINE_AND_BELOW},
     "megatron": {"optim", "checkpoint", "wrapping", *_API_AND_BELOW},
     "train": {"optim", "checkpoint", "model", "wrapping", "captured", *_API_AND_BELOW},
-    "rehearsal": {"_epochs", "_lazy", "_torch", "_recording"},
+    "rehearsal": {"_epochs", "_lazy", "_torch", "_recording", "_sizes"},
     "tools": {"optim", "wrapping", "rehearsal", *_ENGINE_AND_BELOW},
     "cli": {"__init__", *_ANY},
     "__main__": _ANY,

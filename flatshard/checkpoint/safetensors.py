@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from flatshard import _arguments
+from flatshard._sizes import parse_bytes
 from flatshard.buffer import Exchange
 from flatshard.checkpoint.errors import on_all_ranks
 from flatshard.checkpoint.files import CODES, INDEX, SINGLE, TensorEntry, find_tensors, sync_folder, write_file
@@ -22,8 +22,6 @@ from flatshard.checkpoint.full import cast_dtype, check_dtype, iter_full_tensors
 from flatshard.checkpoint.loading import put_weights, stage_model
 from flatshard.checkpoint.progress import Advance, bar, ignore
 from flatshard.checkpoint.stored_names import ConvertingReader, StoredAs, assemble, convert_tensors, pieces_of
-
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def export_safetensors(
@@ -69,12 +67,10 @@ def check_names(names: Any) -> None:
 
 
 def _bytes(size: int | str) -> int:
-    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
-        return size
-    match = re.fullmatch(r"\s*(\d+)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
-    if match is None or match[2].upper() not in _UNITS or not int(match[1]):
+    found = parse_bytes(size) if isinstance(size, str) else size
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
         raise ValueError(f"max_shard_size={size!r}: must be a number of bytes, or a string such as '5GB' or '200MiB'")
-    return int(match[1]) * _UNITS[match[2].upper()]
+    return found
 
 
 def stored_tensors(

@@ -23,6 +23,7 @@ from torch.distributed import GroupMember, ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from flatshard import _arguments, _torch
+from flatshard._sizes import format_bytes
 from flatshard.buffer import spread
 from flatshard.checkpoint.files import CODES, DTYPES, TensorEntry, find_tensors
 from flatshard.checkpoint.full import aligned, cast_dtype, check_dtype, named_tensors, views_of
@@ -51,8 +52,8 @@ class Synced:
     version: int = 0
 
     def __str__(self) -> str:
-        rate = self.bytes / max(self.seconds, 1e-9) / 1e9
-        return f"{self.tensors} tensors, {self.bytes / 1e6:,.1f} MB in {self.seconds:.3f} s ({rate:.2f} GB/s)"
+        size, rate = format_bytes(self.bytes), format_bytes(self.bytes / max(self.seconds, 1e-9))
+        return f"{self.tensors} tensors, {size} in {self.seconds:.3f} s ({rate}/s)"
 
 
 def sync_weights(

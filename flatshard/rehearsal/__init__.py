@@ -10,13 +10,9 @@ from typing import TYPE_CHECKING
 from flatshard._lazy import attach
 
 if TYPE_CHECKING:
-    from flatshard.rehearsal.network import PRESETS as PRESETS
-    from flatshard.rehearsal.network import Link as Link
-    from flatshard.rehearsal.network import Network as Network
-    from flatshard.rehearsal.report import Report as Report
-    from flatshard.rehearsal.session import Rehearsal as Rehearsal
-    from flatshard.rehearsal.session import current as current
-    from flatshard.rehearsal.session import rehearse as rehearse
+    from flatshard.rehearsal.network import PRESETS, Link, Network
+    from flatshard.rehearsal.report import Report
+    from flatshard.rehearsal.session import Rehearsal, current, rehearse
 
 _HOMES = {
     "network": ("PRESETS", "Link", "Network"),

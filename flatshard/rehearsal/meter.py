@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from flatshard._sizes import peak_resident_bytes
 from flatshard.rehearsal.network import Kind, Network
 from flatshard.rehearsal.report import Report
 from flatshard.rehearsal.torch_private import cuda
@@ -112,12 +111,7 @@ class Meter:
             tokens_per_step=sum(tokens) / steps if tokens else None,
             flops_per_step=sum(flops) / steps if flops else None,
             traffic={
-                kind: {
-                    "launches": entry.launches / steps,
-                    "bytes": entry.size / steps,
-                    "wire_bytes": entry.wire / steps,
-                    "wire_seconds": entry.seconds / steps,
-                }
+                kind: {name: total / steps for name, total in asdict(entry).items()}
                 for kind, entry in sorted(traffic.items())
             },
             memory=self._memory_categories(),
@@ -131,8 +125,7 @@ class Meter:
             memory["peak"] = peak
             memory["reserved"] = cuda.max_memory_reserved()
         else:
-            resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            memory["resident set, peak"] = resident * (1 if sys.platform == "darwin" else 1024)
+            memory["resident set, peak"] = peak_resident_bytes()
         return memory
 
 

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field, fields
 from html import escape
 from typing import Any
 
+from flatshard._sizes import format_bytes
+
 
 @dataclass
 class Report:
@@ -95,23 +97,16 @@ class Report:
         ]
         for kind, entry in self.traffic.items():
             lines.append(
-                f"{kind:16}{entry['launches']:>10.1f}{_size(entry['bytes']):>12}"
-                f"{_size(entry['wire_bytes']):>14}{_ms(entry['wire_seconds']):>14}"
+                f"{kind:16}{entry['launches']:>10.1f}{format_bytes(entry['bytes']):>12}"
+                f"{format_bytes(entry['wire_bytes']):>14}{_ms(entry['wire_seconds']):>14}"
             )
         if self.waits:
             lines += ["", "compute waited for     (per step, the longest)"]
             lines += [f"  {name:40}{_ms(seconds):>12}" for name, seconds in list(self.waits.items())[:8]]
         lines += ["", "memory"]
-        lines += [f"  {name:20}{_size(size):>12}" for name, size in self.memory.items()]
+        lines += [f"  {name:20}{format_bytes(size):>12}" for name, size in self.memory.items()]
         return "\n".join(lines)
 
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} us" if 0 < seconds < 1e-4 else f"{seconds * 1e3:.2f} ms"
-
-
-def _size(size: float) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= scale:
-            return f"{size / scale:.2f} {unit}"
-    return f"{size:.0f} B"

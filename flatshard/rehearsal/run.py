@@ -10,10 +10,10 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from flatshard._recording import recording
-from flatshard.rehearsal.network import FREE, Level, Link, Network
+from flatshard.rehearsal.network import FREE, Link, Network
 from flatshard.rehearsal.report import Report
 
 
@@ -93,9 +93,8 @@ def _child(run_path: str, result_path: str) -> None:
 
     data = json.loads(Path(run_path).read_text())
     network = data.pop("network")
-    links = {level: network.pop(level) for level in get_args(Level)}
-    made: dict[str, Any] = {level: Link(**link) for level, link in links.items() if link is not None}
-    run = ScriptRun(network=Network(**made, **network), **data)
+    parts: dict[str, Any] = {name: Link(**part) if isinstance(part, dict) else part for name, part in network.items()}
+    run = ScriptRun(network=Network(**parts), **data)
     waits = recording(only_waits=run.record is None)
     with waits as recorded, rehearse(run.world, run.network, rank=run.rank, warmup=run.warmup) as rehearsal:
         try:

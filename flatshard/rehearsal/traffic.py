@@ -11,18 +11,18 @@ from flatshard.rehearsal.network import Kind
 
 @dataclass
 class TrafficTotal:
-    """``size``: bytes of full messages (all-gather outputs, reduce-scatter inputs).  ``wire``: bytes a rank sends."""
+    """``bytes``: of full messages (all-gather outputs, reduce-scatter inputs).  ``wire_bytes``: that a rank sends."""
 
     launches: int = 0
-    size: int = 0
-    wire: float = 0.0
-    seconds: float = 0.0
+    bytes: int = 0
+    wire_bytes: float = 0.0
+    wire_seconds: float = 0.0
 
     def add(self, size: int, wire: float, seconds: float) -> None:
         self.launches += 1
-        self.size += size
-        self.wire += wire
-        self.seconds += seconds
+        self.bytes += size
+        self.wire_bytes += wire
+        self.wire_seconds += seconds
 
 
 @dataclass

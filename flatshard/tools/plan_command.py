@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flatshard._sizes import UNITS, parse_bytes
 from flatshard.rehearsal.network import PRESETS, get_network
 from flatshard.tools.presets import NAMED, OPTIMIZERS, check_source
 
@@ -169,16 +170,10 @@ def _tflops(given: str | None) -> Any:
 
 
 def _size(name: str, given: str) -> float:
-    """The bytes of a size that is given in GB, or with a unit."""
-    units = {"GiB": 2**30, "MiB": 2**20, "TB": 1e12, "GB": 1e9, "MB": 1e6}
-    unit = next((unit for unit in units if given.endswith(unit)), "")
-    try:
-        size = float(given.removesuffix(unit)) * units.get(unit, 1e9)
-    except ValueError:
-        size = -1.0
-    if not 0 <= size < float("inf"):
-        raise ValueError(f"--{name} {given!r}: must be a number of GB, or a number with a unit ({', '.join(units)})")
-    return size
+    size = parse_bytes(given, "GB")
+    if size is None:
+        raise ValueError(f"--{name} {given!r}: must be a number of GB, or a number with a unit ({', '.join(UNITS)})")
+    return float(size)
 
 
 def _dtype(name: str, given: str | None) -> torch.dtype | None:

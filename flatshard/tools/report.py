@@ -9,6 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flatshard._sizes import format_bytes
 from flatshard.tools.presets import PEAK_FLOPS
 
 _LITTLE = 0.002  # fraction of a step; shorter waits are not listed
@@ -126,11 +127,11 @@ class Record:
         elif rates["flops"]:
             found.append(Figure("model GFLOP/s per rank", rates["flops"] / 1e9, "{:,.1f}".format))
         sent = sum(span["bytes"] for span in self.data["spans"]) / steps
-        found.append(Figure("communicated per step", sent, _size))
+        found.append(Figure("communicated per step", sent, format_bytes))
         held = sum(known.get("memory", {}).get(name, 0) for name in _FIXED)
         moments = [held + sum(each.get(name) or 0 for name in _MOVING) for each in self.data["memory"]]
         moments += [each.get("allocated") or 0 for each in self.data["memory"]]
-        found.append(Figure("peak memory", max([known.get("memory", {}).get("peak", 0), *moments]), _size))
+        found.append(Figure("peak memory", max([known.get("memory", {}).get("peak", 0), *moments]), format_bytes))
         if self.curve:
             found.append(Figure("last loss", self.curve[-1]["loss"], "{:.3f}".format))
         return found
@@ -229,11 +230,6 @@ def _with_root(data: dict[str, Any]) -> dict[str, Any]:
         return {**row, "unit": "root"} if row["unit"].startswith(("(root)", "FSDP")) else row
 
     return {**data, **{part: [renamed(row) for row in data[part]] for part in ("spans", "waits", "units")}}
-
-
-def _size(size: float) -> str:
-    scale, unit = next((s, u) for s, u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if size >= s or s == 1)
-    return f"{size / scale:.2f} {unit}"
 
 
 def _time(seconds: float) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 from flatshard.train import log
 from flatshard.train.bundled_text import bundled_text
@@ -51,8 +50,14 @@ def check_settings(settings: TrainSettings) -> None:
     if settings.record is not None:
         with told(f"--record {settings.record}"):
             settings.record.open("a").close()
-    if settings.checkpoint is not None:
-        _check_folder(settings, settings.checkpoint)
+    folder = settings.checkpoint
+    if folder is not None:
+        if folder.exists() and not folder.is_dir():
+            raise Mistake(f"--checkpoint {folder}: not a folder")
+        with told(f"--checkpoint {folder}: cannot be written to"):
+            log.check_folder(folder)
+        if (folder / FILE).exists() and any(folder.glob("step-*")):
+            settings.check_continues(read(folder / FILE).recipe, folder)
 
 
 def check_data(settings: TrainSettings) -> None:
@@ -70,13 +75,3 @@ def check_data(settings: TrainSettings) -> None:
     if size <= settings.context:
         source = path or "the bundled text"
         raise Mistake(f"{source} has {size} bytes; --context {settings.context} needs more: give a smaller --context")
-
-
-def _check_folder(settings: TrainSettings, folder: Path) -> None:
-    """Mistake if the folder cannot be written to, or has a run that these settings cannot continue."""
-    if folder.exists() and not folder.is_dir():
-        raise Mistake(f"--checkpoint {folder}: not a folder")
-    with told(f"--checkpoint {folder}: cannot be written to"):
-        log.check_folder(folder)
-    if (folder / FILE).exists() and any(folder.glob("step-*")):
-        settings.check_continues(read(folder / FILE).recipe, folder)

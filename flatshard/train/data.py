@@ -68,11 +68,9 @@ def load_text(settings: TrainSettings) -> Text:
         tokens = _text(path, tokenizer)
     elif path.is_dir():
         tokens, vocab = _dataset(path, settings, tokenizer, vocab)
+    elif tokenizer is None and settings.vocab is None:
+        raise Mistake(f"--data {path}: has tokens; give --tokenizer FILE, or --vocab N, the vocabulary size")
     else:
-        if tokenizer is None:
-            if settings.vocab is None:
-                raise Mistake(f"--data {path}: has tokens; give --tokenizer FILE, or --vocab N, the vocabulary size")
-            vocab = settings.vocab
         tokens = _binary(path, settings.token_dtype)
     name = path.name if path else "bundled stories"
     text = Text(tokens, settings.vocab or vocab, name, tokenizer, answers, render)

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from flatshard import _torch
@@ -135,7 +135,9 @@ def _start(settings: TrainSettings, processes: int) -> int:
     except ChildFailedError as error:
         if signals.number:
             return 128 + signals.number
-        rank, failure = _first(error)
+        # A killed rank reports no time and goes first: others fail because it is gone.
+        killed = [(rank, failure) for rank, failure in error.failures.items() if failure.exitcode < 0]
+        rank, failure = killed[0] if killed else error.get_first_failure()
         print(f"flatshard train: rank {rank} failed\n{_traceback(failure.message)}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
     return max(int(status) for status in statuses.values())
@@ -151,12 +153,6 @@ class _Signals(Stop):
                 os.kill(rank.pid, signal.SIGKILL if again else number)
 
 
-def _first(error: ChildFailedError) -> tuple[int, ProcessFailure]:
-    """The rank that failed first. A killed rank reports no time and goes first: others fail because it is gone."""
-    killed = [(rank, failure) for rank, failure in error.failures.items() if failure.exitcode < 0]
-    return killed[0] if killed else error.get_first_failure()
-
-
 @contextmanager
 def _launching(signals: _Signals) -> Iterator[None]:
     """A context to start ranks in: it silences the launcher's log and keeps Ctrl-C from ranks that are starting.
@@ -169,7 +165,7 @@ def _launching(signals: _Signals) -> Iterator[None]:
     listener = threading.Thread(target=done.wait, daemon=True)
     listener.start()
     logging.disable(logging.ERROR)
-    handlers = {number: signal.signal(number, signals) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = signals.listen()
     resource_tracker.ensure_running()  # Python would start it with the first rank, which would unblock SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

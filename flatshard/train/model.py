@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from flatshard.train.llama_config import LlamaConfig
+from flatshard.train.settings import LlamaConfig
 
 __all__ = ["Llama", "LlamaConfig", "mean_loss"]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +11,7 @@ from typing import Any
 
 import torch
 
+from flatshard._sizes import peak_resident_bytes
 from flatshard.train.log import Step
 from flatshard.train.settings import FILE, TrainSettings
 from flatshard.train.stop import reader_is_gone, signal_name
@@ -27,6 +26,7 @@ _REFRESH = 0.1  # least seconds between two updates of the bar, because each wai
 class Reading:
     """The progress of a run. ``speed``: tokens per second of all ranks since the last reading; ``flops``: FLOP/s.
 
+    ``memory``: peak in bytes, allocated on an accelerator, or the resident set of this process on a CPU.
     ``left``: estimate of the seconds left; None in the first reading.
     """
 
@@ -39,32 +39,19 @@ class Reading:
     val_loss: float | None = None
     validated: int = 0  # the step of ``val_loss``
 
-    def __str__(self) -> str:
-        return self.within(1000)
-
-    def within(self, width: int) -> str:
+    def within(self, width: int = 1000) -> str:
         """As much of the reading as fits into ``width`` characters, the most important first."""
         scale, unit = next((s, u) for s, u in ((1e15, "P"), (1e12, "T"), (1e9, "G")) if self.flops >= s or u == "G")
         parts = [f"loss {self.loss:.3f}"]
         if self.val_loss is not None:
             parts.append(f"val {self.val_loss:.3f}" + f" (step {self.validated})" * (self.validated < self.step))
-        parts += [f"{self.speed:6,.0f} tokens/s", f"{self.flops / scale:.1f} {unit}FLOP/s", format_bytes(self.memory)]
+        memory = f"{self.memory / 2**20:,.0f} MiB" if self.memory < 2**30 else f"{self.memory / 2**30:,.1f} GiB"
+        parts += [f"{self.speed:6,.0f} tokens/s", f"{self.flops / scale:.1f} {unit}FLOP/s", memory]
         while len(parts) > 1 and len("  ".join(parts)) > width:
             parts.pop()
         return "  ".join(parts)
 
-
-def peak_memory(device: torch.device) -> int:
-    """Peak memory in bytes: allocated on an accelerator, or the resident set of this process on a CPU."""
-    if device.type != "cpu":
-        return torch.accelerator.max_memory_allocated()
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def format_bytes(count: int) -> str:
-    """``count`` in MiB, or in GiB from 1 GiB on."""
-    return f"{count / 2**20:,.0f} MiB" if count < 2**30 else f"{count / 2**30:,.1f} GiB"
+    __str__ = within
 
 
 def headline(trainer: Trainer) -> str:
@@ -78,13 +65,6 @@ def headline(trainer: Trainer) -> str:
     text = f"{trainer.text.name} ({amount})"
     how = [trainer.device.type, trainer.settings.precision, *["captured"] * trainer.settings.capture]
     return f"{size} parameters on {ranks} ({', '.join(how)}), {text}"
-
-
-def resumed(settings: TrainSettings, done: int) -> str:
-    """The second line of a run that is continued."""
-    if done < settings.steps:
-        return f"continues after step {done} of {settings.checkpoint}"
-    return f"{settings.checkpoint} has step {done} already: to train on, give more --steps or another --checkpoint"
 
 
 class PlainLines:
@@ -168,19 +148,19 @@ class ProgressMeter:
         now = time.monotonic()
         speed = (step.number - self._step) * self._tokens / max(now - self._time, 1e-9)
         self._step, self._time = step.number, now
+        first, since = self._first = self._first or (step.number, now)
         left = None
-        if self._first is None:
-            self._first = step.number, now
-        else:
-            each = (now - self._first[1]) / (step.number - self._first[0])
-            left = each * (self._trainer.settings.steps - step.number)
-        memory = peak_memory(self._trainer.device)
+        if step.number > first:
+            left = (now - since) / (step.number - first) * (self._trainer.settings.steps - step.number)
+        on_cpu = self._trainer.device.type == "cpu"
+        memory = peak_resident_bytes() if on_cpu else torch.accelerator.max_memory_allocated()
         return Reading(step.number, loss, speed, speed * self._trainer.flops_per_token, memory, left, *self._val)
 
 
 def run_with_display(trainer: Trainer) -> None:
     """Train, sample and print the progress. If stdout is a closed pipe, the run ends as after a signal."""
     began = time.monotonic()
+    steps, folder = trainer.settings.steps, trainer.settings.checkpoint
 
     def say(text: str) -> None:
         try:
@@ -189,8 +169,10 @@ def run_with_display(trainer: Trainer) -> None:
             trainer.stop.lose_reader()
 
     say(headline(trainer))
-    if trainer.done:
-        say(resumed(trainer.settings, trainer.done))
+    if 0 < trainer.done < steps:
+        say(f"continues after step {trainer.done} of {folder}")
+    elif trainer.done:
+        say(f"{folder} has step {trainer.done} already: to train on, give more --steps or another --checkpoint")
     meter = ProgressMeter(trainer)
     first = last = float("nan")
     with display(trainer.settings, say) as shown:
@@ -207,15 +189,11 @@ def run_with_display(trainer: Trainer) -> None:
     if trainer.reached > trainer.done:
         say(f"loss {first:.3f} -> {last:.3f} in {time.monotonic() - began:.0f} s")
     if trainer.stopped:
-        say(how_to_go_on(trainer.settings, trainer.reached, trainer.stopped))
+        ended = f"ended by {signal_name(trainer.stopped)} after step {trainer.reached} of {steps}"
+        kept = "; nothing was saved: give --checkpoint FOLDER to save runs"
+        if folder is not None:
+            saved = folder / f"step-{trainer.reached}"
+            kept = f", saved in {saved}; continue with: flatshard train --config {folder / FILE}"
+        say(ended + kept)
     elif trainer.settings.sample:
         say(f"\n{trainer.sample()}")
-
-
-def how_to_go_on(settings: TrainSettings, reached: int, signal: int) -> str:
-    """The last line of a run that a signal has ended."""
-    ended = f"ended by {signal_name(signal)} after step {reached} of {settings.steps}"
-    folder = settings.checkpoint
-    if folder is None:
-        return f"{ended}; nothing was saved: give --checkpoint FOLDER to save runs"
-    return f"{ended}, saved in {folder / f'step-{reached}'}; continue with: flatshard train --config {folder / FILE}"

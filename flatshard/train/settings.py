@@ -1,4 +1,7 @@
-"""`TrainSettings`: the settings of a run, from flags, a file, or both. This module does not import torch."""
+"""`TrainSettings`: the settings of a run, from flags, a file, or both. `LlamaConfig`: the shape of the bundled model.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,6 @@ from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
-
-from flatshard.train.llama_config import LlamaConfig
 
 FILE = "settings.yaml"  # the file in the folder of a run that holds its settings
 # Settings that may change when a run is continued.
@@ -32,6 +33,48 @@ def told(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise Mistake(f"{what}: {error.strerror}") from error
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The shape of a model. ``recompute``: keep only the inputs of each block, and recompute it in backward.
+
+    ``experts``: number of experts per block, of which each token is sent to ``chosen``; 0: a feed-forward layer.
+    ``loss_chunk``: compute logits of this many tokens at a time, and again in backward; 0: of all tokens at once.
+    """
+
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    max_tokens: int
+    rope_theta: float = 5e5
+    recompute: bool = False
+    experts: int = 0
+    chosen: int = 2
+    loss_chunk: int = 0
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads or (self.width // self.heads) % 2:
+            raise ValueError(f"width {self.width}: must be an even multiple of heads, {self.heads}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads}: must be a multiple of kv-heads, {self.kv_heads}")
+        if self.experts and not 1 <= self.chosen <= self.experts:
+            raise ValueError(
+                f"experts-per-token {self.chosen}: must be from 1 to the number of experts, {self.experts}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    def flops_per_token(self, seq: int) -> float:
+        """Model FLOPs of forward and backward per token: 6 per weight of a matrix, and those of causal attention."""
+        ffn = 3 * self.width * self.ffn * (self.chosen if self.experts else 1) + self.width * self.experts
+        block = 2 * self.width * (self.heads + self.kv_heads) * self.head_dim + ffn
+        return 6.0 * (self.layers * block + self.width * self.vocab) + 6.0 * self.layers * self.width * seq
 
 
 # The comment after a field is its help text.
@@ -113,8 +156,15 @@ class TrainSettings:
         self._require("seed", lambda value: 0 <= value < 2**32, "0 or more, and below 2^32")
         self._require("timeout", lambda value: value <= 10**9, "at most 10^9")
         self._require("prompt", lambda value: value != "", "at least one character")
-        if self.capture:
-            self._check_capture()
+        uncaptured = {
+            "--offload": (self.offload, "a CUDA graph cannot update weights in host memory"),
+            "--experts": (self.experts > 0, "the host reads how many tokens each expert gets"),
+            "--optimizer muon": (self.optimizer == "muon", "Muon reads its learning rate on the host"),
+            "--record": (self.record is not None, "a replayed step cannot be recorded"),
+        }
+        for flag, (given, reason) in uncaptured.items():
+            if self.capture and given:
+                raise Mistake(f"--capture with {flag}: {reason}; leave out one of the two")
         if self.export is not None and self.model is None:
             raise Mistake(f"--export {self.export}: only a model of Transformers can be exported: give --model")
         if self.replicas is not None and self.strategy not in ("hsdp", "hfsdp"):
@@ -129,18 +179,6 @@ class TrainSettings:
         except ValueError as error:
             raise Mistake(str(error)) from error
         return self
-
-    def _check_capture(self) -> None:
-        """Mistake if a step with these settings cannot be captured as a CUDA graph."""
-        reasons = {
-            "--offload": (self.offload, "a CUDA graph cannot update weights in host memory"),
-            "--experts": (self.experts > 0, "the host reads how many tokens each expert gets"),
-            "--optimizer muon": (self.optimizer == "muon", "Muon reads its learning rate on the host"),
-            "--record": (self.record is not None, "a replayed step cannot be recorded"),
-        }
-        for flags, (given, reason) in reasons.items():
-            if given:
-                raise Mistake(f"--capture with {flags}: {reason}; leave out one of the two")
 
     def _require(self, name: str, holds: Any, wanted: str) -> None:
         value = getattr(self, name)

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from types import FrameType
+from typing import Any
 
 from flatshard.buffer import Exchange
 
@@ -21,10 +22,9 @@ class Stop:
         self.number = 0
         self._since = 0.0
 
-    def listen(self) -> None:
-        """Handle SIGINT and SIGTERM from now on. Must be called in the main thread."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._ask)
+    def listen(self) -> dict[int, Any]:
+        """Handle SIGINT and SIGTERM from now on; returns the previous handlers. Must be called in the main thread."""
+        return {number: signal.signal(number, self) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def heard(self, number: int) -> bool:
         """Record the first signal. Returns whether this is a second one, more than `_SECONDS` later."""
@@ -33,7 +33,7 @@ class Stop:
             self.number, self._since = number, time.monotonic()
         return again
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
+    def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.heard(number):
             os._exit(128 + number)  # the second signal ends the process at once
 

@@ -132,8 +132,8 @@ def test_time_and_level(ends):
             dist.all_reduce(torch.ones(250_000), dist.ReduceOp.AVG, mesh.get_group(name))
         entry = rehearsal.medium.traffic.entries["all_reduce"]
     assert ends == pytest.approx([6e-3, 21e-3, 12e-3])  # 1 MB: 1 ms on the wire of 2 ranks, and the latency
-    assert (entry.launches, entry.size, entry.wire) == (3, 3_000_000, 3_000_000)
-    assert entry.seconds == pytest.approx(33e-3)
+    assert (entry.launches, entry.bytes, entry.wire_bytes) == (3, 3_000_000, 3_000_000)
+    assert entry.wire_seconds == pytest.approx(33e-3)
 
 
 def test_groups_share_the_link_and_levels_do_not(ends):

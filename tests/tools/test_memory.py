@@ -160,7 +160,7 @@ def assert_peak_and_traffic(case, monkeypatch, tmp_path, config=CONFIG):
         entry = sizes.setdefault(launch.kind, [0, 0])
         entry[0] += launch.times
         entry[1] += launch.times * launch.size
-    assert {kind: [entry.launches, entry.size] for kind, entry in traffic.items()} == sizes
+    assert {kind: [entry.launches, entry.bytes] for kind, entry in traffic.items()} == sizes
 
 
 @pytest.mark.parametrize("case", TRACED, ids=str)
@@ -200,7 +200,7 @@ def test_traffic_with_formats(case):
         entry = sizes.setdefault(launch.kind, [0, 0])
         entry[0] += launch.times
         entry[1] += launch.times * launch.size
-    assert {kind: [entry.launches, entry.size] for kind, entry in traffic.items()} == sizes
+    assert {kind: [entry.launches, entry.bytes] for kind, entry in traffic.items()} == sizes
     plain = replace(case, gather=None, reduces=None).formula(LARGER)
     ours, theirs = (sum(x.times * x.size for x in each.launches if not x.reduces) for each in (formula, plain))
     assert ours < theirs or case.strategy == 0

@@ -490,12 +490,12 @@ def test_experts_apart_send_what_the_plan_says():
     head = 4 * (config.vocab + 1) * config.width  # which the benchmarks gather once
     sizes["all_gather"] = [sizes["all_gather"][0] - 1, sizes["all_gather"][1] - head]
     seconds -= NETWORK.seconds("all_gather", head, NETWORK.reach(range(setup.world)), 2)
-    assert {kind: [entry.launches, entry.size] for kind, entry in traffic.items()} == sizes
-    assert seconds == pytest.approx(sum(entry.seconds for entry in traffic.values()))
+    assert {kind: [entry.launches, entry.bytes] for kind, entry in traffic.items()} == sizes
+    assert seconds == pytest.approx(sum(entry.wire_seconds for entry in traffic.values()))
     # two of tokens in forward and two in backward; what a rank sends to each is counted before, once
     assert exchanges.launches == config.layers * 5
     sent = config.layers * 4 * (4 * tokens * config.chosen * config.width)
-    assert exchanges.size == pytest.approx(sent + config.layers * 8 * config.experts, rel=0.01)
+    assert exchanges.bytes == pytest.approx(sent + config.layers * 8 * config.experts, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from flatshard import _arguments, _torch
+from flatshard._sizes import format_bytes
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.tree.build import units_below
 from flatshard.engine.units.unit import Unit
@@ -52,7 +53,7 @@ _COLUMNS: dict[str, Callable[[GroupRow], str]] = {
     "grad": lambda row: "yes" if row.trainable else "no",
     "mesh": lambda row: row.mesh,
     "placement": lambda row: row.placements,
-    "bytes/rank": lambda row: _bytes(row.bytes_per_rank),
+    "bytes/rank": lambda row: format_bytes(row.bytes_per_rank, binary=True),
     "padding": lambda row: f"{100 * row.waste:.2f}%",
     "kept": lambda row: row.kept,
     _FORMATS: lambda row: row.formats or "-",
@@ -83,10 +84,13 @@ class Summary:
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in table]
         lines.insert(1, "  ".join("-" * width for width in widths))
         total = sum(row.parameters for row in self.rows)
-        lines.append(f"{total:,} parameters, {_bytes(self.bytes_per_rank)} of main weights on this rank")
+        lines.append(
+            f"{total:,} parameters, {format_bytes(self.bytes_per_rank, binary=True)} of main weights on this rank"
+        )
         if self.state is not None:
             size, elements = self.state
-            lines.append(f"{_bytes(size)} of optimizer state on this rank, {size / max(elements, 1):.2f} per parameter")
+            state = f"{format_bytes(size, binary=True)} of optimizer state on this rank"
+            lines.append(f"{state}, {size / max(elements, 1):.2f} per parameter")
         if self.leases:
             lines.append(f"gathered now: {'; '.join(self.leases)}")
         return "\n".join(lines)
@@ -203,13 +207,6 @@ def _check_group(group: ParamGroup, unit: str) -> None:
     for (_, stop, before), (start, _, after) in pairwise(taken):
         assert stop <= start, f"parameters '{before}' and '{after}' of unit '{unit}' overlap"
     assert not taken or taken[-1][1] <= group.main.local.numel(), f"unit '{unit}' reaches beyond its main buffer"
-
-
-def _bytes(count: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count} B"
 
 
 def _short(dtype: torch.dtype) -> str:

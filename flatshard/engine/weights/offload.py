@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flatshard._sizes import format_bytes
 from flatshard.buffer import DBuffer, Lane, Pool, Ticket
 from flatshard.policy import CPUOffloadPolicy, OffloadPolicy
 
@@ -38,7 +39,7 @@ class Home:
         try:
             return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self.pinned)
         except RuntimeError as error:
-            size = f"{numel * dtype.itemsize / 1e9:.2f} GB of host memory"
+            size = f"{format_bytes(numel * dtype.itemsize)} of host memory"
             if not self.pinned:
                 raise RuntimeError(f"CPUOffloadPolicy: {size} could not be allocated: {error}") from error
             raise RuntimeError(
