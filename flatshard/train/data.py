@@ -145,15 +145,13 @@ def _dataset(path: Path, settings: TrainSettings, tokenizer: Any, vocab: int) ->
 
 def _check(text: Text, settings: TrainSettings) -> None:
     """Mistake if the text is too short, or a token is outside of the vocabulary."""
-    data = settings.data or "the bundled text"
+    data, context = settings.data or "the bundled text", settings.context
     training, held = _parts(text, settings)
-    if training <= settings.context or (settings.val_every and held <= settings.context):
+    if training <= context or (settings.val_every and held <= context):
         what = "bytes" if text.tokenizer is None and text.vocab == 256 else "tokens"
         part = f", {held} of them for validation" if settings.val_every else ""
-        raise Mistake(
-            f"{data} has {len(text.tokens)} {what}{part}; "
-            f"--context {settings.context} needs more: give a smaller --context"
-        )
+        size = f"{data} has {len(text.tokens)} {what}{part}"
+        raise Mistake(f"{size}; --context {context} needs more: give a smaller --context")
     # On a GPU, a kernel would fail without naming the token.
     most = int(text.tokens.numpy().max())  # torch has no maximum of unsigned integers; 1 GB takes a tenth of a second
     if most >= text.vocab:

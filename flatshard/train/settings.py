@@ -205,12 +205,10 @@ class TrainSettings:
     def check_continues(self, recipe: dict[str, str], where: Path) -> None:
         """Mistake unless these settings can continue the run in ``where``, which has this recipe."""
         own = self.recipe
-        odd = next((flag for flag, value in recipe.items() if own.get(flag) != value), None)
-        if odd is not None:
-            raise Mistake(
-                f"{where} was trained with {odd} {recipe[odd]}, not {own.get(odd)}; "
-                "give the same flags, or another --checkpoint"
-            )
+        for flag, value in recipe.items():
+            if own.get(flag) != value:
+                differs = f"{where} was trained with {flag} {value}, not {own.get(flag)}"
+                raise Mistake(f"{differs}; give the same flags, or another --checkpoint")
 
     def rows_per_rank(self, world: int) -> int:
         """The number of rows per rank and step. Mistake if ``world`` ranks cannot share the batch equally."""
