@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from itertools import pairwise
 
@@ -43,6 +44,7 @@ class GroupRow:
     is_offloaded: bool = False  # main weights are in host memory
 
 
+_bytes = partial(format_bytes, binary=True)
 _FORMATS = "gathers / reduces"
 _COLUMNS: dict[str, Callable[[GroupRow], str]] = {
     "unit": lambda row: row.unit,
@@ -53,7 +55,7 @@ _COLUMNS: dict[str, Callable[[GroupRow], str]] = {
     "grad": lambda row: "yes" if row.trainable else "no",
     "mesh": lambda row: row.mesh,
     "placement": lambda row: row.placements,
-    "bytes/rank": lambda row: format_bytes(row.bytes_per_rank, binary=True),
+    "bytes/rank": lambda row: _bytes(row.bytes_per_rank),
     "padding": lambda row: f"{100 * row.waste:.2f}%",
     "kept": lambda row: row.kept,
     _FORMATS: lambda row: row.formats or "-",
@@ -84,13 +86,10 @@ class Summary:
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in table]
         lines.insert(1, "  ".join("-" * width for width in widths))
         total = sum(row.parameters for row in self.rows)
-        lines.append(
-            f"{total:,} parameters, {format_bytes(self.bytes_per_rank, binary=True)} of main weights on this rank"
-        )
+        lines.append(f"{total:,} parameters, {_bytes(self.bytes_per_rank)} of main weights on this rank")
         if self.state is not None:
             size, elements = self.state
-            state = f"{format_bytes(size, binary=True)} of optimizer state on this rank"
-            lines.append(f"{state}, {size / max(elements, 1):.2f} per parameter")
+            lines.append(f"{_bytes(size)} of optimizer state on this rank, {size / max(elements, 1):.2f} per parameter")
         if self.leases:
             lines.append(f"gathered now: {'; '.join(self.leases)}")
         return "\n".join(lines)
