@@ -132,20 +132,23 @@ def _outwait(work: Work, what: Callable[[], str], error: RuntimeError) -> None:
         work.wait()
         return
     has_ended = False
-    while True:
-        if _is_of_handler(error, work):
-            raise error
-        if has_ended:
-            raise alarm.explain(what(), error) from error
-        if alarm.verdict.is_failure:
-            alarm.gave_up = True
-            raise alarm.verdict.error(what())
-        has_ended = work.is_completed()  # asked first: what ends while it is waited for may have ended well
-        try:
-            work.wait(_PATIENCE)
-            return
-        except RuntimeError as again:
-            error = again
+    try:
+        while True:
+            if _is_of_handler(error, work):
+                raise error
+            if has_ended:
+                raise alarm.explain(what(), error) from error
+            if alarm.verdict.is_failure:
+                alarm.gave_up = True
+                raise alarm.verdict.error(what())
+            has_ended = work.is_completed()  # asked first: what ends while it is waited for may have ended well
+            try:
+                work.wait(_PATIENCE)
+                return
+            except RuntimeError as again:
+                error = again
+    finally:
+        del error  # it refers to this frame, and so to the callers' tensors, until a garbage collection
 
 
 def _is_of_handler(error: RuntimeError, work: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import gc
 import json
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import ClassVar
 from unittest import mock
@@ -280,6 +282,30 @@ def test_a_wait_that_ends_just_when_it_has_been_given_up_has_ended_well():
     work = Late()
     Ticket(works=[work]).wait()
     assert work.waits == 2
+
+
+def test_a_slow_wait_keeps_nothing_of_its_callers():
+    class Slow:
+        waits = 0
+
+        def is_completed(self):
+            return False
+
+        def wait(self, patience):
+            self.waits += 1
+            if self.waits < 3:
+                raise RuntimeError("Operation timed out!")
+
+    def body():
+        tensor = torch.zeros(8)
+        Ticket(works=[Slow()]).wait()
+        return weakref.ref(tensor)
+
+    gc.disable()
+    try:
+        assert body()() is None
+    finally:
+        gc.enable()
 
 
 def test_an_error_of_a_signal_handler_is_nobody_elses():
