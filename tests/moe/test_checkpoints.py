@@ -216,6 +216,13 @@ def test_transposed_tensors_of_any_shape_come_back(tmp_path):
     assert all(map(torch.equal, other.each, model.each))
 
 
+def test_a_transposed_tensor_of_one_row_comes_back(tmp_path):
+    model, other, rules = nn.Linear(6, 1), nn.Linear(6, 1), [StoredAs("weight", ("kernel",), transposed=True)]
+    export_safetensors(model, tmp_path, names=rules, progress=False)
+    load_safetensors(other, tmp_path, names=rules, progress=False)
+    assert torch.equal(other.weight, model.weight)
+
+
 def test_names_that_mean_nothing_are_refused():
     for wrong in (
         {"name": "a.*", "files": ("b",)},
