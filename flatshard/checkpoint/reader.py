@@ -73,13 +73,6 @@ class Reader(ExitStack):
 
     def _fill(self, name: str, into: torch.Tensor, chunk: Chunk, low: Sequence[int], high: Sequence[int]) -> None:
         """Copy the elements from ``low`` to ``high`` of a chunk into a tensor of their shape."""
-<<<<<<< HEAD
-        # A first dim of size 1 is dropped: then single rows of the next can be read. Two dims can be swapped, not one.
-        if len(chunk.sizes) > 1 + chunk.transposed and chunk.sizes[0] == 1:
-            self._fill(name, into[0], replace(chunk, sizes=chunk.sizes[1:]), low[1:], high[1:])
-            return
-=======
->>>>>>> review
         if chunk.transposed:
             part = into.new_empty(swapped(into.shape))
             turned = replace(chunk, sizes=swapped(chunk.sizes), transposed=False)
