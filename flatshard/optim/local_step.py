@@ -217,8 +217,8 @@ class LocalStep:
         on_host = any(group.home.host for group in mine)
         for group in mine:
             # A host thread steps groups in host memory. This thread must not change the optimizer at the same time.
-            if group.home.host == on_host:
-                group.gradients.on_final = functools.partial(_step_early, weakref.ref(optimizer), weakref.ref(group))
+            early = functools.partial(_step_early, weakref.ref(optimizer), weakref.ref(group))
+            group.gradients.on_final = early if group.home.host == on_host else None
 
 
 def _step_early(optimizer: weakref.ref[Optimizer], group: weakref.ref[ParamGroup]) -> None:
