@@ -74,7 +74,8 @@ def compare_strategies(model: ModelShape, machine: Machine, training: Training) 
             else f" Of these, {leaner.name} needs the least memory: {gigabytes(best.peak - leaner.peak)} less."
         )
     if not best.offload:
-        better = [row for row in _with_recompute(machine, training, rows) if _is_faster(row, best)]
+        fitting = _with_recompute(machine, training, rows)
+        better = [row for row in fitting if not row.offload and _is_faster(row, best)]
         if better:
             name = min(better, key=lambda row: row.cost).name
             why += f" With --recompute, {name} also fits, and is likely to be faster."
@@ -87,9 +88,9 @@ def compare_strategies(model: ModelShape, machine: Machine, training: Training) 
 
 
 def _with_recompute(machine: Machine, training: Training, rows: Sequence[StrategyRow]) -> list[StrategyRow]:
-    """The strategies that fit on the device with recompute, if the activations with recompute are known."""
+    """The strategies that fit with recompute, if the activations with recompute are known."""
     saved = 0.0 if training.recomputed is None else (training.activations or 0.0) - training.recomputed
-    return [row for row in rows if saved > 0 and row.peak - saved <= machine.usable and not row.offload]
+    return [row for row in rows if saved > 0 and row.peak - saved <= machine.usable]
 
 
 def _is_faster(row: StrategyRow, best: StrategyRow) -> bool:
@@ -225,9 +226,10 @@ def _instead(model: ModelShape, machine: Machine, training: Training, rows: Sequ
     activations, recomputed = training.activations or 0.0, training.recomputed
     if recomputed is not None and recomputed < activations:
         text = f"With --recompute, activations take {gigabytes(recomputed)} instead of {gigabytes(activations)}"
-        fitting = _with_recompute(machine, training, rows)
-        if fitting:
-            return f"{text}, and {min(fitting, key=lambda row: row.cost).name} fits."
+        best = min(_with_recompute(machine, training, rows), key=lambda row: row.cost, default=None)
+        text += "" if best is None else f", and {best.name} fits"
+        if best is not None and not best.offload:
+            return f"{text}."
         training = replace(training, activations=recomputed, recomputed=None)
         return f"{text}. {_instead(model, machine, training, rows)}"
     least, devices = math.inf, machine.devices

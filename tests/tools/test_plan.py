@@ -167,7 +167,7 @@ def test_recompute_is_suggested_where_it_is_the_answer():
     assert plan.advice is None
     assert "With --recompute, activations take 2.00 GB instead of 60.0 GB, and ZeRO 0 fits." in plan.why
     plan = compare_strategies(load_model("llama-8b"), replace(machine, devices=2), training)
-    assert "instead of 60.0 GB. On 8 devices, ZeRO 3 takes" in plan.why
+    assert "instead of 60.0 GB, and ZeRO 3 offload fits. On 8 devices, ZeRO 3 takes" in plan.why
     wide = replace(training, activations=20e9)
     plan = compare_strategies(load_model("llama-8b"), replace(machine, devices=64), wide)
     assert plan.advice == "HFSDP"
