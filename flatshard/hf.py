@@ -21,7 +21,7 @@ from flatshard.buffer import Exchange
 from flatshard.checkpoint.deferred_tensors import DeferredFile, DeferredTensor, defer
 from flatshard.checkpoint.errors import on_all_ranks
 from flatshard.checkpoint.full import iter_full_tensors
-from flatshard.engine.tree.row_embedding import original_classes
+from flatshard.engine.tree.unit_classes import original_classes
 from flatshard.engine.units.unit import unit_of
 from flatshard.gathering import gathered
 

@@ -25,7 +25,7 @@ from flatshard.engine.schedule.reduces import join_reduces
 from flatshard.engine.schedule.root import Root, root_of
 from flatshard.engine.tree.build import units_below
 from flatshard.engine.tree.roots import find_root
-from flatshard.engine.tree.row_embedding import RowEmbedding, class_before
+from flatshard.engine.tree.unit_classes import RowEmbedding, class_before
 from flatshard.engine.units.changes import applying, check_change
 from flatshard.engine.units.unit import Unit, unit_of
 from flatshard.policy import MixedPrecisionPolicy, own_policy

@@ -23,7 +23,7 @@ from flatshard.checkpoint.errors import CheckpointError
 from flatshard.checkpoint.files import TensorEntry, TensorFiles, swapped
 from flatshard.checkpoint.progress import Advance
 from flatshard.checkpoint.reader import Reader
-from flatshard.engine.tree.row_embedding import original_classes
+from flatshard.engine.tree.unit_classes import original_classes
 
 _WRAPPERS = re.compile(r"(?:module\.)*")
 _EXPERT = "{expert}"

@@ -25,7 +25,7 @@ from flatshard.engine.parameters.sharded_param import Plain, ShardedParam, Site,
 from flatshard.engine.parameters.structure import Structure
 from flatshard.engine.parameters.values import Initial
 from flatshard.engine.rows.gradients import RowGradients
-from flatshard.engine.tree.row_embedding import look_up_rows
+from flatshard.engine.tree.unit_classes import look_up_rows
 from flatshard.engine.units.changes import hook_state_dicts
 from flatshard.engine.units.entry_points import EntryPoints
 from flatshard.engine.units.intent import Intent

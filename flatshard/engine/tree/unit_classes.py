@@ -1,4 +1,4 @@
-"""`nn.Embedding` whose forward looks up rows, and how it becomes a unit."""
+"""Classes of units: the class of a module before it was sharded, and `nn.Embedding` whose forward looks up rows."""
 
 from __future__ import annotations
 
