@@ -77,7 +77,7 @@ def _let_go(unit: Unit) -> None:
     """The last context of a unit has ended: reshard it, or hide its weights if another lease needs them."""
     if Lease.PASS in unit.leases or unit.phase is not Phase.RESTING:
         return
-    if unit.leases or _root(unit).is_about_to_use(unit):
+    if unit.leases:
         unit.hide()
     else:
         unit.release()

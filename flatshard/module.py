@@ -125,8 +125,6 @@ class FSDPModule(TorchFSDPModule):
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
         _ask(self, recurse, reshard_after_forward=reshard_after_forward)
-        for unit in _units(self, recurse):
-            unit.parks = False
         for group in _groups(self, recurse):
             group.park_mesh = None
 

@@ -55,7 +55,6 @@ class DryRun:
             mine, precision = self._groups[number], MixedPrecisionPolicy()
             unit = Unit(modules, mine, _NO_MESH, _CPU, precision, intent, find_root, setup.schedule)
             unit.tables = tables
-            unit.parks = any(group.sizes.parked for group in self._groups[number])
             for module in modules:
                 own(module, unit)
             self._units.append(unit)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import flatshard
 from flatshard import fully_shard, summary
@@ -58,6 +62,38 @@ def _leases(rank, world):
 
 def test_each_has_a_reason_and_an_end(ranks):
     ranks(2, _leases)
+
+
+def _checked_in_hooks(rank, world, recompute):
+    """Whatever is gathered while a pass runs has a lease; units ahead of it have that of prefetch."""
+    torch.manual_seed(0)
+    model, seen = nn.Sequential(*(nn.Sequential(nn.Linear(DIM, DIM)) for _ in range(6))), set[str]()
+    for part in model:
+        if recompute:
+            part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)
+        fully_shard(part)
+    fully_shard(model)
+    units = [unit_of(part) for part in model]
+
+    def check(*_: Any) -> None:
+        for unit in units:
+            assert unit.is_gathered == bool(unit.leases), (unit.name, unit.leases)
+            seen.update(lease.value for lease in unit.leases)
+
+    for part in model:
+        part[0].register_forward_hook(check)
+        part[0].register_full_backward_hook(check)
+    for _ in range(3):
+        model(torch.ones(2, DIM, requires_grad=True)).sum().backward()
+        with torch.no_grad():
+            model(torch.ones(2, DIM))
+        assert not any(unit.leases or unit.is_gathered for unit in units)
+    assert seen == {"a pass", "prefetch"}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_is_gathered_has_a_lease(ranks, recompute):
+    ranks(2, _checked_in_hooks, recompute)
 
 
 def _graph(rank, world):

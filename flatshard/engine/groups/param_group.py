@@ -347,7 +347,8 @@ class ParamGroup:
 
     def park(self) -> None:
         """Before a release after forward: keep this rank's part of the full weights on the smaller mesh."""
-        if self.park_mesh is not None and self.ticket is not None:
+        assert self.park_mesh is not None
+        if self.ticket is not None:
             self.source.park(self.park_mesh)
 
     def _make_full(self) -> None:

@@ -60,8 +60,7 @@ class Root:
         pool = Pool(Lane("reduce", device))
         self.reduces = Reduces(self, units, pool, policy, self.program, self.announcer)
         self.entry: int | None = None  # the outermost unit whose forward is running
-        self._retained: int | None = None  # a unit gathered by a recompute, before its backward
-        self._ahead: set[int] = set()  # gathered by prefetch and not needed yet
+        self._recomputed: int | None = None  # the last unit that was recomputed and is not yet in its backward
         self._apart = frozenset(_experts(units)) if len(self.meshes) > 1 else frozenset[int]()
         self._done: set[int] = set()  # units that the running backward has left
         # Ranks compare steps in check mode. The process may count more, if a rank also trains another model.
@@ -128,7 +127,6 @@ class Root:
                     group.renew()
                     if group.home.host:
                         group.source.prepare()
-        self._ahead.clear()
         if self.optional is not None:
             self.optional.begin_pass()
         # The gathers of this pass read main after all that has been enqueued so far, the optimizer's writes included.
@@ -170,7 +168,7 @@ class Root:
         for unit in self.units:
             if unit.phase is not Phase.RESTING or unit.is_unseen:
                 unit.forward_over(grads)
-        self._release_ahead()
+        self._release_prefetched()
         self._end_pass()
 
     def begin_backward(self) -> None:
@@ -214,8 +212,8 @@ class Root:
         for unit in reversed(self.units):
             if not unit.is_at_rest:
                 unit.backward_over()
-        self._release_ahead()
-        self._retained = None
+        self._release_prefetched()
+        self._recomputed = None
         self.reduces.end_backward(joins=self.joins and any(unit.is_last for unit in self.units))
         self._end_pass()
 
@@ -250,8 +248,7 @@ class Root:
         self.reduces.join()
         for unit in self.units:
             unit.recover(broken)
-        self._ahead.clear()
-        self._retained, self.entry, self._end = None, None, None
+        self._recomputed, self.entry, self._end = None, None, None
         if self.optional is not None:
             self.optional.give_up()
         self.program.abandon()
@@ -294,9 +291,9 @@ class Root:
         """The running pass has reached a unit: launch its all-gather, if it has one, and those of the next units."""
         if not (unit.is_optional and unit.index in self.program.needed):  # only the first use counts
             self.program.need(unit.index, self._comes_later)
-        self._ahead.discard(unit.index)
-        if self._retained == unit.index:
-            self._retained = None  # in use again
+        unit.leases.pop(Lease.PREFETCH, None)
+        if self._recomputed == unit.index:
+            self._recomputed = None  # in use again
         if gather and not unit.is_gathered:
             self.gather(unit)
         self._gather_next(unit, self.policy.max_gathered - 1)
@@ -310,8 +307,8 @@ class Root:
 
     def gather_early(self, unit: Unit) -> None:
         """Launch the all-gather of a unit that the running pass reaches later."""
-        self._ahead.add(unit.index)
         self.gather(unit)
+        unit.leases[Lease.PREFETCH] = True
 
     def gather(self, unit: Unit) -> None:
         """Launch the all-gather of a unit. No effect if it is already gathered."""
@@ -338,10 +335,6 @@ class Root:
                 if unit.is_first and not group.is_full:
                     group.renew()
             self.gather(unit)
-
-    def is_about_to_use(self, unit: Unit) -> bool:
-        """Whether a unit was prefetched for the running pass."""
-        return unit.index in self._ahead or unit.index == self._retained
 
     def _comes_later(self, index: int) -> bool:
         unit = self.unit_at(index)
@@ -425,16 +418,16 @@ class Root:
         """Keep a recomputed unit gathered for its backward, which usually is next; only the last such unit is kept."""
         if self.optional is not None:
             return  # the last unit depends on what a rank uses, so all units of a recomputed segment stay
-        earlier, self._retained = self._retained, unit.index
+        earlier, self._recomputed = self._recomputed, unit.index
         other = None if earlier is None or earlier == unit.index else self.unit_at(earlier)
         if other is not None and not other.in_backward and Lease.USER not in other.leases:
             other.release()
 
     def _gather_next(self, unit: Unit, most: int) -> None:
-        """Prefetch the units that the user set, or those of the recorded order, within the limits."""
+        """Prefetch the units that the user set, or those of the recorded order, until ``most`` of it are prefetched."""
         if not self.policy.prefetch:
             return
-        backward, ahead = self.program.running is Pass.BACKWARD, self._ahead
+        backward = self.program.running is Pass.BACKWARD
         explicit = unit.intent.prefetch_in_backward if backward else unit.intent.prefetch_in_forward
         if explicit is not None:
             for module in (ref() for ref in explicit):
@@ -442,12 +435,15 @@ class Root:
                 if other is not None and not other.is_gathered and other.rows is None:
                     self.gather_early(other)
             return
-        room, bytes_ahead = most - len(ahead - self._apart if self._apart else ahead), self.policy.max_gathered_bytes
-        if room <= 0 and not bytes_ahead:
-            return
-        for index in tuple(self.program.upcoming):
+        room, bytes_ahead = most, self.policy.max_gathered_bytes
+        for index in self.program.upcoming:
+            if room <= 0 and not bytes_ahead:
+                return
             other = self._units[index]()
-            if other is None or other is unit or index in ahead:
+            if other is None or other is unit:
+                continue
+            if Lease.PREFETCH in other.leases:
+                room -= index not in self._apart
                 continue
             if other.is_gathered:
                 return  # the next unit is gathered; the one after it is prefetched when the next is needed
@@ -457,11 +453,8 @@ class Root:
                 continue  # a recompute has used it, or it needs no gather: this backward does not need it
             if room <= 0 and self._bytes_with(unit, other) > bytes_ahead:
                 return
-            ahead.add(index)
-            self.gather(other)
+            self.gather_early(other)
             room -= index not in self._apart
-            if room <= 0 and not bytes_ahead:
-                return
         if backward and self.policy.keep_for_next and self.optional is None:
             # Prefetch for the next micro-batch, which starts with units that this backward does not gather.
             for other in self.units:
@@ -475,7 +468,7 @@ class Root:
         Units that contain others, and units that are kept, stay gathered beside the next ones; of the rest, one at a
         time.
         """
-        ahead = [each for index in self._ahead if (each := self.unit_at(index)) is not None]
+        ahead = [each for each in self.units if Lease.PREFETCH in each.leases]
         staying = one = 0
         for each in (unit, *ahead, other):
             opening = sum(group.opening_bytes for group in each.groups)
@@ -486,13 +479,11 @@ class Root:
         arriving = sum(group.arriving_bytes for group in other.groups)
         return self.gather_pool.live_bytes + arriving + staying + one
 
-    def _release_ahead(self) -> None:
+    def _release_prefetched(self) -> None:
         """Release units that were prefetched but not needed."""
-        for index in sorted(self._ahead):
-            unit = self.unit_at(index)
-            if unit is not None:
+        for unit in self.units:
+            if Lease.PREFETCH in unit.leases:
                 unit.release()
-        self._ahead.clear()
 
     def unit_left(self, unit: Unit) -> None:
         """The running backward has left a unit: the gradients of its groups are complete, if there are any."""

@@ -322,7 +322,7 @@ def build_unit(
         each.place(choices.device, choices.precision.param_dtype)
     for group in groups:
         if park is not None and group.mesh == choices.mesh and not group.is_extended:
-            group.park_mesh, unit.parks = park, True  # the others are gathered again from all
+            group.park_mesh = park  # the others are gathered again from all
     if by_rows is not None:
         look_up_rows(unit, by_rows)
     if nests and len(modules) == 1:

@@ -109,7 +109,6 @@ class Unit:
         self.choices: Any = None  # the arguments of the call, for copies
         self.copier: Callable[[nn.Module, dict[int, Any]], nn.Module] | None = None  # makes those
         self.number = next(_numbers)  # of the call in this process
-        self.parks = False  # between forward and backward its weights are sharded over a smaller mesh
         self.phase = Phase.RESTING
         self.root: RootProtocol | None = None
         self.call: Call | None = None  # the forward that is running
@@ -391,8 +390,8 @@ class Unit:
             if not grads:
                 self.hide()  # an optimizer that is built now needs the sharded parameters
             return
-        if grads and self.parks:
-            for group in self.groups:
+        for group in self.groups if grads else ():
+            if group.park_mesh is not None:
                 group.park()
         self.release()
 
@@ -577,8 +576,9 @@ class Unit:
         self.call = None  # a recompute that stopped early, or that ran only some modules of a list
         self.phase = Phase.RESTING
         self.is_unseen = False
-        for group in self.groups if self.parks else ():
-            group.source.unpark()
+        for group in self.groups:
+            if group.park_mesh is not None:
+                group.source.unpark()
 
     @property
     def _reshards_now(self) -> bool:
@@ -614,6 +614,8 @@ class Unit:
             self.release(always=True)
         elif broken_backward:
             self.leases = {Lease.USER: self.leases[Lease.USER]}
+        else:
+            self.leases.pop(Lease.PREFETCH, None)
 
     def reset(self) -> None:
         """Reset the unit in any state; gradients that have not been reduced are dropped."""
