@@ -25,7 +25,7 @@ import upstream_devices
 from _pytest.runner import runtestprotocol
 
 _SETTINGS: dict[str, Any] = json.loads(os.environ["UPSTREAM"])
-_TRIES = 5  # of a test that failed beside another one, on the same Multi-Process Service
+_TRIES = 3  # of a test that failed beside another one, on the same Multi-Process Service
 _GRACE = 5.0  # seconds for the other ranks when one has failed
 _ERROR = re.compile(r"^(?:E\s+)?((?:\w+\.)*(?:\w*(?:Error|Exception|Warning|Exit|Interrupt|Unsupported)|Failed)\b.*)")
 _WRAPPER = re.compile(r"(?:Process|Thread) \d+ (?:exited|terminated)")
@@ -90,7 +90,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
             if ended is not None:
                 one = running.pop(pid)
                 if services.blames_another(one, ended[0]):
-                    waiting.appendleft((one.item, one.number, one.tries + 1))
+                    waiting.append((one.item, one.number, one.tries + 1))  # after all others
                 else:
                     _write(one.item.nodeid, *ended, one.log)
         time.sleep(0.02)
