@@ -33,6 +33,7 @@ Around = Callable[[int], AbstractContextManager[None]]
 # Of gathers and reduces, by the end of a system's name. Embedding and head stay in bfloat16, except in the last.
 FORMATS: dict[str, dict[str, Any]] = {
     "int8-gathers": {"gather_format": "int8"},
+    "auto-gathers": {"gather_format": "auto"},
     "int8": {"gather_format": "int8", "reduce_format": "int8"},
     "int8-stochastic": {"gather_format": "int8", "reduce_format": "int8", "stochastic": True},
     "float8": {"gather_format": "float8"},

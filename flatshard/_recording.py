@@ -136,6 +136,15 @@ class Recording:
         }
         return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
+    def gather_waits(self, first: int) -> dict[str, float]:
+        """Seconds of waiting for all-gathers by unit, from the wait with this number on."""
+        self._settle()
+        found: dict[str, float] = {}
+        for wait in self.waits[first:]:
+            if wait.phase != "reduce":
+                found[wait.unit] = found.get(wait.unit, 0.0) + self.seconds(wait.end) - self.seconds(wait.begin)
+        return found
+
     def _settle(self) -> None:
         if self._cuda:
             torch.cuda.synchronize()

@@ -109,6 +109,8 @@ class Captured:
         roots = [root for ref in self._roots if (root := ref()) is not None]
         for root in roots:
             _check_capturable(root)
+            if not root.choose_formats():
+                raise ValueError('gather_format="auto" needs three eager steps before a capture: use warmup=3 or more')
             root.agree()  # ranks compare a policy that was set since the last step, which a graph cannot do
         _check_optimizers(self._optimizers)
         before = _gradients(roots)

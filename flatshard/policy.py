@@ -41,7 +41,8 @@ class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
     Formats send fewer bytes than these dtypes (docs/formats.md). The default is none:
 
     ``gather_format``: weights are sent as one byte per element, ``"int8"`` or ``"float8"`` (e4m3), with a scale per
-    block. They are encoded once per optimizer step from the main weights, and decoded to ``param_dtype``.
+    block. They are encoded once per optimizer step from the main weights, and decoded to ``param_dtype``. ``"auto"``:
+    the third step is measured, and from the next one on, units whose all-gathers compute waits for use ``"int8"``.
     ``reduce_format``: gradients are sent as ``"int8"`` with a scale per block, or in bfloat16 (``"bf16_fp32"``). Both
     are added in float32, in the order of ranks, without further rounding. A pair gives the formats of the two axes of a
     mesh, (outer, inner); a single format is for the sharded axis.
@@ -57,7 +58,7 @@ class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
     cast_forward_inputs: bool = True
     main_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
-    gather_format: GatherFormat | None = None
+    gather_format: GatherFormat | Literal["auto"] | None = None
     reduce_format: ReduceFormat | tuple[ReduceFormat | None, ReduceFormat | None] | None = None
     block: int = 128
     stochastic: bool = False
@@ -74,8 +75,8 @@ class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
 
     def _check_formats(self) -> None:
         gathers, reduces = (get_args(kind) for kind in (GatherFormat, ReduceFormat))
-        if self.gather_format is not None and self.gather_format not in gathers:
-            raise ValueError(f"gather_format={self.gather_format!r}: must be one of {', '.join(gathers)} or None")
+        if self.gather_format not in (*gathers, "auto", None):
+            raise ValueError(f"gather_format={self.gather_format!r}: must be one of {', '.join(gathers)}, auto or None")
         given = self.reduce_format
         for each in given if isinstance(given, tuple) else (given,):
             if each is not None and each not in reduces:

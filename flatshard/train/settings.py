@@ -111,7 +111,7 @@ class TrainSettings:
     reshard: bool = True  # free the weights of a block after forward, and all-gather them again in backward
     offload: bool = False  # keep main weights and optimizer state in host memory
     precision: Literal["float32", "bfloat16"] = "float32"  # compute dtype; main weights stay float32
-    gather_format: Literal["none", "int8", "float8"] = "none"  # encoding of weights in all-gathers
+    gather_format: Literal["none", "int8", "float8", "auto"] = "none"  # encoding of weights in all-gathers
     reduce_format: Literal["none", "int8", "bf16_fp32"] = "none"  # encoding of gradients in reduce-scatters
     rows: bool = False  # send only the rows of the embedding that a batch needs
     recompute: bool = False  # recompute blocks in backward to save memory

@@ -19,6 +19,7 @@ from flatshard.engine.gradients.reduction import Goal
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.program import Pass, Program
 from flatshard.engine.schedule.agreement import Agreement, Announcer, check_model, patience
+from flatshard.engine.schedule.auto_formats import AutoFormats
 from flatshard.engine.schedule.optional import OptionalUnits, refuse_backward_of_two, refuse_forward_within
 from flatshard.engine.schedule.reduces import Reduces
 from flatshard.engine.units.changes import absorb_moved
@@ -67,6 +68,7 @@ class Root:
         self._step, self._taken = 1, steps.taken()
         self.task = -1  # the autograd graph task of the running backward
         self._end: weakref.ref[_End] | None = None  # what is to happen at the end of the running backward
+        self._auto = AutoFormats() if any(unit.policy.gather_format == "auto" for unit in units) else None
         self.optional = OptionalUnits(self, self.reduce_lane.own_groups) if has_optional else None
         self.has_optional = has_optional
         if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
@@ -107,9 +109,12 @@ class Root:
 
     def begin_forward(self, entry: Unit) -> None:
         """A forward starts at ``entry``. The state of an earlier pass is cleared: its weights may be out of date."""
-        self.agree()
         if self.program.running is not None:
             self.recover()
+        self.count_step()
+        if self._auto is not None and self._auto.begin_forward(self, self._step, torch.is_grad_enabled()):
+            self._auto = None
+        self.agree()
         refuse_forward_within(self)
         self.entry = entry.index
         self.forwards += 1
@@ -132,7 +137,6 @@ class Root:
         # The gathers of this pass read main after all that has been enqueued so far, the optimizer's writes included.
         self.refresh_order()
         kind = Pass.FORWARD if grads else Pass.FORWARD_NO_GRAD
-        self.count_step()
         record.phase = _PHASE[kind]
         self.program.is_profiled = _torch.profiling()
         self.program.begin(kind, entry.index)
@@ -405,6 +409,14 @@ class Root:
             for group in unit.groups:
                 group.set_policy(policy)
         self._has_agreed = False
+        if policy.gather_format == "auto":
+            self._auto = AutoFormats()
+
+    def choose_formats(self) -> bool:
+        """Choose the formats of units with ``gather_format="auto"``. Returns False if that needs further steps."""
+        if self._auto is not None and self._auto.choose(self):
+            self._auto = None
+        return self._auto is None
 
     def _check_rest(self, method: str) -> None:
         self.give_up_broken()

@@ -80,7 +80,7 @@ class Formats:
         for axis, (size, each) in enumerate(zip(mesh, reduces)):
             if each is not None and not is_sharded(final[axis]) and size > _MOST_AMONG[each]:
                 reduces[axis] = None
-        gather = policy.gather_format if any(encoded) else None
+        gather = None if policy.gather_format == "auto" or not any(encoded) else policy.gather_format
         return cls(layout, encoded, gather, tuple(reduces), policy.block, policy.stochastic)
 
     def __str__(self) -> str:

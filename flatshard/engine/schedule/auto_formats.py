@@ -1,0 +1,72 @@
+"""`gather_format="auto"`: encode the all-gathers that compute waits for, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from flatshard import _recording
+from flatshard.buffer import Lane
+from flatshard.engine.units.leases import Lease
+from flatshard.engine.units.unit import Unit
+from flatshard.policy import MixedPrecisionPolicy
+
+_WARMUP = 2  # steps before the one that is measured: the first has no prefetch
+# Seconds per step and weight. Encoding once and decoding twice read and write about 10 bytes of device memory.
+_COST = 5e-12
+
+
+class RootWithFormats(Protocol):
+    """What `AutoFormats` uses of a root."""
+
+    gather_lane: Lane
+    meshes: list[Any]
+
+    @property
+    def units(self) -> list[Unit]: ...
+
+    def set_precision(self, units: Sequence[Unit], policy: MixedPrecisionPolicy) -> None: ...
+
+
+class AutoFormats:
+    """Measures how long compute waits for the all-gathers of each unit in one step, then chooses their formats.
+
+    The longest wait of all ranks counts, so all ranks choose the same.
+    """
+
+    def __init__(self) -> None:
+        self._recording: _recording.Recording | None = None
+        self._is_own = False  # the recording: else it is one of the user's
+        self._first = 0  # of its waits, in the step that is measured
+        self._step = _WARMUP + 1  # that step
+
+    def begin_forward(self, root: RootWithFormats, step: int, grads: bool) -> bool:
+        """A forward of this optimizer step starts. Returns whether the formats have been chosen."""
+        if self._recording is not None and step > self._step and grads:
+            return self.choose(root)
+        if self._recording is None and step >= self._step and grads:
+            self._is_own, self._step = _recording.active is None, step
+            self._recording = _recording.active or _recording.Recording()
+            self._first = len(self._recording.waits)
+        self._record(grads)  # evaluation does not count
+        return False
+
+    def _record(self, on: bool) -> None:
+        if self._is_own and _recording.active in (None, self._recording):
+            _recording.active = self._recording if on else None
+
+    def choose(self, root: RootWithFormats) -> bool:
+        """Choose the formats by what has been measured. All ranks call it, between passes."""
+        if self._recording is None or any(Lease.USER in unit.leases for unit in root.units):
+            return False
+        self._record(False)
+        exposed = self._recording.gather_waits(self._first)
+        mine = [int(1e9 * exposed.get(unit.name, 0.0)) for unit in root.units]
+        found = root.gather_lane.most(root.meshes, mine, "the choice of gather formats")
+        for unit, nanoseconds in zip(root.units, found):
+            if unit.policy.gather_format == "auto":
+                weights = sum(group.layout.payload for group in unit.groups if any(group.formats.encoded))
+                is_exposed = weights > 0 and 1e-9 * nanoseconds > _COST * weights
+                root.set_precision([unit], replace(unit.policy, gather_format="int8" if is_exposed else None))
+        return True
