@@ -58,7 +58,7 @@ class AutoFormats:
 
     def choose(self, root: RootWithFormats) -> bool:
         """Choose the formats by what has been measured. All ranks call it, between passes."""
-        if self._recording is None or any(Lease.USER in unit.leases for unit in root.units):
+        if self._recording is None or any(map(_must_stay, root.units)):
             return False
         self._record(False)
         exposed = self._recording.gather_waits(self._first)
@@ -70,3 +70,8 @@ class AutoFormats:
                 is_exposed = weights > 0 and 1e-9 * nanoseconds > _COST * weights
                 root.set_precision([unit], replace(unit.policy, gather_format="int8" if is_exposed else None))
         return True
+
+
+def _must_stay(unit: Unit) -> bool:
+    """Whether somebody reads the weights as they are now."""
+    return Lease.USER in unit.leases or Lease.GRAPH in unit.leases or any(group.is_held for group in unit.groups)
