@@ -73,13 +73,7 @@ def memory_of(model: ModelShape, setup: TrainingSetup) -> Memory:
     fullest = _Fullest(replace(resting, gradients=sum(group.accumulated for group in every)))
     run = DryRun(model, groups, setup, fullest.add)
     run.step()
-    launches = [
-        launch
-        for unit, counts in zip(groups, run.gathers)
-        for group, count in zip(unit, counts)
-        for launch in group.launches(*count)
-    ]
-    return Memory(resting, fullest.peak, fullest.most_gathered, fullest.most_staging, tuple(launches))
+    return Memory(resting, fullest.peak, fullest.most_gathered, fullest.most_staging, tuple(run.launches()))
 
 
 def offloaded(model: ModelShape, setup: TrainingSetup) -> Memory:
