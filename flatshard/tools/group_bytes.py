@@ -144,7 +144,9 @@ class GroupBytes:
         self.main_grad = held * grad.itemsize
         self.ends = self.placements.gradient != self.placements.optimizer
         several = setup.microbatches > 1
-        self.accumulated = self._resting(grad) if several else 0
+        self._rests_unsharded = self.ends and not is_sharded(self.placements.gradient[-1])
+        resting = full if self._rests_unsharded else self._numel(self.placements.gradient)
+        self.accumulated = resting * grad.itemsize if several else 0
         self.reducing = self._staged(several, grad) * self.reduce.itemsize
         inner, outer = self.formats.reduces[-1], self.formats.reduces[0]
         result = torch.float32 if outer is not None else self.reduce
@@ -189,17 +191,10 @@ class GroupBytes:
     def _numel(self, placements: Sequence[Placement]) -> int:
         return self.layout.buffer_numel(self._pieces(placements))
 
-    def _resting(self, grad: torch.dtype) -> int:
-        """Bytes of accumulated gradients between micro-batches."""
-        innermost = self.placements.gradient[-1]
-        if self.ends and not is_sharded(innermost):
-            return self.layout.buffer_numel(self.layout.num_shards) * grad.itemsize
-        return self._numel(self.placements.gradient) * grad.itemsize
-
     def _staged(self, several: bool, grad: torch.dtype) -> int:
         """Elements of the staging buffer. A gradient in the reduce dtype that fills its segment needs none."""
         shards = self.layout.num_shards
-        if several and self.ends and not is_sharded(self.placements.gradient[-1]):
+        if several and self._rests_unsharded:
             as_it_is = grad == self.reduce or self.formats.reduces[-1] is not None
             return 0 if as_it_is else self.layout.buffer_numel(shards)
         pairs = zip(self.layout.segments, sole_owners(self.layout))
@@ -242,16 +237,22 @@ class GroupBytes:
         return moved
 
     @property
+    def _segments(self) -> int:
+        return sum(segment.piece > 0 for segment in self.layout.segments)
+
+    @property
     def _told(self) -> int:
         """The number of elements in a reduce that say which parameters this rank has used."""
         return len(self.tensors) if len(self.tensors) > 1 else 0
 
     def _gathers(self, source: Sequence[Placement], target: Sequence[Placement], times: int) -> list[PlannedCollective]:
         found, current = [], list(source)
+        piece, segments = self.piece or self.layout.run_numel * self.wire.itemsize, 1 if self.piece else self._segments
         for axis, placement in enumerate(target):
             if current[axis] != placement:
                 current[axis] = placement
-                found.append(self._launch("all_gather", axis, current, times))
+                size = piece * self._pieces(current)
+                found.append(self._collective("all_gather", axis, size, times, segments, reduces=False))
         return found
 
     def _reduces(self, rounds: int) -> list[PlannedCollective]:
@@ -269,26 +270,14 @@ class GroupBytes:
                 else:
                     found.append(self._collective("all_gather", axis, self.setup.mesh[axis] * size, times))
             elif is_sharded(final):
-                found.append(self._launch("reduce_scatter", axis, held, times))
+                told = self.setup.mesh[axis] * self._told
+                size = (self.layout.run_numel * self._pieces(held) + told) * self.reduce.itemsize
+                found.append(self._collective("reduce_scatter", axis, size, times, self._segments + bool(told)))
             else:
                 size = (self._numel(held) + self._told) * self.reduce.itemsize
                 found.append(self._collective("all_reduce", axis, size, times))
             held[axis] = final if is_sharded(final) else held[axis]
         return found
-
-    def _launch(
-        self, kind: Literal["all_gather", "reduce_scatter"], axis: int, full: Sequence[Placement], times: int
-    ) -> PlannedCollective:
-        """A collective. ``full``: placements of its full message."""
-        if kind == "all_gather" and self.piece:
-            return self._collective(kind, axis, self.piece * self._pieces(full), times, reduces=False)
-        dtype = self.wire if kind == "all_gather" else self.reduce
-        size = self.layout.run_numel * self._pieces(full) * dtype.itemsize
-        segments = sum(segment.piece > 0 for segment in self.layout.segments)
-        reduces = kind == "reduce_scatter"
-        if reduces and self._told:
-            size, segments = size + self.setup.mesh[axis] * self._told * dtype.itemsize, segments + 1
-        return self._collective(kind, axis, size, times, segments, reduces)
 
     def _collective(
         self, kind: CollectiveKind, axis: int, size: int, times: int, segments: int = 1, reduces: bool = True
