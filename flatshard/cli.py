@@ -77,9 +77,10 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_script(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module, not a file")
-    parser.add_argument("script", metavar="SCRIPT", help="a Python file; with -m, a module")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments for SCRIPT")
+    add = parser.add_argument
+    add("-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module, not a file")
+    add("script", metavar="SCRIPT", help="a Python file; with -m, a module")
+    add("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments for SCRIPT")
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -126,11 +127,10 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
         "HTML file that needs no network: lanes over time, exposed waits, memory, layout, loss curves. Two recordings "
         "are drawn side by side, with their differences."
     )
-    parser.add_argument("record", type=Path, nargs="+", metavar="RECORD", help="one recording, or two to compare")
-    parser.add_argument(
-        "-o", "--output", type=Path, default=Path("report.html"), metavar="HTML", help="page (default report.html)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("record", type=Path, nargs="+", metavar="RECORD", help="one recording, or two to compare")
+    add("-o", "--output", type=Path, default=Path("report.html"), metavar="HTML", help="page (default report.html)")
+    add(
         "--losses",
         type=Path,
         nargs="+",
@@ -138,10 +138,8 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="loss logs, one per recording (from flatshard train --losses)",
     )
-    parser.add_argument(
-        "--trace", type=Path, metavar="JSON", help="also write the (first) recording as a trace for Perfetto"
-    )
-    parser.add_argument("--peak-tflops", type=float, metavar="N", help="peak TFLOP/s of the device, to show MFU")
+    add("--trace", type=Path, metavar="JSON", help="also write the (first) recording as a trace for Perfetto")
+    add("--peak-tflops", type=float, metavar="N", help="peak TFLOP/s of the device, to show MFU")
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -188,26 +186,23 @@ def _add_rehearse(parser: argparse.ArgumentParser) -> None:
         "wire time, exposed communication and memory. A step ends when optimizer.step() returns, or when the script "
         "calls flatshard.rehearsal.current().mark_step()."
     )
-    parser.add_argument("--world", type=int, required=True, metavar="W", help="number of ranks")
-    parser.add_argument("--rank", type=int, default=0, help="the rank that this process runs as (default 0)")
+    add = parser.add_argument
+    add("--world", type=int, required=True, metavar="W", help="number of ranks")
+    add("--rank", type=int, default=0, help="the rank that this process runs as (default 0)")
     add_network(parser)
     for level in ("inside", "between"):
-        parser.add_argument(
-            f"--{level}-bandwidth", type=float, metavar="GB/S", help=f"bandwidth per rank {level} nodes"
-        )
-        parser.add_argument(f"--{level}-latency", type=float, metavar="US", help=f"latency per launch {level} nodes")
-    parser.add_argument("--segment-cost", type=float, metavar="US", help="time for each further tensor in a launch")
-    parser.add_argument("--sms", type=int, help="streaming multiprocessors that a collective occupies (default 0)")
-    parser.add_argument(
+        add(f"--{level}-bandwidth", type=float, metavar="GB/S", help=f"bandwidth per rank {level} nodes")
+        add(f"--{level}-latency", type=float, metavar="US", help=f"latency per launch {level} nodes")
+    add("--segment-cost", type=float, metavar="US", help="time for each further tensor in a launch")
+    add("--sms", type=int, help="streaming multiprocessors that a collective occupies (default 0)")
+    add(
         "--warmup", type=int, default=2, metavar="STEPS", help="number of first steps that are not measured (default 2)"
     )
-    parser.add_argument("--tokens", type=float, help="tokens per step and rank, to report tokens/s")
-    parser.add_argument("--flops", type=float, help="model FLOPs per step and rank, to report FLOP/s")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the report to this file")
-    parser.add_argument("--record", type=Path, metavar="PATH", help="record a step to this file for `flatshard report`")
-    parser.add_argument(
-        "--no-baseline", action="store_true", help="skip the second run, in which communication takes no time"
-    )
+    add("--tokens", type=float, help="tokens per step and rank, to report tokens/s")
+    add("--flops", type=float, help="model FLOPs per step and rank, to report FLOP/s")
+    add("--json", type=Path, metavar="PATH", help="also write the report to this file")
+    add("--record", type=Path, metavar="PATH", help="record a step to this file for `flatshard report`")
+    add("--no-baseline", action="store_true", help="skip the second run, in which communication takes no time")
     _add_script(parser)
 
 
@@ -261,20 +256,19 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
         "torch.distributed.checkpoint (as FSDP2 and Megatron-FSDP write it), safetensors, or a file of torch.save. "
         "This needs memory for one tensor, and no process group."
     )
-    parser.add_argument("source", metavar="SRC", help="a file or a folder in any of these formats")
-    parser.add_argument("target", metavar="DST", help="the file or folder to write; it must not exist")
-    parser.add_argument(
-        "--to", choices=("flatshard", "dcp", "safetensors", "torch"), help="format (default: by suffix, or flatshard)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("source", metavar="SRC", help="a file or a folder in any of these formats")
+    add("target", metavar="DST", help="the file or folder to write; it must not exist")
+    add("--to", choices=("flatshard", "dcp", "safetensors", "torch"), help="format (default: by suffix, or flatshard)")
+    add(
         "--rename",
         action="append",
         default=[],
         metavar="PATTERN=NEW",
         help="rename tensors: a regular expression and its replacement; may be repeated",
     )
-    parser.add_argument("--names", metavar="JSON", help="rename tensors: a file that maps old names to new ones")
-    parser.add_argument("--model-only", action="store_true", help="convert the weights only, not the optimizer state")
+    add("--names", metavar="JSON", help="rename tensors: a file that maps old names to new ones")
+    add("--model-only", action="store_true", help="convert the weights only, not the optimizer state")
 
 
 def _convert(options: argparse.Namespace) -> int:

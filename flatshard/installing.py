@@ -19,17 +19,9 @@ from flatshard.module import FSDPModule, UnshardHandle, register_fsdp_forward_me
 from flatshard.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
 _log = logging.getLogger("flatshard")
-_OURS: dict[str, Any] = {
-    "CPUOffloadPolicy": CPUOffloadPolicy,
-    "DataParallelMeshDims": DataParallelMeshDims,
-    "FSDPModule": FSDPModule,
-    "MixedPrecisionPolicy": MixedPrecisionPolicy,
-    "OffloadPolicy": OffloadPolicy,
-    "UnshardHandle": UnshardHandle,
-    "fully_shard": fully_shard,
-    "register_fsdp_forward_method": register_fsdp_forward_method,
-    "share_comm_ctx": share_comm_ctx,
-}
+_POLICIES = CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+_FUNCTIONS = fully_shard, register_fsdp_forward_method, share_comm_ctx
+_OURS: dict[str, Any] = {ours.__name__: ours for ours in (FSDPModule, UnshardHandle, *_POLICIES, *_FUNCTIONS)}
 _changed: list[tuple[types.ModuleType, str, Any]] = []  # module, name, original value
 
 

@@ -53,10 +53,8 @@ class FSDPModule(TorchFSDPModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy with the same units and settings, on copies of the shards. Gradients are not copied."""
-        unit = _unit(self)
-        assert isinstance(self, nn.Module)
-        assert unit.copier is not None
-        return unit.copier(self, memo)
+        copier: Any = _unit(self).copier
+        return copier(self, memo)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """`.to`, `.float`, `to_empty` and similar methods replace parameters; the unit's buffers adopt the new ones."""
@@ -124,9 +122,10 @@ class FSDPModule(TorchFSDPModule):
         """Change ``reshard_after_forward``."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
-        _ask(self, recurse, reshard_after_forward=reshard_after_forward)
-        for group in _groups(self, recurse):
-            group.park_mesh = None
+        for unit in _units(self, recurse):
+            unit.ask(reshard_after_forward=reshard_after_forward)
+            for group in unit.groups:
+                group.park_mesh = None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """False: full parameters stay after backward, and the next forward uses them without a gather.
@@ -389,13 +388,11 @@ class FSDPModule(TorchFSDPModule):
 
     def reset_iter_state(self) -> None:
         """`reset`; it must be called on the root."""
-        unit, root = _unit(self), _root(self)
-        if root.units[0] is not unit:
-            raise RuntimeError(
-                f"reset_iter_state must be called on the root FSDP module; '{unit.name}' is not the root, "
-                f"'{root.units[0].name}' is"
-            )
-        root.reset()
+        unit, top = _unit(self), _root(self).units[0]
+        if top is not unit:
+            told = f"'{unit.name}' is not the root, '{top.name}' is"
+            raise RuntimeError(f"reset_iter_state must be called on the root FSDP module; {told}")
+        self.reset()
 
 
 def _refuse(name: str) -> Callable[..., None]:
@@ -486,29 +483,24 @@ def _units_of(function: str, modules: Iterable[Any]) -> list[Unit]:
     return found
 
 
-def _units(module: FSDPModule, recurse: bool) -> list[Unit]:
-    assert isinstance(module, nn.Module)
+def _units(module: Any, recurse: bool) -> list[Unit]:
     recurse = _arguments.flag("recurse", recurse)
-    own = unit_of(module)
-    return [unit for _, unit in units_below(module) if recurse or unit is own]
+    return [unit for _, unit in units_below(module) if recurse or unit is unit_of(module)]
 
 
 def _groups(module: FSDPModule, recurse: bool) -> list[ParamGroup]:
     return [group for unit in _units(module, recurse) for group in unit.groups]
 
 
-def _unit(module: TorchFSDPModule) -> Unit:
-    assert isinstance(module, nn.Module)
+def _unit(module: Any) -> Unit:
     unit = unit_of(module)
     if unit is None:
         raise RuntimeError(f"{type(module).__name__} is not sharded: call fully_shard on it first")
     return unit
 
 
-def _root(module: TorchFSDPModule) -> Root:
-    unit = _unit(module)
-    assert isinstance(module, nn.Module)
-    return find_root(unit, module)
+def _root(module: Any) -> Root:
+    return find_root(_unit(module), module)
 
 
 def _one_mesh(method: str, unit: Unit) -> list[ParamGroup]:

@@ -18,14 +18,13 @@ from flatshard.engine.gradients.gradients import Gradients
 from flatshard.engine.gradients.reduction import Goal, Reduction
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.parameters.sharded_param import ShardedParam
-from flatshard.engine.program import Pass
 from flatshard.engine.tree.roots import find_root
 from flatshard.engine.units.intent import Intent
 from flatshard.engine.units.unit import Unit, own
 from flatshard.engine.weights.offload import Home
 from flatshard.engine.weights.source import Source
 from flatshard.policy import MixedPrecisionPolicy
-from flatshard.tools.group_bytes import GroupBytes, TrainingSetup
+from flatshard.tools.group_bytes import GroupBytes, PlannedCollective, TrainingSetup
 from flatshard.tools.model_shapes import ModelShape, ModuleCall
 from flatshard.tools.timing import Estimate, StepClock
 
@@ -34,7 +33,7 @@ Note = Callable[[int, int, int], None]
 
 
 class DryRun:
-    """A dry run of a model. ``gathers``: for each group of each unit, its all-gathers per forward and per backward."""
+    """A dry run of a model."""
 
     def __init__(
         self, model: ModelShape, groups: Sequence[Sequence[GroupBytes]], setup: TrainingSetup, note: Note
@@ -51,14 +50,13 @@ class DryRun:
         self._units = []
         for number, modules in self._modules.items():
             tables = frozenset(id(module) for module in modules if module.is_table)
-            intent = Intent(setup.reshards, unshard_in_backward=len(tables) < len(modules))
+            intent = Intent(unshard_in_backward=len(tables) < len(modules))
             mine, precision = self._groups[number], MixedPrecisionPolicy()
             unit = Unit(modules, mine, _NO_MESH, _CPU, precision, intent, find_root, setup.schedule)
             unit.tables = tables
             for module in modules:
                 own(module, unit)
             self._units.append(unit)
-        self._root_unit = next(unit for unit in self._units if self._root in unit.modules)
 
     def step(self) -> None:
         """Run the last micro-batch of a step. One pass before it records the order of units. If there are several
@@ -68,7 +66,7 @@ class DryRun:
             for unit in self._units:
                 unit.is_last = is_last
             for group in (group for unit in self._groups for group in unit):
-                group.gathers = [0, 0]
+                group.gathers = 0
             self._root(torch.zeros(1)).sum().backward()
 
     def timed(self, clock: StepClock, microbatches: int) -> Estimate:
@@ -87,14 +85,14 @@ class DryRun:
         groups = [group.sizes for unit in self._groups for group in unit]
         return clock.finish(groups, len(self._units) * microbatches)
 
-    def launched(self, source: _Source, group: GroupBytes, is_parked: bool) -> Ticket:
+    def launched(self, source: _Source, group: GroupBytes) -> Ticket:
         """Launch the all-gather of a group and, before the first one of a step, the refresh of its compute weights."""
         clock = self.clock
         if clock is None:
             return Ticket()
         launches = [] if source in self._refreshed else group.refreshes()
         self._refreshed.add(source)
-        end = clock.launch("gather", [*launches, *group.gathers(parked=is_parked)])
+        end = clock.launch("gather", [*launches, *group.gathers()])
         return Ticket(then=lambda: clock.wait(end))
 
     def moved(self, count: int) -> None:
@@ -117,14 +115,10 @@ class DryRun:
         if self.is_noting:
             self._note(gradients, gathered, staging)
 
-    @property
-    def gathers(self) -> list[list[list[int]]]:
-        return [[group.gathers for group in unit] for unit in self._groups]
-
-    def gathered(self, group: _Group) -> None:
-        root = self._root_unit.root
-        assert root is not None
-        group.gathers[root.program.running is Pass.BACKWARD] += 1
+    def launches(self) -> list[PlannedCollective]:
+        """The collectives of the step that was run."""
+        groups = [group for unit in self._groups for group in unit]
+        return [launch for group in groups for launch in group.sizes.launches(group.gathers)]
 
 
 class _Module(nn.Module):
@@ -168,7 +162,7 @@ class _Group(ParamGroup):
     def __init__(self, sizes: GroupBytes, setup: TrainingSetup, run: DryRun, unit: int) -> None:
         self.sizes, self.run, self.number = sizes, run, unit
         self.calls = 0  # forwards per pass that use the group
-        self.gathers = [0, 0]
+        self.gathers = 0  # all-gathers in this forward and backward
         self._appeared = 0  # calls of `gradients_appear` in this backward
         parameters = [nn.Parameter(torch.zeros(1), requires_grad=sizes.trainable) for _ in sizes.tensors]
         self.params = [ShardedParam("", [], parameter, parameter) for parameter in parameters]
@@ -181,7 +175,7 @@ class _Group(ParamGroup):
         self.all_gather_comm = self._refreshed = None
         self.borrowers = []
         self.is_held = False
-        self.park_mesh = _NO_MESH if sizes.parked else None
+        self.park_mesh = None
 
     mesh = property(lambda self: _NO_MESH)
     state = property(lambda self: ())
@@ -213,19 +207,19 @@ class _Source(Source):
         self._group = group
         self._pool: Pool | None = None
         self._taken = 0  # bytes that are allocated now
-        self._is_parked, self._is_open = False, True
+        self._is_open = True
         self.is_resident = group.sizes.is_resident
 
     @property
     def decodes(self) -> bool:
-        return bool(self._group.sizes.passing) and not self._is_parked
+        return bool(self._group.sizes.passing)
 
     def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
         self._pool = pool
-        self._group.run.gathered(self._group)
+        self._group.gathers += 1
         self._is_open = not self.decodes
         self._add(self._group.arriving_bytes)
-        return self._group.run.launched(self, self._group.sizes, self._is_parked)
+        return self._group.run.launched(self, self._group.sizes)
 
     def open(self) -> None:
         sizes = self._group.sizes
@@ -243,16 +237,6 @@ class _Source(Source):
         self._taken += count
         self._pool.live_bytes += count
         self._group.run.note(gathered=count)
-
-    def park(self, mesh: Any) -> None:
-        if not self._is_parked:
-            self._is_parked = True
-            self._group.run.note(gathered=self._group.sizes.parked)
-
-    def unpark(self) -> None:
-        if self._is_parked:
-            self._is_parked = False
-            self._group.run.note(gathered=-self._group.sizes.parked)
 
 
 class _Gradients(Gradients):

@@ -39,7 +39,6 @@ class TrainingSetup:
     placements: Placements
     precision: MixedPrecisionPolicy = MixedPrecisionPolicy()
     layout: LayoutName = "tensor"
-    reshard_after_forward: bool | int | None = None
     schedule: SchedulePolicy = field(default_factory=SchedulePolicy)
     state: int | StateOf = 2
     microbatches: int = 1
@@ -62,18 +61,6 @@ class TrainingSetup:
         """Bytes of optimizer state per element of a parameter. ``size``: bytes per element of main weights."""
         return self.state(shape, size) if callable(self.state) else float(self.state * size)
 
-    @property
-    def park(self) -> int | None:
-        """The number of neighbours over which weights stay sharded between forward and backward; None: all, or one."""
-        size = self.reshard_after_forward
-        return size if isinstance(size, int) and not isinstance(size, bool) and 1 < size < self.mesh[-1] else None
-
-    @property
-    def reshards(self) -> bool | None:
-        """Whether weights are resharded after forward; None: all except those of the root."""
-        given = self.reshard_after_forward
-        return given if given is None or isinstance(given, bool) else given != 1
-
 
 @dataclass(frozen=True)
 class PlannedCollective:
@@ -93,7 +80,6 @@ class PlannedCollective:
     stride: int = 1
 
     def reach(self, network: Network) -> Reach:
-
         return _reach(network, self.among, self.stride)
 
     def seconds(self, network: Network) -> float:
@@ -112,7 +98,6 @@ class GroupBytes:
     ``main``, ``compute`` (if there is a persistent copy of compute weights) and ``state``: always.
     ``gathered``: while the unit is unsharded; tensors that are sharded on another dim than 0 count twice.
     ``passing``: encoded weights, from their all-gather until the unit is used and they are decoded.
-    ``parked``: between forward and backward, if weights stay sharded over a smaller group.
     ``arriving``: full gradients, as autograd leaves them. ``main_grad``: reduced gradients, until `zero_grad`.
     ``reducing``: memory of a reduce beyond these two, until the reduce has ended.
     ``accumulated``: gradients of earlier micro-batches; ``ends``: they are freed after the last reduce.
@@ -150,8 +135,6 @@ class GroupBytes:
         share = sum(each * math.prod(t.shape) for each, t in zip(states, tensors)) / max(self.layout.payload, 1)
         self.state = round(share * held) if self.trainable else 0
         self.gathered = 0 if self.is_resident else (full + turned) * self.wire.itemsize
-        parks = setup.park is not None and not self.is_resident and shards % setup.park == 0
-        self.parked = self.layout.buffer_numel(shards // setup.park) * self.wire.itemsize if parks and setup.park else 0
 
         if not self.trainable:
             self.arriving = self.main_grad = self.reducing = self.accumulated = 0
@@ -161,7 +144,9 @@ class GroupBytes:
         self.main_grad = held * grad.itemsize
         self.ends = self.placements.gradient != self.placements.optimizer
         several = setup.microbatches > 1
-        self.accumulated = self._resting(grad) if several else 0
+        self._rests_unsharded = self.ends and not is_sharded(self.placements.gradient[-1])
+        resting = full if self._rests_unsharded else self._numel(self.placements.gradient)
+        self.accumulated = resting * grad.itemsize if several else 0
         self.reducing = self._staged(several, grad) * self.reduce.itemsize
         inner, outer = self.formats.reduces[-1], self.formats.reduces[0]
         result = torch.float32 if outer is not None else self.reduce
@@ -206,17 +191,10 @@ class GroupBytes:
     def _numel(self, placements: Sequence[Placement]) -> int:
         return self.layout.buffer_numel(self._pieces(placements))
 
-    def _resting(self, grad: torch.dtype) -> int:
-        """Bytes of accumulated gradients between micro-batches."""
-        innermost = self.placements.gradient[-1]
-        if self.ends and not is_sharded(innermost):
-            return self.layout.buffer_numel(self.layout.num_shards) * grad.itemsize
-        return self._numel(self.placements.gradient) * grad.itemsize
-
     def _staged(self, several: bool, grad: torch.dtype) -> int:
         """Elements of the staging buffer. A gradient in the reduce dtype that fills its segment needs none."""
         shards = self.layout.num_shards
-        if several and self.ends and not is_sharded(self.placements.gradient[-1]):
+        if several and self._rests_unsharded:
             as_it_is = grad == self.reduce or self.formats.reduces[-1] is not None
             return 0 if as_it_is else self.layout.buffer_numel(shards)
         pairs = zip(self.layout.segments, sole_owners(self.layout))
@@ -228,26 +206,19 @@ class GroupBytes:
 
     # Collectives of a step
 
-    def launches(self, forward: int, backward: int) -> list[PlannedCollective]:
-        """The collectives of a step. ``forward``, ``backward``: how often each micro-batch gathers the weights."""
-        rounds, parked = self.setup.microbatches, backward if self.parked else 0
-        found = [*self.refreshes(), *self.gathers(rounds * (forward + backward - parked))]
-        found += self.gathers(rounds * parked, parked=True)
-        return [*found, *self.reduces()]
+    def launches(self, gathers: int) -> list[PlannedCollective]:
+        """The collectives of a step. ``gathers``: how often each micro-batch gathers the weights."""
+        return [*self.refreshes(), *self.gathers(self.setup.microbatches * gathers), *self.reduces()]
 
     def refreshes(self) -> list[PlannedCollective]:
         """The collectives that refresh a persistent copy of compute weights from main weights, once per step."""
         parameter, main = self.placements.parameter, self.placements.optimizer
         return _real(self._gathers(main, parameter, 1)) if self.is_resident or parameter != main else []
 
-    def gathers(self, times: int = 1, parked: bool = False) -> list[PlannedCollective]:
-        """The all-gathers of full weights. ``parked``: from shards over a smaller group."""
-        if self.is_resident:
-            return []
+    def gathers(self, times: int = 1) -> list[PlannedCollective]:
+        """The all-gathers of full weights."""
         everywhere = replicated(len(self.setup.mesh)).parameter
-        if parked and self.setup.park:
-            return _real([self._launch("all_gather", len(everywhere) - 1, everywhere, times, self.setup.park)])
-        return _real(self._gathers(self.placements.parameter, everywhere, times))
+        return [] if self.is_resident else _real(self._gathers(self.placements.parameter, everywhere, times))
 
     def reduces(self, is_last: bool | None = None) -> list[PlannedCollective]:
         """The reduces of all micro-batches or, with ``is_last``, of one: the last one, or another."""
@@ -266,16 +237,22 @@ class GroupBytes:
         return moved
 
     @property
+    def _segments(self) -> int:
+        return sum(segment.piece > 0 for segment in self.layout.segments)
+
+    @property
     def _told(self) -> int:
         """The number of elements in a reduce that say which parameters this rank has used."""
         return len(self.tensors) if len(self.tensors) > 1 else 0
 
     def _gathers(self, source: Sequence[Placement], target: Sequence[Placement], times: int) -> list[PlannedCollective]:
         found, current = [], list(source)
+        piece, segments = self.piece or self.layout.run_numel * self.wire.itemsize, 1 if self.piece else self._segments
         for axis, placement in enumerate(target):
             if current[axis] != placement:
                 current[axis] = placement
-                found.append(self._launch("all_gather", axis, current, times))
+                size = piece * self._pieces(current)
+                found.append(self._collective("all_gather", axis, size, times, segments, reduces=False))
         return found
 
     def _reduces(self, rounds: int) -> list[PlannedCollective]:
@@ -289,45 +266,25 @@ class GroupBytes:
             if self.formats.reduces[axis] is not None:
                 size = self.formats.reduce_coder(axis, self.reduce).wire.piece * self._pieces(held)
                 if is_sharded(final):
-                    found.append(self._collective("all_to_all", axis, size, times, reduces=True))
+                    found.append(self._collective("all_to_all", axis, size, times))
                 else:
-                    found.append(
-                        self._collective("all_gather", axis, self.setup.mesh[axis] * size, times, reduces=True)
-                    )
+                    found.append(self._collective("all_gather", axis, self.setup.mesh[axis] * size, times))
             elif is_sharded(final):
-                found.append(self._launch("reduce_scatter", axis, held, times))
+                told = self.setup.mesh[axis] * self._told
+                size = (self.layout.run_numel * self._pieces(held) + told) * self.reduce.itemsize
+                found.append(self._collective("reduce_scatter", axis, size, times, self._segments + bool(told)))
             else:
                 size = (self._numel(held) + self._told) * self.reduce.itemsize
-                found.append(self._collective("all_reduce", axis, size, times, reduces=True))
+                found.append(self._collective("all_reduce", axis, size, times))
             held[axis] = final if is_sharded(final) else held[axis]
         return found
 
-    def _launch(
-        self,
-        kind: Literal["all_gather", "reduce_scatter"],
-        axis: int,
-        full: Sequence[Placement],
-        times: int,
-        among: int | None = None,
-    ) -> PlannedCollective:
-        """A collective. ``full``: placements of its full message. ``among``: size of the group of parked weights."""
-        if kind == "all_gather" and self.piece and among is None:
-            return self._collective(kind, axis, self.piece * self._pieces(full), times)
-        dtype = self.wire if kind == "all_gather" else self.reduce
-        size = self.layout.run_numel * self._pieces(full) * dtype.itemsize
-        segments = sum(segment.piece > 0 for segment in self.layout.segments)
-        reduces = kind == "reduce_scatter"
-        if reduces and self._told:
-            size, segments = size + self.setup.mesh[axis] * self._told * dtype.itemsize, segments + 1
-        return self._collective(kind, axis, size, times, segments, among, reduces)
-
     def _collective(
-        self, kind: CollectiveKind, axis: int, size: int, times: int, segments: int = 1, among: int | None = None,
-        reduces: bool = False,
-    ) -> PlannedCollective:  # fmt: skip
-        """A collective among all ranks of an axis, or ``among`` neighbours."""
+        self, kind: CollectiveKind, axis: int, size: int, times: int, segments: int = 1, reduces: bool = True
+    ) -> PlannedCollective:
+        """A collective among all ranks of an axis."""
         stride = self.setup.stride * math.prod(self.setup.mesh[axis + 1 :])
-        return PlannedCollective(kind, axis, among or self.setup.mesh[axis], size, segments, times, reduces, stride)
+        return PlannedCollective(kind, axis, self.setup.mesh[axis], size, segments, times, reduces, stride)
 
 
 def _real(launches: list[PlannedCollective]) -> list[PlannedCollective]:

@@ -1,23 +1,11 @@
 """The memory of a rank: between steps, and at the peak of a step.
 
-Between `zero_grad` and the next forward, a rank holds for each group
+Between `zero_grad` and the next forward, a rank holds main weights, optimizer state and, if compute weights are less
+sharded (ZeRO 1, 2 and HFSDP), these. A step adds main gradients, from the reduce of a group on; gathered weights, for
+the unit in use, for prefetched units and for units that are kept for backward; and staging, the gradients of the unit
+in backward and of ``max_reducing`` groups in flight. `GroupBytes` counts them for each group (docs/plan.md has the
+formulas). `memory_of` lets the engine run a step without tensors (`flatshard/tools/dry_run.py`) and finds the peak.
 
-    main      shard x main dtype
-    compute   elements of the compute placement x compute dtype, if that placement is not main's (ZeRO 1, 2 and HFSDP)
-    state     tensors of optimizer state x shard x main dtype
-
-``shard`` is the number of elements of the layout on one rank, including padding. A step adds
-
-    main gradients        shard x gradient dtype, from the reduce of the group on
-    gathered              all elements x compute dtype, for the unit in use, for prefetched units (``max_gathered``
-                          together, or more under ``max_gathered_bytes``), and for units that are kept for backward;
-                          with a format, prefetched units take their encoded size
-    staging               gradients as autograd leaves them, all elements x compute dtype, until the end of their
-                          reduce: for the unit in backward and for ``max_reducing`` groups in flight; also a copy x
-                          reduce dtype if they have another dtype or a segment has padding; and temporary buffers of
-                          reduces that cannot write main gradients directly
-
-`memory_of` lets the engine run a step without tensors (`flatshard/tools/dry_run.py`) and finds the peak.
 Not counted: activations and their gradients, temporaries of the optimizer's own step, buffers of the model, memory
 that the allocator reserves but does not use, and buffers of the communication library.
 """
@@ -73,13 +61,7 @@ def memory_of(model: ModelShape, setup: TrainingSetup) -> Memory:
     fullest = _Fullest(replace(resting, gradients=sum(group.accumulated for group in every)))
     run = DryRun(model, groups, setup, fullest.add)
     run.step()
-    launches = [
-        launch
-        for unit, counts in zip(groups, run.gathers)
-        for group, count in zip(unit, counts)
-        for launch in group.launches(*count)
-    ]
-    return Memory(resting, fullest.peak, fullest.most_gathered, fullest.most_staging, tuple(launches))
+    return Memory(resting, fullest.peak, fullest.most_gathered, fullest.most_staging, tuple(run.launches()))
 
 
 def offloaded(model: ModelShape, setup: TrainingSetup) -> Memory:
@@ -120,13 +102,9 @@ class _Fullest:
         self.most_gathered = self.most_staging = 0
 
     def add(self, gradients: int, gathered: int, staging: int) -> None:
-        now = self.now
-        self.now = now = replace(
-            now,
-            gradients=now.gradients + gradients,
-            gathered=now.gathered + gathered,
-            staging=now.staging + staging,
-        )
+        was = self.now
+        held = was.gradients + gradients, was.gathered + gathered, was.staging + staging
+        self.now = now = Bytes(was.main, was.compute, was.state, *held)
         self.most_gathered = max(self.most_gathered, now.gathered)
         self.most_staging = max(self.most_staging, now.staging)
         if now.total > self.peak.total:

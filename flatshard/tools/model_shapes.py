@@ -54,11 +54,6 @@ class UnitShape:
     def numel(self) -> int:
         return sum(torch.Size(tensor.shape).numel() for tensor in self.tensors)
 
-    @property
-    def used(self) -> float:
-        """The number of elements that each token is multiplied with."""
-        return 0 if self.is_embedding else sum(t.used * torch.Size(t.shape).numel() for t in self.tensors)
-
 
 @dataclass(frozen=True)
 class ModuleCall:
@@ -104,12 +99,10 @@ def model_of(
     """The shape of ``model`` with the units of `flatshard.shard_model`. The model may be on the meta device.
 
     A module counts as experts if its class name ends with "Experts" and its parameters all have the same size of dim 0.
+    ``experts_per_token``: the number of experts that each token is sent to; None: all.
     """
     made = unit_modules(model, units)
     stacks = _stacks(model)
-    for module in stacks if experts_per_token is not None else ():
-        for stacked in module.parameters():
-            stacked.__dict__[_USED] = min(1.0, (experts_per_token or 0) / stacked.shape[0])
     number = {module: index for index, modules in enumerate(made) for module in modules}
     names = {module: name for name, module in model.named_modules()}
     known: set[nn.Parameter] = set()
@@ -131,15 +124,17 @@ def model_of(
             owner = type(modules[0]).__name__
             for key, parameter in module._parameters.items():
                 if parameter is not None and parameter not in known:
+                    shape = tuple(parameter.shape)
+                    chooses = module in stacks and experts_per_token is not None
                     found[parameter] = ParamShape(
-                        tuple(parameter.shape),
+                        shape,
                         parameter.dtype,
                         parameter.requires_grad,
                         after=passed,
-                        used=parameter.__dict__.get(_USED, 1.0),
+                        used=min(1.0, (experts_per_token or 0) / shape[0]) if chooses else 1.0,
                         encoded=chosen(path + key, parameter, [module], MixedPrecisionPolicy(), owner),
                         is_expert=module in stacks,
-                        queries=parameter.shape[0] if key == "weight" and path[:-1] in _QUERIES else 0,
+                        queries=shape[0] if key == "weight" and path[:-1] in _QUERIES else 0,
                     )
             known.update(found)
             waiting += reversed(list(module.children()))
@@ -179,8 +174,6 @@ def _calls(module: nn.Module, number: Mapping[nn.Module, int], seen: set[nn.Modu
 
 # Sources of models
 
-_USED = "_flatshard_used"  # attribute of a parameter: see `ParamShape.used`
-
 # For each model type of Hugging Face: whether q, k and v have biases, whether o has one, whether q and k have norms.
 _TYPES: dict[str, tuple[bool | str, bool | str, bool]] = {
     "llama": ("attention_bias", "attention_bias", False),
@@ -207,7 +200,7 @@ def load_model(
     if config is None:
         return model_of(_imported(source), units, experts_per_token)
     if config.get("model_type") in _TYPES:
-        return model_of(skeleton(config), units)
+        return model_of(skeleton(config), units, config.get("num_experts_per_tok"))
     model = _from_transformers(source, config)
     chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None)  # type: ignore[union-attr,operator]
     return model_of(model, units, chosen if experts_per_token is None else experts_per_token)
@@ -288,23 +281,20 @@ def _imported(source: str) -> nn.Module:
 
 
 class _Experts(nn.Module):
-    """Stacked experts. Each token is sent to ``chosen`` of them."""
+    """Stacked experts."""
 
-    def __init__(self, width: int, ffn: int, experts: int, chosen: int) -> None:
+    def __init__(self, width: int, ffn: int, experts: int) -> None:
         super().__init__()
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * ffn, width))
         self.down = nn.Parameter(torch.empty(experts, width, ffn))
-        for stacked in (self.gate_up, self.down):
-            stacked.__dict__[_USED] = chosen / experts
 
 
 def skeleton(config: Mapping[str, Any]) -> nn.Module:
-    """A module with the parameters of a Hugging Face configuration, on the meta device. It cannot be run."""
-    kind = config.get("model_type")
-    if kind not in _TYPES:
-        raise ValueError(
-            f"model_type {kind!r}: must be one of {', '.join(_TYPES)}. For another model give module:callable"
-        )
+    """A module with the parameters of a Hugging Face configuration, on the meta device. It cannot be run.
+
+    Its ``model_type`` must be one of `_TYPES`.
+    """
+    kind = config["model_type"]
     width, ffn, layers, heads, vocab = (
         _count(config, name)
         for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -341,9 +331,10 @@ def _linears(shapes: Mapping[str, tuple[int, int, bool]]) -> nn.ModuleDict:
 
 def _mixture(config: Mapping[str, Any], width: int) -> nn.Module:
     experts = _count(config, "num_local_experts" if config.get("num_experts") is None else "num_experts")
-    ffn, chosen = _count(config, _MIXTURES[config["model_type"]]), _count(config, "num_experts_per_tok")
+    ffn = _count(config, _MIXTURES[config["model_type"]])
+    _count(config, "num_experts_per_tok")  # `load_model` reads it
     router = nn.Linear(width, experts, bias=False)
-    return nn.ModuleDict({"router": router, "experts": _Experts(width, ffn, experts, chosen)})
+    return nn.ModuleDict({"router": router, "experts": _Experts(width, ffn, experts)})
 
 
 def _is_sparse(config: Mapping[str, Any], layer: int) -> bool:

@@ -20,70 +20,61 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "MODEL is a named shape (llama-8b, mixtral-8x7b, ...), a Hugging Face config.json "
         "(or its folder), or module:callable that returns a module. No GPU is needed."
     )
-    parser.add_argument("model", metavar="MODEL", help=f"{', '.join(NAMED)}, a config.json or module:callable")
-    parser.add_argument("--devices", type=int, required=True, metavar="W", help="number of devices, one rank each")
-    parser.add_argument("--memory", required=True, help="memory of one device, in GB, or with a unit: 80GB, 80GiB")
+    add = parser.add_argument
+    add("model", metavar="MODEL", help=f"{', '.join(NAMED)}, a config.json or module:callable")
+    add("--devices", type=int, required=True, metavar="W", help="number of devices, one rank each")
+    add("--memory", required=True, help="memory of one device, in GB, or with a unit: 80GB, 80GiB")
     add_network(parser)
-    parser.add_argument("--optimizer", default="adamw", help=f"optimizer: {', '.join(OPTIMIZERS)} (default adamw)")
-    parser.add_argument("--main-dtype", default="float32", help="dtype of main weights and state (default float32)")
-    parser.add_argument("--param-dtype", default="bfloat16", help="dtype of compute weights (default bfloat16)")
-    parser.add_argument("--reduce-dtype", help="dtype of reduce-scatters (default: --param-dtype)")
-    parser.add_argument("--grad-dtype", help="dtype of reduced gradients (default: --main-dtype)")
-    parser.add_argument("--gather-format", choices=("int8", "float8"), help="encoding of all-gathers (docs/formats.md)")
-    parser.add_argument(
+    add("--optimizer", default="adamw", help=f"optimizer: {', '.join(OPTIMIZERS)} (default adamw)")
+    add("--main-dtype", default="float32", help="dtype of main weights and state (default float32)")
+    add("--param-dtype", default="bfloat16", help="dtype of compute weights (default bfloat16)")
+    add("--reduce-dtype", help="dtype of reduce-scatters (default: --param-dtype)")
+    add("--grad-dtype", help="dtype of reduced gradients (default: --main-dtype)")
+    add("--gather-format", choices=("int8", "float8"), help="encoding of all-gathers (docs/formats.md)")
+    add(
         "--reduce-format",
         nargs="+",
         choices=("int8", "bf16_fp32"),
         help="encoding of reduce-scatters; give two for the outer and the inner mesh axis",
     )
-    parser.add_argument(
-        "--layout", default="tensor", choices=("tensor", "flat", "auto"), help="layout of parameters in buffers"
+    add("--layout", default="tensor", choices=("tensor", "flat", "auto"), help="layout of parameters in buffers")
+    add("--units", nargs="+", metavar="CLASS", help="import paths of unit classes (default: automatic)")
+    add("--microbatches", type=int, default=1, metavar="N", help="micro-batches per step (default 1)")
+    add("--activations", metavar="SIZE", help="memory of activations per rank, if you know it")
+    add("--batch", type=int, metavar="ROWS", help="rows per micro-batch and rank, for activations")
+    add("--length", type=int, metavar="TOKENS", help="tokens per row, for activations and attention")
+    add("--recompute", action="store_true", help="recompute the activations of blocks in backward")
+    add(
+        "--ep", type=int, metavar="N", help="expert parallelism over N neighbouring ranks (default: plan tries several)"
     )
-    parser.add_argument("--units", nargs="+", metavar="CLASS", help="import paths of unit classes (default: automatic)")
-    parser.add_argument("--microbatches", type=int, default=1, metavar="N", help="micro-batches per step (default 1)")
-    parser.add_argument("--activations", metavar="SIZE", help="memory of activations per rank, if you know it")
-    parser.add_argument("--batch", type=int, metavar="ROWS", help="rows per micro-batch and rank, for activations")
-    parser.add_argument("--length", type=int, metavar="TOKENS", help="tokens per row, for activations and attention")
-    parser.add_argument("--recompute", action="store_true", help="recompute the activations of blocks in backward")
-    parser.add_argument(
-        "--ep",
-        type=int,
-        metavar="N",
-        help="expert parallelism over N neighbouring ranks (default: plan tries several)",
-    )
-    parser.add_argument("--experts-per-token", type=int, metavar="N", help="experts per token, if not in the config")
-    parser.add_argument("--picture", action="store_true", help="also draw which strategies fit on how many devices")
-    parser.add_argument("--spare", type=float, default=0.1, help="fraction of the memory to leave free (default 0.1)")
-    parser.add_argument(
-        "--tokens", type=float, help="tokens per micro-batch and rank, for step times (default: batch x length)"
-    )
-    parser.add_argument(
+    add("--experts-per-token", type=int, metavar="N", help="experts per token, if not in the config")
+    add("--picture", action="store_true", help="also draw which strategies fit on how many devices")
+    add("--spare", type=float, default=0.1, help="fraction of the memory to leave free (default 0.1)")
+    add("--tokens", type=float, help="tokens per micro-batch and rank, for step times (default: batch x length)")
+    add(
         "--tflops",
         metavar="N",
         help="TFLOP/s that matrix products reach, for step times; 'measured': measure on this machine",
     )
-    parser.add_argument(
+    add(
         "--memory-bandwidth",
         type=float,
         default=3.35,
         metavar="TB/S",
         help="memory bandwidth of a device (default 3.35)",
     )
-    parser.add_argument(
-        "--host-ms", type=float, default=2.7, help="host ms per unit and micro-batch (default 2.7); 0: CUDA graphs"
-    )
-    parser.add_argument(
-        "--peak-tflops", type=float, default=989.0, metavar="N", help="peak TFLOP/s of a device, for MFU (default 989)"
-    )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures to this file")
+    add("--host-ms", type=float, default=2.7, help="host ms per unit and micro-batch (default 2.7); 0: CUDA graphs")
+    add("--peak-tflops", type=float, default=989.0, metavar="N", help="peak TFLOP/s of a device, for MFU (default 989)")
+    add("--json", type=Path, metavar="PATH", help="also write the figures to this file")
 
 
 def add_network(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `get_network`."""
-    parser.add_argument("--network", default="h100-nvlink", help=f"network: {', '.join(PRESETS)} (default h100-nvlink)")
-    parser.add_argument("--ranks-per-node", type=int, help="number of ranks in a node (default 8)")
-    parser.add_argument("--ranks-per-pod", type=int, help="number of ranks in a pod of h100-pods (default 1024)")
-    parser.add_argument("--algorithm", help="growth of latency with ranks: constant, ring, tree or hierarchical")
+    add = parser.add_argument
+    add("--network", default="h100-nvlink", help=f"network: {', '.join(PRESETS)} (default h100-nvlink)")
+    add("--ranks-per-node", type=int, help="number of ranks in a node (default 8)")
+    add("--ranks-per-pod", type=int, help="number of ranks in a pod of h100-pods (default 1024)")
+    add("--algorithm", help="growth of latency with ranks: constant, ring, tree or hierarchical")
 
 
 def plan(options: argparse.Namespace) -> int:

@@ -31,7 +31,6 @@ class Case:
     param: torch.dtype | None = None
     reduce: torch.dtype | None = None
     layout: str = "tensor"
-    reshard: bool | int | None = None
     schedule: flatshard.SchedulePolicy = field(default_factory=flatshard.SchedulePolicy)
     microbatches: int = 1
     tied: bool = False
@@ -69,8 +68,7 @@ class Case:
                 placements,
                 self.precision,
                 self.layout,
-                self.reshard,
-                self.schedule,
+                schedule=self.schedule,
                 microbatches=self.microbatches,
             ),
         )
@@ -84,7 +82,6 @@ class Case:
             outer_strategy=self.outer,
             mp_policy=self.precision,
             layout=self.layout,
-            reshard_after_forward=self.reshard,
             schedule=self.schedule,
         )
         return flatshard.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), fused=True))

@@ -278,7 +278,6 @@ def test_bad_input_gives_one_line(arguments, text, capsys):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba'"),
         ({"model_type": "mixtral"}, "num_local_experts is None"),
         ({"hidden_size": None}, "hidden_size is None"),
         ({"hidden_size": 33}, "must be a multiple"),
