@@ -7,6 +7,7 @@ weights, gradients and optimizer state are held and moved.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -118,6 +119,37 @@ def fsdp2(setup: Setup, **units: Any) -> Step:
 
     policy = MixedPrecisionPolicy(param_dtype=setup.dtype, reduce_dtype=setup.dtype)
     return trainer(setup, sharded_model(setup, fully_shard, policy, **units))
+
+
+def fsdp2_captured(setup: Setup) -> Step:
+    """FSDP2 with forward and backward in one CUDA graph and an eager optimizer step, as torchtitan's trainer has it."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=setup.dtype, reduce_dtype=setup.dtype)
+    model = sharded_model(setup, fully_shard, policy)
+    optimizer, accumulate = adamw(list(model.parameters())), accumulation(setup, model)
+    stream, graph, numbers, eager = torch.cuda.Stream(), torch.cuda.CUDAGraph(), itertools.count(), 2
+    loss = torch.zeros(())
+
+    def step() -> Tensor:
+        nonlocal loss
+        number = next(numbers)
+        if number < eager:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                loss = accumulate()
+            torch.cuda.current_stream().wait_stream(stream)
+        elif number == eager:
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                loss = accumulate()
+        if number >= eager:
+            graph.replay()
+        optimizer.step()
+        if number < eager:
+            optimizer.zero_grad()  # a replay writes its gradients anew
+        return loss
+
+    return step
 
 
 def flat(
@@ -255,6 +287,7 @@ SYSTEMS: dict[str, Callable[[Setup], Step]] = {
     "ddp": ddp,
     "fsdp2": fsdp2,
     "fsdp2-finer": functools.partial(fsdp2, finer=True),
+    "fsdp2-captured": fsdp2_captured,
     "megatron-fsdp": megatron,
     "flatshard": flat,
     "flatshard-megatron": flat_megatron,
