@@ -166,17 +166,13 @@ class StrategyPlan:
         choices += [f"offload_bytes={self.offload_bytes:,}".replace(",", "_")] if self.offload_bytes else []
         kept = self.kept_bytes
         if kept:
-            choices += [
-                'reshard_after_forward="auto"',
-                f"schedule=SchedulePolicy(keep_for_backward={kept:,})".replace(",", "_"),
-            ]
+            choices.append('reshard_after_forward="auto"')
+            choices.append(f"schedule=SchedulePolicy(keep_for_backward={kept:,})".replace(",", "_"))
         names = [*["CPUOffloadPolicy"] * row.offload, "MixedPrecisionPolicy", *["SchedulePolicy"] * bool(kept)]
         names.append("shard_model")
-        lines = [_mesh("mesh", row.mesh, axes), f"policy = MixedPrecisionPolicy({dtypes})"]
-        if self.training.recompute:
-            lines.insert(
-                0, "# before: torch.utils.checkpoint in every block (Transformers: gradient_checkpointing_enable)"
-            )
+        before = "# before: torch.utils.checkpoint in every block (Transformers: gradient_checkpointing_enable)"
+        lines = [before] * self.training.recompute
+        lines += [_mesh("mesh", row.mesh, axes), f"policy = MixedPrecisionPolicy({dtypes})"]
         if row.ep > 1:
             names.append("Experts")
             *outer, last = row.mesh
@@ -188,15 +184,9 @@ class StrategyPlan:
             kind = self.experts[0].rpartition(".")[2]
             part = f"stacked experts, 1 in {row.ep} of them on each rank, and send tokens to the other ranks"
             lines.append(f"# {kind} of the model must already hold {part} (docs/meshes.md)")
-        return "\n".join(
-            [
-                "import torch",
-                "from torch.distributed.device_mesh import init_device_mesh",
-                f"from flatshard import {', '.join(sorted(names))}",
-                *lines,
-                f"shard_model(model, {', '.join(choices)})",
-            ]
-        )
+        imports = ["import torch", "from torch.distributed.device_mesh import init_device_mesh"]
+        imports.append(f"from flatshard import {', '.join(sorted(names))}")
+        return "\n".join([*imports, *lines, f"shard_model(model, {', '.join(choices)})"])
 
     @property
     def offload_bytes(self) -> int:
@@ -271,28 +261,28 @@ class StrategyPlan:
             f"Optimizer state takes {self.state_per_parameter:.2f} bytes per parameter.",
         ]
         if timed:
-            notes.append(
-                "step: the estimated step time (docs/plan.md). waits: how much of it compute waits for the network."
-            )
-            notes.append("tokens/s: on all devices. MFU: model FLOP/s, without recompute, relative to --peak-tflops.")
+            notes += [
+                "step: the estimated step time (docs/plan.md). waits: how much of it compute waits for the network.",
+                "tokens/s: on all devices. MFU: model FLOP/s, without recompute, relative to --peak-tflops.",
+            ]
         slow = [row.name for row in self.rows if row.step is not None and row.step.total <= row.step.host]
         if slow:
             notes.append(f"The host bounds the step of {', '.join(slow)}; captured steps avoid this (--host-ms 0).")
         if training.microbatches == 1:
             notes.append("ZeRO 1 and 2 are equal here: they differ only between micro-batches (--microbatches).")
-        notes.append(
-            "offload: main weights, gradients and optimizer state are in host memory (host). Its peak is an upper"
-        )
-        notes.append("bound" + ("; its step time is not estimated." if timed else "."))
+        notes += [
+            "offload: main weights, gradients and optimizer state are in host memory (host). Its peak is an upper",
+            "bound; its step time is not estimated." if timed else "bound.",
+        ]
         if any(row.ep > 1 for row in self.rows):
             told = "wire and step include the tokens that they send to each other."
             told = told if timed else "Tokens that they send are not counted: give --tokens and --tflops."
             notes.append(f"ep N: expert parallelism; N neighbouring ranks hold different experts. {told}")
         if not known:
-            notes.append(
-                "Activations are unknown. Give --batch and --length, or --activations, to see what fits with them,\n"
-                "and how many weights can stay gathered from forward to backward (keep_for_backward)."
-            )
+            notes += [
+                "Activations are unknown. Give --batch and --length, or --activations, to see what fits with them,",
+                "and how many weights can stay gathered from forward to backward (keep_for_backward).",
+            ]
         return notes
 
 
