@@ -47,7 +47,7 @@ def compare_strategies(model: ModelShape, machine: Machine, training: Training) 
         if (kind.outer is None or _outer(kind, machine) > 1) and _can_part(ep, kind, machine)
     )
     fitting = [row for row in rows if row.fits]
-    plan = StrategyPlan(model.numel, len(model.units), machine, training, rows, None, "", experts=model.experts)
+    plan = StrategyPlan(model, machine, training, rows, None, "")
     if not fitting:
         least = min(rows, key=lambda row: row.peak)
         needed = f"{gigabytes(least.peak)}; {gigabytes(machine.usable)} are usable"

@@ -15,6 +15,7 @@ from flatshard.policy import MixedPrecisionPolicy, Strategy
 from flatshard.rehearsal.network import Network
 from flatshard.tools.group_bytes import StateOf
 from flatshard.tools.memory import Memory
+from flatshard.tools.model_shapes import ModelShape
 from flatshard.tools.timing import Estimate, Speed
 
 
@@ -100,20 +101,20 @@ class StrategyPlan:
     ``formats``: a sentence about what encoded collectives save, or would save.
     """
 
-    numel: int
-    units: int
+    model: ModelShape
     machine: Machine
     training: Training
     rows: tuple[StrategyRow, ...]
     advice: str | None
     why: str
     formats: str = ""
-    experts: tuple[str, ...] = ()  # classes of modules that hold only experts
 
     @property
     def state_per_parameter(self) -> float:
         """Bytes of optimizer state per parameter, over all ranks; frozen parameters have none."""
-        return self.rows[0].memory.resting.state / max(self.numel, 1)  # in ZeRO 0 a rank has all of it, without padding
+        return self.rows[0].memory.resting.state / max(
+            self.model.numel, 1
+        )  # in ZeRO 0 a rank has all of it, without padding
 
     def to_json(self) -> str:
         rows: list[dict[str, Any]] = []
@@ -131,8 +132,8 @@ class StrategyPlan:
             "ranks_per_node": self.machine.network.ranks_per_node,
         }
         document = {
-            "parameters": self.numel,
-            "units": self.units,
+            "parameters": self.model.numel,
+            "units": len(self.model.units),
             "state_bytes_per_parameter": self.state_per_parameter,
             "machine": machine,
             "strategies": rows,
@@ -179,9 +180,9 @@ class StrategyPlan:
             sparse = (*outer, last // row.ep, row.ep)
             lines.append(_mesh("sparse", sparse, (*axes[:-1], "edp", "ep")))
             same = ", ".join(f'"{axis}"' for axis in (*axes[:-1], "edp"))
-            lines.append(f'experts = Experts({list(self.experts)}, mesh=sparse[{same}], apart=sparse["ep"])')
+            lines.append(f'experts = Experts({list(self.model.experts)}, mesh=sparse[{same}], apart=sparse["ep"])')
             choices.append("experts=experts")
-            kind = self.experts[0].rpartition(".")[2]
+            kind = self.model.experts[0].rpartition(".")[2]
             part = f"stacked experts, 1 in {row.ep} of them on each rank, and send tokens to the other ranks"
             lines.append(f"# {kind} of the model must already hold {part} (docs/meshes.md)")
         imports = ["import torch", "from torch.distributed.device_mesh import init_device_mesh"]
@@ -241,7 +242,7 @@ class StrategyPlan:
         ]
         machine, code = self.machine, self.python()
         head = [
-            f"{self.numel:,} parameters in {self.units} units; {machine.devices} devices of "
+            f"{self.model.numel:,} parameters in {len(self.model.units)} units; {machine.devices} devices of "
             f"{gigabytes(machine.memory)}, {machine.network.ranks_per_node} per node",
             f"network {machine.network.describe(machine.devices)}",
         ]
