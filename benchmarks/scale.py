@@ -68,7 +68,7 @@ from flatshard.rehearsal import rehearse
 from flatshard.rehearsal.network import Algorithm, Network, get_network
 from flatshard.tools.dry_run import DryRun
 from flatshard.tools.group_bytes import GroupBytes, PlannedCollective, TrainingSetup
-from flatshard.tools.memory import _groups, memory_of, time_of
+from flatshard.tools.memory import memory_of, time_of
 from flatshard.tools.model_shapes import ModelShape, load_model
 from flatshard.tools.plan import compare_strategies
 from flatshard.tools.strategy_plan import Machine, Training
@@ -643,9 +643,8 @@ def _clocked(model: str, mesh: tuple[int, ...], network: Network, slower: Callab
     precision = MixedPrecisionPolicy(torch.bfloat16, main_dtype=torch.float32)
     setup = TrainingSetup(mesh, placements, precision, **more)
     speed = Speed(500e12, 8192, 8192, host=0.0)
-    groups = _groups(shape, setup)
     clock = RanksClock(speed, network, shape.width, mesh, slower)
-    return float(np.max(DryRun(shape, groups, setup, lambda *_: None).timed(clock, setup.microbatches).total))
+    return float(np.max(DryRun(shape, setup).timed(clock, setup.microbatches).total))
 
 
 class RanksClock(StepClock):

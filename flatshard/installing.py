@@ -22,7 +22,7 @@ _log = logging.getLogger("flatshard")
 _POLICIES = CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 _FUNCTIONS = fully_shard, register_fsdp_forward_method, share_comm_ctx
 _OURS: dict[str, Any] = {ours.__name__: ours for ours in (FSDPModule, UnshardHandle, *_POLICIES, *_FUNCTIONS)}
-_changed: list[tuple[types.ModuleType, str, Any]] = []  # module, name, original value
+_changed: list[tuple[types.ModuleType, str, Any, Any]] = []  # module, name, their value, our value
 
 
 def install() -> None:
@@ -41,7 +41,7 @@ def install() -> None:
     for title, module in list(sys.modules.items()):
         if isinstance(module, types.ModuleType) and not _is_internal(title):
             _rebind(module, theirs)
-    modules = len({module.__name__ for module, _, _ in _changed[count:]})
+    modules = len({module.__name__ for module, *_ in _changed[count:]})
     _log.info("install: replaced the names of torch.distributed.fsdp in %d modules", modules)
 
 
@@ -53,9 +53,9 @@ def uninstall() -> None:
     installed.values, installed.refuses_meta, installed.after = "same", False, lambda: None
     hf.undo_let_trainer_save()
     while _changed:
-        module, name, value = _changed.pop()
-        if vars(module).get(name) is _OURS.get(_name_of(value)):
-            setattr(module, name, value)
+        module, name, theirs, ours = _changed.pop()
+        if vars(module).get(name) is ours:
+            setattr(module, name, theirs)
 
 
 def _is_internal(title: str) -> bool:
@@ -69,9 +69,5 @@ def _rebind(module: types.ModuleType, theirs: dict[int, Any]) -> None:
     for name, value in list(vars(module).items()):
         ours = theirs.get(id(value))
         if ours is not None and not (isinstance(value, type) and module.__name__ == _torch.FSDP_BODY):
-            _changed.append((module, name, value))
+            _changed.append((module, name, value, ours))
             setattr(module, name, ours)
-
-
-def _name_of(value: Any) -> str:
-    return next(name for name, theirs in _torch.FSDP_NAMES.items() if theirs is value)

@@ -13,22 +13,22 @@ from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from flatshard.rehearsal.clock_cpu import CpuClock, CpuLink
 from flatshard.rehearsal.clock_cuda import CudaClock, CudaLink
 from flatshard.rehearsal.network import Kind, Level, Network, wire_bytes
 from flatshard.rehearsal.torch_private import NEW_NAMES, ProcessGroup, premul_factor
 from flatshard.rehearsal.traffic import Traffic, TrafficTotal
-from flatshard.rehearsal.transfer import Transfer
+from flatshard.rehearsal.transfer import Pairs, Transfer
 
 BACKEND = "rehearsal"
 # Reductions of equal values that return this value.
 _SAME = (dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.BAND, dist.ReduceOp.BOR)
 
 Clock = CpuClock | CudaClock
-Tensors = Sequence[torch.Tensor]
-Pairs = list[tuple[torch.Tensor, torch.Tensor]]
-_is_contiguous, _nbytes = torch.Tensor.is_contiguous, operator.attrgetter("nbytes")
+Tensors = Sequence[Tensor]
+_is_contiguous, _nbytes = Tensor.is_contiguous, operator.attrgetter("nbytes")
 
 
 class Medium:
@@ -87,7 +87,7 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
 
     def _launch(
         self, kind: Kind, size: int, pairs: Pairs, opts: Any = None, segments: int = 1, fold: bool = False,
-        slots: int = 1, scale: float = 1.0, result: list[torch.Tensor] | None = None, sizes: list[int] | None = None,
+        slots: int = 1, scale: float = 1.0, result: list[Tensor] | None = None, sizes: list[int] | None = None,
     ) -> dist.Work:  # fmt: skip
         """Submit one collective of ``size`` bytes to its device's clock.  Other arguments: see :class:`Transfer`."""
         if not all(map(_is_contiguous, itertools.chain(*pairs))):
@@ -138,7 +138,7 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
 
     # -- gathers: this rank's shard is written to every slot of the output
 
-    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         return self.allgather_into_tensor_coalesced([output], [input], opts)
 
     def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
@@ -160,7 +160,7 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
 
     # -- reductions: all of the input is read; the output is this rank's slot of it times the scale
 
-    def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         return self.reduce_scatter_tensor_coalesced([output], [input], opts)
 
     def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
@@ -173,7 +173,7 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
         scale = self._scale(opts)
         return self._launch("reduce_scatter", sum(map(_size, inputs)), pairs, opts, fold=True, scale=scale)
 
-    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> dist.Work:
+    def allreduce(self, tensors: Tensors | Tensor, opts: Any = None) -> dist.Work:
         return self.allreduce_coalesced(_listed(tensors), opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
@@ -189,12 +189,7 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
     # -- others: bytes of another rank are replaced by this rank's, or by zeros
 
     def alltoall_base(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        opts: Any = None,
+        self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
     ) -> dist.Work:
         return self._launch("all_to_all", _size([input]), _repeat(output, input), opts, result=[output])
 
@@ -202,7 +197,7 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
         pairs = [pair for output, source in zip(outputs, inputs) for pair in _repeat(output, source)]
         return self._launch("all_to_all", _size(inputs), pairs, opts, result=list(outputs))
 
-    def broadcast(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> dist.Work:
+    def broadcast(self, tensors: Tensors | Tensor, opts: Any = None) -> dist.Work:
         tensors = _listed(tensors)
         return self._launch("broadcast", _size(tensors), _in_place(tensors), opts, fold=True)
 
@@ -252,8 +247,8 @@ for _old, _new in NEW_NAMES.items():
     setattr(RehearsalGroup, _new, getattr(RehearsalGroup, _old))
 
 
-def _listed(tensors: Tensors | torch.Tensor) -> Tensors:
-    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+def _listed(tensors: Tensors | Tensor) -> Tensors:
+    return [tensors] if isinstance(tensors, Tensor) else tensors
 
 
 def _refuse_sizes(kind: Kind, fulls: Tensors, shards: Tensors, count: int) -> None:
@@ -274,7 +269,7 @@ def _in_place(tensors: Tensors) -> Pairs:
     return [(tensor, tensor) for tensor in tensors]
 
 
-def _repeat(output: torch.Tensor, source: torch.Tensor) -> Pairs:
+def _repeat(output: Tensor, source: Tensor) -> Pairs:
     """Copies that fill ``output`` with ``source``, repeated if it is too short."""
     if output.numel() == source.numel():
         return [(output, source)]

@@ -25,7 +25,7 @@ from flatshard import _epochs
 from flatshard.rehearsal.cuda_driver import CudaDriver
 from flatshard.rehearsal.network import Level
 from flatshard.rehearsal.torch_private import compile_kernel, cuda, current_device, current_raw_stream
-from flatshard.rehearsal.transfer import Transfer, TransferWork
+from flatshard.rehearsal.transfer import Pairs, Transfer, TransferWork
 
 _MAX_SEGMENTS = 120  # 2.9 KiB with the header; every driver accepts 4 KiB of kernel arguments
 _CALL = [struct.Struct(f"<{8 + 3 * segments}Q") for segments in range(_MAX_SEGMENTS + 1)]
@@ -263,14 +263,7 @@ class CudaClock:
         self._last = (event, stream, epoch)
         return CudaWork(transfer, event, stream, link)
 
-    def _launch(
-        self,
-        transfer: Transfer,
-        pairs: list[tuple[torch.Tensor, torch.Tensor]],
-        sizes: list[int],
-        seconds: float,
-        stream: int,
-    ) -> None:
+    def _launch(self, transfer: Transfer, pairs: Pairs, sizes: list[int], seconds: float, stream: int) -> None:
         fold, slots, scale = transfer.fold, transfer.slots, transfer.scale
         fields = [0] * (3 * len(pairs))
         fields[2::3] = sizes

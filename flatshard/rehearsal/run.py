@@ -88,8 +88,7 @@ def run_script(script: str, arguments: Sequence[str], is_module: bool) -> None:
 
 def _child(run_path: str, result_path: str) -> None:
     # Imported by its full name, so that `flatshard.rehearsal.current()` in the script finds this rehearsal.
-    from flatshard.rehearsal.meter import TooFewSteps
-    from flatshard.rehearsal.session import rehearse
+    from flatshard.rehearsal.session import TooFewSteps, rehearse
 
     data = json.loads(Path(run_path).read_text())
     network = data.pop("network")

@@ -16,9 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flatshard.rehearsal.network import Level
 from flatshard.rehearsal.torch_private import Work
+
+Pairs = list[tuple[Tensor, Tensor]]
 
 
 @dataclass(slots=True)
@@ -28,7 +31,7 @@ class Transfer:
     ``on_current_stream``: on CUDA, run on the caller's stream instead of the group's.
     """
 
-    pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    pairs: Pairs
     sizes: list[int]  # per pair, the bytes of one slot
     level: Level
     seconds: float
@@ -36,11 +39,11 @@ class Transfer:
     slots: int = 1
     own: int = 0
     scale: float = 1.0
-    result: list[torch.Tensor] | None = None
+    result: list[Tensor] | None = None
     blocks_host: bool = False
     on_current_stream: bool = False
 
-    def outputs(self) -> list[torch.Tensor]:
+    def outputs(self) -> list[Tensor]:
         """The result of the collective."""
         return [dst for dst, _ in self.pairs] if self.result is None else self.result
 

@@ -56,43 +56,39 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **
     return out
 
 
-class _Count:
-    """Adds up the bytes of saved storages, each once, for the block that is running."""
+@contextmanager
+def _counting(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[tuple[list[int], list[int]]]:
+    """Count the bytes of storages that the body saves, each once, by the block that is running, and of blocks' inputs.
 
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-        self.saved = [0] * (len(blocks) + 1)  # the last entry is for what is outside of blocks
-        self.inputs = [0] * len(blocks)
-        self._number = -1
-        self._seen = {_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        self._alive: list[Any] = []  # keeps storages alive, so that no other storage gets the same key
+    Yields both. The last entry of the first is for what is outside of blocks.
+    """
+    saved, inputs, running = [0] * (len(blocks) + 1), [0] * len(blocks), -1
+    numbers = {block: number for number, block in enumerate(blocks)}
+    # Keeps storages alive, so that no other storage gets the same key.
+    seen: dict[int, Any] = {_key(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        key = _key(tensor)
-        if key not in self._seen:
-            self._seen.add(key)
-            self._alive.append(tensor)
-            self.saved[self._number] += tensor.untyped_storage().nbytes()
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if _key(tensor) not in seen:
+            seen[_key(tensor)] = tensor
+            saved[running] += tensor.untyped_storage().nbytes()
         return tensor
 
-    @contextmanager
-    def watching(self, blocks: Sequence[nn.Module]) -> Iterator[None]:
-        numbers = {block: number for number, block in enumerate(blocks)}
+    def enter(block: nn.Module, args: Any, kwargs: Any) -> None:
+        nonlocal running
+        running = numbers[block]
+        given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+        inputs[running] = sum(each.untyped_storage().nbytes() for each in given if each.requires_grad)
 
-        def enter(block: nn.Module, args: Any, kwargs: Any) -> None:
-            self._number = numbers[block]
-            given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
-            hidden = [each for each in given if each.requires_grad]
-            self.inputs[self._number] = sum(each.untyped_storage().nbytes() for each in hidden)
+    def leave(block: nn.Module, args: Any, out: Any) -> None:
+        nonlocal running
+        running = -1
 
-        def leave(block: nn.Module, args: Any, out: Any) -> None:
-            self._number = -1
-
-        with ExitStack() as stack:
-            for block in blocks:
-                stack.callback(block.register_forward_pre_hook(enter, with_kwargs=True).remove)
-                stack.callback(block.register_forward_hook(leave).remove)
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor))
-            yield
+    with ExitStack() as stack:
+        for block in blocks:
+            stack.callback(block.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            stack.callback(block.register_forward_hook(leave).remove)
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
+        yield saved, inputs
 
 
 def _key(tensor: torch.Tensor) -> int:
@@ -109,11 +105,11 @@ def activations_of(
     kinds = {name: value.dtype for name, value in (*model.named_parameters(), *model.named_buffers())}
     if dtype is not None:
         model.to(dtype)
-    count = _Count(model, blocks)
     tokens = torch.zeros(batch, length, dtype=torch.int64, device="meta")
     is_transformers = hasattr(model, "config") and hasattr(model, "get_output_embeddings")
     try:
-        with patch.object(nn.functional, "scaled_dot_product_attention", _attention), count.watching(blocks):
+        attention = patch.object(nn.functional, "scaled_dot_product_attention", _attention)
+        with attention, _counting(model, blocks) as (saved, inputs):
             if is_transformers:
                 # With this mask the model does not read values of tokens; the fused kernel ignores it.
                 mask = torch.ones(batch, 1, length, length, dtype=torch.bool, device="meta")
@@ -131,4 +127,4 @@ def activations_of(
     finally:
         for name, value in (*model.named_parameters(), *model.named_buffers()):
             value.data = value.data.to(kinds[name])
-    return Activations(tuple(count.saved[:-1]), tuple(count.inputs), count.saved[-1])
+    return Activations(tuple(saved[:-1]), tuple(inputs), saved[-1])

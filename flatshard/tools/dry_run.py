@@ -7,7 +7,8 @@ run needs no process group, and almost no memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,23 +25,39 @@ from flatshard.engine.units.unit import Unit, own
 from flatshard.engine.weights.offload import Home
 from flatshard.engine.weights.source import Source
 from flatshard.policy import MixedPrecisionPolicy
-from flatshard.tools.group_bytes import GroupBytes, PlannedCollective, TrainingSetup
+from flatshard.tools.group_bytes import GroupBytes, PlannedCollective, TrainingSetup, groups_of
 from flatshard.tools.model_shapes import ModelShape, ModuleCall
 from flatshard.tools.timing import Estimate, StepClock
 
-# Called with changes in bytes: of main gradients, of gathered weights, of staging.
-Note = Callable[[int, int, int], None]
+
+@dataclass(frozen=True)
+class Bytes:
+    """The memory of one rank at one moment, by purpose."""
+
+    main: int = 0
+    compute: int = 0
+    state: int = 0
+    gradients: int = 0
+    gathered: int = 0
+    staging: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.main + self.compute + self.state + self.gradients + self.gathered + self.staging
 
 
 class DryRun:
-    """A dry run of a model."""
+    """A dry run of a model. `resting`, `peak`, `most_gathered` and `most_staging` are as in `Memory`."""
 
-    def __init__(
-        self, model: ModelShape, groups: Sequence[Sequence[GroupBytes]], setup: TrainingSetup, note: Note
-    ) -> None:
+    def __init__(self, model: ModelShape, setup: TrainingSetup) -> None:
+        groups = groups_of(model, setup)
+        every = [group for unit in groups for group in unit]
+        self.resting = Bytes(*(sum(getattr(group, name) for group in every) for name in ("main", "compute", "state")))
+        self._now = self.peak = replace(self.resting, gradients=sum(group.accumulated for group in every))
+        self.most_gathered = self.most_staging = 0
+        self._is_noting = False
         self._groups = [[_Group(sizes, setup, self, number) for sizes in unit] for number, unit in enumerate(groups)]
         self._modules: dict[int, list[_Module]] = {}
-        self._note, self.is_noting = note, False
         self._accumulates = setup.microbatches > 1
         self.clock: StepClock | None = None
         self.is_last = True  # this is the last micro-batch of a step
@@ -62,7 +79,7 @@ class DryRun:
         """Run the last micro-batch of a step. One pass before it records the order of units. If there are several
         micro-batches, another one runs before it, because its last reduces are still in flight."""
         passes = [(False, True), *[(True, False)] * self._accumulates, (True, True)]
-        for self.is_noting, is_last in passes:
+        for self._is_noting, is_last in passes:
             for unit in self._units:
                 unit.is_last = is_last
             for group in (group for unit in self._groups for group in unit):
@@ -112,8 +129,15 @@ class DryRun:
         return module
 
     def note(self, gradients: int = 0, gathered: int = 0, staging: int = 0) -> None:
-        if self.is_noting:
-            self._note(gradients, gathered, staging)
+        """Add changes of memory, in bytes."""
+        if not self._is_noting:
+            return
+        was = self._now
+        held = was.gradients + gradients, was.gathered + gathered, was.staging + staging
+        self._now = now = Bytes(was.main, was.compute, was.state, *held)
+        self.most_gathered = max(self.most_gathered, now.gathered)
+        self.most_staging = max(self.most_staging, now.staging)
+        self.peak = max(self.peak, now, key=lambda each: each.total)
 
     def launches(self) -> list[PlannedCollective]:
         """The collectives of the step that was run."""

@@ -17,7 +17,7 @@ from flatshard.layout import Layout, Placement, Replicate, is_sharded, least_pad
 from flatshard.layout.planner import LayoutName
 from flatshard.policy import MixedPrecisionPolicy, Placements, SchedulePolicy, replicated
 from flatshard.rehearsal.network import Network, Reach
-from flatshard.tools.model_shapes import ParamShape
+from flatshard.tools.model_shapes import ModelShape, ParamShape
 
 CollectiveKind: TypeAlias = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 StateOf: TypeAlias = Callable[[tuple[int, ...], int], float]
@@ -291,7 +291,13 @@ def _real(launches: list[PlannedCollective]) -> list[PlannedCollective]:
     return [launch for launch in launches if launch.times and launch.among > 1]
 
 
-def split_into_groups(unit: Sequence[ParamShape], setup: TrainingSetup) -> list[GroupBytes]:
+def groups_of(model: ModelShape, setup: TrainingSetup) -> list[list[GroupBytes]]:
+    """The groups of each unit. Units with the same tensors have the same groups."""
+    alike = {tensors: _split(tensors, setup) for tensors in {unit.tensors for unit in model.units}}
+    return [alike[unit.tensors] for unit in model.units]
+
+
+def _split(unit: Sequence[ParamShape], setup: TrainingSetup) -> list[GroupBytes]:
     """The groups of a unit's tensors: same dtype, ``requires_grad`` and mesh; scalars are separate."""
     by_kind: dict[tuple[object, ...], list[ParamShape]] = {}
     parts = setup.expert_parts

@@ -12,29 +12,13 @@ that the allocator reserves but does not use, and buffers of the communication l
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from flatshard.rehearsal.network import Network
-from flatshard.tools.dry_run import DryRun
-from flatshard.tools.group_bytes import GroupBytes, PlannedCollective, TrainingSetup, split_into_groups
+from flatshard.tools.dry_run import Bytes, DryRun
+from flatshard.tools.group_bytes import PlannedCollective, TrainingSetup, groups_of
 from flatshard.tools.model_shapes import ModelShape
 from flatshard.tools.timing import Estimate, Speed, StepClock
-
-
-@dataclass(frozen=True)
-class Bytes:
-    """The memory of one rank at one moment, by purpose."""
-
-    main: int = 0
-    compute: int = 0
-    state: int = 0
-    gradients: int = 0
-    gathered: int = 0
-    staging: int = 0
-
-    @property
-    def total(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self))
 
 
 @dataclass(frozen=True)
@@ -55,13 +39,9 @@ class Memory:
 
 def memory_of(model: ModelShape, setup: TrainingSetup) -> Memory:
     """The memory and the collectives of one rank that trains ``model``."""
-    groups = _groups(model, setup)
-    every = [group for unit in groups for group in unit]
-    resting = Bytes(*(sum(getattr(group, name) for group in every) for name in ("main", "compute", "state")))
-    fullest = _Fullest(replace(resting, gradients=sum(group.accumulated for group in every)))
-    run = DryRun(model, groups, setup, fullest.add)
+    run = DryRun(model, setup)
     run.step()
-    return Memory(resting, fullest.peak, fullest.most_gathered, fullest.most_staging, tuple(run.launches()))
+    return Memory(run.resting, run.peak, run.most_gathered, run.most_staging, tuple(run.launches()))
 
 
 def offloaded(model: ModelShape, setup: TrainingSetup) -> Memory:
@@ -71,7 +51,7 @@ def offloaded(model: ModelShape, setup: TrainingSetup) -> Memory:
     copied to or from the host.
     """
     memory = memory_of(model, setup)
-    shards = [sum(group.main + group.main_grad for group in unit) for unit in _groups(model, setup)]
+    shards = [sum(group.main + group.main_grad for group in unit) for unit in groups_of(model, setup)]
     resting = Bytes(compute=memory.resting.compute)
     moving = memory.peak.total - memory.resting.total  # includes main gradients, although they are in host memory
     gathered = min(memory.most_gathered, moving)
@@ -83,29 +63,4 @@ def offloaded(model: ModelShape, setup: TrainingSetup) -> Memory:
 
 def time_of(model: ModelShape, setup: TrainingSetup, speed: Speed, network: Network) -> Estimate:
     """The estimated time of a step."""
-    run = DryRun(model, _groups(model, setup), setup, lambda *sizes: None)
-    return run.timed(StepClock(speed, network, model.width), setup.microbatches)
-
-
-def _groups(model: ModelShape, setup: TrainingSetup) -> list[list[GroupBytes]]:
-    alike = {
-        tensors: split_into_groups(tensors, setup) for tensors in dict.fromkeys(unit.tensors for unit in model.units)
-    }
-    return [alike[unit.tensors] for unit in model.units]
-
-
-class _Fullest:
-    """Adds up changes of memory, and remembers the peak."""
-
-    def __init__(self, resting: Bytes) -> None:
-        self.now = self.peak = resting
-        self.most_gathered = self.most_staging = 0
-
-    def add(self, gradients: int, gathered: int, staging: int) -> None:
-        was = self.now
-        held = was.gradients + gradients, was.gathered + gathered, was.staging + staging
-        self.now = now = Bytes(was.main, was.compute, was.state, *held)
-        self.most_gathered = max(self.most_gathered, now.gathered)
-        self.most_staging = max(self.most_staging, now.staging)
-        if now.total > self.peak.total:
-            self.peak = now
+    return DryRun(model, setup).timed(StepClock(speed, network, model.width), setup.microbatches)

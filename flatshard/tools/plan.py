@@ -47,7 +47,7 @@ def compare_strategies(model: ModelShape, machine: Machine, training: Training) 
         if (kind.outer is None or _outer(kind, machine) > 1) and _can_part(ep, kind, machine)
     )
     fitting = [row for row in rows if row.fits]
-    plan = StrategyPlan(model.numel, len(model.units), machine, training, rows, None, "", experts=model.experts)
+    plan = StrategyPlan(model, machine, training, rows, None, "")
     if not fitting:
         least = min(rows, key=lambda row: row.peak)
         needed = f"{gigabytes(least.peak)}; {gigabytes(machine.usable)} are usable"
@@ -68,22 +68,18 @@ def compare_strategies(model: ModelShape, machine: Machine, training: Training) 
         else:
             why += f"{these} it takes the least time on the network: {1e3 * best.wire:,.1f} ms per step."
         leaner = min(others, key=lambda row: row.peak)
-        why += (
-            ""
-            if leaner is best
-            else f" Of these, {leaner.name} needs the least memory: {gigabytes(best.peak - leaner.peak)} less."
-        )
+        if leaner is not best:
+            why += f" Of these, {leaner.name} needs the least memory: {gigabytes(best.peak - leaner.peak)} less."
     if not best.offload:
-        fitting = _with_recompute(machine, training, rows)
-        better = [row for row in fitting if not row.offload and _is_faster(row, best)]
-        if better:
-            name = min(better, key=lambda row: row.cost).name
+        recomputed = _with_recompute(machine, training, rows)
+        faster = [row for row in recomputed if not row.offload and _is_faster(row, best)]
+        if faster:
+            name = min(faster, key=lambda row: row.cost).name
             why += f" With --recompute, {name} also fits, and is likely to be faster."
     plan = replace(plan, advice=best.name, formats=_formats(model, machine, training, best))
     if plan.offload_bytes:
-        why += (
-            f" It is enough to offload {gigabytes(plan.offload_bytes)} of main weights, with their gradients and state."
-        )
+        size = gigabytes(plan.offload_bytes)
+        why += f" It is enough to offload {size} of main weights, with their gradients and state."
     return replace(plan, why=why)
 
 
@@ -170,7 +166,8 @@ def picture(model: ModelShape, machine: Machine, training: Training) -> str:
     bytes_only = replace(training, speed=None)
     plans = [compare_strategies(model, replace(machine, devices=count), bytes_only) for count in counts]
     marks = [{row.kind + " ep" * (row.ep > 1): "#" if row.fits else "." for row in plan.rows} for plan in plans]
-    names = sorted({name for each in marks for name in each}, key=_place)
+    possible = [kind.kind + ep for ep in ("", " ep") for kind in _STRATEGIES]
+    names = [name for name in possible if any(name in each for each in marks)]
     wide, width = max(12, *(len(name) + 2 for name in names)), len(str(counts[-1])) + 1
     lines = ["fits on".ljust(wide) + "".join(str(count).rjust(width) for count in counts) + "  devices"]
     for name in names:
@@ -179,12 +176,6 @@ def picture(model: ModelShape, machine: Machine, training: Training) -> str:
     if any(name.endswith(" ep") for name in names):
         lines.append("ep: expert parallelism over as many ranks of a node as possible")
     return "\n".join(lines)
-
-
-def _place(name: str) -> tuple[bool, int]:
-    """The sort key of a strategy."""
-    kind = name.removesuffix(" ep")
-    return kind != name, [each for each, *_ in _STRATEGIES].index(kind)
 
 
 def _outer(kind: _Kind, machine: Machine) -> int:

@@ -15,6 +15,7 @@ from flatshard.policy import MixedPrecisionPolicy, Strategy
 from flatshard.rehearsal.network import Network
 from flatshard.tools.group_bytes import StateOf
 from flatshard.tools.memory import Memory
+from flatshard.tools.model_shapes import ModelShape
 from flatshard.tools.timing import Estimate, Speed
 
 
@@ -100,20 +101,20 @@ class StrategyPlan:
     ``formats``: a sentence about what encoded collectives save, or would save.
     """
 
-    numel: int
-    units: int
+    model: ModelShape
     machine: Machine
     training: Training
     rows: tuple[StrategyRow, ...]
     advice: str | None
     why: str
     formats: str = ""
-    experts: tuple[str, ...] = ()  # classes of modules that hold only experts
 
     @property
     def state_per_parameter(self) -> float:
         """Bytes of optimizer state per parameter, over all ranks; frozen parameters have none."""
-        return self.rows[0].memory.resting.state / max(self.numel, 1)  # in ZeRO 0 a rank has all of it, without padding
+        return self.rows[0].memory.resting.state / max(
+            self.model.numel, 1
+        )  # in ZeRO 0 a rank has all of it, without padding
 
     def to_json(self) -> str:
         rows: list[dict[str, Any]] = []
@@ -131,8 +132,8 @@ class StrategyPlan:
             "ranks_per_node": self.machine.network.ranks_per_node,
         }
         document = {
-            "parameters": self.numel,
-            "units": self.units,
+            "parameters": self.model.numel,
+            "units": len(self.model.units),
             "state_bytes_per_parameter": self.state_per_parameter,
             "machine": machine,
             "strategies": rows,
@@ -166,37 +167,27 @@ class StrategyPlan:
         choices += [f"offload_bytes={self.offload_bytes:,}".replace(",", "_")] if self.offload_bytes else []
         kept = self.kept_bytes
         if kept:
-            choices += [
-                'reshard_after_forward="auto"',
-                f"schedule=SchedulePolicy(keep_for_backward={kept:,})".replace(",", "_"),
-            ]
+            choices.append('reshard_after_forward="auto"')
+            choices.append(f"schedule=SchedulePolicy(keep_for_backward={kept:,})".replace(",", "_"))
         names = [*["CPUOffloadPolicy"] * row.offload, "MixedPrecisionPolicy", *["SchedulePolicy"] * bool(kept)]
         names.append("shard_model")
-        lines = [_mesh("mesh", row.mesh, axes), f"policy = MixedPrecisionPolicy({dtypes})"]
-        if self.training.recompute:
-            lines.insert(
-                0, "# before: torch.utils.checkpoint in every block (Transformers: gradient_checkpointing_enable)"
-            )
+        before = "# before: torch.utils.checkpoint in every block (Transformers: gradient_checkpointing_enable)"
+        lines = [before] * self.training.recompute
+        lines += [_mesh("mesh", row.mesh, axes), f"policy = MixedPrecisionPolicy({dtypes})"]
         if row.ep > 1:
             names.append("Experts")
             *outer, last = row.mesh
             sparse = (*outer, last // row.ep, row.ep)
             lines.append(_mesh("sparse", sparse, (*axes[:-1], "edp", "ep")))
             same = ", ".join(f'"{axis}"' for axis in (*axes[:-1], "edp"))
-            lines.append(f'experts = Experts({list(self.experts)}, mesh=sparse[{same}], apart=sparse["ep"])')
+            lines.append(f'experts = Experts({list(self.model.experts)}, mesh=sparse[{same}], apart=sparse["ep"])')
             choices.append("experts=experts")
-            kind = self.experts[0].rpartition(".")[2]
+            kind = self.model.experts[0].rpartition(".")[2]
             part = f"stacked experts, 1 in {row.ep} of them on each rank, and send tokens to the other ranks"
             lines.append(f"# {kind} of the model must already hold {part} (docs/meshes.md)")
-        return "\n".join(
-            [
-                "import torch",
-                "from torch.distributed.device_mesh import init_device_mesh",
-                f"from flatshard import {', '.join(sorted(names))}",
-                *lines,
-                f"shard_model(model, {', '.join(choices)})",
-            ]
-        )
+        imports = ["import torch", "from torch.distributed.device_mesh import init_device_mesh"]
+        imports.append(f"from flatshard import {', '.join(sorted(names))}")
+        return "\n".join([*imports, *lines, f"shard_model(model, {', '.join(choices)})"])
 
     @property
     def offload_bytes(self) -> int:
@@ -251,7 +242,7 @@ class StrategyPlan:
         ]
         machine, code = self.machine, self.python()
         head = [
-            f"{self.numel:,} parameters in {self.units} units; {machine.devices} devices of "
+            f"{self.model.numel:,} parameters in {len(self.model.units)} units; {machine.devices} devices of "
             f"{gigabytes(machine.memory)}, {machine.network.ranks_per_node} per node",
             f"network {machine.network.describe(machine.devices)}",
         ]
@@ -271,28 +262,28 @@ class StrategyPlan:
             f"Optimizer state takes {self.state_per_parameter:.2f} bytes per parameter.",
         ]
         if timed:
-            notes.append(
-                "step: the estimated step time (docs/plan.md). waits: how much of it compute waits for the network."
-            )
-            notes.append("tokens/s: on all devices. MFU: model FLOP/s, without recompute, relative to --peak-tflops.")
+            notes += [
+                "step: the estimated step time (docs/plan.md). waits: how much of it compute waits for the network.",
+                "tokens/s: on all devices. MFU: model FLOP/s, without recompute, relative to --peak-tflops.",
+            ]
         slow = [row.name for row in self.rows if row.step is not None and row.step.total <= row.step.host]
         if slow:
             notes.append(f"The host bounds the step of {', '.join(slow)}; captured steps avoid this (--host-ms 0).")
         if training.microbatches == 1:
             notes.append("ZeRO 1 and 2 are equal here: they differ only between micro-batches (--microbatches).")
-        notes.append(
-            "offload: main weights, gradients and optimizer state are in host memory (host). Its peak is an upper"
-        )
-        notes.append("bound" + ("; its step time is not estimated." if timed else "."))
+        notes += [
+            "offload: main weights, gradients and optimizer state are in host memory (host). Its peak is an upper",
+            "bound; its step time is not estimated." if timed else "bound.",
+        ]
         if any(row.ep > 1 for row in self.rows):
             told = "wire and step include the tokens that they send to each other."
             told = told if timed else "Tokens that they send are not counted: give --tokens and --tflops."
             notes.append(f"ep N: expert parallelism; N neighbouring ranks hold different experts. {told}")
         if not known:
-            notes.append(
-                "Activations are unknown. Give --batch and --length, or --activations, to see what fits with them,\n"
-                "and how many weights can stay gathered from forward to backward (keep_for_backward)."
-            )
+            notes += [
+                "Activations are unknown. Give --batch and --length, or --activations, to see what fits with them,",
+                "and how many weights can stay gathered from forward to backward (keep_for_backward).",
+            ]
         return notes
 
 

@@ -157,37 +157,27 @@ def measured_flops(model: ModelShape, tokens: float, dtype: torch.dtype | None) 
 
     A whole model reaches less, because norms, attention and the loss take time and have few FLOPs.
     """
+    from torch.utils.benchmark import Timer  # takes long to import, and is seldom needed
+
     found = torch.accelerator.current_accelerator()
     device = torch.device("cpu") if found is None else found
     block = max((unit for unit in model.units if not unit.is_embedding), key=lambda unit: unit.numel)
-    done = seconds = 0.0
+    done, seconds, threads = 0.0, 0.0, torch.get_num_threads()
+
+    def clock() -> float:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        return time.perf_counter()
+
     for tensor in block.tensors:
         if len(tensor.shape) < 2:
             continue
         rows = max(1, round(tokens * tensor.used))
         x = torch.randn(rows, tensor.shape[-1], device=device, dtype=dtype or tensor.dtype)
         weight = torch.randn(tensor.shape[-2:], device=device, dtype=x.dtype)
-        seconds += _seconds_of(x, weight.T, device)
+        timer = Timer("x @ weight.T", timer=clock, globals={"x": x, "weight": weight}, num_threads=threads)
+        seconds += timer.blocked_autorange(min_run_time=0.03).mean
         done += 2.0 * rows * weight.numel()
     if not seconds:
         raise ValueError("--tflops measured: the model has no matrices to measure; give a number")
     return done / seconds
-
-
-def _seconds_of(x: torch.Tensor, weight: torch.Tensor, device: torch.device, least: float = 0.03) -> float:
-    """The time of one product: the mean over at least ``least`` seconds."""
-
-    def several(times: int) -> float:
-        began = time.perf_counter()
-        for _ in range(times):
-            x @ weight
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-        return time.perf_counter() - began
-
-    several(1)
-    times, taken = 1, several(1)
-    while taken < least:
-        times *= 2
-        taken = several(times)
-    return taken / times
