@@ -60,20 +60,20 @@ class Transition(Enum):
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_REDUCE = "all_reduce"
-    ALL_TO_ALL = "all_to_all"
 
 
 def transition(source: Placement, target: Placement) -> Transition:
     """The operation that changes an axis from ``source`` to ``target``; ValueError if there is none.
 
-    Nothing can become `Partial`, because a value can be divided into terms in many ways.
+    Nothing can become `Partial`, because a value can be divided into terms in many ways. A sharded axis keeps the
+    layout that it was planned for.
     """
     if source == target:
         return Transition.NONE
-    if isinstance(target, Partial):
+    if isinstance(target, Partial) or (is_sharded(source) and is_sharded(target)):
         raise ValueError(f"a buffer cannot go from {source} to {target}")
     if isinstance(source, Partial):
         return Transition.REDUCE_SCATTER if is_sharded(target) else Transition.ALL_REDUCE
     if isinstance(source, Replicate):
         return Transition.SCATTER
-    return Transition.ALL_TO_ALL if is_sharded(target) else Transition.ALL_GATHER
+    return Transition.ALL_GATHER
