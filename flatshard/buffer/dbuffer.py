@@ -18,11 +18,9 @@ from flatshard.layout import (
     Partial,
     Parts,
     Placement,
-    Range,
     Transition,
     holding,
     is_sharded,
-    local_ranges,
     transition,
 )
 
@@ -110,10 +108,6 @@ class DBuffer:
 
     def __repr__(self) -> str:
         return f"DBuffer({self.placements}, {self.dtype}, {self.local.numel()} elements on {self.device})"
-
-    def ranges(self) -> list[Range]:
-        """Which elements of which tensor lie where in ``local``."""
-        return list(local_ranges(self.layout, self.held))
 
     def local_view(self, index: int) -> torch.Tensor:
         """This rank's rows of tensor ``index``, a view of ``local``: all of it where no axis is sharded.

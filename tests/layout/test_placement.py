@@ -2,9 +2,9 @@
 
 import pytest
 
-from flatshard.layout import Block, Flat, Partial, Replicate, Transition, Whole, transition
+from flatshard.layout import Block, Flat, Partial, Replicate, Transition, transition
 
-SHARDED = [Flat(), Block(4), Whole()]
+SHARDED = [Flat(), Block(4)]
 
 
 @pytest.mark.parametrize("target", SHARDED, ids=str)
