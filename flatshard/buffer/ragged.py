@@ -42,8 +42,6 @@ class Cut:
             and (self.layout is other.layout or self.layout == other.layout)
         )
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __deepcopy__(self, memo: Any) -> Cut:
         """Itself: it is immutable, and a mesh cannot be copied."""
         return self
@@ -211,27 +209,15 @@ def write_item(fqn: str, box: ChunkStorageMetadata, shape: torch.Size, local: to
 
 
 _KEEPING = {
-    "aten::detach",
-    "aten::alias",
-    "aten::clone",
-    "aten::_to_copy",
-    "aten::copy_",
-    "aten::empty_like",
-    "aten::zeros_like",
-    "aten::ones_like",
-    "aten::full_like",
-    "aten::zero_",
-    "aten::fill_",
-    "aten::lift_fresh",
+    *("detach", "alias", "clone", "_to_copy", "copy_", "lift_fresh"),
+    *("empty_like", "zeros_like", "ones_like", "full_like", "zero_", "fill_"),
 }
 
 
 def _is_elementwise(func: Any) -> bool:
     """Whether each element of the result depends only on the same element of the arguments."""
-    name = func._schema.name
-    if name in _KEEPING or torch.Tag.pointwise in func.tags:
-        return True
-    return bool(name.startswith(("aten::_foreach_", "aten::_fused_")))
+    name = func._schema.name.removeprefix("aten::")
+    return name in _KEEPING or name.startswith(("_foreach_", "_fused_")) or torch.Tag.pointwise in func.tags
 
 
 def _require_same_rows(func: Any, args: Any, kwargs: Any) -> None:
