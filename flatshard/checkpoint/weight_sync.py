@@ -26,9 +26,18 @@ from flatshard import _arguments, _torch
 from flatshard._sizes import format_bytes
 from flatshard.buffer import spread
 from flatshard.checkpoint.files import CODES, DTYPES, TensorEntry, find_tensors
-from flatshard.checkpoint.full import aligned, cast_dtype, check_dtype, named_tensors, views_of
+from flatshard.checkpoint.full import (
+    aligned,
+    cast_dtype,
+    check_dtype,
+    check_names,
+    named_tensors,
+    plan_files,
+    stored_tensors,
+    views_of,
+    write_files,
+)
 from flatshard.checkpoint.reader import Reader
-from flatshard.checkpoint.safetensors import check_names, plan_files, stored_tensors, write_files
 from flatshard.checkpoint.state import Part, held_part
 from flatshard.checkpoint.stored_names import StoredAs
 
