@@ -134,16 +134,11 @@ class Layout:
         return self._windows[key]
 
     def _window(self, slot: Slot, first: int, pieces: int) -> Window:
-        piece = self.segments[slot.segment].piece
-        low = first * piece
-        begin, end = max(low, slot.offset), min(low + pieces * piece, slot.stop)
-        held = max(end - begin, 0)
-        if (held == slot.numel and held) or pieces == self.num_shards:
-            shape = slot.shape
-        else:
-            shape = (*slot.shape[: slot.dim], self.rows(slot, first, pieces)[1], *slot.shape[slot.dim + 1 :])
+        row, count = self.rows(slot, first, pieces)
+        shape = (*slot.shape[: slot.dim], count, *slot.shape[slot.dim + 1 :]) if slot.shape or not count else ()
         stride = tuple(max(math.prod(shape[dim + 1 :]), 1) for dim in range(len(shape)))
-        return Window(self.run_starts(pieces)[slot.segment] + begin - low if held else 0, shape, stride)
+        within = slot.offset + row * slot.row - first * self.segments[slot.segment].piece
+        return Window(self.run_starts(pieces)[slot.segment] + within if count * slot.row else 0, shape, stride)
 
     def rows(self, slot: Slot, first: int, pieces: int) -> tuple[int, int]:
         """The first row, and the number of rows, of a tensor in ``pieces`` pieces from ``first``."""
