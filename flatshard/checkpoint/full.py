@@ -17,12 +17,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from flatshard import _arguments, _torch
 from flatshard._sizes import parse_bytes
 from flatshard.buffer import Exchange, Lane
+from flatshard.checkpoint import stored_names
 from flatshard.checkpoint.errors import on_all_ranks
 from flatshard.checkpoint.files import CODES, INDEX, SINGLE, TensorEntry, find_tensors, sync_folder, write_file
 from flatshard.checkpoint.loading import put_weights, stage_model
 from flatshard.checkpoint.progress import Advance, bar, ignore
 from flatshard.checkpoint.state import held_part
-from flatshard.checkpoint.stored_names import ConvertingReader, StoredAs, assemble, convert_tensors, pieces_of
+from flatshard.checkpoint.stored_names import ConvertingReader, StoredAs, pieces_of
 
 _ALIGN = 16  # bytes; a bucket is all-reduced as integers of 4 bytes
 _LARGE = 1 << 20  # bytes; the time to gather such a tensor depends on its size, not on the cost of a launch
@@ -189,7 +190,7 @@ def export_safetensors(
         raise ValueError(f"max_shard_size={max_shard_size!r}: {form}")
     _arguments.whole_number("bucket_bytes", bucket_bytes, 1)
     check_dtype(dtype)
-    check_names(names)
+    stored_names.check_names(names)
     ranks = Exchange("checkpoint_save")
     files = plan_files(named_tensors(model), limit, dtype, names)
     on_all_ranks(ranks, lambda: folder.mkdir(parents=True, exist_ok=True) if ranks.rank == 0 else None)
@@ -198,14 +199,6 @@ def export_safetensors(
     with bar("exporting", total, progress and ranks.rank == 0) as advance:
         write = partial(write_files, folder, files, pieces, advance)
         on_all_ranks(ranks, write if ranks.rank == 0 else partial(deque, pieces, maxlen=0))
-
-
-def check_names(names: Any) -> None:
-    """TypeError unless ``names`` is a sequence of `StoredAs`."""
-    if isinstance(names, str) or not all(isinstance(rule, StoredAs) for rule in names):
-        raise TypeError(
-            f"names={names!r}: must be a list of StoredAs, or a preset such as flatshard.checkpoint.MIXTRAL"
-        )
 
 
 def stored_tensors(
@@ -285,15 +278,15 @@ def load_safetensors(
     """
     _arguments.module("load_safetensors", model)
     folder = _arguments.path("folder", folder)
-    check_names(names)
+    stored_names.check_names(names)
     ranks = Exchange("control")
 
     def stage() -> dict[str, Any]:
         source = find_tensors(folder)
         if names:
             shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
-            source.tensors = assemble(source.tensors, shapes, names, folder)
-        recipes = {} if names else convert_tensors(model, source)
+            source.tensors = stored_names.assemble(source.tensors, shapes, names, folder)
+        recipes = {} if names else stored_names.convert_tensors(model, source)
         source.model = {"dict": [(name, {"tensor": name}) for name in source.tensors]}
         total = sum(file["bytes"] for file in source.files.values()) // ranks.size
         shown = bar("loading", total, progress and ranks.rank == 0)
