@@ -177,7 +177,10 @@ class RaggedDTensor(DTensor):
             return None
         if func._schema.name.endswith("_"):
             return args[0]
-        return _wrap(result, args, ragged[0])
+        if isinstance(result, torch.Tensor):
+            return ragged[0].with_local(result)
+        first = next(arg for arg in args if isinstance(arg, (list, tuple)))
+        return [_torch.like_dtensor(template, part) for part, template in zip(result, first)]
 
     # torch.distributed.checkpoint
 
@@ -249,13 +252,6 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> DTensor:
         return target
     local.copy_(_torch.part_of(source.full_tensor() if isinstance(source, DTensor) else source, target))
     return target
-
-
-def _wrap(result: Any, args: Any, like: RaggedDTensor) -> Any:
-    if isinstance(result, torch.Tensor):
-        return like.with_local(result)
-    first = next(arg for arg in args if isinstance(arg, (list, tuple)))
-    return [_torch.like_dtensor(template, part) for part, template in zip(result, first)]
 
 
 owner: Callable[[torch.Tensor], str | None] | None = None  # tells whose a tensor is; the engine sets it

@@ -138,7 +138,10 @@ def _start(settings: TrainSettings, processes: int) -> int:
         # A killed rank reports no time and goes first: others fail because it is gone.
         killed = [(rank, failure) for rank, failure in error.failures.items() if failure.exitcode < 0]
         rank, failure = killed[0] if killed else error.get_first_failure()
-        print(f"flatshard train: rank {rank} failed\n{_traceback(failure.message)}", file=sys.stderr)
+        said: Any = failure.message
+        if isinstance(said, dict):
+            said = said.get("extraInfo", {}).get("py_callstack", said.get("message", ""))
+        print(f"flatshard train: rank {rank} failed\n{said}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
     return max(int(status) for status in statuses.values())
 
@@ -177,12 +180,6 @@ def _launching(signals: _Signals) -> Iterator[None]:
         logging.disable(logging.NOTSET)
         done.set()
         listener.join()
-
-
-def _traceback(message: Any) -> str:
-    if isinstance(message, dict):
-        return str(message.get("extraInfo", {}).get("py_callstack", message.get("message", "")))
-    return str(message)
 
 
 def _rank(settings: TrainSettings) -> int:
