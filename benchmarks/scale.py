@@ -76,8 +76,7 @@ from flatshard.tools.timing import Estimate, Speed, StepClock
 from flatshard.trust.blame import blame as verdict_of
 from flatshard.trust.blame import read_records
 from flatshard.trust.record import CAPACITY, FlightRecord
-from flatshard.trust.verdict import Verdict
-from flatshard.trust.watch import Watch, Watched
+from flatshard.trust.watch import Verdict, Watch, Watched
 
 Row = dict[str, Any]
 Rows = Callable[[int], tuple[int, int]]

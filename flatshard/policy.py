@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import _arguments
-from flatshard.layout import Block, Flat, Partial, Placement, Replicate, Whole, is_sharded
+from flatshard.layout import Block, Flat, Partial, Placement, Replicate, is_sharded
 
 
 class Refusal(ValueError, AssertionError):
@@ -260,7 +260,7 @@ class Placements:
             given = getattr(self, name)
             if not isinstance(given, tuple) or not all(isinstance(p, get_args(Placement)) for p in given):
                 raise TypeError(f"Placements({name}={given!r}): must be a tuple of flatshard.layout placements")
-            wrong = [p for p in given if isinstance(p, (Block, Whole))]
+            wrong = [p for p in given if isinstance(p, Block)]
             if wrong:
                 raise ValueError(f"Placements({name}): {wrong[0]} is not supported here; use Flat() or Replicate()")
             cut = [is_sharded(p) for p in given]

@@ -299,7 +299,7 @@ _INNOCENT = [
     ("buffer/lanes.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
     ("_torch/x.py", "import torch._C\nfrom torch.distributed import ProcessGroup\nf = ProcessGroup._allgather_base"),
     ("__init__.py", "from .api import fully_shard\nfrom .optim.step import fully_shard_optimizer"),
-    ("layout/planner.py", "import torch\nfrom . import placement\nfrom flatshard.layout.ranges import x"),
+    ("layout/planner.py", "import torch\nfrom . import placement\nfrom flatshard.layout.wire import x"),
 ]
 
 

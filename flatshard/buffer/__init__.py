@@ -1,5 +1,8 @@
 """Flat local tensors on a mesh, and the only code that calls collectives."""
 
+# mypy: implicit-reexport
+# ruff: noqa: F401
+
 from flatshard.buffer.collectives import CoalescedGather, Op
 from flatshard.buffer.control_plane import Exchange, from_first, spread
 from flatshard.buffer.dbuffer import DBuffer, turns
@@ -7,20 +10,3 @@ from flatshard.buffer.groups import destroy_unused_within
 from flatshard.buffer.lanes import Lane, record_replay, watch_over
 from flatshard.buffer.pools import Pool
 from flatshard.buffer.tickets import DONE, Ticket
-
-__all__ = [
-    "DONE",
-    "CoalescedGather",
-    "DBuffer",
-    "Exchange",
-    "Lane",
-    "Op",
-    "Pool",
-    "Ticket",
-    "destroy_unused_within",
-    "from_first",
-    "record_replay",
-    "spread",
-    "turns",
-    "watch_over",
-]

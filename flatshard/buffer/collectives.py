@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
 from flatshard import _torch
-from flatshard.buffer.custom import gather_by
 from flatshard.buffer.tickets import DONE, Action, Pending, Ticket, Tickets
 
 Op: TypeAlias = Literal["sum", "avg", "max"]
@@ -79,7 +78,8 @@ class Gather:
         if group.size() == 1:
             self._call = lambda: (copied(outputs, inputs), None)
         elif group in lane.peers:
-            self._call = functools.partial(_by_copies, lane.peers[group].gather(outputs, inputs))
+            gather = lane.peers[group].gather(outputs, inputs)
+            self._call = lambda: ([], gather())
         elif lane.backend_in(group) != "gloo":
             self._native = group, outputs, inputs, _torch.ALL_GATHER
         elif lane.stream is None and len(inputs) > 1:
@@ -178,11 +178,6 @@ class CoalescedGather:
                 ticket.launched = self._lane.mark()
 
 
-def _by_copies(gather: Callable[[], None]) -> _Started:
-    gather()
-    return [], None
-
-
 class _OneCall:
     """Packs a list for Gloo. As fast as Gloo's own list form, which must not be used.
 
@@ -218,6 +213,48 @@ def exchange_pieces(group: ProcessGroup, outputs: Tensors, inputs: Tensors, op: 
         torch._foreach_copy_(list(outputs), list(mine.split(sizes)))
 
     return [work], reduce
+
+
+# With a user's own communication object, an ``AllGather`` or ``ReduceScatter`` of torch's FSDP: it allocates flat
+# buffers and communicates them in one call. Runs are copied into its buffers before the call, and out of them after it.
+
+
+def gather_by(
+    comm: Any, group: ProcessGroup, outputs: Tensors, inputs: Tensors, asynchronous: bool
+) -> tuple[list[Work], Callable[[], None]]:
+    """Start gathering each input into its output; what to wait for, and what to call then."""
+    sizes, world = [tensor.numel() for tensor in inputs], group.size()
+    total = sum(sizes)
+    flat = comm.allocate((world * total,), dtype=inputs[0].dtype, device=inputs[0].device)
+    mine = flat[group.rank() * total : (group.rank() + 1) * total]
+    torch._foreach_copy_(list(mine.split(sizes)), list(inputs))
+    work = comm(output_tensor=flat, input_tensor=mine, group=group, async_op=asynchronous)
+
+    def unpack() -> None:
+        by_tensor = flat.view(world, total).split(sizes, dim=1)
+        torch._foreach_copy_([out.view(world, size) for out, size in zip(outputs, sizes)], list(by_tensor))
+
+    return [] if work is None else [work], unpack
+
+
+def reduce_by(
+    comm: Any, group: ProcessGroup, outputs: Tensors, inputs: Tensors, op: str, asynchronous: bool
+) -> tuple[list[Work], Callable[[], None]]:
+    """Start reducing each input to this rank's piece of it; what to wait for, and what to call then."""
+    sizes, world = [tensor.numel() for tensor in outputs], group.size()
+    total = sum(sizes)
+    sent = comm.allocate((world * total,), dtype=inputs[0].dtype, device=inputs[0].device)
+    received = comm.allocate((total,), dtype=inputs[0].dtype, device=inputs[0].device)
+    places = list(sent.view(world, total).split(sizes, dim=1))
+    torch._foreach_copy_(places, [tensor.view(world, size) for tensor, size in zip(inputs, sizes)])
+    reduce_op = getattr(dist.ReduceOp, op.upper())
+    work = comm(output_tensor=received, input_tensor=sent, group=group, op=reduce_op, async_op=asynchronous)
+
+    def unpack() -> None:
+        places.clear()  # until here, they keep what is sent alive
+        torch._foreach_copy_(list(outputs), list(received.split(sizes)))
+
+    return [] if work is None else [work], unpack
 
 
 # What they share

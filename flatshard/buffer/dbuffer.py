@@ -12,19 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatshard.buffer.collectives import Gather, Op
 from flatshard.buffer.lanes import Lane
 from flatshard.buffer.tickets import DONE, Ticket
-from flatshard.layout import (
-    Holding,
-    Layout,
-    Partial,
-    Parts,
-    Placement,
-    Range,
-    Transition,
-    holding,
-    is_sharded,
-    local_ranges,
-    transition,
-)
+from flatshard.layout import Holding, Layout, Partial, Parts, Placement, Transition, holding, is_sharded, transition
 
 
 class DBuffer:
@@ -111,10 +99,6 @@ class DBuffer:
     def __repr__(self) -> str:
         return f"DBuffer({self.placements}, {self.dtype}, {self.local.numel()} elements on {self.device})"
 
-    def ranges(self) -> list[Range]:
-        """Which elements of which tensor lie where in ``local``."""
-        return list(local_ranges(self.layout, self.held))
-
     def local_view(self, index: int) -> torch.Tensor:
         """This rank's rows of tensor ``index``, a view of ``local``: all of it where no axis is sharded.
 
@@ -159,54 +143,24 @@ class DBuffer:
         return self.like(self.local.to(dtype, copy=True))
 
     def redistribute(
-        self,
-        placements: Sequence[Placement],
-        *,
-        layout: Layout | None = None,
-        out: DBuffer | None = None,
-        lane: Lane | None = None,
+        self, placements: Sequence[Placement], *, out: DBuffer | None = None, lane: Lane | None = None
     ) -> DBuffer:
-        """This buffer in other placements, complete when the call returns (on CUDA: for the current stream)."""
-        lane = Lane("redistribute", self.device) if lane is None else lane
-        result, ticket = self.launch(placements, layout=layout, out=out, lane=lane, after=(lane.mark(),))
-        ticket.wait()
-        return result
-
-    def launch(
-        self,
-        placements: Sequence[Placement],
-        *,
-        lane: Lane,
-        layout: Layout | None = None,
-        out: DBuffer | None = None,
-        after: Sequence[Ticket] = (),
-        name: str = "",
-    ) -> tuple[DBuffer, Ticket]:
-        """Start a redistribution on a lane, after the given tickets; the result is valid once its ticket is waited for.
+        """This buffer in other placements, complete when the call returns (on CUDA: for the current stream).
 
         Axes are gathered first to last and reduced or scattered last to first, so that what is held stays contiguous.
-        ``layout`` is given where a sharded axis changes its kind (`Flat` to `Whole`), for the result.
         """
         placements = tuple(placements)
-        self._check_target(placements, layout, out)
-        target_layout = self.layout if layout is None else layout
-        steps = _steps(self.placements, placements)
-        if not steps and target_layout != self.layout:
-            raise ValueError("layout: another layout needs an axis that changes its placement; leave layout out")
-        current, ticket = self, Ticket()
-        for number, axis in enumerate(steps):
-            last = number == len(steps) - 1
+        self._check_target(placements, out)
+        lane = Lane("redistribute", self.device) if lane is None else lane
+        current, ticket = self, lane.mark()
+        for axis in _steps(self.placements, placements):
             step = (*current.placements[:axis], placements[axis], *current.placements[axis + 1 :])
-            target = out if last and out is not None else None
-            tickets = after if number == 0 else (ticket,)
-            current, ticket = current._step(axis, step, target_layout, target, lane, tickets, name)
-        if not steps:
-            current = self if out is None else out
-            with lane.entered(after):
-                if out is not None:
-                    out.local.copy_(self.local)
-                ticket = lane.mark()
-        return current, ticket
+            current, ticket = current._step(axis, step, out if step == placements else None, lane, ticket)
+        ticket.wait()
+        if out is None or current is out:
+            return current
+        out.local.copy_(self.local)  # in the same placements
+        return out
 
     def gather_in_place(
         self,
@@ -261,47 +215,36 @@ class DBuffer:
         return plan
 
     def _step(
-        self,
-        axis: int,
-        placements: tuple[Placement, ...],
-        layout: Layout,
-        out: DBuffer | None,
-        lane: Lane,
-        after: Sequence[Ticket],
-        name: str,
+        self, axis: int, placements: tuple[Placement, ...], out: DBuffer | None, lane: Lane, after: Ticket
     ) -> tuple[DBuffer, Ticket]:
         """Change one axis."""
         source = self.placements[axis]
         kind = transition(source, placements[axis])
-        if kind is Transition.ALL_TO_ALL:
-            return _all_to_all(self, axis, placements, layout, out, lane, after, name)
         if out is None:
             with lane.entered():
                 out = DBuffer.zeros(self.layout, self.mesh, placements, dtype=self.dtype, device=self.device)
         op: Op = source.op if isinstance(source, Partial) else "sum"
         if kind is Transition.SCATTER:
-            with lane.entered(after):
+            with lane.entered((after,)):
                 if out.local.numel():
                     torch._foreach_copy_(out.runs(), self.runs(out.held))
                 return out, lane.mark()
         group = lane.group(self.mesh, axis)
         if kind is Transition.ALL_GATHER:
-            return out, lane.all_gather(group, out.runs(), self.runs(), after=after, name=name)
+            return out, lane.all_gather(group, out.runs(), self.runs(), after=(after,))
         shared = out.local.untyped_storage()._cdata == self.local.untyped_storage()._cdata
         if kind is Transition.ALL_REDUCE:
-            with lane.entered(after):
+            with lane.entered((after,)):
                 if not shared:
                     out.local.copy_(self.local)
-            return out, lane.all_reduce(group, [out.local], op, name=name)
+            return out, lane.all_reduce(group, [out.local], op)
         if shared:
             raise ValueError("`out` shares storage with the input of a reduce-scatter; give it separate storage")
-        return out, lane.reduce_scatter(group, out.runs(), self.runs(), op, after=after, name=name)
+        return out, lane.reduce_scatter(group, out.runs(), self.runs(), op, after=(after,))
 
-    def _check_target(self, placements: tuple[Placement, ...], layout: Layout | None, out: DBuffer | None) -> None:
+    def _check_target(self, placements: tuple[Placement, ...], out: DBuffer | None) -> None:
         if len(placements) != self.mesh.ndim:
             raise ValueError(f"{len(placements)} placements were given for a mesh of {self.mesh.ndim} axes")
-        if layout is not None and [s.shape for s in layout.slots] != [s.shape for s in self.layout.slots]:
-            raise ValueError("layout was planned for tensors of other shapes")
         if out is None:
             return
         expected = {
@@ -309,7 +252,7 @@ class DBuffer:
             "placements": (out.placements, placements),
             "dtype": (out.dtype, self.dtype),
             "device": (out.device, self.device),
-            "layout": (out.layout, self.layout if layout is None else layout),
+            "layout": (out.layout, self.layout),
         }
         for what, (found, wanted) in expected.items():
             if found != wanted:
@@ -363,58 +306,3 @@ def _steps(source: Sequence[Placement], target: Sequence[Placement]) -> list[int
     gathers = [axis for axis in changed if kinds[axis] is Transition.ALL_GATHER]
     others = [axis for axis in changed if kinds[axis] is not Transition.ALL_GATHER]
     return gathers + others[::-1]
-
-
-def _all_to_all(
-    source: DBuffer,
-    axis: int,
-    placements: tuple[Placement, ...],
-    layout: Layout,
-    out: DBuffer | None,
-    lane: Lane,
-    after: Sequence[Ticket],
-    name: str,
-) -> tuple[DBuffer, Ticket]:
-    """Change how one sharded axis is cut. Every rank sends each other one exactly the elements it will hold."""
-    world = source.mesh.size(axis)
-    if source.layout.num_shards != world or layout.num_shards != world:
-        raise ValueError(f"an all-to-all needs layouts over the {world} ranks of axis {axis} and no other sharded axis")
-    if layout.placement != placements[axis]:
-        raise ValueError(
-            f"placement {placements[axis]} needs a layout that was planned for it, not for {layout.placement}"
-        )
-    me = source.held.first
-    mine_before, mine_after = source.ranges(), list(local_ranges(layout, Holding(me, 1)))
-    sends, receives = [], []
-    for peer in range(world):
-        sends.append(_overlaps(mine_before, list(local_ranges(layout, Holding(peer, 1)))))
-        receives.append(_overlaps(mine_after, list(local_ranges(source.layout, Holding(peer, 1)))))
-    with lane.entered(after):
-        if out is None:
-            out = DBuffer.zeros(layout, source.mesh, placements, dtype=source.dtype, device=source.device)
-        cuts = [source.local[begin:end] for peer in sends for begin, end in peer]
-        packed = torch.cat(cuts) if cuts else source.local.new_empty(0)
-        sizes = [[sum(end - begin for begin, end in peer) for peer in side] for side in (receives, sends)]
-        landed = source.local.new_empty(sum(sizes[0]))
-    group = lane.group(source.mesh, axis)
-    arrived = lane.all_to_all(group, landed, packed, sizes[0], sizes[1], name=name)
-    places = [out.local[begin:end] for peer in receives for begin, end in peer]
-
-    def unpack() -> None:
-        if places:
-            torch._foreach_copy_(places, list(landed.split([place.numel() for place in places])))
-
-    return out, lane.follow(arrived, unpack)
-
-
-def _overlaps(held: Sequence[Range], wanted: Sequence[Range]) -> list[tuple[int, int]]:
-    """Where in the buffer of ``held`` the elements of ``wanted`` lie, in the order of tensors and elements."""
-    by_tensor = {part.tensor: part for part in wanted}
-    found = []
-    for part in held:
-        other = by_tensor.get(part.tensor)
-        if other is not None:
-            begin, end = max(part.start, other.start), min(part.stop, other.stop)
-            if begin < end:
-                found.append((part.offset + begin - part.start, part.offset + end - part.start))
-    return found

@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import weakref
-from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from weakref import WeakKeyDictionary
@@ -29,8 +28,9 @@ IMAGINED = frozenset({"rehearsal", "fake"})
 class _Made:
     """A process group and its users between calls."""
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self.group = group
+    def __init__(self) -> None:
+        self.group: ProcessGroup | None = None  # before it is made, and after it was destroyed
+        self.destroyed = 0  # times: ranks meet at a store, which remembers names
         self.votes = 0  # on its end, which all of its ranks take part in
         self._users: list[weakref.ref[object]] = []
 
@@ -38,21 +38,13 @@ class _Made:
     def is_used(self) -> bool:
         return any(user() is not None for user in self._users)
 
-    def use(self, user: object) -> ProcessGroup:
+    def add_user(self, user: object) -> None:
         if user is not None:
             self._users = [known for known in self._users if known() is not None] + [weakref.ref(user)]
-        return self.group
 
 
-class _Registry:
-    """The groups created under one default process group."""
-
-    def __init__(self) -> None:
-        self.made: dict[str, _Made] = {}
-        self.destroyed: Counter[str] = Counter()  # names: ranks meet at a store, which remembers them
-
-
-_registries: WeakKeyDictionary[ProcessGroup, _Registry] = WeakKeyDictionary()
+# The groups created under one default process group, by name.
+_registries: WeakKeyDictionary[ProcessGroup, dict[str, _Made]] = WeakKeyDictionary()
 
 
 def joint_group(mesh: DeviceMesh, axes: Sequence[int], user: object = None) -> ProcessGroup:
@@ -108,12 +100,12 @@ def _group(
 ) -> ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
-    registry = _registries.setdefault(world, _Registry())
     name = f"{title}_{hashlib.sha256(repr((ranks, differs)).encode()).hexdigest()[:20]}"
-    if name not in registry.made:
-        unique = f"{name}_{registry.destroyed[name]}"
-        registry.made[name] = _Made(_torch.new_group(ranks, like, unique, title, patience, backend))
-    return registry.made[name].use(user)
+    made = _registries.setdefault(world, {}).setdefault(name, _Made())
+    if made.group is None:
+        made.group = _torch.new_group(ranks, like, f"{name}_{made.destroyed}", title, patience, backend)
+    made.add_user(user)
+    return made.group
 
 
 def destroy_groups() -> None:
@@ -136,19 +128,20 @@ def destroy_unused_within(mesh: DeviceMesh) -> None:
 
 
 def _destroy_unused(within: set[int] | None, useful: Sequence[Sequence[int]] = ()) -> None:
-    registry = _registries.get(dist.group.WORLD) if dist.is_initialized() and dist.group.WORLD is not None else None
-    for name, made in sorted(registry.made.items()) if registry is not None else ():  # in one order on all ranks
-        ranks = dist.get_process_group_ranks(made.group)
-        if (within is None or within.issuperset(ranks)) and ranks not in useful and _all_let_go(made):
-            assert registry is not None
-            del registry.made[name]
-            registry.destroyed[name] += 1
-            dist.destroy_process_group(made.group)
+    world = dist.group.WORLD if dist.is_initialized() else None
+    known = {} if world is None else _registries.get(world, {})
+    for _, made in sorted(known.items()):  # in one order on all ranks
+        group = made.group
+        ranks = [] if group is None else dist.get_process_group_ranks(group)
+        if group is None or (within is not None and not within.issuperset(ranks)) or ranks in useful:
+            continue
+        if _all_let_go(made, group):
+            made.group, made.destroyed = None, made.destroyed + 1
+            dist.destroy_process_group(group)
 
 
-def _all_let_go(made: _Made) -> bool:
+def _all_let_go(made: _Made, group: ProcessGroup) -> bool:
     """Whether no rank of a process group uses it. Ranks compare at the store: another thread may use the group."""
-    group = made.group
     if group.name() in IMAGINED:
         return not made.is_used
     if group.name() == "threaded":

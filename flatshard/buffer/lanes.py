@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatshard import _recording, _torch
 from flatshard.buffer import collectives
 from flatshard.buffer.collectives import CoalescedGather, Gather, Op, Tensors
-from flatshard.buffer.custom import gather_by, reduce_by
 from flatshard.buffer.groups import IMAGINED, own_group
 from flatshard.buffer.tickets import DONE, Action, Ticket, Tickets
 from flatshard.trust.alarm import Watched, alarm
@@ -188,7 +187,7 @@ class Lane:
         with self.entered(after):
             if comm is None:
                 return Gather(self, group, outputs, inputs).launch(name)
-            works, unpack = gather_by(comm, group, outputs, inputs, self.stream is None)
+            works, unpack = collectives.gather_by(comm, group, outputs, inputs, self.stream is None)
             return self.finish(group, "all_gather", name, collectives.nbytes(outputs), works, unpack)
 
     def reduce_scatter(
@@ -217,7 +216,7 @@ class Lane:
             op, then = "sum", collectives.one_after_other(_divide_by(group, outputs), then)
         options = _torch.REDUCE_SCATTER[op]
         if comm is not None:
-            works, unpack = reduce_by(comm, group, outputs, inputs, op, self.stream is None)
+            works, unpack = collectives.reduce_by(comm, group, outputs, inputs, op, self.stream is None)
             then = collectives.one_after_other(unpack, then)
         elif self.size_of(group) == 1 or not inputs:
             works = collectives.copied(outputs, inputs)

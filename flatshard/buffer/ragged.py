@@ -42,8 +42,6 @@ class Cut:
             and (self.layout is other.layout or self.layout == other.layout)
         )
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __deepcopy__(self, memo: Any) -> Cut:
         """Itself: it is immutable, and a mesh cannot be copied."""
         return self
@@ -179,7 +177,10 @@ class RaggedDTensor(DTensor):
             return None
         if func._schema.name.endswith("_"):
             return args[0]
-        return _wrap(result, args, ragged[0])
+        if isinstance(result, torch.Tensor):
+            return ragged[0].with_local(result)
+        first = next(arg for arg in args if isinstance(arg, (list, tuple)))
+        return [_torch.like_dtensor(template, part) for part, template in zip(result, first)]
 
     # torch.distributed.checkpoint
 
@@ -211,27 +212,15 @@ def write_item(fqn: str, box: ChunkStorageMetadata, shape: torch.Size, local: to
 
 
 _KEEPING = {
-    "aten::detach",
-    "aten::alias",
-    "aten::clone",
-    "aten::_to_copy",
-    "aten::copy_",
-    "aten::empty_like",
-    "aten::zeros_like",
-    "aten::ones_like",
-    "aten::full_like",
-    "aten::zero_",
-    "aten::fill_",
-    "aten::lift_fresh",
+    *("detach", "alias", "clone", "_to_copy", "copy_", "lift_fresh"),
+    *("empty_like", "zeros_like", "ones_like", "full_like", "zero_", "fill_"),
 }
 
 
 def _is_elementwise(func: Any) -> bool:
     """Whether each element of the result depends only on the same element of the arguments."""
-    name = func._schema.name
-    if name in _KEEPING or torch.Tag.pointwise in func.tags:
-        return True
-    return bool(name.startswith(("aten::_foreach_", "aten::_fused_")))
+    name = func._schema.name.removeprefix("aten::")
+    return name in _KEEPING or name.startswith(("_foreach_", "_fused_")) or torch.Tag.pointwise in func.tags
 
 
 def _require_same_rows(func: Any, args: Any, kwargs: Any) -> None:
@@ -263,13 +252,6 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> DTensor:
         return target
     local.copy_(_torch.part_of(source.full_tensor() if isinstance(source, DTensor) else source, target))
     return target
-
-
-def _wrap(result: Any, args: Any, like: RaggedDTensor) -> Any:
-    if isinstance(result, torch.Tensor):
-        return like.with_local(result)
-    first = next(arg for arg in args if isinstance(arg, (list, tuple)))
-    return [_torch.like_dtensor(template, part) for part, template in zip(result, first)]
 
 
 owner: Callable[[torch.Tensor], str | None] | None = None  # tells whose a tensor is; the engine sets it

@@ -2,10 +2,9 @@
 
 from flatshard.checkpoint.convert import convert
 from flatshard.checkpoint.errors import CheckpointError
-from flatshard.checkpoint.full import iter_full_tensors
+from flatshard.checkpoint.full import export_safetensors, iter_full_tensors, load_safetensors
 from flatshard.checkpoint.loading import load
 from flatshard.checkpoint.reader import verify
-from flatshard.checkpoint.safetensors import export_safetensors, load_safetensors
 from flatshard.checkpoint.saving import PendingSave, latest, save
 from flatshard.checkpoint.stored_names import MIXTRAL, QWEN_MOE, StoredAs, renamed
 

@@ -21,13 +21,13 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from flatshard import _arguments, _torch
 from flatshard.buffer import Exchange
+from flatshard.checkpoint.contents import decode_tree, encode_tree
 from flatshard.checkpoint.dcp import METADATA, DcpFolder, check_archive
 from flatshard.checkpoint.errors import CheckpointError
 from flatshard.checkpoint.files import INDEX, SINGLE, find_tensors, open_file
-from flatshard.checkpoint.json_trees import decode_tree, encode_tree
+from flatshard.checkpoint.full import plan_files, write_files
 from flatshard.checkpoint.manifest import MANIFEST, Manifest
 from flatshard.checkpoint.reader import MakeTensor, Reader, read_extra
-from flatshard.checkpoint.safetensors import plan_files, write_files
 from flatshard.checkpoint.saving import write_snapshot
 from flatshard.checkpoint.state import Snapshot
 from flatshard.checkpoint.stored_names import with_names

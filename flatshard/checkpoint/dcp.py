@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import torch
 
 from flatshard import _torch
-from flatshard.checkpoint import manifest_checks
+from flatshard.checkpoint import contents
 from flatshard.checkpoint.errors import CheckpointError
 from flatshard.checkpoint.files import open_file
 from flatshard.checkpoint.reader import MakeTensor
@@ -82,7 +82,7 @@ class DcpFolder:
             self._stored: dict[tuple[str, tuple[int, ...] | None], Any] = {}
             for index, info in dict(found.storage_data).items():
                 given = index.__dict__.get("offset")
-                offset = None if given is None else manifest_checks.numbers(list(given), "an offset")
+                offset = None if given is None else contents.numbers(list(given), "an offset")
                 self._stored[index.fqn, offset] = info
             self._check()
         except OSError as error:
@@ -102,8 +102,8 @@ class DcpFolder:
                 raise ValueError(f"'{name}' is in {file!r}, which is not a file in this folder")
             if info.__dict__.get("transform_descriptors"):
                 raise ValueError(f"'{name}' was transformed by {info.transform_descriptors}, which is not supported")
-            manifest_checks.number(begin, f"the place of '{name}'")
-            manifest_checks.number(length, f"the length of '{name}'")
+            contents.number(begin, f"the place of '{name}'")
+            contents.number(length, f"the length of '{name}'")
             taken.setdefault(file, []).append((begin, begin + length))
         for file, ranges in taken.items():
             size = (self._path / file).stat().st_size if (self._path / file).is_file() else 0
@@ -119,11 +119,11 @@ class DcpFolder:
                 raise ValueError(f"'{name}' is neither a tensor nor a value")
 
     def _check_tensor(self, name: str, entry: Any) -> None:
-        entry.size = manifest_checks.shape(list(entry.size), f"the shape of '{name}'")
+        entry.size = contents.shape(list(entry.size), f"the shape of '{name}'")
         entry.dtype = entry.properties.state[0]
         if not isinstance(entry.dtype, torch.dtype):
             raise ValueError(f"'{name}' has no dtype")
-        low, high = manifest_checks.parts([(each.offsets, each.sizes) for each in entry.chunks], entry.size, name)
+        low, high = contents.parts([(each.offsets, each.sizes) for each in entry.chunks], entry.size, name)
         parts = [(tuple(offsets), tuple(sizes)) for offsets, sizes in zip(low.tolist(), (high - low).tolist())]
         filled = [(offsets, sizes) for offsets, sizes in parts if 0 not in sizes]  # empty parts are not read
         if sum(math.prod(sizes) for _, sizes in filled) != math.prod(entry.size):

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from flatshard.checkpoint import manifest_checks
+from flatshard.checkpoint import contents
 from flatshard.checkpoint.errors import CheckpointError
 from flatshard.checkpoint.progress import Advance
 
@@ -290,7 +290,7 @@ def _tensors_of(found: TensorFiles, name: str) -> dict[str, TensorEntry]:
         if isinstance(metadata, dict) and _CHECK in metadata:  # a file that flatshard wrote
             check, sums = int(metadata[_CHECK], 16), sums_in(metadata)
             blank = (start + text).replace(_checked(check), _checked(0), 1)
-            block = manifest_checks.number(int(metadata[_BLOCK]), "the block", BLOCK)
+            block = contents.number(int(metadata[_BLOCK]), "the block", BLOCK)
             if check != zlib.crc32(blank) or len(sums) != sum(-(-entry.nbytes // block) for entry in entries.values()):
                 raise CheckpointError(
                     f"{path} is damaged, or was changed by a program that kept its metadata: its header does not match "
@@ -316,8 +316,8 @@ def entries_in(path: Path, described: Mapping[str, Any], header: int, begin: int
     """
     entries = {}
     for key, each in described.items():
-        shape = manifest_checks.shape(each["shape"], f"the shape of '{key}'")
-        first, last = manifest_checks.numbers(each["data_offsets"], f"the place of '{key}'")
+        shape = contents.shape(each["shape"], f"the shape of '{key}'")
+        first, last = contents.numbers(each["data_offsets"], f"the place of '{key}'")
         dtype = DTYPES.get(each["dtype"])
         if dtype is None:
             raise CheckpointError(f"{path}: '{key}' has dtype {each['dtype']!r}, which is not supported")

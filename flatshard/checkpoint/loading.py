@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from flatshard import _arguments, _torch
 from flatshard.buffer import Exchange
+from flatshard.checkpoint.contents import decode_tree
 from flatshard.checkpoint.errors import CheckpointError, from_all_ranks, on_all_ranks
 from flatshard.checkpoint.files import TensorEntry
-from flatshard.checkpoint.json_trees import decode_tree
 from flatshard.checkpoint.manifest import Manifest
 from flatshard.checkpoint.progress import bar
 from flatshard.checkpoint.reader import Reader, read_extra

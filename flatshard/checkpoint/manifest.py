@@ -29,10 +29,10 @@ from typing import Any
 
 import numpy as np
 
-from flatshard.checkpoint import files, manifest_checks
+from flatshard.checkpoint import contents, files
+from flatshard.checkpoint.contents import check_tree
 from flatshard.checkpoint.errors import CheckpointError
 from flatshard.checkpoint.files import BLOCK, DTYPES, HEADER_LIMIT, Chunk, TensorEntry, TensorFiles
-from flatshard.checkpoint.json_trees import check_tree
 
 MANIFEST = "manifest.json"
 FORMAT = "flatshard checkpoint 3"
@@ -123,8 +123,8 @@ class _Table:
 
     def __init__(self, boxes: list[Any], shape: tuple[int, ...], world: int, key: str) -> None:
         self.shape = shape
-        self._ranks = manifest_checks.numbers([rank for rank, _, _ in boxes], f"a rank of '{key}'", world - 1)
-        self._low, self._high = manifest_checks.parts([(offsets, sizes) for _, offsets, sizes in boxes], shape, key)
+        self._ranks = contents.numbers([rank for rank, _, _ in boxes], f"a rank of '{key}'", world - 1)
+        self._low, self._high = contents.parts([(offsets, sizes) for _, offsets, sizes in boxes], shape, key)
         self.numels = dict(zip(self._ranks, (self._high - self._low).prod(axis=1).tolist()))
         if len(self.numels) < len(boxes):
             raise ValueError(f"one rank has two parts of '{key}'")
@@ -202,13 +202,13 @@ class Manifest(TensorFiles):
 
     def _take_over(self, body: dict[str, Any]) -> None:
         """Check the manifest for consistency and keep its contents."""
-        self.saved = manifest_checks.number(body["saved"], "saved", 2**63)
+        self.saved = contents.number(body["saved"], "saved", 2**63)
         self.world = len(body["files"])
         self.files = {rank_file(rank): known for rank, known in enumerate(body["files"])}
         self._ranks = {name: rank for rank, name in enumerate(self.files)}
         for name, known in self.files.items():
-            size = manifest_checks.number(known["bytes"], f"the size of {name}")
-            manifest_checks.number(known["header"], f"the header of {name}", min(size, HEADER_LIMIT))
+            size = contents.number(known["bytes"], f"the size of {name}")
+            contents.number(known["header"], f"the header of {name}", min(size, HEADER_LIMIT))
             if not isinstance(known["sha256"], str):
                 raise ValueError(f"the checksum of {name} is not a string")
         self._tables: dict[int, _Table] = {}
@@ -232,11 +232,11 @@ class Manifest(TensorFiles):
 
     def _entry(self, key: str, described: dict[str, Any], tables: list[Any]) -> TensorEntry:
         """The entry of one tensor; ValueError if it is inconsistent."""
-        shape = manifest_checks.shape(described["shape"], f"the shape of '{key}'")
+        shape = contents.shape(described["shape"], f"the shape of '{key}'")
         dtype = DTYPES.get(described["dtype"])
         if dtype is None:
             raise ValueError(f"'{key}' has dtype {described['dtype']!r}, which is not a dtype of safetensors")
-        number = manifest_checks.number(described["table"], f"the table of '{key}'", len(tables) - 1)
+        number = contents.number(described["table"], f"the table of '{key}'", len(tables) - 1)
         if number not in self._tables:
             self._tables[number] = _Table(tables[number], shape, self.world, key)
         table = self._tables[number]

@@ -13,9 +13,9 @@ from typing import Any, BinaryIO
 import torch
 
 from flatshard import _arguments
+from flatshard.checkpoint.contents import decode_tree
 from flatshard.checkpoint.errors import CheckpointError
 from flatshard.checkpoint.files import Chunk, TensorEntry, TensorFiles, block_checksum, bytes_view, open_file, swapped
-from flatshard.checkpoint.json_trees import decode_tree
 from flatshard.checkpoint.manifest import Manifest, rank_file
 from flatshard.checkpoint.progress import Advance, ignore
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim import Optimizer
 
 from flatshard import _torch
+from flatshard.checkpoint.contents import encode_tree
 from flatshard.checkpoint.files import CODES
-from flatshard.checkpoint.json_trees import encode_tree
 from flatshard.checkpoint.manifest import merge_boxes, pack_boxes
 
 

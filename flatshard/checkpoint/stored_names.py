@@ -108,6 +108,14 @@ class StoredAs:
             raise ValueError(f"StoredAs(dim=0): must be at least 1 for several names with {_EXPERT}, which use dim 0")
 
 
+def check_names(names: Any) -> None:
+    """TypeError unless ``names`` is a sequence of `StoredAs`."""
+    if isinstance(names, str) or not all(isinstance(rule, StoredAs) for rule in names):
+        raise TypeError(
+            f"names={names!r}: must be a list of StoredAs, or a preset such as flatshard.checkpoint.MIXTRAL"
+        )
+
+
 @dataclass(frozen=True)
 class StoredPiece:
     """One tensor in a file: the part of a model's tensor with ``sizes`` elements from ``offsets``."""

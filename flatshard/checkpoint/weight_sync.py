@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,12 +26,11 @@ from torch.distributed.tensor import DTensor
 from flatshard import _arguments, _torch
 from flatshard._sizes import format_bytes
 from flatshard.buffer import spread
+from flatshard.checkpoint import full
 from flatshard.checkpoint.files import CODES, DTYPES, TensorEntry, find_tensors
-from flatshard.checkpoint.full import aligned, cast_dtype, check_dtype, named_tensors, views_of
 from flatshard.checkpoint.reader import Reader
-from flatshard.checkpoint.safetensors import check_names, plan_files, stored_tensors, write_files
-from flatshard.checkpoint.state import Part, held_part
-from flatshard.checkpoint.stored_names import StoredAs
+from flatshard.checkpoint.state import held_part
+from flatshard.checkpoint.stored_names import StoredAs, check_names
 
 Plan: TypeAlias = "dict[str, TensorEntry]"  # what a bucket is to hold
 Bucket: TypeAlias = "list[tuple[str, torch.Tensor]]"
@@ -81,17 +81,17 @@ def sync_weights(
     _arguments.module("sync_weights", model)
     _arguments.whole_number("bucket_bytes", bucket_bytes, 1)
     check_names(names)
-    check_dtype(dtype)
+    full.check_dtype(dtype)
     given: Any = target
     if not (isinstance(target, (ProcessGroup, str, Path)) or callable(given) or given == _NO_MEMBER):
         raise TypeError(f"target={target!r}: must be a function, a process group or a folder")
     began, version = time.monotonic(), 0
-    tensors, device = named_tensors(model), _device(model)
+    tensors, device = full.named_tensors(model), _device(model)
     if not isinstance(target, (str, Path)):  # several buckets, so that gathers and sends overlap
-        size = sum(tensor.numel() * cast_dtype(tensor, dtype).itemsize for tensor in tensors.values())
+        size = sum(tensor.numel() * full.cast_dtype(tensor, dtype).itemsize for tensor in tensors.values())
         bucket_bytes = min(bucket_bytes, max(size // _STAGES, _LEAST))
-    buckets = plan_files(tensors, bucket_bytes, dtype, names)
-    pieces = stored_tensors(model, bucket_bytes, dtype, names)
+    buckets = full.plan_files(tensors, bucket_bytes, dtype, names)
+    pieces = full.stored_tensors(model, bucket_bytes, dtype, names)
     if isinstance(target, (str, Path)):
         version = _write(Path(target), tensors, buckets, pieces)
     elif isinstance(target, ProcessGroup):
@@ -146,7 +146,7 @@ def _synced(buckets: Sequence[Plan], began: float, version: int) -> Synced:
 
 
 def _device(model: nn.Module) -> torch.device:
-    return next((tensor.device for tensor in named_tensors(model).values()), torch.device("cpu"))
+    return next((tensor.device for tensor in full.named_tensors(model).values()), torch.device("cpu"))
 
 
 # Buckets in memory
@@ -159,10 +159,10 @@ def _staged(
 
     ``pieces``: the values to fill them with.
     """
-    most = max(sum(map(aligned, bucket.values())) for bucket in buckets)
+    most = max(sum(map(full.aligned, bucket.values())) for bucket in buckets)
     storages = [torch.empty(most, dtype=torch.uint8, device=device) for _ in buckets[:2]]
     for bucket, storage in zip(buckets, itertools.cycle(storages)):
-        views, size = views_of(storage, bucket)
+        views, size = full.views_of(storage, bucket)
         if pieces is not None:
             for view in views.values():
                 view.copy_(next(pieces))
@@ -205,24 +205,24 @@ class _ModelWriter:
         self._wrong: list[str] = []
         self._seen: set[int] = set()
 
-    def part_of(self, name: str, shape: Sequence[int]) -> Part | None:
-        """This rank's part of a received tensor, or None if the tensor does not fit."""
+    def __call__(self, bucket: Bucket) -> None:
+        for name, value in bucket:
+            self.put(name, value.shape, partial(_torch.in_box, value))
+
+    @torch.no_grad()
+    def put(self, name: str, shape: Sequence[int], read: Callable[..., torch.Tensor]) -> None:
+        """Write this rank's part of a received tensor: ``read(offsets, sizes)``."""
         mine = self._tensors.get(name)
         if mine is None:
             self._wrong.append(f"'{name}' is not in the model")
-            return None
+            return
         self._seen.add(id(mine))
         if tuple(mine.shape) != tuple(shape):
             self._wrong.append(f"'{name}' was received with shape {tuple(shape)}; the model has {tuple(mine.shape)}")
-            return None
-        return held_part(mine)
-
-    @torch.no_grad()
-    def __call__(self, bucket: Bucket) -> None:
-        for name, value in bucket:
-            part = self.part_of(name, value.shape)
-            if part is not None and part.offsets is not None:
-                part.local.copy_(_torch.in_box(value, part.offsets, part.local.shape))
+            return
+        part = held_part(mine)
+        if part.offsets is not None:
+            part.local.copy_(read(part.offsets, part.local.shape))
 
     def finish(self) -> None:
         unseen = [name for name, value in self._tensors.items() if id(value) not in self._seen]
@@ -250,7 +250,7 @@ def _write(folder: Path, tensors: dict[str, torch.Tensor], buckets: list[Plan], 
         return version  # only the first rank of the model writes
     place = folder / str(version)
     shutil.rmtree(place, ignore_errors=True)  # left by a process that was killed
-    write_files(place, buckets, pieces)
+    full.write_files(place, buckets, pieces)
     part = folder / f".{_LATEST}"
     part.write_text(str(version))
     os.replace(part, folder / _LATEST)
@@ -268,15 +268,13 @@ def _wait_for(folder: Path, after: int, timeout: float | None) -> int:
     return version
 
 
-@torch.no_grad()
 def _read(folder: Path, take: _ModelWriter | Callback, device: torch.device) -> list[Plan]:
     source = find_tensors(folder)
     with Reader(source) as reader:
         for name, entry in source.tensors.items():
-            if not isinstance(take, _ModelWriter):
-                take([(name, reader.whole(name).to(device))])
-                continue
-            part = take.part_of(name, entry.shape)  # a rank reads only its own rows
-            if part is not None and part.offsets is not None:
-                part.local.copy_(reader.read(name, entry, part.offsets, part.local.shape))
+            if isinstance(take, _ModelWriter):
+                take.put(name, entry.shape, partial(reader.read, name, entry))  # a rank reads only its own rows
+            else:
+                with torch.no_grad():
+                    take([(name, reader.whole(name).to(device))])
     return [source.tensors]

@@ -6,14 +6,14 @@
 from flatshard.layout.placement import (
     Block,
     Flat,
+    Holding,
     Partial,
     Placement,
     Replicate,
     Transition,
-    Whole,
+    holding,
     is_sharded,
     transition,
 )
 from flatshard.layout.planner import Layout, Parts, Segment, Slot, least_padded_dim, plan
-from flatshard.layout.ranges import Holding, Range, holding, local_ranges
 from flatshard.layout.wire import Wire, encodable, wire_of

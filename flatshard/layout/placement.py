@@ -1,7 +1,8 @@
-"""Placements of a buffer along one mesh axis, and the operations that change one into another."""
+"""Placements of a buffer along mesh axes, the operations that change one into another, and what a rank then holds."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, TypeAlias
@@ -30,7 +31,10 @@ class Flat:
 
 @dataclass(frozen=True)
 class Block:
-    """As `Flat`, but blocks of ``rows`` rows, counted from the first row of a tensor, are never split."""
+    """As `Flat`, but blocks of ``rows`` rows, counted from the first row of a tensor, are never split.
+
+    Only buffers of `flatshard.megatron.experimental` have it.
+    """
 
     rows: int
 
@@ -39,17 +43,12 @@ class Block:
             raise ValueError(f"Block(rows={self.rows}): rows must be at least 1")
 
 
-@dataclass(frozen=True)
-class Whole:
-    """Split into equal pieces, one per rank; a tensor is never split."""
-
-
-Placement: TypeAlias = Replicate | Partial | Flat | Block | Whole
+Placement: TypeAlias = Replicate | Partial | Flat | Block
 
 
 def is_sharded(placement: Placement) -> bool:
     """Whether each rank of the axis holds a different part of the buffer."""
-    return isinstance(placement, (Flat, Block, Whole))
+    return isinstance(placement, (Flat, Block))
 
 
 class Transition(Enum):
@@ -60,20 +59,62 @@ class Transition(Enum):
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_REDUCE = "all_reduce"
-    ALL_TO_ALL = "all_to_all"
 
 
 def transition(source: Placement, target: Placement) -> Transition:
     """The operation that changes an axis from ``source`` to ``target``; ValueError if there is none.
 
-    Nothing can become `Partial`, because a value can be divided into terms in many ways.
+    Nothing can become `Partial`, because a value can be divided into terms in many ways. A sharded axis keeps the
+    layout that it was planned for.
     """
     if source == target:
         return Transition.NONE
-    if isinstance(target, Partial):
+    if isinstance(target, Partial) or (is_sharded(source) and is_sharded(target)):
         raise ValueError(f"a buffer cannot go from {source} to {target}")
     if isinstance(source, Partial):
         return Transition.REDUCE_SCATTER if is_sharded(target) else Transition.ALL_REDUCE
     if isinstance(source, Replicate):
         return Transition.SCATTER
-    return Transition.ALL_TO_ALL if is_sharded(target) else Transition.ALL_GATHER
+    return Transition.ALL_GATHER
+
+
+@dataclass(frozen=True)
+class Holding:
+    """The pieces of every segment that a buffer holds: ``count`` consecutive ones from ``first``."""
+
+    first: int
+    count: int
+
+    def contains(self, other: Holding) -> bool:
+        return self.first <= other.first and other.first + other.count <= self.first + self.count
+
+
+def holding(num_shards: int, mesh_shape: Sequence[int], coordinate: Sequence[int], sharded: Sequence[bool]) -> Holding:
+    """The pieces of a layout over ``num_shards`` that the rank at ``coordinate`` of a mesh holds.
+
+    The last axis of the mesh splits first (it is the major one), the axis before it splits each part again, and so on
+    until the product of the axes is ``num_shards``. So if both axes (outer, inner) are sharded, the shard of inner rank
+    ``i`` is pieces ``i * outer`` to ``(i + 1) * outer``, and it contains the shard of every (outer, inner=i).
+
+    ``sharded``: which axes the buffer is sharded over. If an axis is sharded, all later axes must be, because otherwise
+    the pieces would not be consecutive.
+    """
+    first, count = 0, num_shards
+    open_axis = -1
+    for axis in reversed(range(len(mesh_shape))):
+        if not sharded[axis]:
+            open_axis = max(open_axis, axis)
+            continue
+        if open_axis > axis:
+            raise ValueError(
+                f"axis {axis} of mesh {tuple(mesh_shape)} is sharded but the later axis {open_axis} is not; shard the "
+                "last axes first"
+            )
+        if count % mesh_shape[axis]:
+            raise ValueError(
+                f"a layout of {num_shards} shards cannot be split over axis {axis} of mesh {tuple(mesh_shape)}: "
+                f"{count} pieces are left for its {mesh_shape[axis]} ranks"
+            )
+        count //= mesh_shape[axis]
+        first += coordinate[axis] * count
+    return Holding(first, count)

@@ -21,8 +21,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
-from flatshard.layout.placement import Block, Flat, Placement, Whole, is_sharded
-
 LayoutName: TypeAlias = Literal["tensor", "flat", "auto"]
 Shape: TypeAlias = tuple[int, ...]
 Parts: TypeAlias = tuple[list[int], list[bool]]  # parts of a flat tensor: their sizes, and which of them are wanted
@@ -57,8 +55,7 @@ class Slot:
     segment: int
     offset: int
     shape: Shape
-    row: int  # elements of one row
-    atom: int  # elements that are never split: a row, a block of rows, or the whole tensor
+    row: int  # elements of one row, which are never split
     dim: int = 0  # rows are slices of this dim
 
     @property
@@ -85,7 +82,6 @@ class Layout:
     slots: tuple[Slot, ...]
     segments: tuple[Segment, ...]
     num_shards: int
-    placement: Placement
     _starts: dict[int, tuple[tuple[int, ...], int]] = field(default_factory=dict, compare=False, repr=False)
     _windows: dict[tuple[int, int], tuple[Window, ...]] = field(default_factory=dict, compare=False, repr=False)
     _parts: dict[tuple[int, int, int], Parts] = field(default_factory=dict, compare=False, repr=False)
@@ -138,16 +134,11 @@ class Layout:
         return self._windows[key]
 
     def _window(self, slot: Slot, first: int, pieces: int) -> Window:
-        piece = self.segments[slot.segment].piece
-        low = first * piece
-        begin, end = max(low, slot.offset), min(low + pieces * piece, slot.stop)
-        held = max(end - begin, 0)
-        if (held == slot.numel and held) or pieces == self.num_shards:
-            shape = slot.shape
-        else:
-            shape = (*slot.shape[: slot.dim], self.rows(slot, first, pieces)[1], *slot.shape[slot.dim + 1 :])
+        row, count = self.rows(slot, first, pieces)
+        shape = (*slot.shape[: slot.dim], count, *slot.shape[slot.dim + 1 :]) if slot.shape or not count else ()
         stride = tuple(max(math.prod(shape[dim + 1 :]), 1) for dim in range(len(shape)))
-        return Window(self.run_starts(pieces)[slot.segment] + begin - low if held else 0, shape, stride)
+        within = slot.offset + row * slot.row - first * self.segments[slot.segment].piece
+        return Window(self.run_starts(pieces)[slot.segment] + within if count * slot.row else 0, shape, stride)
 
     def rows(self, slot: Slot, first: int, pieces: int) -> tuple[int, int]:
         """The first row, and the number of rows, of a tensor in ``pieces`` pieces from ``first``."""
@@ -208,28 +199,21 @@ def plan(
     num_shards: int,
     *,
     layout: LayoutName = "tensor",
-    placement: Placement | None = None,
     dims: Sequence[int] | None = None,
     apart: Sequence[bool] | None = None,
 ) -> Layout:
     """Split tensors of these shapes over ``num_shards``, each on its dim in ``dims`` (default: 0).
 
-    In every layout, no atom (row, block, tensor) is split between shards; tensors do not overlap and each is contiguous
-    in the run of its segment; all pieces of a segment have equal length. ``tensor`` with `Flat` gives each shard the
-    rows of ``torch.chunk(tensor, num_shards, dim)``. 0-dim tensors count as one row of one element; empty tensors take
-    no space. Dims other than 0 need layout ``tensor`` (``auto`` chooses it for them). Tensors marked in ``apart`` share
+    In every layout, no row is split between shards; tensors do not overlap and each is contiguous in the run of its
+    segment; all pieces of a segment have equal length. ``tensor`` gives each shard the rows of
+    ``torch.chunk(tensor, num_shards, dim)``. 0-dim tensors count as one row of one element; empty tensors take no
+    space. Dims other than 0 need layout ``tensor`` (``auto`` chooses it for them). Tensors marked in ``apart`` share
     segments only with each other, because they are sent in another format.
-
-    `Whole` packs all tensors into one segment in either layout: a segment per tensor would need ``num_shards`` times
-    its size.
     """
-    placement = Flat() if placement is None else placement
     if num_shards < 1:
         raise ValueError(f"num_shards={num_shards!r}: must be at least 1")
     if layout not in get_args(LayoutName):
         raise ValueError(f"layout={layout!r}: must be one of {', '.join(get_args(LayoutName))}")
-    if not is_sharded(placement):
-        raise ValueError(f"placement={placement!r}: must be Flat(), Block(rows) or Whole()")
     frozen = tuple(tuple(int(n) for n in shape) for shape in shapes)
     for shape in frozen:
         if any(n < 0 for n in shape):
@@ -238,31 +222,25 @@ def plan(
     for shape, dim in zip(frozen, rows_of, strict=True):
         if not 0 <= dim < max(len(shape), 1):
             raise ValueError(f"dims: {dim} is not a dim of shape {shape}")
-    if any(rows_of) and (layout == "flat" or not isinstance(placement, Flat)):
-        raise ValueError(f"dims={rows_of}: dims other than 0 need layout='tensor' and placement=Flat()")
+    if any(rows_of) and layout == "flat":
+        raise ValueError(f"dims={rows_of}: dims other than 0 need layout='tensor'")
     marks = tuple(False for _ in frozen) if apart is None else tuple(apart)
-    return _plan(frozen, rows_of, num_shards, layout, placement, marks)
+    return _plan(frozen, rows_of, num_shards, layout, marks)
 
 
 @lru_cache(maxsize=4096)
 def _plan(
-    shapes: tuple[Shape, ...],
-    dims: tuple[int, ...],
-    num_shards: int,
-    layout: LayoutName,
-    placement: Placement,
-    marks: tuple[bool, ...],
+    shapes: tuple[Shape, ...], dims: tuple[int, ...], num_shards: int, layout: LayoutName, marks: tuple[bool, ...]
 ) -> Layout:
     if layout == "auto":
         mean = sum(math.prod(shape) for shape in shapes) / max(len(shapes), 1)
         layout = "flat" if mean < AUTO_FLAT_BELOW and not any(dims) else "tensor"
-    bare = [_unplaced(shape, dim, placement) for shape, dim in zip(shapes, dims)]
-    if isinstance(placement, Whole):
-        runs = [_pack_whole(bare, num_shards)]
-    elif layout == "tensor":
-        # Atoms are split as torch.chunk splits rows.
-        atoms = [-(-slot.numel // slot.atom) if slot.atom else 0 for slot in bare]
-        runs = [_Run(-(-atoms[i] // num_shards) * slot.atom, {i: 0}) for i, slot in enumerate(bare)]
+    bare = [
+        Slot(0, 0, shape, math.prod(shape[:dim]) * math.prod(shape[dim + 1 :]), dim) for shape, dim in zip(shapes, dims)
+    ]
+    if layout == "tensor":
+        rows = [slot.numel // slot.row if slot.row else 0 for slot in bare]
+        runs = [_Run(-(-rows[i] // num_shards) * slot.row, {i: 0}) for i, slot in enumerate(bare)]
     else:
         kinds = [[index for index, mark in enumerate(marks) if mark is kind] for kind in (False, True)]
         runs = [run for members in kinds if members for run in _tightest(bare, members, num_shards)]
@@ -271,13 +249,7 @@ def _plan(
     for number, run in enumerate(runs):
         for index, offset in run.offsets.items():
             slots[index] = replace(bare[index], segment=number, offset=offset)
-    return Layout(tuple(slots), tuple(Segment(run.piece) for run in runs), num_shards, placement)
-
-
-def _unplaced(shape: Shape, dim: int, placement: Placement) -> Slot:
-    row = math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
-    atom = row * (placement.rows if isinstance(placement, Block) else 1)
-    return Slot(0, 0, shape, row, math.prod(shape) if isinstance(placement, Whole) else atom, dim)
+    return Layout(tuple(slots), tuple(Segment(run.piece) for run in runs), num_shards)
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -293,24 +265,12 @@ class _Run:
     offsets: dict[int, int]
 
 
-def _pack_whole(slots: Sequence[Slot], num_shards: int) -> _Run:
-    """Pack whole tensors into equal pieces: the largest first, each into the piece with the most room."""
-    fill = [0] * num_shards
-    place: list[tuple[int, int, int]] = []  # (tensor, piece, offset in it)
-    for index in sorted(range(len(slots)), key=lambda i: -slots[i].numel):
-        target = fill.index(min(fill))
-        place.append((index, target, fill[target]))
-        fill[target] += round_up(slots[index].numel, ALIGN)
-    piece = max(fill)
-    return _Run(piece, {index: target * piece + offset for index, target, offset in place})
-
-
 def _tightest(slots: Sequence[Slot], members: Sequence[int], num_shards: int) -> list[_Run]:
-    """Pack some of the tensors into few runs with little padding, by the size of their atoms.
+    """Pack some of the tensors into few runs with little padding, by the size of their rows.
 
-    If a tensor crosses piece boundaries, the piece must be a multiple of its atom. So the piece of one run for all
-    tensors is a multiple of the lcm of all atoms, which can need much padding; one run per atom size needs less than
-    one atom per shard and run. Which is better depends on the shapes and on the number of shards.
+    If a tensor crosses piece boundaries, the piece must be a multiple of its row. So the piece of one run for all
+    tensors is a multiple of the lcm of all rows, which can need much padding; one run per row size needs less than
+    one row per shard and run. Which is better depends on the shapes and on the number of shards.
     """
     classes = _classes(slots, members)
     if not classes:
@@ -331,21 +291,21 @@ def _padded(runs: Sequence[_Run], num_shards: int) -> int:
 
 
 def _classes(slots: Sequence[Slot], members: Sequence[int]) -> list[list[int]]:
-    """Tensors by the size of their atoms, largest first. Empty tensors are in the first class.
+    """Tensors by the size of their rows, largest first. Empty tensors are in the first class.
 
-    If there are many sizes, a class whose atom divides that of another is merged into it, which does not change the
+    If there are many sizes, a class whose row divides that of another is merged into it, which does not change the
     condition for the piece.
     """
-    by_atom: dict[int, list[int]] = {}
-    for index in sorted(members, key=lambda i: -slots[i].atom):
+    by_row: dict[int, list[int]] = {}
+    for index in sorted(members, key=lambda i: -slots[i].row):
         if slots[index].numel:
-            by_atom.setdefault(slots[index].atom, []).append(index)
-    if len(by_atom) > EXHAUSTIVE_CLASSES:
-        for atom in sorted(by_atom):
-            host = next((other for other in sorted(by_atom) if other > atom and other % atom == 0), None)
+            by_row.setdefault(slots[index].row, []).append(index)
+    if len(by_row) > EXHAUSTIVE_CLASSES:
+        for row in sorted(by_row):
+            host = next((other for other in sorted(by_row) if other > row and other % row == 0), None)
             if host is not None:
-                by_atom[host] += by_atom.pop(atom)
-    classes = list(by_atom.values())
+                by_row[host] += by_row.pop(row)
+    classes = list(by_row.values())
     if classes:
         classes[0].extend(index for index in members if not slots[index].numel)
     return classes
@@ -373,12 +333,12 @@ def _merges(items: list[list[int]]) -> Iterator[list[list[list[int]]]]:
 
 
 def _pack_rows(slots: Sequence[Slot], members: list[int], num_shards: int) -> _Run:
-    """One run of tensors, largest atom first, with a piece that is long enough that no boundary splits an atom.
+    """One run of tensors, largest row first, with a piece that is long enough that no boundary splits a row.
 
     If the piece is a multiple of ``ALIGN``, every local view is aligned; odd row sizes may need too much padding.
     """
-    order = sorted(members, key=lambda i: (-slots[i].atom, i))
-    step = math.lcm(*(slots[i].atom for i in order if slots[i].numel))
+    order = sorted(members, key=lambda i: (-slots[i].row, i))
+    step = math.lcm(*(slots[i].row for i in order if slots[i].numel))
     tight, aligned = (_fit(slots, order, num_shards, s) for s in (step, math.lcm(step, ALIGN)))
     return aligned if aligned.piece <= tight.piece * (1 + ALIGNED_PIECE_WORTH) else tight
 
@@ -404,7 +364,7 @@ def _lay(slots: Sequence[Slot], order: Sequence[int], piece: int) -> tuple[dict[
             continue
         offset = round_up(end, ALIGN)
         if offset // piece != (offset + slot.numel - 1) // piece:
-            offset = round_up(end, math.lcm(slot.atom, ALIGN))
+            offset = round_up(end, math.lcm(slot.row, ALIGN))
         offsets[index] = offset
         end = offset + slot.numel
     return offsets, end

@@ -57,7 +57,7 @@ class Wire:
     @cached_property
     def bytes(self) -> Layout:
         """A layout of the pieces, in bytes, to make buffers with."""
-        return Layout((), (Segment(self.piece),), self.layout.num_shards, self.layout.placement)
+        return Layout((), (Segment(self.piece),), self.layout.num_shards)
 
     @property
     def has_codes(self) -> bool:

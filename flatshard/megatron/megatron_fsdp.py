@@ -116,8 +116,12 @@ class MegatronFSDP(nn.Module):
         for parameter in module.parameters():
             parameter.__dict__.update(__fsdp_param__=True, _megatron_fsdp_model=me, megatron_fsdp_dist_index=dist_index)
         for group in (group for _, unit in units_below(module) for group in unit.groups):
-            for held in group.main.ranges():  # the elements of a parameter on this rank
-                group.params[held.tensor].sharded.__dict__["megatron_fsdp_slice"] = slice(held.start, held.stop)
+            held = group.main.held
+            for param, slot in zip(group.params, group.layout.slots):
+                first, count = group.layout.rows(slot, held.first, held.count)
+                if count * slot.row:  # the elements of a parameter on this rank
+                    where = slice(first * slot.row, (first + count) * slot.row)
+                    param.sharded.__dict__["megatron_fsdp_slice"] = where
         self._hides = False
         self._is_last = self._completes = True
         self.set_model_auto_sync(sync_model_each_microbatch)

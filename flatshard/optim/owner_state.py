@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from flatshard import _torch
 from flatshard.buffer import Lane
 from flatshard.buffer.ragged import Cut, RaggedDTensor
-from flatshard.layout import Holding, Layout, Segment, Slot, Whole
+from flatshard.layout import Holding, Layout, Segment, Slot
 from flatshard.optim.all_to_all import OwnerGroup
 from flatshard.optim.flat_params import State
 
@@ -54,8 +54,8 @@ def owner_dtensor(owner_group: OwnerGroup, owner: int, shape: torch.Size, local:
     assert mesh is not None
     sharded = tuple(axis in owner_group.axes for axis in range(mesh.ndim))
     numel = math.prod(shape)
-    slot = Slot(0, _number(mesh, sharded, owner_group.places[owner]) * numel, tuple(shape), numel // shape[0], numel)
-    layout = Layout((slot,), (Segment(numel),), owner_group.size, Whole())
+    slot = Slot(0, _number(mesh, sharded, owner_group.places[owner]) * numel, tuple(shape), numel // shape[0])
+    layout = Layout((slot,), (Segment(numel),), owner_group.size)
     like = torch.empty(shape, device="meta")
     placements = [Shard(0) if cut else Replicate() for cut in sharded]
     made = _torch.make_dtensor(local, mesh, placements, like.shape, like.stride())

@@ -1,8 +1,9 @@
-"""Training data: the tokens, and the rows of each batch."""
+"""Training data: the tokens, conversations among them, and the rows of each batch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -12,11 +13,13 @@ import torch
 from torch import Tensor
 
 from flatshard.train.bundled_text import bundled_text
-from flatshard.train.chat import Render, chat_template, load_chat
 from flatshard.train.model import NO_TARGET
 from flatshard.train.settings import Mistake, TrainSettings
 
 _HELD = 20  # one twentieth of the tokens is for validation
+Message = dict[str, str]
+# Returns the text of messages; with True, followed by the beginning of an answer.
+Render = Callable[[Sequence[Message], bool], str]
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,76 @@ def _dataset(path: Path, settings: TrainSettings, tokenizer: Any, vocab: int) ->
             raise Mistake(f"--data {path}: has tokens; give --tokenizer FILE, or --vocab N, the vocabulary size")
         packed.append(torch.tensor([*document, *end], dtype=torch.int32))
     return torch.cat(packed) if packed else torch.empty(0, dtype=torch.int32), max(vocab, max(end, default=0) + 1)
+
+
+# Conversations: lines of JSON with messages. Only the assistant's messages count in the loss.
+
+
+def load_chat(path: Path, encode: Callable[[str], Sequence[int]], render: Render) -> tuple[Tensor, Tensor]:
+    """The tokens of all conversations, and a mask of those that are answers of the assistant."""
+    tokens: list[int] = []
+    answers: list[bool] = []
+    for messages in _conversations(path):
+        for text, is_answer in _turns(messages, render):
+            ids = encode(text)
+            tokens += ids
+            answers += [is_answer] * len(ids)
+    return torch.tensor(tokens, dtype=torch.int32), torch.tensor(answers)
+
+
+def _conversations(path: Path) -> Iterator[list[Message]]:
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            messages = json.loads(line)["messages"]
+            found = [{"role": each["role"], "content": each["content"]} for each in messages]
+        except (ValueError, KeyError, TypeError) as error:
+            form = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
+            raise Mistake(f"--data {path}, line {number}: must have the form {form}") from error
+        if not all(isinstance(text, str) for each in found for text in each.values()):
+            raise Mistake(f"--data {path}, line {number}: roles and contents must be strings")
+        if not any(each["role"] == "assistant" for each in found):
+            raise Mistake(f"--data {path}, line {number}: no message has the role assistant; remove the line")
+        yield found
+
+
+def _turns(messages: Sequence[Message], render: Render) -> Iterator[tuple[str, bool]]:
+    """A conversation in parts of text, each with whether it is an answer of the assistant."""
+    done = ""
+    for place, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before, after = render(messages[:place], True), render(messages[: place + 1], False)
+            if not (before.startswith(done) and after.startswith(before)):
+                raise Mistake("--tokenizer: its chat template changes a message when others follow; use another one")
+            yield before[len(done) :], False
+            yield after[len(before) :], True
+            done = after
+
+
+def chat_template(folder: Path | None) -> Render:
+    """The chat template of the tokenizer in ``folder``, as Transformers finds it, or else ChatML."""
+    if folder is None or not (folder / "tokenizer_config.json").exists():
+        return _chatml
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise Mistake("--data: a chat template needs transformers: pip install 'flatshard[hf]'") from error
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(folder))
+    if not tokenizer.chat_template:
+        return _chatml
+
+    def render(messages: Sequence[Message], answers_next: bool) -> str:
+        made = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answers_next)
+        return str(made)
+
+    return render
+
+
+def _chatml(messages: Sequence[Message], answers_next: bool) -> str:
+    text = "".join(f"<|im_start|>{each['role']}\n{each['content']}<|im_end|>\n" for each in messages)
+    return text + "<|im_start|>assistant\n" * answers_next
+
+
+# Rows
 
 
 def _check(text: Text, settings: TrainSettings) -> None:

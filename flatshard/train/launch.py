@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing
 import os
 import signal
 import sys
 import threading
+import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,9 +19,11 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_timeout
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.rendezvous import rendezvous
 
 from flatshard import _torch
 from flatshard.checkpoint import CheckpointError
@@ -26,11 +31,12 @@ from flatshard.train.build import build_mesh
 from flatshard.train.data import load_text
 from flatshard.train.environment import has_own_gpus, started_world
 from flatshard.train.progress import run_with_display
-from flatshard.train.rendezvous import init_process_group
 from flatshard.train.settings import Mistake, TrainSettings
 from flatshard.train.stop import Stop
 from flatshard.train.trainer import Trainer
 from flatshard.trust.alarm import PeerError, leave
+
+_PAUSE = 0.01  # seconds between two reads of the store
 
 
 def run(settings: TrainSettings) -> int:
@@ -138,7 +144,10 @@ def _start(settings: TrainSettings, processes: int) -> int:
         # A killed rank reports no time and goes first: others fail because it is gone.
         killed = [(rank, failure) for rank, failure in error.failures.items() if failure.exitcode < 0]
         rank, failure = killed[0] if killed else error.get_first_failure()
-        print(f"flatshard train: rank {rank} failed\n{_traceback(failure.message)}", file=sys.stderr)
+        said: Any = failure.message
+        if isinstance(said, dict):
+            said = said.get("extraInfo", {}).get("py_callstack", said.get("message", ""))
+        print(f"flatshard train: rank {rank} failed\n{said}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
     return max(int(status) for status in statuses.values())
 
@@ -179,12 +188,6 @@ def _launching(signals: _Signals) -> Iterator[None]:
         listener.join()
 
 
-def _traceback(message: Any) -> str:
-    if isinstance(message, dict):
-        return str(message.get("extraInfo", {}).get("py_callstack", message.get("message", "")))
-    return str(message)
-
-
 def _rank(settings: TrainSettings) -> int:
     """Run one rank that `_start` has started."""
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -197,3 +200,45 @@ def _leave(number: int, frame: Any) -> None:
     """End without a traceback; there is nothing to save yet. The terminal and the launcher may both send the signal."""
     signal.signal(number, signal.SIG_IGN)
     raise SystemExit(128 + number)
+
+
+def init_process_group(backend: str, patience: timedelta | None) -> None:
+    """`torch.distributed.init_process_group`, for ranks that torchrun may have restarted.
+
+    torchrun restarts ranks with the same store. It still has the addresses of the previous ranks, and a rank that
+    starts early would connect to them (torch 2.4 and newer; pytorch issues 135712 and 167288).
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        dist.init_process_group(backend, timeout=patience)
+        return
+    store, rank, world = next(rendezvous("env://", timeout=patience or default_pg_timeout))
+    dist.init_process_group(
+        backend, store=fresh_store(store, rank, world), rank=rank, world_size=world, timeout=patience
+    )
+
+
+def fresh_store(store: Store, rank: int, world: int) -> Store:
+    """A part of the store with a new prefix, which all ranks that call this agree on. All ranks must call it.
+
+    A count of restarts cannot be the prefix, because each node has its own count. Every rank writes a unique word.
+    Rank 0 publishes the words that it has read, together with the prefix, until every rank has found its own word.
+    """
+    word = uuid.uuid4().hex
+    others = range(1, world)
+    if rank != 0:
+        store.set(f"flatshard/word/{rank}", word)
+        while True:
+            common, heard = json.loads(store.get("flatshard/answer"))
+            if heard[rank - 1] == word:
+                break
+            time.sleep(_PAUSE)
+        store.set(f"flatshard/{common}/{rank}", "")
+    else:
+        common = word
+        while others:
+            heard = [each.decode() for each in store.multi_get([f"flatshard/word/{other}" for other in others])]
+            store.set("flatshard/answer", json.dumps([common, heard]))
+            if store.check([f"flatshard/{common}/{other}" for other in others]):
+                break
+            time.sleep(_PAUSE)
+    return PrefixStore(f"flatshard/{common}", store)

@@ -40,7 +40,7 @@ class Stop:
     def lose_reader(self) -> None:
         """End the run because nobody reads stdout, and discard output until then."""
         self.number, self._since = self.number or signal.SIGPIPE, time.monotonic()
-        print_nowhere()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # then flushing it at exit raises no error
 
     def agreed(self) -> int:
         """The signal that any rank has received, or 0; the same on all ranks. All ranks must call it."""
@@ -56,11 +56,6 @@ def reader_is_gone() -> bool:
     look = select.poll()
     look.register(place, 0)
     return any(seen & select.POLLERR for _, seen in look.poll(0))
-
-
-def print_nowhere() -> None:
-    """Discard stdout, so that flushing it at exit raises no error."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def signal_name(number: int) -> str:

@@ -3,7 +3,7 @@
 A rank with an uncaught exception notifies all others (`watch`), and the ranks that are connected to a process detect
 its end. A notified rank raises `PeerError` at its next launch or wait. If its main thread does not get there, because
 it is in a call of CUDA, NCCL or the operating system, or if it has caught the error and continues, the watch thread
-(`loop`) ends the process after a grace period, with the same message (`verdict`). If a process ends without a message,
+(`loop`) ends the process after a grace period, with the same message. If a process ends without a message,
 only ranks that wait for it are notified: it may have finished its work.
 
 The watch thread also ends a rank whose collective on a GPU has not ended after the timeout of its process group, and
@@ -26,8 +26,7 @@ from flatshard.trust import exits
 from flatshard.trust.exits import leave
 from flatshard.trust.loop import TICK, Loop
 from flatshard.trust.record import Entry, record, records_folder
-from flatshard.trust.verdict import PeerError, Verdict, grace_period, one_line
-from flatshard.trust.watch import GRACE, Watch, Watched
+from flatshard.trust.watch import GRACE, PeerError, Verdict, Watch, Watched, grace_period, one_line
 
 __all__ = ["GRACE", "Alarm", "PeerError", "Watched", "alarm", "leave"]
 

@@ -9,10 +9,10 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from flatshard._torch import SUBCLASSES_DISPATCH
-from flatshard.buffer import DBuffer, Lane, Pool, Ticket
+from flatshard.buffer import DBuffer, Lane, Pool
 from flatshard.buffer.dtensor import as_dtensor
 from flatshard.buffer.ragged import RaggedDTensor
-from flatshard.layout import Block, Flat, Partial, Replicate, Whole, plan
+from flatshard.layout import Flat, Partial, Replicate, plan
 
 SHAPES = [(5, 3), (16, 8), (7,), (), (0, 4), (3, 0), (1, 2, 2)]
 AVG, SUM = Partial("avg"), Partial("sum")
@@ -115,20 +115,8 @@ def in_place_gather_over_two_axes(rank, world, device):
     expect(full, values)
 
 
-def all_to_all(rank, world, device):
-    mesh = mesh_of(device, world)
-    values = full_tensors(device)
-    rows, whole = plan(SHAPES, world, layout="flat"), plan(SHAPES, world, placement=Whole())
-    blocks = plan(SHAPES, world, placement=Block(2))
-    flat = DBuffer.distribute(values, rows, mesh, [Flat()])
-    gone = flat.redistribute([Whole()], layout=whole)
-    expect(gone, values)
-    expect(gone.redistribute([Flat()], layout=rows), values)
-    expect(gone.redistribute([Block(2)], layout=blocks), values)
-
-
-def given_outputs_and_tickets(rank, world, device):
-    """Two lanes with groups of their own, chained by tickets; outputs given."""
+def given_outputs_and_lanes(rank, world, device):
+    """Two lanes with groups of their own; outputs given."""
     mesh = mesh_of(device, world)
     planned = plan(SHAPES, world)
     addends = [full_tensors(device, seed) for seed in range(world)]
@@ -139,13 +127,13 @@ def given_outputs_and_tickets(rank, world, device):
     partial = DBuffer.distribute(addends[rank], planned, mesh, [AVG])
     shard = DBuffer.zeros(planned, mesh, [Flat()], dtype=torch.float32, device=device)
     full = DBuffer.zeros(planned, mesh, [Replicate()], dtype=torch.float32, device=device)
-    got, reduced = partial.launch([Flat()], lane=reduce, out=shard, after=[reduce.mark()], name="reduce layers.0")
-    assert got is shard
-    _, gathered = shard.launch([Replicate()], lane=gather, out=full, after=[reduced], name="gather layers.0")
-    gathered.wait()
+    assert partial.redistribute([Flat()], lane=reduce, out=shard) is shard
+    assert shard.redistribute([Replicate()], lane=gather, out=full) is full
     expect(full, mean)
-    assert isinstance(reduced, Ticket)
-    assert "layers.0" in str(reduce.history[-1])
+    copy = DBuffer.zeros(planned, mesh, [Flat()], dtype=torch.float32, device=device)
+    assert shard.redistribute([Flat()], out=copy) is copy
+    expect(copy, mean)
+    assert "reduce_scatter" in str(reduce.history[-1])
 
 
 def fp8_travels_as_bytes(rank, world, device):

@@ -649,13 +649,13 @@ POLICIES = {
             ValueError,
             "has Replicate for gradient",
         ),
+        Case("Block", lambda b: Placements((layout.Block(2),), (_FLAT,), (_FLAT,)), ValueError, "not supported here"),
         Case(
             "first axis",
             lambda b: Placements((_FLAT, _KEPT), (_FLAT, _AVG), (_FLAT, _KEPT)),
             ValueError,
             "a later one is not",
         ),
-        Case("Whole", lambda b: Placements((layout.Whole(),), (_FLAT,), (_FLAT,)), ValueError, "not supported here"),
     ],
     "SchedulePolicy": [
         Case("max_gathered: zero", lambda b: SchedulePolicy(max_gathered=0), ValueError, "at least 1"),

@@ -2,9 +2,9 @@
 
 import pytest
 
-from flatshard.layout import Block, Flat, Partial, Replicate, Transition, Whole, transition
+from flatshard.layout import Block, Flat, Partial, Replicate, Transition, transition
 
-SHARDED = [Flat(), Block(4), Whole()]
+SHARDED = [Flat(), Block(4)]
 
 
 @pytest.mark.parametrize("target", SHARDED, ids=str)
@@ -15,17 +15,12 @@ def test_sharded_axes_gather_reduce_and_scatter(target):
     assert transition(target, target) is Transition.NONE
 
 
-def test_sharded_axes_that_differ_need_an_all_to_all():
-    assert transition(Flat(), Whole()) is Transition.ALL_TO_ALL
-    assert transition(Block(2), Block(4)) is Transition.ALL_TO_ALL
-
-
 @pytest.mark.parametrize(
     ("source", "target"),
-    [(Replicate(), Partial()), (Flat(), Partial("avg")), (Partial("sum"), Partial("avg"))],
+    [(Replicate(), Partial()), (Flat(), Partial("avg")), (Partial("sum"), Partial("avg")), (Block(2), Block(4))],
     ids=str,
 )
-def test_nothing_becomes_partial(source, target):
+def test_nothing_becomes_partial_or_is_cut_otherwise(source, target):
     with pytest.raises(ValueError, match="cannot go from"):
         transition(source, target)
 

@@ -9,31 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.layout_waste import LAYERS, layer
-from flatshard.layout import (
-    Block,
-    Flat,
-    Holding,
-    Replicate,
-    Whole,
-    holding,
-    least_padded_dim,
-    local_ranges,
-    plan,
-    planner,
-)
+from flatshard.layout import Holding, holding, least_padded_dim, plan, planner
 from flatshard.layout.planner import ALIGN
 
 dims = st.one_of(st.integers(0, 5), st.sampled_from([7, 16, 31, 64, 97, 127, 1009, 4096, 11008, 128256]))
 shapes = st.lists(st.lists(dims, min_size=0, max_size=4).map(tuple), min_size=0, max_size=8)
-placements = st.one_of(st.just(Flat()), st.integers(1, 130).map(Block), st.just(Whole()))
 shard_counts = st.one_of(st.integers(1, 9), st.sampled_from([16, 63, 64, 255, 1000, 1024, 4096]))
 layouts = st.sampled_from(["tensor", "flat", "auto"])
 
 
 @settings(max_examples=400, deadline=None)
-@given(shapes, placements, layouts, shard_counts)
-def test_no_atom_is_split_and_no_tensors_overlap(shapes, placement, layout, num_shards):
-    planned = plan(shapes, num_shards, layout=layout, placement=placement)
+@given(shapes, layouts, shard_counts)
+def test_no_row_is_split_and_no_tensors_overlap(shapes, layout, num_shards):
+    planned = plan(shapes, num_shards, layout=layout)
     taken: dict[int, list[tuple[int, int]]] = {}
     assert [slot.shape for slot in planned.slots] == shapes
     for slot in planned.slots:
@@ -45,28 +33,33 @@ def test_no_atom_is_split_and_no_tensors_overlap(shapes, placement, layout, num_
             first = slot.offset // piece + 1  # the first boundary after the start
             for boundary in {first, min(first + 1, (slot.stop - 1) // piece), (slot.stop - 1) // piece}:
                 inside = boundary * piece - slot.offset
-                assert inside <= 0 or inside >= slot.numel or inside % slot.atom == 0
+                assert inside <= 0 or inside >= slot.numel or inside % slot.row == 0
     for ranges in taken.values():
         ranges.sort()
         assert all(before[1] <= after[0] for before, after in pairwise(ranges))
 
 
 @settings(max_examples=200, deadline=None)
-@given(shapes, placements, layouts, st.integers(1, 12))
-def test_ranges_of_all_ranks_are_every_element_once(shapes, placement, layout, num_shards):
-    planned = plan(shapes, num_shards, layout=layout, placement=placement)
+@given(shapes, layouts, st.integers(1, 12))
+def test_windows_of_all_ranks_are_every_row_once(shapes, layout, num_shards):
+    planned = plan(shapes, num_shards, layout=layout)
     found: list[list[tuple[int, int]]] = [[] for _ in shapes]
     for rank in range(num_shards):
         end = 0
-        for part in sorted(local_ranges(planned, Holding(rank, 1)), key=lambda part: part.offset):
-            assert part.offset >= end
-            end = part.offset + part.stop - part.start
-            found[part.tensor].append((part.start, part.stop))
+        windows = sorted(zip(planned.windows(rank, 1), planned.slots, found), key=lambda each: each[0].offset)
+        for window, slot, rows in windows:
+            if math.prod(window.shape):
+                assert window.offset >= end
+                end = window.offset + math.prod(window.shape)
+                first, count = planned.rows(slot, rank, 1)
+                assert math.prod(window.shape) == count * slot.row
+                rows.append((first, first + count))
         assert end <= planned.shard_numel
-    for shape, ranges in zip(shapes, found):
-        ranges.sort()
-        assert [stop for _, stop in ranges[:-1]] == [start for start, _ in ranges[1:]]
-        assert (ranges[0][0], ranges[-1][1]) == (0, math.prod(shape)) if ranges else math.prod(shape) == 0
+    for shape, rows in zip(shapes, found):
+        rows.sort()
+        assert [stop for _, stop in rows[:-1]] == [start for start, _ in rows[1:]]
+        whole = shape[0] if shape else 1
+        assert (rows[0][0], rows[-1][1]) == (0, whole) if rows else math.prod(shape) == 0
 
 
 @settings(max_examples=200, deadline=None)
@@ -76,10 +69,9 @@ def test_layout_tensor_gives_the_shards_of_torch_chunk(shape, num_shards):
     chunks = list(torch.chunk(tensor, num_shards)) if tensor.numel() else []
     planned = plan([shape], num_shards)
     for rank in range(num_shards):
-        ranges = list(local_ranges(planned, Holding(rank, 1)))
-        held = tensor.flatten()[ranges[0].start : ranges[0].stop] if ranges else torch.empty(0, dtype=tensor.dtype)
+        held = tensor.narrow(0, *planned.rows(planned.slots[0], rank, 1))
         expected = chunks[rank].flatten() if rank < len(chunks) else torch.empty(0, dtype=tensor.dtype)
-        assert torch.equal(held, expected)
+        assert torch.equal(held.flatten(), expected)
 
 
 @settings(max_examples=100, deadline=None)
@@ -121,12 +113,6 @@ def test_flat_takes_one_run_where_that_costs_little_and_row_classes_where_it_cos
     assert wide.num_shards * wide.shard_numel < one_run / 1.7
 
 
-def test_whole_balances_tensors_over_the_shards():
-    planned = plan([(4, 4)] * 8, 4, layout="flat", placement=Whole())
-    assert planned.shard_numel == 32
-    assert planned.waste == 0
-
-
 def test_auto_is_flat_for_small_tensors_and_tensor_for_large_ones():
     small, large = [(8, 8)] * 20, [(4096, 4096)] * 3
     assert plan(small, 4, layout="auto") == plan(small, 4, layout="flat")
@@ -145,7 +131,7 @@ def test_planning_work_does_not_grow_with_the_number_of_shards(monkeypatch):
     lay = planner._lay
     monkeypatch.setattr(planner, "_lay", counting)
     shapes = tuple(layer(16384, 53248, 1024))
-    planner._plan.__wrapped__(shapes, (0,) * len(shapes), 4096, "flat", Flat(), (False,) * len(shapes))
+    planner._plan.__wrapped__(shapes, (0,) * len(shapes), 4096, "flat", (False,) * len(shapes))
     assert 0 < calls <= 40
 
 
@@ -155,7 +141,6 @@ def test_planning_work_does_not_grow_with_the_number_of_shards(monkeypatch):
         ({"shapes": [(2, 2)], "num_shards": 0}, "num_shards"),
         ({"shapes": [(2, -2)], "num_shards": 1}, "negative"),
         ({"shapes": [(2, 2)], "num_shards": 1, "layout": "rows"}, "tensor, flat, auto"),
-        ({"shapes": [(2, 2)], "num_shards": 1, "placement": Replicate()}, "Flat"),
         ({"shapes": [(2, 2)], "num_shards": 1, "dims": [2]}, "2 is not a dim of shape"),
         ({"shapes": [(2, 2)], "num_shards": 1, "dims": [1], "layout": "flat"}, "need layout='tensor'"),
     ],

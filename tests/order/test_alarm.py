@@ -402,7 +402,7 @@ class _Launched:
 def own_record(monkeypatch):
     """A record, and an alarm that looks at it, of a rank whose process group waits for 30 seconds."""
     record, alarm = FlightRecord(), Alarm()
-    for module in ("alarm", "verdict", "watch"):
+    for module in ("alarm", "watch"):
         monkeypatch.setattr(f"flatshard.trust.{module}.record", record)
     group = Watched(store=lambda prefix: dist.HashStore(), kept=None, rank=0, world=2)
     alarm._watch = Watch(group, "alarm", mock.Mock(spec=Loop), alarm.verdict)

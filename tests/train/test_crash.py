@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from flatshard.cli import main
+from flatshard.train.launch import fresh_store
 from flatshard.train.log import Log, Step, check_log
-from flatshard.train.rendezvous import fresh_store
 from flatshard.train.settings import TrainSettings
 from tests.bench.script import as_command, free_port
 from tests.train import crash

@@ -31,16 +31,14 @@ class GlobalLayout:
     def build(cls, tensor_shapes: Iterable[Sequence[int]], dp_size: int, block_size: int = 1) -> GlobalLayout:
         """Place tensors one after another. The piece of a rank is a multiple of every row size, so no row is split."""
         shapes = tuple(torch.Size(shape) for shape in tensor_shapes)
-        slots, end = [], 0
+        slots, end, step = [], 0, ALIGN
         for shape in shapes:
             row = max(math.prod(shape[1:]), 1)
-            atom = row * block_size
-            end = round_up(end, atom)
-            slots.append(Slot(0, end, tuple(shape), row, atom))
-            end += shape.numel()
-        step = math.lcm(ALIGN, *(slot.atom for slot in slots))
+            end = round_up(end, row * block_size)
+            slots.append(Slot(0, end, tuple(shape), row))
+            end, step = end + shape.numel(), math.lcm(step, row * block_size)
         piece = round_up(end, dp_size * step) // dp_size
-        return cls(shapes, Layout(tuple(slots), (Segment(piece),), dp_size, layout.Flat()), block_size)
+        return cls(shapes, Layout(tuple(slots), (Segment(piece),), dp_size), block_size)
 
     size = property(lambda self: self.engine.buffer_numel(self.engine.num_shards), doc="Elements of the whole.")
     tensor_to_offset = property(
