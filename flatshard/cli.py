@@ -96,12 +96,9 @@ def _run(options: argparse.Namespace) -> int:
 def _add_blame(parser: argparse.ArgumentParser) -> None:
     """Compare the flight records of all ranks. Print which rank stopped in which collective, and what the other ranks
     waited for."""
-    parser.add_argument(
-        "folder", type=Path, metavar="FOLDER", help="folder of the flight records: see the error, or FLATSHARD_RECORD"
-    )
-    parser.add_argument(
-        "--last", type=int, default=0, metavar="N", help="also print the last N collectives of every rank"
-    )
+    add, where = parser.add_argument, "folder of the flight records: see the error, or FLATSHARD_RECORD"
+    add("folder", type=Path, metavar="FOLDER", help=where)
+    add("--last", type=int, default=0, metavar="N", help="also print the last N collectives of every rank")
 
 
 def _blame(options: argparse.Namespace) -> int:
