@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("train", help="train a language model", add_help=False)
     for name, command in _COMMANDS.items():
-        its_parser = commands.add_parser(name, help=command.help)
+        its_parser = commands.add_parser(name, help=command.help, description=command.add_arguments.__doc__)
         command.add_arguments(its_parser)
         its_parser.set_defaults(parser=its_parser)
     return parser
@@ -69,10 +69,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Run SCRIPT unchanged, with flatshard in place of torch.distributed.fsdp. With several processes: "
-        "torchrun --nproc-per-node N -m flatshard run SCRIPT ..."
-    )
+    """Run SCRIPT unchanged, with flatshard in place of torch.distributed.fsdp. With several processes: torchrun
+    --nproc-per-node N -m flatshard run SCRIPT ..."""
     _add_script(parser)
 
 
@@ -96,16 +94,11 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _add_blame(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Compare the flight records of all ranks. Print which rank stopped in which collective, and what the other "
-        "ranks waited for."
-    )
-    parser.add_argument(
-        "folder", type=Path, metavar="FOLDER", help="folder of the flight records: see the error, or FLATSHARD_RECORD"
-    )
-    parser.add_argument(
-        "--last", type=int, default=0, metavar="N", help="also print the last N collectives of every rank"
-    )
+    """Compare the flight records of all ranks. Print which rank stopped in which collective, and what the other ranks
+    waited for."""
+    add, where = parser.add_argument, "folder of the flight records: see the error, or FLATSHARD_RECORD"
+    add("folder", type=Path, metavar="FOLDER", help=where)
+    add("--last", type=int, default=0, metavar="N", help="also print the last N collectives of every rank")
 
 
 def _blame(options: argparse.Namespace) -> int:
@@ -122,11 +115,9 @@ def _blame(options: argparse.Namespace) -> int:
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Draw a step that `flatshard rehearse --record FILE` or `flatshard train --record FILE` has recorded as one "
-        "HTML file that needs no network: lanes over time, exposed waits, memory, layout, loss curves. Two recordings "
-        "are drawn side by side, with their differences."
-    )
+    """Draw a step that `flatshard rehearse --record FILE` or `flatshard train --record FILE` has recorded as one HTML
+    file that needs no network: lanes over time, exposed waits, memory, layout, loss curves. Two recordings are drawn
+    side by side, with their differences."""
     add = parser.add_argument
     add("record", type=Path, nargs="+", metavar="RECORD", help="one recording, or two to compare")
     add("-o", "--output", type=Path, default=Path("report.html"), metavar="HTML", help="page (default report.html)")
@@ -181,11 +172,9 @@ def _check_script(options: argparse.Namespace) -> None:
 
 
 def _add_rehearse(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Run SCRIPT unchanged as one rank of W, with all communication over a modelled network, and report step time, "
-        "wire time, exposed communication and memory. A step ends when optimizer.step() returns, or when the script "
-        "calls flatshard.rehearsal.current().mark_step()."
-    )
+    """Run SCRIPT unchanged as one rank of W, with all communication over a modelled network, and report step time, wire
+    time, exposed communication and memory. A step ends when optimizer.step() returns, or when the script calls
+    flatshard.rehearsal.current().mark_step()."""
     add = parser.add_argument
     add("--world", type=int, required=True, metavar="W", help="number of ranks")
     add("--rank", type=int, default=0, help="the rank that this process runs as (default 0)")
@@ -251,11 +240,9 @@ def _rehearse(options: argparse.Namespace) -> int:
 
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Write the checkpoint SRC to DST in another format: a folder of flatshard, a folder of "
-        "torch.distributed.checkpoint (as FSDP2 and Megatron-FSDP write it), safetensors, or a file of torch.save. "
-        "This needs memory for one tensor, and no process group."
-    )
+    """Write the checkpoint SRC to DST in another format: a folder of flatshard, a folder of
+    torch.distributed.checkpoint (as FSDP2 and Megatron-FSDP write it), safetensors, or a file of torch.save. This needs
+    memory for one tensor, and no process group."""
     add = parser.add_argument
     add("source", metavar="SRC", help="a file or a folder in any of these formats")
     add("target", metavar="DST", help="the file or folder to write; it must not exist")
@@ -289,7 +276,10 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 class _Command(NamedTuple):
-    """``mistakes``: the exceptions that mean a mistake of the user; their text is printed in one line."""
+    """``add_arguments``: its docstring is the command's description.
+
+    ``mistakes``: the exceptions that mean a mistake of the user; their text is printed in one line.
+    """
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]

@@ -41,9 +41,8 @@ def copy_module(make_unit: MakeUnit, module: nn.Module, memo: dict[int, Any]) ->
         unit.reshard()
         absorb(unit)
     _check(module, units, memo)
-    members = [
-        (group, index, each.sharded) for u in units for group in u.groups for index, each in enumerate(group.params)
-    ]
+    groups = [group for unit in units for group in unit.groups]
+    members = [(group, index, each.sharded) for group in groups for index, each in enumerate(group.params)]
     dims: dict[int, int] = {}  # the dims that the new parameters are sharded on
     for group, index, sharded in members:
         memo[id(sharded)] = blank = _blank(group, index)
@@ -126,12 +125,9 @@ def _remove(attributes: dict[str, Any]) -> None:
 def _choices(unit: Unit, memo: dict[int, Any], dims: dict[int, int]) -> Choices:
     """The `Choices` for the copy of a unit."""
     known: Choices = unit.choices
-    choose: Callable[[nn.Parameter], Sharding] = lambda parameter: Sharding(dims[id(parameter)])  # noqa: E731
-    return replace(
-        known,
-        ignored=frozenset(memo[id(parameter)] for parameter in _ignored(unit)),
-        where=replace(known.where, choose=choose),
-    )
+    ignored = frozenset(memo[id(parameter)] for parameter in _ignored(unit))
+    where = replace(known.where, choose=lambda parameter: Sharding(dims[id(parameter)]))
+    return replace(known, ignored=ignored, where=where)
 
 
 def _ignored(unit: Unit) -> Iterator[nn.Parameter]:
@@ -176,6 +172,5 @@ def _take_settings(unit: Unit, new: dict[int, Unit]) -> None:
     made.policy = unit.policy
     for mine, theirs in zip(made.groups, unit.groups, strict=True):
         mine.set_policy(theirs.policy)
-        mine.gradients.ask(
-            **{name: getattr(theirs.gradients, name) for name in ("scale", "sums_only", "counts_unused")}
-        )
+        given = theirs.gradients
+        mine.gradients.ask(scale=given.scale, sums_only=given.sums_only, counts_unused=given.counts_unused)

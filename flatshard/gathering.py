@@ -10,7 +10,7 @@ from torch import nn
 
 from flatshard import _arguments
 from flatshard.engine.groups.registry import group_of
-from flatshard.engine.schedule.root import Root, root_of
+from flatshard.engine.schedule.root import Root
 from flatshard.engine.tree.build import units_below
 from flatshard.engine.tree.roots import find_root
 from flatshard.engine.units.changes import written
@@ -59,9 +59,7 @@ def gathered(module: nn.Module, *, recurse: bool = True, write: bool = False) ->
 
 
 def _root(unit: Unit) -> Root:
-    root = root_of(unit)
-    assert root is not None
-    return root
+    return find_root(unit, unit.modules[0])
 
 
 def _hold(unit: Unit) -> None:
@@ -96,6 +94,5 @@ def _units(module: nn.Module, recurse: bool) -> list[Unit]:
     if not found:
         raise ValueError(f"gathered: no parameter of {type(module).__name__} is sharded; call fully_shard first")
     for unit in found:
-        if unit.root is None:
-            find_root(unit, unit.modules[0])
+        _root(unit)
     return found

@@ -11,7 +11,7 @@ from torch import nn
 
 from flatshard import _torch
 from flatshard.engine.groups.names import Names
-from flatshard.engine.schedule.root import root_of
+from flatshard.engine.schedule.root import Root, root_of
 from flatshard.engine.tree.roots import find_root
 from flatshard.engine.units.unit import Unit, unit_of
 from flatshard.layout import is_sharded
@@ -129,17 +129,14 @@ class FSDPState:
     def _fsdp_param_group(self) -> FSDPParamGroup | None:
         return next(iter(self._fsdp_param_groups), None)
 
-    def _lazy_init(self) -> None:
+    def _lazy_init(self) -> Root:
         """Set up the root, as the first forward does. This unit becomes the root if it has none."""
         module = self._known()
         assert module is not None
-        find_root(self.unit, module)
+        return find_root(self.unit, module)
 
     def _root_post_backward_final_callback(self) -> None:
-        self._lazy_init()
-        root = root_of(self.unit)
-        assert root is not None
-        root.reduce_accumulated()
+        self._lazy_init().reduce_accumulated()
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(

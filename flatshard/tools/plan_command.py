@@ -15,11 +15,9 @@ if TYPE_CHECKING:
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Estimate memory and traffic of every sharding strategy for MODEL, show which ones fit, and recommend one. "
-        "MODEL is a named shape (llama-8b, mixtral-8x7b, ...), a Hugging Face config.json "
-        "(or its folder), or module:callable that returns a module. No GPU is needed."
-    )
+    """Estimate memory and traffic of every sharding strategy for MODEL, show which ones fit, and recommend one. MODEL
+    is a named shape (llama-8b, mixtral-8x7b, ...), a Hugging Face config.json (or its folder), or module:callable that
+    returns a module. No GPU is needed."""
     add = parser.add_argument
     add("model", metavar="MODEL", help=f"{', '.join(NAMED)}, a config.json or module:callable")
     add("--devices", type=int, required=True, metavar="W", help="number of devices, one rank each")
