@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatshard.buffer.collectives import Gather, Op
 from flatshard.buffer.lanes import Lane
 from flatshard.buffer.tickets import DONE, Ticket
-from flatshard.layout import Holding, Layout, Partial, Parts, Placement, Transition, holding, is_sharded, transition
+from flatshard.layout import Holding, Layout, Partial, Parts, Placement, holding, is_sharded
+from flatshard.layout.placement import Transition, transition
 
 
 class DBuffer:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flatshard.layout import Block, Flat, Partial, Replicate, Transition, transition
+from flatshard.layout.placement import Block, Flat, Partial, Replicate, Transition, transition
 
 SHARDED = [Flat(), Block(4)]
 
