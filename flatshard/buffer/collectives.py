@@ -15,6 +15,7 @@ from flatshard.buffer.tickets import DONE, Action, Pending, Ticket, Tickets
 
 Op: TypeAlias = Literal["sum", "avg", "max"]
 Tensors: TypeAlias = Sequence[torch.Tensor]
+Reduction: TypeAlias = Callable[[torch.Tensor, int], torch.Tensor]  # over a dim
 _Started: TypeAlias = tuple[list[Work], Action]
 
 _nbytes: Callable[[torch.Tensor], int] = operator.attrgetter("nbytes")
@@ -22,11 +23,7 @@ _nbytes: Callable[[torch.Tensor], int] = operator.attrgetter("nbytes")
 _NATIVE = frozenset(
     {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
 )
-REDUCTIONS: dict[Op, Callable[[torch.Tensor, int], torch.Tensor]] = {
-    "sum": torch.sum,
-    "avg": torch.mean,
-    "max": torch.amax,
-}
+REDUCTIONS: dict[Op, Reduction] = {"sum": torch.sum, "avg": torch.mean, "max": torch.amax}
 
 
 class Peers(Protocol):
@@ -35,7 +32,7 @@ class Peers(Protocol):
     def gather(self, outputs: Tensors, inputs: Tensors) -> Callable[[], None]:
         """An all-gather that can be launched many times, on the current stream."""
 
-    def reduce(self, outputs: Tensors, inputs: Tensors, reduction: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+    def reduce(self, outputs: Tensors, inputs: Tensors, reduction: Reduction) -> None:
         """A reduce-scatter, on the current stream."""
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard.buffer.collectives import Gather, Op
+from flatshard.buffer.collectives import Gather
 from flatshard.buffer.lanes import Lane
 from flatshard.buffer.tickets import DONE, Ticket
-from flatshard.layout import Holding, Layout, Partial, Parts, Placement, Transition, holding, is_sharded, transition
+from flatshard.layout import Holding, Layout, Partial, Parts, Placement, Replicate, holding, is_sharded
 
 
 class DBuffer:
@@ -207,7 +207,7 @@ class DBuffer:
         plan, current = [], source
         for axis in _steps(source, self.placements):
             step = (*current[:axis], self.placements[axis], *current[axis + 1 :])
-            if transition(current[axis], step[axis]) is not Transition.ALL_GATHER:
+            if not is_sharded(current[axis]):
                 raise ValueError(f"axis {axis} goes from {current[axis]} to {step[axis]}, which is not a gather")
             have, get = (held_by_this_rank(self.layout, self.mesh, p) for p in (current, step))
             plan.append((axis, self.runs(get), self.runs(have)))
@@ -219,28 +219,26 @@ class DBuffer:
     ) -> tuple[DBuffer, Ticket]:
         """Change one axis."""
         source = self.placements[axis]
-        kind = transition(source, placements[axis])
         if out is None:
             with lane.entered():
                 out = DBuffer.zeros(self.layout, self.mesh, placements, dtype=self.dtype, device=self.device)
-        op: Op = source.op if isinstance(source, Partial) else "sum"
-        if kind is Transition.SCATTER:
+        if isinstance(source, Replicate):  # a scatter
             with lane.entered((after,)):
                 if out.local.numel():
                     torch._foreach_copy_(out.runs(), self.runs(out.held))
                 return out, lane.mark()
         group = lane.group(self.mesh, axis)
-        if kind is Transition.ALL_GATHER:
+        if not isinstance(source, Partial):
             return out, lane.all_gather(group, out.runs(), self.runs(), after=(after,))
         shared = out.local.untyped_storage()._cdata == self.local.untyped_storage()._cdata
-        if kind is Transition.ALL_REDUCE:
+        if not is_sharded(placements[axis]):
             with lane.entered((after,)):
                 if not shared:
                     out.local.copy_(self.local)
-            return out, lane.all_reduce(group, [out.local], op)
+            return out, lane.all_reduce(group, [out.local], source.op)
         if shared:
             raise ValueError("`out` shares storage with the input of a reduce-scatter; give it separate storage")
-        return out, lane.reduce_scatter(group, out.runs(), self.runs(), op, after=(after,))
+        return out, lane.reduce_scatter(group, out.runs(), self.runs(), source.op, after=(after,))
 
     def _check_target(self, placements: tuple[Placement, ...], out: DBuffer | None) -> None:
         if len(placements) != self.mesh.ndim:
@@ -300,9 +298,16 @@ def held_by_this_rank(layout: Layout, mesh: DeviceMesh, placements: Sequence[Pla
 
 
 def _steps(source: Sequence[Placement], target: Sequence[Placement]) -> list[int]:
-    """The axes that change, in the order in which they can: un-sharding ascends, sharding descends."""
-    changed = [axis for axis in range(len(source)) if source[axis] != target[axis]]
-    kinds = {axis: transition(source[axis], target[axis]) for axis in changed}
-    gathers = [axis for axis in changed if kinds[axis] is Transition.ALL_GATHER]
-    others = [axis for axis in changed if kinds[axis] is not Transition.ALL_GATHER]
+    """The axes that change, in the order in which they can: un-sharding ascends, sharding descends.
+
+    Nothing can become `Partial`, because a value can be divided into terms in many ways. A sharded axis keeps the
+    layout that it was planned for.
+    """
+    gathers: list[int] = []
+    others: list[int] = []
+    for axis, (old, new) in enumerate(zip(source, target)):
+        if old != new:
+            if isinstance(new, Partial) or (is_sharded(old) and is_sharded(new)):
+                raise ValueError(f"a buffer cannot go from {old} to {new}")
+            (gathers if is_sharded(old) else others).append(axis)
     return gathers + others[::-1]

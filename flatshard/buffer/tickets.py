@@ -47,10 +47,6 @@ class Ticket:
         self.kind = self.name = ""
         self.number = self.numbytes = 0
 
-    def __str__(self) -> str:
-        state = "done" if self.done() else "pending"
-        return f"#{self.number} {self.kind} {self.name or '(unnamed)'} {self.numbytes} bytes: {state}"
-
     def wait(self) -> None:
         """Order what follows after the operation: the current stream on CUDA, the caller itself on CPU."""
         if self._event is not None and self._epoch == _epochs.now:
@@ -77,10 +73,6 @@ class Ticket:
         """Order another stream after the operation."""
         if self._event is not None and self._epoch == _epochs.now:
             self._event.wait(stream)
-
-    def done(self) -> bool:
-        """Whether the operation has ended, without waiting."""
-        return self._then is None and self.has_ended()
 
     def has_ended(self) -> bool:
         """Whether the communication has ended without an error, even if further work remains. Thread-safe."""
@@ -118,9 +110,6 @@ class Pending(Ticket):
 
     def hold_up(self, stream: torch.cuda.Stream) -> None:
         self._real.hold_up(stream)
-
-    def done(self) -> bool:
-        return self._real.done()
 
     def has_ended(self) -> bool:
         return self._real.has_ended()

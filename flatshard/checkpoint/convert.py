@@ -34,6 +34,7 @@ from flatshard.checkpoint.stored_names import with_names
 
 Form = Literal["flatshard", "dcp", "safetensors", "torch"]
 FORMS: tuple[Form, ...] = ("flatshard", "dcp", "safetensors", "torch")
+_MARKS: dict[str, Form] = {MANIFEST: "flatshard", METADATA: "dcp", SINGLE: "safetensors", INDEX: "safetensors"}
 _SUFFIXES: dict[str, Form] = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
 
 
@@ -117,14 +118,11 @@ def convert(
 
 
 def form_of(path: Path) -> Form:
-    if (path / MANIFEST).is_file():
-        return "flatshard"
-    if (path / METADATA).is_file():
-        return "dcp"
-    if (path / SINGLE).is_file() or (path / INDEX).is_file() or (path.is_file() and path.suffix == ".safetensors"):
-        return "safetensors"
+    for name, form in _MARKS.items():
+        if (path / name).is_file():
+            return form
     if path.is_file():
-        return "torch"
+        return "safetensors" if path.suffix == ".safetensors" else "torch"
     raise CheckpointError(f"{path} does not exist, or is no checkpoint in a known format ({', '.join(FORMS)})")
 
 

@@ -260,12 +260,7 @@ def write_files(
 
 
 def load_safetensors(
-    model: nn.Module,
-    folder: str | Path,
-    *,
-    strict: bool = True,
-    names: Sequence[StoredAs] = (),
-    progress: bool = True,
+    model: nn.Module, folder: str | Path, *, strict: bool = True, names: Sequence[StoredAs] = (), progress: bool = True
 ) -> None:
     """Load full weights from the safetensors files in ``folder`` into a model, sharded or not. All ranks must call it.
 

@@ -22,7 +22,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -147,16 +147,15 @@ class RankFile:
     tensors: dict[str, TensorEntry]  # those of ``extra``
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _SavedTensor(TensorEntry):
     """A tensor of a checkpoint. Places and checksums of its chunks are in the headers of their files, ``opened``."""
 
-    number: int = 0
-    table: _Table | None = None
-    opened: Mapping[str, RankFile] = field(default_factory=dict)
+    number: int
+    table: _Table
+    opened: Mapping[str, RankFile]
 
     def chunks_within(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterable[Chunk]:
-        assert self.table is not None
         return self.table.chunks_within(offsets, sizes)
 
     def located(self, chunk: Chunk) -> Chunk:
@@ -243,7 +242,7 @@ class Manifest(TensorFiles):
         if table.shape != shape:
             raise ValueError(f"'{key}' has shape {shape}, and its table is for shape {table.shape}")
         self._kinds.append((table, dtype.itemsize))
-        return _SavedTensor(dtype, shape, (), len(self.tensors), table, self.opened)
+        return _SavedTensor(dtype, shape, number=len(self.tensors), table=table, opened=self.opened)
 
     def take_header(self, name: str, header: bytes) -> None:
         path, rank = self.folder / name, self._ranks[name]

@@ -1,10 +1,9 @@
-"""Placements of a buffer along mesh axes, the operations that change one into another, and what a rank then holds."""
+"""Placements of a buffer along mesh axes, and which pieces of a layout a rank then holds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Literal, TypeAlias
 
 
@@ -49,33 +48,6 @@ Placement: TypeAlias = Replicate | Partial | Flat | Block
 def is_sharded(placement: Placement) -> bool:
     """Whether each rank of the axis holds a different part of the buffer."""
     return isinstance(placement, (Flat, Block))
-
-
-class Transition(Enum):
-    """The operation that changes the placement of one axis."""
-
-    NONE = "none"
-    SCATTER = "scatter"
-    ALL_GATHER = "all_gather"
-    REDUCE_SCATTER = "reduce_scatter"
-    ALL_REDUCE = "all_reduce"
-
-
-def transition(source: Placement, target: Placement) -> Transition:
-    """The operation that changes an axis from ``source`` to ``target``; ValueError if there is none.
-
-    Nothing can become `Partial`, because a value can be divided into terms in many ways. A sharded axis keeps the
-    layout that it was planned for.
-    """
-    if source == target:
-        return Transition.NONE
-    if isinstance(target, Partial) or (is_sharded(source) and is_sharded(target)):
-        raise ValueError(f"a buffer cannot go from {source} to {target}")
-    if isinstance(source, Partial):
-        return Transition.REDUCE_SCATTER if is_sharded(target) else Transition.ALL_REDUCE
-    if isinstance(source, Replicate):
-        return Transition.SCATTER
-    return Transition.ALL_GATHER
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ def _refusals(rank, world):
     attempts = {
         "cannot go from": lambda: buffer.redistribute([Partial()]),
         "from Flat() to Block(rows=2)": lambda: buffer.redistribute([Block(2)]),
+        "to Partial(op='avg')": lambda: partial.redistribute([Partial("avg")]),
         "dtype": lambda: buffer.redistribute([Replicate()], out=half),
         "layout": lambda: buffer.redistribute([Replicate()], out=foreign),
         "placements": lambda: buffer.redistribute([Replicate()], out=buffer),
@@ -80,7 +81,7 @@ def _refusals(rank, world):
 
 def test_mistakes_are_refused_with_what_was_expected(ranks):
     for said in ranks(2, _refusals):
-        assert len(said) == 10
+        assert len(said) == 11
         for expected, message in said.items():
             assert expected in message
 
