@@ -35,7 +35,6 @@ def warm_up(case: Case) -> None:
         Case((64,), param=BF16),
         Case((8,), param=BF16, reduce=FP32),
         Case((8,), strategy=2, param=BF16),
-        Case((8,), reshard=False),
         Case((2, 8), param=BF16),
         Case((8,), tied=True, param=BF16),
         Case((8,), microbatches=2, param=BF16),
