@@ -51,7 +51,8 @@ class Coder:
             places = [self._kept(out, at, layout.segments[segment].piece) for segment, at in wire.kept]
             given = [by_segment[kept.segment].view(held.count, -1) for kept in wire.kept]
             torch._foreach_copy_([place[0] for place in places], given)
-        for base, starts in _bases({n: by_segment[n] for n in by_segment if self._has_codes(n)}):
+        segments = {slot.segment for slot, mark in zip(layout.slots, wire.encoded) if mark}
+        for base, starts in _bases({n: run for n, run in by_segment.items() if n in segments}):
             if kernels.usable(out):
                 kernels.encode(self._table(held, starts, out.device), self.code, base, out, noise)
                 continue
@@ -134,9 +135,6 @@ class Coder:
         """A segment that is not encoded, in bytes of some ranks, or of one: rank, piece, element."""
         pieces = given.view(-1, given.shape[-1] // self.wire.piece, self.wire.piece)
         return pieces[:, :, at : at + size * self.dtype.itemsize].view(self.dtype)
-
-    def _has_codes(self, segment: int) -> bool:
-        return any(mark and slot.segment == segment for slot, mark in zip(self.wire.layout.slots, self.wire.encoded))
 
     def _table(self, held: Holding, starts: dict[int, int], device: torch.device) -> kernels.Table:
         key = (held, tuple(starts.items()), device)

@@ -102,10 +102,10 @@ class DBuffer:
     def local_view(self, index: int) -> torch.Tensor:
         """This rank's rows of tensor ``index``, a view of ``local``: all of it where no axis is sharded.
 
-        A tensor of which this rank holds nothing is a view of zero rows. A turned tensor (`Layout.is_turned`) has no
+        A tensor of which this rank holds nothing is a view of zero rows. A turned tensor (`Layout.turned`) has no
         such view; `turns` gives it in parts.
         """
-        assert not self.layout.is_turned(index, self.held.count)
+        assert self.held.count == 1 or index not in self.layout.turned
         offset, shape, stride = self.layout.windows(self.held.first, self.held.count)[index]
         return self.local.as_strided(shape, stride, offset + self.local.storage_offset())
 

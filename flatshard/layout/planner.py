@@ -126,7 +126,7 @@ class Layout:
         """The rows of each tensor in a buffer that holds ``pieces`` pieces from ``first`` of every segment.
 
         A tensor that is not in the buffer has a window of zero rows. A tensor that is sharded on another dim than 0 has
-        a window only in a buffer of one piece, because only single pieces are contiguous (`is_turned`).
+        a window only in a buffer of one piece, because only single pieces are contiguous (`turned`).
         """
         key = (first, pieces)
         if key not in self._windows:
@@ -153,14 +153,10 @@ class Layout:
         low, high = (min(max(row, 0), total) for row in (low, high))
         return low, high - low
 
-    def is_turned(self, index: int, pieces: int) -> bool:
-        """Whether the elements of a tensor in ``pieces`` pieces are not in its own order, so that it must be copied."""
-        return self.slots[index].dim > 0 and pieces > 1
-
     @cached_property
     def turned(self) -> frozenset[int]:
-        """The tensors that a buffer of all pieces holds in another order than their own."""
-        return frozenset(index for index in range(len(self.slots)) if self.is_turned(index, self.num_shards))
+        """The tensors whose elements a buffer of several pieces holds in another order, so that they must be copied."""
+        return frozenset(index for index, slot in enumerate(self.slots) if slot.dim and self.num_shards > 1)
 
     @cached_property
     def run_numel(self) -> int:
