@@ -111,6 +111,8 @@ class Root:
         self.agree()
         if self.program.running is not None:
             self.recover()
+        if self.reduces.stepped:
+            self.reduces.land()
         refuse_forward_within(self)
         self.entry = entry.index
         self.forwards += 1
