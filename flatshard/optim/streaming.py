@@ -46,6 +46,8 @@ class Stream:
         self._arriving, self._stepping, self._leaving = (
             Lane(name, device) for name in ("state in", "step", "state out")
         )
+        with self._arriving.following():  # what is still written to host memory comes first
+            pass
         self._slots = deque(_Slot() for _ in range(_SLOTS))
         self._gradients: deque[tuple[Ticket, object]] = deque()  # which are being read, and until when
         self.stepped = self.saved = DONE  # when the last piece has been stepped, and when it is in host memory
@@ -85,7 +87,8 @@ class Stream:
         """Keep gradients until they have been read; the current stream waits for those of earlier groups."""
         self._gradients.append((self.stepped, gradients))
         while len(self._gradients) > _GROUPS:
-            self._gradients.popleft()[0].wait()
+            self._gradients[0][0].wait()
+            self._gradients.popleft()
 
     def join(self) -> None:
         """Order the current stream after all steps, and the memory of the slots after its use."""
