@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from flatshard import _torch
-from flatshard.buffer import DONE, DBuffer
+from flatshard.buffer import DBuffer
 from flatshard.engine.gradients.main_grads import MAIN_GRAD
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.groups.registry import group_of
@@ -55,7 +55,6 @@ class FlatParam:
         if extent is None:
             self.tensor.__dict__.update(self.parameters[0].__dict__)  # what users mark parameters with
         self._views: dict[Any, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-        self.saved = DONE  # when its state is in host memory, if it belongs there
 
     def part(self, buffer: DBuffer) -> torch.Tensor:
         """Its place in a buffer with the layout of main."""

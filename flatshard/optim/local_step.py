@@ -168,6 +168,7 @@ class LocalStep:
         """Free the memory of gradients that have been set to None, also those of other groups."""
         self.give_up_broken()
         self._stepped.clear()  # by a backward that was given up, if any
+        self._streamed.join()
         self._again = None
         with _torch.PlainAttributes():
             for group in dict.fromkeys([*(each.group() for each in self._flat_params), *others]):

@@ -18,7 +18,6 @@ from torch import nn
 
 from flatshard import _torch
 from flatshard.buffer import DONE, Lane, Ticket
-from flatshard.buffer.tickets import Tickets
 from flatshard.engine.gradients.reduction import Reduced
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.weights.offload import Home
@@ -57,16 +56,14 @@ class Stream:
         with self._stepping.following():
             pass
 
-    def run(
-        self, given: Sequence[torch.Tensor], step: Callable[[Sequence[torch.Tensor]], Pairs], after: Tickets
-    ) -> None:
-        """Copy tensors to the device once ``after`` is over, call ``step`` with them, and copy out what it returns.
+    def run(self, given: Sequence[torch.Tensor], step: Callable[[Sequence[torch.Tensor]], Pairs]) -> None:
+        """Copy tensors to the device, call ``step`` with them, and copy out what it returns.
 
         ``step`` returns pairs of a tensor on the device and one in host memory.
         """
         slot = self._slots[0]
         self._slots.rotate(-1)
-        with self._arriving.entered((slot.is_out, *after)):
+        with self._arriving.entered((slot.is_out,)):
             slot.tensors = []  # both lanes that have allocated them come after their last use
             for tensor in given:
                 slot.tensors.append(torch.empty(tensor.shape, dtype=tensor.dtype, device=self._arriving.device))
@@ -91,7 +88,7 @@ class Stream:
             self._gradients.popleft()
 
     def join(self) -> None:
-        """Order the current stream after all steps, and the memory of the slots after its use."""
+        """Order the current stream after all steps, and later copies from host memory after those to it."""
         self.stepped.wait()
         self._gradients.clear()
         with self._stepping.entered((self.saved,)):
@@ -132,8 +129,7 @@ class StreamedStep:
             for each in mine:
                 piece = _Piece(each, group, states[each.tensor], split, uncast, reduced)
                 for cut in each.cuts(PIECE):
-                    stream.run(piece.given(cut), functools.partial(self._run, piece, cut), (each.saved,))
-                each.saved = stream.saved
+                    stream.run(piece.given(cut), functools.partial(self._run, piece, cut))
             stream.keep([reduced, *(each.tensor.grad for each in mine)])
             tickets.append(Ticket(then=stream.saved.synchronize) if group.home.host else stream.stepped)
 
@@ -153,7 +149,7 @@ class StreamedStep:
             self.lent = None
 
     def join(self) -> None:
-        """Order the current stream after all steps, and free the memory of slots and gradients."""
+        """Order the current stream after all steps, before any is stepped again; frees slots and gradients."""
         for stream in self._streams.values():
             stream.join()
 
