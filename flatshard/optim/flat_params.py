@@ -63,10 +63,14 @@ class FlatParam:
         return buffer.local if self._extent == (0, buffer.local.numel()) else buffer.local[slice(*self._extent)]
 
     def cuts(self, most: int) -> list[Cut]:
-        """Functions that cut pieces of at most so many elements out of the flat tensor, and of others of its size."""
-        if self._extent is None:
+        """Functions that cut rows of the tensor, and of others with as many, into pieces of at most so many elements.
+
+        A flat tensor has rows of one element. A row is never cut.
+        """
+        if self.tensor.dim() == 0:
             return [operator.itemgetter(...)]
-        return [operator.itemgetter(slice(at, at + most)) for at in range(0, max(self.tensor.numel(), 1), most)]
+        rows = max(most // max(self.tensor.shape[1:].numel(), 1), 1)
+        return [operator.itemgetter(slice(at, at + rows)) for at in range(0, max(len(self.tensor), 1), rows)]
 
     def attach_gradient(self, uncast: bool) -> bool:
         """Set the gradient of the tensor; False if the gradients have changed since this was created."""

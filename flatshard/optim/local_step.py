@@ -130,7 +130,7 @@ class LocalStep:
         result, ticket = None, DONE
         try:
             if len(streamed) < len(mine) or any(beside) or not mine:
-                result = self._run_here(optimizer, [each for each in mine if each not in streamed], beside, base)
+                result = self._run_here(optimizer, [each for each in mine if not self._streams(each)], beside, base)
             if streamed:
                 self._outdated, split = True, SplitStep(optimizer, base)
                 ticket = self._streamed.step(streamed, self.flat_state, split, self.uncast, reduced)

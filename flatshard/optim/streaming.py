@@ -24,7 +24,7 @@ from flatshard.engine.weights.offload import Home
 from flatshard.optim.flat_params import PER_PARAMETER, Cut, FlatParam, State, set_grad
 from flatshard.optim.split_step import SplitStep
 
-PIECE = 1 << 24  # elements of a flat tensor that are stepped at a time
+PIECE = 1 << 24  # elements of a tensor that are stepped at a time
 _SLOTS = 3  # pieces on the device: one arrives, one is stepped, one leaves
 _GROUPS = 2  # groups whose gradients wait for their step while the backward goes on
 Pairs: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
@@ -119,9 +119,12 @@ class StreamedStep:
         Returns a ticket after which their weights can be read; waiting for it blocks the host if they are there.
         """
         tickets: list[Ticket] = []
-        for group in dict.fromkeys(each.group() for each in flat_params):
+        by_group: dict[ParamGroup | None, list[FlatParam]] = {}
+        for each in flat_params:
+            by_group.setdefault(each.group(), []).append(each)
+        for group, mine in by_group.items():
             assert group is not None
-            device, mine = group.home.device, [each for each in flat_params if each.group() is group]
+            device = group.home.device
             if device not in self._streams:
                 self._streams[device] = Stream(device)
             stream = self._streams[device]
@@ -223,7 +226,7 @@ class _Piece:
                 self._state[key] = value
                 continue
             if key not in self._state:
-                shape = self._weight.shape if value.shape == parameter.shape else value.shape
+                shape = torch.Size((*self._weight.shape[:1], *value.shape[1:]))
                 self._state[key] = self._home.empty(shape.numel(), value.dtype).view(shape)
             pairs.append((value, cut(self._state[key])))
         if self._on_host:
@@ -240,4 +243,4 @@ def travels(key: Any, value: Any) -> bool:
 
 def state_home(home: Home) -> Home:
     """Where the state of a group is in host memory."""
-    return home if home.host else Home(home.device, True, torch.accelerator.is_available(), "offload_state=True")
+    return home if home.host else Home(home.device, True, home.device.type != "cpu", "offload_state=True")

@@ -220,6 +220,10 @@ class ParamGroup:
             self.mark_stale()
         self._renewed = self.state if self.home.host else None
 
+    def forget(self) -> None:
+        """Main may have changed in a way that `state` does not show."""
+        self._refreshed = self._renewed = None
+
     def note_step(self) -> None:
         """The step counted last has written compute weights in host memory wherever it has changed main."""
         known, now = self._renewed, self.state
